@@ -87,10 +87,10 @@ if TYPE_CHECKING:  # parts of the engine and of a job, for tests and for ports o
     )
     from rollout.distributed.transport.keys import JobKeys as JobKeys
     from rollout.distributed.worker.worker import EngineWorker as EngineWorker
+    from rollout.engine.blocks.allocator import BlockAllocator as BlockAllocator
     from rollout.engine.engine import DynamicInferenceEngine as DynamicInferenceEngine
     from rollout.engine.parts.context import DynamicInferenceContext as DynamicInferenceContext
     from rollout.engine.parts.controller import TextGenerationController as TextGenerationController
-    from rollout.engine.scheduling.block_allocator import BlockAllocator as BlockAllocator
     from rollout.requests.block_hash import HASH_BASE as HASH_BASE
     from rollout.requests.block_hash import HASH_PRIME as HASH_PRIME
     from rollout.requests.block_hash import chain_block_hashes as chain_block_hashes

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from rollout.config import InferenceConfig
+from rollout.engine.blocks.index import CacheChanges
 from rollout.engine.build import EngineBase, EngineParts, build, check_arguments, followed, rebuilt
 from rollout.engine.explain.explanation import Explanation
 from rollout.engine.memory.block_pool import Allocate, zeros
@@ -35,7 +36,6 @@ from rollout.engine.parts.lifecycle import Lifecycle
 from rollout.engine.parts.peers import Peers
 from rollout.engine.parts.prefill import Prefill, Take, Wanted
 from rollout.engine.scheduling.adapters import described
-from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.engine.weights.base import Weights
 from rollout.engine.weights.guard import WeightsGuard
 from rollout.errors import RequestError, UnsupportedModelError

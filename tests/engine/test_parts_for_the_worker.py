@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout.engine.blocks.allocator import BlockAllocator
+from rollout.engine.blocks.index import NO_BLOCK, CacheChanges
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.scheduling.block_allocator import BlockAllocator
-from rollout.engine.scheduling.prefix_index import NO_BLOCK, CacheChanges
 from rollout.errors import ConfigError, InvalidRequestError
 from rollout.requests.delta import SampleDelta
 from rollout.requests.events import unpack_events

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
+from rollout.engine.blocks.pages import PageShape
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.memory.layer_groups import layer_groups
-from rollout.engine.scheduling.layer_pages import PageShape
 from rollout.errors import InvalidRequestError
 from tests.engines import (
     BLOCK,

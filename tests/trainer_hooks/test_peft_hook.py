@@ -20,11 +20,11 @@ from peft import (
 from torch import nn
 
 from rollout.config import InferenceConfig
+from rollout.engine.blocks.allocator import BlockAllocator
+from rollout.engine.blocks.checks import check_blocks
+from rollout.engine.blocks.index import NO_BLOCK, CacheChanges
 from rollout.engine.scheduling import adapters
 from rollout.engine.scheduling.adapters import NO_ADAPTER, AdapterSwitches, described
-from rollout.engine.scheduling.block_allocator import BlockAllocator
-from rollout.engine.scheduling.block_checks import check_blocks
-from rollout.engine.scheduling.prefix_index import NO_BLOCK, CacheChanges
 from rollout.errors import EngineStateError, UnsupportedModelError
 from rollout.llm.llm import LLM
 from rollout.manager.manager import RolloutManager

@@ -42,9 +42,9 @@ from rollout.distributed.protocol.messages import (
 )
 from rollout.distributed.protocol.partial import PartialGroup
 from rollout.distributed.worker.assignments import Assignments, Key, Known
+from rollout.engine.blocks.index import CacheChanges
 from rollout.engine.parts.holds import COORDINATOR, HoldLevel
 from rollout.engine.parts.rank_engine import RankEngine
-from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.errors import EngineDeadError, EngineStateError, SerializationError
 from rollout.requests.codec import unpack_msgpack
 from rollout.requests.image_request import with_images

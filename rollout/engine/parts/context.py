@@ -16,6 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.config import InferenceConfig
+from rollout.engine.blocks.allocator import BlockAllocator
+from rollout.engine.blocks.host import HostCache
+from rollout.engine.blocks.pages import LayerPages, PageShape
 from rollout.engine.memory.block_pool import BlockMemory
 from rollout.engine.memory.host_pool import HostMemoryError
 from rollout.engine.memory.kv_cache import LayerShape, RouteShape
@@ -24,9 +27,6 @@ from rollout.engine.memory.shortage import lacks_device_memory
 from rollout.engine.memory.state_pool import StateShape
 from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.parts.state_memory import StateMemory
-from rollout.engine.scheduling.block_allocator import BlockAllocator
-from rollout.engine.scheduling.host_cache import HostCache
-from rollout.engine.scheduling.layer_pages import LayerPages, PageShape
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.errors import ConfigError, EngineStateError
 from rollout.metrics import binary_bytes

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from rollout.config import InferenceConfig
+from rollout.engine.blocks.index import CacheChanges
 from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.memory.plain_tensors import plain_tensors
 from rollout.engine.models.adapters import LoraAdapters
@@ -19,7 +20,6 @@ from rollout.engine.parts.controller import TextGenerationController
 from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
 from rollout.engine.parts.staleness import Staleness
-from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.engine.weights.folder import load_weights
 from rollout.engine.weights.guard import WeightsGuard
 from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError

@@ -8,6 +8,8 @@ from operator import attrgetter
 from types import SimpleNamespace
 
 from rollout.config import InferenceConfig
+from rollout.engine.blocks.host import HostCache
+from rollout.engine.blocks.states import StateSlots
 from rollout.engine.explain.explanation import Explanation, explain
 from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.memory.kv_cache import KVCache
@@ -19,9 +21,7 @@ from rollout.engine.parts.lifecycle import Lifecycle
 from rollout.engine.parts.staleness import Staleness
 from rollout.engine.parts.stepper import Stepper
 from rollout.engine.scheduling.adapters import described
-from rollout.engine.scheduling.host_cache import HostCache
 from rollout.engine.scheduling.sequences import rank
-from rollout.engine.scheduling.state_slots import StateSlots
 from rollout.engine.weights.guard import WeightsGuard
 from rollout.errors import EngineStateError
 from rollout.metrics import ENGINE_STATS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from rollout.engine.blocks.index import CacheChanges
 from rollout.engine.parts.holds import HeldEngine, Holds
-from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.requests.delta import SampleDelta
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams

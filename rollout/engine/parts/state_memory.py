@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout.engine.blocks.states import StateSlots
 from rollout.engine.memory.block_pool import BlockMemory
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.scheduling.state_slots import StateSlots
 from rollout.errors import EngineStateError
 
 

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from rollout.engine.scheduling.block_allocator import BlockAllocator
-from rollout.engine.scheduling.host_loading import load
-from rollout.engine.scheduling.prefix_index import NO_BLOCK
+from rollout.engine.blocks.allocator import BlockAllocator
+from rollout.engine.blocks.host_loading import load
+from rollout.engine.blocks.index import NO_BLOCK
+from rollout.engine.blocks.states import NO_SLOT
 from rollout.engine.scheduling.sequences import IntArray, Sequence, SequenceTable
-from rollout.engine.scheduling.state_slots import NO_SLOT
 from rollout.requests.block_hash import chain_block_hashes, chain_root
 
 

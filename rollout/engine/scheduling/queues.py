@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from rollout.engine.blocks.allocator import BlockAllocator
+from rollout.engine.blocks.checks import check_blocks
+from rollout.engine.blocks.states import NO_SLOT
 from rollout.engine.scheduling.adapters import NO_ADAPTER, Variant
-from rollout.engine.scheduling.block_allocator import BlockAllocator
-from rollout.engine.scheduling.block_checks import check_blocks
 from rollout.engine.scheduling.block_tables import BlockTables
 from rollout.engine.scheduling.fair_share import FairShares
 from rollout.engine.scheduling.sequences import IntArray, Sequence, SequenceTable, discard, insert, rank
-from rollout.engine.scheduling.state_slots import NO_SLOT
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.engine.scheduling.waiting_queue import WaitingQueue
 from rollout.metrics import ENGINE_STATS

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from rollout.config import InferenceConfig
+from rollout.engine.blocks.allocator import BlockAllocator
 from rollout.engine.scheduling.adapters import Variant
-from rollout.engine.scheduling.block_allocator import BlockAllocator
 from rollout.engine.scheduling.draft_budget import StepCost
 from rollout.engine.scheduling.drafter import Drafter
 from rollout.engine.scheduling.planner import StepPlanner, blocks_for

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.engine.blocks.index import NO_BLOCK
+from rollout.engine.blocks.pages import LayerPages
+from rollout.engine.blocks.states import NO_SLOT
 from rollout.engine.scheduling.adapters import NO_ADAPTER, Variant
-from rollout.engine.scheduling.layer_pages import LayerPages
-from rollout.engine.scheduling.prefix_index import NO_BLOCK
 from rollout.engine.scheduling.prompt_images import PromptImages
-from rollout.engine.scheduling.state_slots import NO_SLOT
 from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.delta import SampleDelta, pack_top_n
 from rollout.requests.growth import (

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.scheduling.prefix_index import IntArray
+from rollout.engine.blocks.index import IntArray
 
 NO_PAGE = -1
 

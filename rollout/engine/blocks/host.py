@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollout.engine.scheduling.prefix_index import IntArray, PrefixIndex, chain_digest
+from rollout.engine.blocks.index import IntArray, PrefixIndex, chain_digest
 
 NOWHERE = -1
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rollout.engine.scheduling.block_allocator import BlockAllocator
+from rollout.engine.blocks.allocator import BlockAllocator
 
 
 def check_blocks(allocator: BlockAllocator, holders: Iterable[Sequence[int]], seen: Iterable[list[int]] = ()) -> None:

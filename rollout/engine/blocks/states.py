@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rollout.engine.scheduling.prefix_index import IntArray
+from rollout.engine.blocks.index import IntArray
 
 NO_SLOT = -1
 ZERO = -1

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollout.engine.scheduling.block_allocator import BlockAllocator
-from rollout.engine.scheduling.host_cache import NOWHERE, HostBlock
+from rollout.engine.blocks.allocator import BlockAllocator
+from rollout.engine.blocks.host import NOWHERE, HostBlock
 
 
 def load(allocator: BlockAllocator, blocks: Sequence[HostBlock], parent: int) -> list[int]:

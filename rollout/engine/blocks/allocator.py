@@ -17,10 +17,10 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.scheduling.host_cache import HostCache
-from rollout.engine.scheduling.layer_pages import LayerPages
-from rollout.engine.scheduling.prefix_index import NO_BLOCK, IntArray, PrefixIndex
-from rollout.engine.scheduling.state_slots import StateSlots
+from rollout.engine.blocks.host import HostCache
+from rollout.engine.blocks.index import NO_BLOCK, IntArray, PrefixIndex
+from rollout.engine.blocks.pages import LayerPages
+from rollout.engine.blocks.states import StateSlots
 from rollout.state import PrefixCachingEvictionPolicy
 
 
