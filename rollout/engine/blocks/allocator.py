@@ -1,10 +1,10 @@
 """KV block allocator: reference counts and LRU eviction over a prefix index.
 
-Always true here (`block_checks` proves it):
+Always true (`check()` proves it):
 - a block is exactly one of *free*, *held* (reference count above 0) or *cached* (unreferenced but still indexed);
-- of a model with layers that see only a window (`pages`), a block's memory there comes and goes while its id stays;
-- a holder of a registered block holds its parent too, so the least recently released cached block is a leaf; with
-  `parents_first` it may have released the parent already, and what is registered behind an evicted block is forgotten.
+- a block keeps its id while its memory (`pages`) comes and goes;
+- a holder of a registered block holds its parent too, so the least recently released cached block is a leaf. With
+  `parents_first` it may have released the parent; what is registered behind an evicted block is forgotten then.
 
 Handles block ids and token ids, no tensors and no requests.
 """
@@ -12,71 +12,73 @@ Handles block ids and token ids, no tensors and no requests.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.blocks.host import HostCache
-from rollout.engine.blocks.index import NO_BLOCK, IntArray, PrefixIndex
-from rollout.engine.blocks.pages import LayerPages
+from rollout.engine.blocks.host import NOWHERE, HostBlock, HostCache
+from rollout.engine.blocks.index import IntArray, PrefixIndex
+from rollout.engine.blocks.pages import BlockPages
 from rollout.engine.blocks.states import StateSlots
 from rollout.state import PrefixCachingEvictionPolicy
 
 
 class BlockAllocator:
-    """Reference counts, prefix cache and eviction over `num_blocks` blocks of `block_size` token slots.
+    """Reference counts, prefix cache and eviction over blocks of `block_size` token slots.
 
     Attributes:
+        pages: the memory of the blocks; an `int` makes a pool of so many blocks.
         index: the registered blocks.
-        ref_count: [num_blocks] int32.
+        ref_count: [number of ids] int32.
+        states: slots for recurrent states, whose snapshots belong to registered blocks; no slots for other models.
+        host: where evicted blocks go; without slots they go nowhere.
         parents_first: holders may release leading blocks before the later ones.
-        evictions, refused_for_version: counters.
-        states: slots of a model with recurrent states, whose snapshots belong to registered blocks; None: it has none.
-        pages: memory of the blocks, where some layers see a window and others everything, whose size is that of the pool;
-            None: block ids stand for memory.
-        host: where evicted blocks go; None: nowhere.
-        copies: (source, destination) blocks or pages to copy before the next forward, in this order; `~s`: slot s of `host`.
+        copies: (source, destination) pages to copy before the next forward, in this order; `~s`: slot s of `host`.
+        keeps_released: whether registered blocks stay cached without a holder.
+        evictions: counter of cached blocks.
     """
 
     def __init__(
         self,
-        num_blocks: int,
+        pages: BlockPages | int,
         block_size: int,
         *,
         enable_prefix_caching: bool = True,
         eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU,
         states: StateSlots | None = None,
-        pages: LayerPages | None = None,
         host: HostCache | None = None,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.parents_first = False
-        self.eviction_policy = eviction_policy
-        self.refused_for_version = 0
+        self.keeps_released = enable_prefix_caching and eviction_policy is PrefixCachingEvictionPolicy.LRU
         self.evictions = 0
-        self.states = states
-        self.pages = pages
-        self.host = host
+        self.pages = BlockPages(pages) if isinstance(pages, int) else pages
+        self.states = states or StateSlots(0)
+        self.host = host or HostCache(0, block_size)
         self.copies: list[tuple[int, int]] = []
         self._clock = 0
-        self.index = PrefixIndex(num_blocks, block_size)
-        self._reset(num_blocks)
+        self.index = PrefixIndex(self.pages.num_ids, block_size)
+        self._free_all()
 
-    def _reset(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.ref_count: IntArray = np.zeros(num_blocks, np.int32)
-        self._free: list[int] = list(range(num_blocks - 1, -1, -1))
+    def _free_all(self) -> None:
+        self.ref_count: IntArray = np.zeros(self.pages.num_ids, np.int32)
+        self._free: list[int] = list(range(self.pages.num_ids - 1, -1, -1))
         self._lru: OrderedDict[int, int] = OrderedDict()
         self._lru_outdated: OrderedDict[int, int] = OrderedDict()
 
     # --- queries ------------------------------------------------------------------------------------------------
 
     @property
+    def num_blocks(self) -> int:
+        """Most blocks that the pool can hold."""
+        return self.pages.num_pages // self.pages.whole
+
+    @property
     def num_free(self) -> int:
         """Number of blocks without cached content, for which there is memory in every layer."""
-        return len(self._free) if self.pages is None else self.pages.num_free // self.pages.groups
+        return self.pages.num_free // self.pages.groups
 
     @property
     def num_cached(self) -> int:
@@ -86,45 +88,21 @@ class BlockAllocator:
     @property
     def num_used(self) -> int:
         """Number of blocks with at least one holder."""
-        return self.num_blocks - len(self._free) - self.num_cached
+        return len(self.ref_count) - len(self._free) - self.num_cached
 
     @property
     def num_in_window(self) -> int:
-        """Number of used or cached blocks whose KV is there in layers with a window too."""
+        """Number of used or cached blocks that have their KV of every layer."""
         pages, count = self.pages, self.num_used + self.num_cached
-        if pages is None:
-            return count
-        return (pages.num_pages - pages.num_free - pages.whole * count) // pages.limited
-
-    @property
-    def unit(self) -> str:
-        """What the pool's size is counted in: `blocks` or `pages`."""
-        return "blocks" if self.pages is None else "pages"
-
-    @property
-    def pages_per_block(self) -> int:
-        """Of the pool's `unit`, how many make a block that is there in every layer."""
-        return 1 if self.pages is None else self.pages.groups
-
-    @property
-    def pool_size(self) -> int:
-        """Size of the pool, in the `unit` of its memory."""
-        return self.num_blocks if self.pages is None else self.pages.num_pages
-
-    def live_memory(self) -> IntArray:
-        """Ids of the blocks, or pages, that a suspend has to keep, ascending."""
-        return self.live_blocks() if self.pages is None else self.pages.live()
+        return (pages.num_pages - pages.num_free - pages.whole * count) // pages.limited if pages.limited else count
 
     def held_memory(self) -> IntArray:
-        """Ids of the blocks, or pages, of held blocks, ascending."""
-        held = np.flatnonzero(self.ref_count > 0).astype(np.int32)
-        return held if self.pages is None else np.sort(self.pages.of_blocks(held))
+        """Ids of the pages of held blocks, ascending."""
+        return np.sort(self.pages.of_blocks(np.flatnonzero(self.ref_count > 0).astype(np.int32)))
 
     def can_allocate(self, count: int) -> bool:
         """Whether `allocate(count)` would succeed."""
         pages = self.pages
-        if pages is None:
-            return count <= self.num_free + self.num_cached
         evictable = pages.whole * self.num_cached + pages.limited * len(pages.unseen)
         return count * pages.groups <= pages.num_free + evictable
 
@@ -135,33 +113,7 @@ class BlockAllocator:
 
     def findable(self, block_hash: int) -> bool:
         """Whether a block of this hash is in the current index, or on the host (its tokens may differ)."""
-        on_host = self.host is not None and self.host.has(self.index.variant, block_hash)
-        return on_host or block_hash in self.index.current
-
-    def findable_hashes(self) -> list[int]:
-        """Hashes of all blocks in the current index."""
-        return list(self.index.current)
-
-    def match(self, hashes: Sequence[int], tokens: IntArray) -> list[int]:
-        """The longest cached prefix of a chain of complete blocks, *pinned*: each block gains a reference.
-
-        Args:
-            hashes: the chain's block hashes, one per complete block.
-            tokens: [len(hashes), block_size] int32, the tokens they stand for.
-
-        Returns:
-            Block ids, from the first block on; empty when nothing matches.
-        """
-        found = self.index.find(hashes, tokens)
-        self.acquire(np.asarray(found, np.int32))
-        return found
-
-    def count_refused(self, hashes: Sequence[int]) -> None:
-        """Count the leading blocks of a chain that are cached, but were computed by older weights."""
-        for block_hash in hashes:
-            if block_hash not in self.index.outdated:
-                return
-            self.refused_for_version += 1
+        return block_hash in self.index.current or self.host.has(self.index.variant, block_hash)
 
     def counts(self) -> dict[str, int]:
         """Block counts of the whole pool, keyed as in the GENERATED_TOKEN event."""
@@ -173,14 +125,10 @@ class BlockAllocator:
             "blocks_ref_count": int(self.ref_count.sum()),
         }
 
-    def free_and_cached(self) -> tuple[list[int], list[int]]:
-        """Ids of the free and of the cached blocks."""
-        return list(self._free), [*self._lru, *self._lru_outdated]
-
     # --- references ---------------------------------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks with one reference each, evicting cached ones where needed. Ask `can_allocate` first.
+        """Allocate `count` blocks with one reference each, evicting cached ones if needed. Ask `can_allocate` first.
 
         Raises:
             RuntimeError: fewer than `count` blocks are free or evictable.
@@ -189,32 +137,33 @@ class BlockAllocator:
             raise RuntimeError(
                 f"allocate({count}): only {self.num_free} free and {self.num_cached} cached blocks; ask can_allocate()"
             )
-        while len(self._free) < count or (self.pages is not None and self.pages.num_free < count * self.pages.groups):
+        if not count:
+            return []
+        while len(self._free) < count or self.pages.num_free < count * self.pages.groups:
             self._evict()
         blocks = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
         blocks.reverse()
         self.ref_count[blocks] = 1
-        if self.pages is not None:
-            self.pages.give(blocks)
+        self.pages.give(blocks)
         return blocks
 
     def _evict(self) -> None:
         """Free what was used least recently: a cached block, or (of a held one, with a host tier) what no window reaches."""
         cached = self._lru_outdated or self._lru
         oldest = next(iter(cached.items()), None)
-        if self.pages is not None and not self._lru_outdated:
+        if not self._lru_outdated:
             unseen = next(iter(self.pages.unseen.items()), None)
             older = unseen is not None and (oldest is None or unseen[1] < oldest[1])
-            if unseen is not None and older and (self.host is None or self.ref_count[unseen[0]]):
+            if unseen is not None and older and (not self.host.num_slots or self.ref_count[unseen[0]]):
                 self.pages.strip(unseen[0])
                 return
         assert oldest is not None
         # A tail that was put in front has been continued; outdated blocks are of no use.
-        if self.host is not None and not self._lru_outdated and oldest[1]:
+        if self.host.num_slots and not self._lru_outdated and oldest[1]:
             falling = [oldest[0], *(self.index.behind(oldest[0]) if self.parents_first else [])]
             for block in reversed(falling):
-                self.copies += self.host.offload(self.index, block, self.memory_of(block))
+                self.copies += self.host.offload(self.index, block, self.pages.page_of[block].tolist())
         self._free_cached(oldest[0])
         self.evictions += 1
 
@@ -233,26 +182,20 @@ class BlockAllocator:
             raise RuntimeError(f"release({blocks[counts < 0].tolist()}): these blocks have no holder")
         for block in dict.fromkeys(reversed(blocks[counts == 0].tolist())):
             self._clock += 1
-            self._park(block)
-
-    def _park(self, block: int) -> None:
-        if not self.index.registered[block]:
-            self._give_back(block)
-        elif self.eviction_policy is PrefixCachingEvictionPolicy.REF_ZERO:
-            self._free_cached(block)
-        elif self.index.findable(block):
-            self._lru[block] = self._clock
-        else:
-            self._lru_outdated[block] = self._clock
+            if not self.index.registered[block]:
+                self._give_back(block)
+            elif not self.keeps_released:
+                self._free_cached(block)
+            else:
+                (self._lru if self.index.findable(block) else self._lru_outdated)[block] = self._clock
 
     def _give_back(self, block: int) -> None:
-        self._free.append(block)
-        if self.pages is not None:
-            self.pages.take(block)
-
-    def _free_cached(self, block: int) -> None:
         self._lru.pop(block, None)
         self._lru_outdated.pop(block, None)
+        self._free.append(block)
+        self.pages.take(block)
+
+    def _free_cached(self, block: int) -> None:
         self._unregister(block)
         self._give_back(block)
         if self.parents_first:
@@ -266,29 +209,23 @@ class BlockAllocator:
         for child in self.index.behind(block):
             self._unregister(child, verified=verified)
             if not self.ref_count[child]:
-                self._lru.pop(child, None)
-                self._lru_outdated.pop(child, None)
                 self._give_back(child)
 
     def _unregister(self, block: int, *, verified: bool = True) -> None:
         self.index.remove(block)
-        if self.states is not None:
-            self.states.forget(block)
-        if self.pages is not None:
-            self.pages.verified[block] &= verified
-            if block in self.pages.unseen:
-                self.pages.strip(block)
-
-    # --- what layers with a window see --------------------------------------------------------------------------
+        self.states.forget(block)
+        self.pages.verified[block] &= verified
+        if block in self.pages.unseen:
+            self.pages.strip(block)
 
     def unview(self, blocks: IntArray, *, verified: bool) -> None:
-        """Let a sequence see `blocks` no more in the layers with a window. What a lookup may find keeps its KV there.
+        """End a sequence's view of `blocks` in the layers with a window. What a lookup may find keeps its KV there.
 
         Args:
-            verified: the sequence has made finite logits of them. What none has is not kept: it may be NaN.
+            verified: the sequence has computed finite logits from them. Other content may be NaN and is not kept.
         """
         pages = self.pages
-        if pages is None:
+        if not pages.limited:
             return
         self._clock += 1
         if verified:
@@ -311,8 +248,8 @@ class BlockAllocator:
             tokens: [block_size] int32.
 
         Returns:
-            The block to use from now on. It differs from `block` when an equal block is already registered: then the
-            caller's reference has moved there and `block` is released.
+            The block to use from now on. It differs from `block` if an equal block is already registered: the caller's
+            reference has moved there and `block` is released.
 
         Raises:
             RuntimeError: the block is already registered under another hash.
@@ -322,39 +259,42 @@ class BlockAllocator:
         kept = self.index.add(block, block_hash, parent, tokens)
         if kept != block:
             self.acquire(np.asarray([kept], np.int32))
-            if self.pages is not None and self.pages.viewers[block]:
+            if self.pages.viewers[block]:
                 self.pages.move(block, kept)
                 self.pages.view(np.asarray([kept], np.int32))
                 self.unview(np.asarray([block], np.int32), verified=True)
             self.release(np.asarray([block], np.int32))
         return kept
 
-    def match_tail(self, chain: int, parent: int, tokens: IntArray, *, whole: bool) -> tuple[int, int]:
-        """As `PrefixIndex.find_tail`; a tail that is found is *pinned*: it gains a reference."""
-        block, common = self.index.find_tail(chain, parent, tokens, whole=whole)
-        if common:
-            self.acquire(np.asarray([block], np.int32))
-        return block, common
-
-    def register_tail(self, block: int, chain: int, parent: int, tokens: IntArray) -> bool:
-        """Index a held, partly filled block behind a chain of registered ones; False if an equal one is, or with `REF_ZERO`.
+    def load(self, blocks: Sequence[HostBlock], parent: int) -> list[int]:
+        """Load a chain of blocks, perhaps with a tail, from the host; ask `can_allocate` first.
 
         Args:
-            chain: hash of the chain.
-            parent: its last block, or `NO_BLOCK`.
-            tokens: [n] int32, those whose KV the block holds.
-        """
-        keeps = self.enable_prefix_caching and self.eviction_policy is PrefixCachingEvictionPolicy.LRU
-        return keeps and self.index.add_tail(block, chain, parent, tokens)
+            parent: the registered block before the first, or `NO_BLOCK`.
 
-    def memory_of(self, block: int) -> list[int]:
-        """The block, or its pages; negative: it has none there."""
-        return [block] if self.pages is None else [*self.pages.page_of[block].tolist()]
+        Returns:
+            Ids of the blocks, registered and *pinned*.
+        """
+        # Blocks that are evicted for these may take the place of others on the host, not theirs.
+        self.host.take(blocks)
+        loaded = self.allocate(len(blocks))
+        for block, copy in zip(loaded, blocks, strict=True):
+            places = zip(copy.slots, self.pages.page_of[block].tolist(), strict=True)
+            self.copies += [(~slot, place) for slot, place in places if slot != NOWHERE]
+            self.host.release(copy)
+            if len(copy.tokens) < self.block_size:
+                self.index.add_tail(block, copy.block_hash, parent, copy.tokens)
+            else:
+                self.index.add(block, copy.block_hash, parent, copy.tokens)
+            # Without its KV in layers with a window it gives back the memory there.
+            self.unview(np.asarray([block], np.int32), verified=copy.slots[-1] != NOWHERE)
+            parent = block
+        return loaded
 
     def forget_copies(self) -> None:
         """Forget the copies of a step that was not made, and cached blocks whose content may depend on them."""
         self.copies.clear()
-        if self.host is not None and self.host.unsettled:
+        if self.host.unsettled:
             self.drop_cached()
 
     def evict_next(self, block: int) -> None:
@@ -362,24 +302,16 @@ class BlockAllocator:
         if block in self._lru:
             self._lru[block] = 0
             self._lru.move_to_end(block, last=False)
-            if self.states is not None:
-                self.states.evict_next(block)
+            self.states.evict_next(block)
 
     def outdate(self) -> None:
         """Invalidate the index after a weight update. Held blocks stay with their holders."""
         self.index.outdate()
-        if self.host is not None:
-            self.host.clear()
-        if self.states is not None:
-            self.states.forget_all()
-        if self.pages is not None:
-            self.pages.strip_unseen()
+        self.host.clear()
+        self.states.forget_all()
+        self.pages.strip_unseen()
         self._lru_outdated.update(self._lru)
         self._lru.clear()
-
-    def switch(self, variant: Hashable) -> None:
-        """Switch lookups to the index of `variant`."""
-        self.index.switch(variant)
 
     def unregister(self, blocks: IntArray) -> None:
         """Remove held `blocks`, and all behind them, from the index: their content must not be shared (it may hold NaN)."""
@@ -391,59 +323,44 @@ class BlockAllocator:
     def drop_cached(self) -> int:
         """Free every cached block, also on the host, and what no window reaches; returns the number of blocks freed."""
         count = self.num_cached
-        if self.pages is not None:
-            self.pages.strip_unseen()
+        self.pages.strip_unseen()
         while cached := self._lru_outdated or self._lru:
             self._free_cached(next(iter(cached)))
-        if self.host is not None:
-            self.host.clear()
+        self.host.clear()
         if not self.index.current:
             self.index.flushed()
         return count
 
     def start_over(self) -> None:
         """Free every block, whatever its reference count."""
-        self.index.clear(self.num_blocks)
-        self._reset(self.num_blocks)
+        self.index.clear()
+        self._free_all()
         self.copies.clear()
-        if self.host is not None:
-            self.host.clear()
-        for owner in (self.pages, self.states):
-            if owner is not None:
-                owner.start_over()
+        self.host.clear()
+        self.pages.start_over()
+        self.states.start_over()
 
-    # --- suspend and resume -------------------------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------------------------
 
-    def live_blocks(self) -> IntArray:
-        """Ids of all held and cached blocks, ascending: those that a suspend has to keep."""
-        return np.flatnonzero((self.ref_count > 0) | self.index.registered).astype(np.int32)
+    def check(self, holders: Iterable[Sequence[int]], seen: Iterable[list[int]] = ()) -> None:
+        """Check the invariants against the block tables of all holders (for tests; visits everything).
 
-    def resize(self, num_blocks: int) -> IntArray | None:
-        """Change the pool's size, moving live blocks to the lowest ids when the old ids no longer all exist.
-
-        Not of an allocator with `pages`, which are resized themselves.
-
-        Returns:
-            [old num_blocks] int32, the new id of each old block (`NO_BLOCK` for the free ones); None if nothing moved.
+        Args:
+            seen: the blocks that each holder sees through a window.
 
         Raises:
-            RuntimeError: more blocks are live than `num_blocks`.
+            AssertionError: names the blocks that disagree.
         """
-        live = self.live_blocks()
-        if len(live) > num_blocks:
-            raise RuntimeError(f"resize({num_blocks}): {len(live)} blocks are live; release some first")
-        if num_blocks == self.num_blocks:
-            return None
-        mapping = np.full(self.num_blocks, NO_BLOCK, np.int32)
-        mapping[live] = np.arange(len(live), dtype=np.int32)
-        self.index.remap(live, mapping, num_blocks)
-        if self.states is not None:
-            self.states.remap_blocks(mapping)
-        counts, queues = self.ref_count[live], (self._lru, self._lru_outdated)
-        self._reset(num_blocks)
-        self.ref_count[: len(live)] = counts
-        self._free = list(range(num_blocks - 1, len(live) - 1, -1))
-        self._lru, self._lru_outdated = (
-            OrderedDict((int(mapping[block]), since) for block, since in queue.items()) for queue in queues
-        )
-        return mapping
+        tables, expected = list(holders), np.zeros_like(self.ref_count)
+        for table in tables:
+            np.add.at(expected, np.asarray(table, np.int32), 1)
+        wrong = np.flatnonzero(expected != self.ref_count)
+        assert not len(wrong), f"blocks {wrong.tolist()}: reference counts {self.ref_count[wrong]} != {expected[wrong]}"
+        cached = [*self._lru, *self._lru_outdated]
+        places = sorted([*self._free, *cached, *np.flatnonzero(expected).tolist()])
+        assert places == list(range(len(expected))), f"{places}: blocks are not exactly one of free/held/cached"
+        assert not self.index.registered[self._free].any(), "a free block is registered"
+        assert self.index.registered[cached].all(), "a cached block is not registered"
+        self.index.check(tables)
+        self.host.check()
+        self.pages.check((expected > 0) | self.index.registered, seen)

@@ -277,10 +277,9 @@ def _exact(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -
 def _kv_part(
     cache: KVCache, scheduler: Scheduler, states: StatePool | None, config: InferenceConfig, length: int
 ) -> KVPart:
-    slots, pages = 0 if states is None else states.num_blocks, scheduler.allocator.pages
-    blocks, needed = cache.num_blocks // cache.num_groups, -(-length // cache.block_size)
-    if pages is not None:
-        needed = pages.shape.needed(needed, 1, cache.block_size)
+    slots, shape = 0 if states is None else states.num_blocks, scheduler.allocator.pages.shape
+    blocks = cache.num_blocks // cache.num_groups
+    needed = shape.needed(-(-length // cache.block_size), 1, cache.block_size)
     return KVPart(
         bytes_per_token=cache.num_groups * cache.block_bytes // cache.block_size,
         block_size=cache.block_size,
@@ -289,8 +288,8 @@ def _kv_part(
         bytes=cache.num_blocks * cache.block_bytes,
         max_sequence_length=length,
         full_sequences=cache.num_blocks // needed if scheduler.longest >= length else 0,
-        window=None if pages is None else pages.shape.reach,
-        bytes_per_token_behind=0 if pages is None else pages.whole * cache.block_bytes // cache.block_size,
+        window=shape.reach if shape.limited else None,
+        bytes_per_token_behind=shape.whole * cache.block_bytes // cache.block_size if shape.limited else 0,
         max_requests=min(config.max_requests, slots) if slots else config.max_requests,
         state_bytes=0 if states is None else states.block_bytes,
         state_slots=slots,

@@ -252,7 +252,7 @@ class EngineControl:
         """Record changes of the prefix cache in `changes` (None: nowhere); returns the hashes cached now."""
         with self._lifecycle.lock:
             self._context.allocator.index.changes = changes
-            return [] if changes is None else self._context.allocator.findable_hashes()
+            return [] if changes is None else list(self._context.allocator.index.current)
 
     def _pause_active(self) -> None:
         self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS)

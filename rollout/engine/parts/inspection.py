@@ -8,8 +8,6 @@ from operator import attrgetter
 from types import SimpleNamespace
 
 from rollout.config import InferenceConfig
-from rollout.engine.blocks.host import HostCache
-from rollout.engine.blocks.states import StateSlots
 from rollout.engine.explain.explanation import Explanation, explain
 from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.memory.kv_cache import KVCache
@@ -185,8 +183,8 @@ class Inspection:
             scheduler=scheduler,
             queues=SimpleNamespace(**scheduler.counters),
             allocator=allocator,
-            states=allocator.states or StateSlots(0),
-            host=allocator.host or HostCache(0, self._config.block_size_tokens),
+            states=allocator.states,
+            host=allocator.host,
             cache=self._cache,
             runner=runner,
             state_pool=SimpleNamespace(device_bytes=0) if self._states is None else self._states,

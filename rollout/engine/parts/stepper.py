@@ -109,7 +109,7 @@ class Stepper:
             log.step_reached()
         try:
             ended = self._scheduler.update(step, sampled)
-            self._controller.runner.move_states(self._scheduler.take_state_moves())
+            self._controller.runner.move_states(self._scheduler.allocator.states.take_moves())
         except BaseException as exc:
             self._failures.start_over(exc, half_taken=True)
             if not isinstance(exc, Exception):
@@ -136,7 +136,7 @@ class Stepper:
         self._failures.fail_step(step, exc)
 
     def _admit(self, step: ScheduledStep) -> None:
-        if poisoned := self._scheduler.blocks.poisoned:
+        if poisoned := self._scheduler.allocator.pages.poisoned:
             self._controller.runner.zero_blocks(poisoned)
             poisoned.clear()
         for leader in step.prefills:
@@ -148,11 +148,10 @@ def traced_numbers(step: ScheduledStep, scheduler: Scheduler, made: int = 1) -> 
     """Numbers of a step for its `StepRow`; `made`: how many decode steps the call made."""
     allocator, counters = scheduler.allocator, scheduler.counters
     host = allocator.host
-    on_host = (0, 0, 0) if host is None else (host.num_blocks, host.offloaded, host.loaded)
     decodes, entries = step.num_decodes, len(step.rows)
     return (
         decodes, entries - decodes, int(step.counts[decodes:].sum()) if entries > decodes else 0,
         made * len(step.sampled_rows), scheduler.num_active, scheduler.num_waiting, allocator.num_used,
-        allocator.num_cached, allocator.num_free, *on_host, counters["prefill_tokens_saved"], counters["preemptions"],
-        scheduler.version,
+        allocator.num_cached, allocator.num_free, host.num_blocks, host.offloaded, host.loaded,
+        counters["prefill_tokens_saved"], counters["preemptions"], scheduler.version,
     )  # fmt: skip

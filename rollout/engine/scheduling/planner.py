@@ -107,7 +107,7 @@ class StepPlanner:
             copies=queues.blocks.take_copies(),
             sampled_entries=sampled_entries,
             sampled_rows=sampled_rows,
-            state_moves=queues.take_state_moves(),
+            state_moves=queues.allocator.states.take_moves(),
         )
 
     def _drafted(self, decodes: IntArray) -> ScheduledStep | None:
@@ -217,8 +217,8 @@ class StepPlanner:
         tails = queues.blocks.has_tails and not sequence.wants_prompt_logprobs
         attempts = [*[(hashes, True)] * tails, (hashes, False), *[(hashes[:-1], False)] * whole]
         # Loaded blocks take memory in all layers at first: one that runs alone may fit only without them.
-        alone = queues.allocator.host is not None and not queues.num_active
-        for host, (usable, tail) in product([True, False][: 1 + alone], attempts):
+        alone = queues.allocator.host.num_slots and not queues.num_active
+        for host, (usable, tail) in product([True, False] if alone else [True], attempts):
             if queues.blocks.attach_prefix(sequence, usable, budget, headroom, tails=tail, host=host):
                 cached = table.computed.item(sequence.row)
                 sequence.request.num_cached_tokens = cached

@@ -52,12 +52,12 @@ class Preemption:
         """
         return sum(self._checkpoint(sequence, why) for sequence in reversed(self._queues.active()))
 
-    def checkpoint_until_fits(self, num_blocks: int) -> int:
-        """Requeue the youngest active sequences until at most so many blocks, or pages, are live; returns the KV lost."""
+    def checkpoint_until_fits(self, num_pages: int) -> int:
+        """Requeue the youngest active sequences until at most so many pages are live; returns the KV lost."""
         allocator, lost = self._queues.allocator, 0
-        if len(allocator.live_memory()) > num_blocks:
+        if len(allocator.pages.live()) > num_pages:
             allocator.drop_cached()
-        while len(allocator.live_memory()) > num_blocks:
+        while len(allocator.pages.live()) > num_pages:
             lost += self._checkpoint(self._queues.active()[-1])
             allocator.drop_cached()
         return lost
@@ -65,7 +65,7 @@ class Preemption:
     def checkpoint_until_states_fit(self, num_slots: int) -> int:
         """Requeue the youngest active sequences until they hold at most `num_slots` state slots; returns the KV lost."""
         states, lost = self._queues.allocator.states, 0
-        while states is not None and states.num_held > num_slots:
+        while states.num_held > num_slots:
             lost += self._checkpoint(self._queues.active()[-1])
         return lost
 
@@ -105,7 +105,7 @@ class Preemption:
             each.row, each.siblings = NO_ROW, []
         queues.reset_active()
         # The content of these blocks was never checked for NaN.
-        queues.blocks.poisoned += queues.allocator.held_memory().tolist()
+        queues.allocator.pages.poisoned += queues.allocator.held_memory().tolist()
         queues.allocator.start_over()
         table.start_over()
         return lost

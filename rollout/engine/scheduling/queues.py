@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from rollout.engine.blocks.allocator import BlockAllocator
-from rollout.engine.blocks.checks import check_blocks
 from rollout.engine.blocks.states import NO_SLOT
 from rollout.engine.scheduling.adapters import NO_ADAPTER, Variant
 from rollout.engine.scheduling.block_tables import BlockTables
@@ -59,14 +58,14 @@ class Queues:
     @property
     def num_places(self) -> int:
         """Number of sequences that may own a row: `max_requests`, or the state slots there are."""
-        states = self.allocator.states
-        return self._max_requests if states is None else min(self._max_requests, states.num_slots)
+        slots = self.allocator.states.num_slots
+        return min(self._max_requests, slots) if slots else self._max_requests
 
     @property
     def num_free_places(self) -> int:
         """Number of rows that may be taken now. Another scheduler may hold some of the state slots."""
         states = self.allocator.states
-        if states is None:
+        if not states.num_slots:
             return self._max_requests - self.num_active
         own = sum(self.table.state.item(row) != NO_SLOT for row in self.by_row)
         return min(self._max_requests, states.num_slots - states.num_held + own) - self.num_active
@@ -151,19 +150,10 @@ class Queues:
         for leader in leaders:
             self.queue_of(leader).put_back(leader)
 
-    def remap_blocks(self, mapping: IntArray) -> None:
-        """Rewrite the block tables for new block ids."""
-        self.blocks.remap(self.by_row, mapping)
-
     def remap_states(self, mapping: IntArray) -> None:
         """Rewrite the state slots of the active sequences for new slot ids."""
         rows = [row for row in self.by_row if self.table.state[row] != NO_SLOT]
         self.table.state[rows] = mapping[self.table.state[rows]]
-
-    def take_state_moves(self) -> tuple[tuple[int, int], ...]:
-        """(source, destination) state slots to copy now, see `StateSlots.take_moves`; none without recurrent states."""
-        states = self.allocator.states
-        return () if states is None else states.take_moves()
 
     def check(self) -> None:
         """Check the invariants (for tests; visits everything).
@@ -172,10 +162,8 @@ class Queues:
             AssertionError: names what disagrees.
         """
         held, seen = ([rows(row).tolist() for row in self.by_row] for rows in (self.table.held, self.table.seen))
-        check_blocks(self.allocator, held, seen)
-        if self.allocator.states is not None:
-            slots = [self.table.state.item(row) for row in self.by_row]
-            self.allocator.states.check(slot for slot in slots if slot != NO_SLOT)
+        self.allocator.check(held, seen)
+        self.allocator.states.check(self.table.state.item(row) for row in self.by_row)
         for queue in (list(self.waiting), list(self.parked), self.decoding, self.prefilling):
             assert queue == sorted(queue, key=rank), "a queue is out of order"
         for sequence in (*self.waiting, *self.parked):

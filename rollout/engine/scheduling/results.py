@@ -31,18 +31,16 @@ class StepResults:
 
     def apply(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
         """Apply the results of a step that began at `since`; returns the sequences that ended, records complete."""
-        host, blocks = self._queues.allocator.host, self._queues.blocks
-        if host is not None:
-            host.settle()
+        self._queues.allocator.host.unsettled = False
         ended = self._apply(step, sampled, since)
         if step.ahead > sampled.steps:
-            blocks.release_reserved(step.rows)
+            self._queues.blocks.release_reserved(step.rows)
         return ended
 
     def _apply(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
         queues, table, counters = self._queues, self._queues.table, self._queues.counters
         copied = sum(source >= 0 and target >= 0 for source, target in step.copies)
-        counters["kv_blocks_copied"] += copied // queues.allocator.pages_per_block
+        counters["kv_blocks_copied"] += copied // queues.allocator.pages.groups
         if sampled.steps > 1:
             return self._apply_run(step, sampled, since)
         if step.depths is not None:
@@ -216,7 +214,7 @@ class StepResults:
                 queues.allocator.unregister(held)
             queues.deactivate(sequence)
             if reason is FinishReason.ERROR:
-                queues.blocks.poison(memory)
+                queues.allocator.pages.poison(memory)
         failed = reason in (FinishReason.ERROR, FinishReason.ABORT)
         request.error = error or request.error
         request.status = Status.FAILED if failed else Status.COMPLETED

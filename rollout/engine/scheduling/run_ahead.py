@@ -34,7 +34,7 @@ def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost, most: int = M
     most = min(most, int((table.max_length[rows] - table.length[rows]).min()))
     if not table.plain[rows].all():
         most = min(most, MOST_WITH_TEXT)
-    if queues.blocks.states is not None:
+    if queues.allocator.states.num_slots:
         most = min(most, int((table.block_size - table.computed[rows] % table.block_size).min()))
     if not cost.known:
         most = 1

@@ -120,26 +120,23 @@ class Scheduler(Queues):
         Raises:
             InvalidRequestError: the pool has too few blocks.
         """
-        need = self.blocks_needed(prompt, length)
-        if need > self.allocator.pool_size:
+        need, pages = self.pages_needed(prompt, length), self.allocator.pages
+        if need > pages.num_pages:
             raise InvalidRequestError(
-                f"request {request_id}: {length} tokens need {need} KV {self.allocator.unit} and the pool has "
-                f"{self.allocator.pool_size}; raise kv_cache_blocks (or kv_cache_memory_gb) or lower max_tokens",
+                f"request {request_id}: {length} tokens need {need} KV {pages.unit} and the pool has {pages.num_pages}; "
+                "raise kv_cache_blocks (or kv_cache_memory_gb) or lower max_tokens",
                 request_id,
             )
 
-    def blocks_needed(self, prompt: int, length: int) -> int:
-        """Blocks, or pages, for the KV of `length` tokens, `prompt` of them to be prefilled."""
-        size, pages = self.config.block_size_tokens, self.allocator.pages
-        blocks = blocks_for(prompt, length, size)
-        return blocks if pages is None else pages.shape.needed(blocks, self.config.step_tokens, size)
+    def pages_needed(self, prompt: int, length: int) -> int:
+        """Pages for the KV of `length` tokens, `prompt` of them to be prefilled."""
+        size = self.config.block_size_tokens
+        return self.allocator.pages.shape.needed(blocks_for(prompt, length, size), self.config.step_tokens, size)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that the pool holds."""
         size, pages = self.config.block_size_tokens, self.allocator.pages
-        if pages is None:
-            return size * self.allocator.num_blocks
         return size * pages.shape.most_blocks(pages.num_pages, self.config.step_tokens, size)
 
     def remove(self, keys: Callable[[tuple[int, int]], bool]) -> list[Sequence]:
@@ -174,7 +171,7 @@ class Scheduler(Queues):
                 self.table.write_back(each)
                 self.deactivate(each)
         # KV of an unfinished prefill or a failed step was never checked for NaN.
-        self.blocks.poison(memory)
+        self.allocator.pages.poison(memory)
 
     def leave(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """End a sequence, active or already removed from the queue: complete its record, release its blocks and row."""
@@ -193,7 +190,7 @@ class Scheduler(Queues):
 
         If the variant changes, all active sequences are evicted, since their KV belongs to the old one.
         """
-        self.allocator.switch((variant, forward))
+        self.allocator.index.switch((variant, forward))
         self.table.current[:] = False
         self.forward = forward
         if variant == self.variant:
