@@ -237,7 +237,7 @@ def _memory(
         # Routes of a whole sequence are read from its blocks at its end.
         context.scheduler.table.read_routes = cache.read_routes
     else:
-        context.scheduler.limit_reach(layout.reach)
+        context.scheduler.blocks.limit_reach(layout.reach)
     return cache, states, context
 
 

@@ -36,6 +36,11 @@ class BlockTables:
         self.states = allocator.states
         self._leading: IntArray = np.arange(table.block_size, dtype=np.int32)
 
+    def limit_reach(self, window: int | None) -> None:
+        """Let sequences give back blocks that no layer sees from the next position: more than `window` before it."""
+        self.window = window
+        self.allocator.parents_first = window is not None
+
     # --- room to write ------------------------------------------------------------------------------------------
 
     def need_block(self, rows: IntArray) -> IntArray:

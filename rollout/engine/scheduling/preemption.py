@@ -25,7 +25,7 @@ class Preemption:
         self._queues = queues
 
     def evict(self, sequence: Sequence) -> None:
-        """Requeue an active sequence whose blocks are needed."""
+        """Requeue an active sequence, which others need the blocks or the place of."""
         counters = self._queues.counters
         counters["preemptions"] += 1
         counters["preemption_tokens_recomputed"] += self._checkpoint(sequence)
@@ -90,7 +90,7 @@ class Preemption:
         queues, table = self._queues, self._queues.table
         waiting: set[int] = set()
         for queue in (queues.waiting, queues.parked):
-            for leader in queue:
+            for leader in list(queue):
                 group = [leader, *leader.siblings]
                 if any(each.active for each in group):
                     queue.remove(leader)
@@ -126,7 +126,7 @@ class Preemption:
         for column in columns:
             del column[made:]
         del request.tpot[max(0, made - 1) :]
-        # Rows are missing where reading them has failed: then they are read again from the KV that is recomputed.
+        # If reading them has failed, rows are missing, and are read again from the KV that is recomputed.
         rows, routes = request.total_length - 1 - route_rows(sequence.record.segments[:-1]), request.routing_indices
         request.routing_indices = None if routes is None or len(routes) < rows else routes[: max(0, rows)]
         request.policy_spans.truncate(request.total_length)

@@ -138,7 +138,7 @@ class World:
         self.scheduler = self.context.scheduler
         # Every layer's, in a third of the lives.
         self.window = random.Random(-seed).randint(1, 12) if seed % 3 == 2 and not self.groups.limited else None
-        self.scheduler.limit_reach(self.window)
+        self.scheduler.blocks.limit_reach(self.window)
         self.added: set[tuple[int, int]] = set()
         self.ended: dict[tuple[int, int], Sequence] = {}
         self.prompts: dict[int, list[int]] = {}
