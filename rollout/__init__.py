@@ -92,10 +92,10 @@ if TYPE_CHECKING:  # results, and parts of the engine and of a job, for tests an
     )
     from rollout.distributed.transport.keys import JobKeys as JobKeys
     from rollout.distributed.worker.worker import EngineWorker as EngineWorker
+    from rollout.engine.blocks.allocator import BlockAllocator as BlockAllocator
     from rollout.engine.engine import DynamicInferenceEngine as DynamicInferenceEngine
     from rollout.engine.parts.context import DynamicInferenceContext as DynamicInferenceContext
     from rollout.engine.parts.controller import TextGenerationController as TextGenerationController
-    from rollout.engine.scheduling.block_allocator import BlockAllocator as BlockAllocator
     from rollout.errors import SerializationError as SerializationError
     from rollout.llm.job_llm import JobLLM as JobLLM
     from rollout.manager.batch.batch import PackedRollouts as PackedRollouts

@@ -22,7 +22,7 @@ LAYERS = [
     ["rollout.errors"],
     ["rollout.metric_table", "rollout.state", "rollout.structured_output", "rollout.threads"],
     ["rollout.config", "rollout.sampling_params"],
-    ["rollout.flags", "rollout.requests"],
+    ["rollout.flags", "rollout.requests", "rollout.engine.blocks"],
     ["rollout.journal", "rollout.distributed.protocol", "rollout.engine.memory", "rollout.engine.scheduling"],
     ["rollout.engine.kernels", "rollout.distributed.transport", "rollout.observe"],
     [
@@ -55,8 +55,8 @@ LAYER_OF = {folder: level for level, folders in enumerate(LAYERS) for folder in 
 TORCH_FREE = [
     "rollout.errors", "rollout.state", "rollout.metric_table", "rollout.config", "rollout.sampling_params",
     "rollout.structured_output", "rollout.threads", "rollout.flags", "rollout.requests", "rollout.journal",
-    "rollout.observe", "rollout.engine.scheduling", "rollout.distributed.protocol", "rollout.distributed.transport",
-    "rollout.distributed.client", "rollout.distributed.coordinator", "rollout.__main__",
+    "rollout.observe", "rollout.engine.blocks", "rollout.engine.scheduling", "rollout.distributed.protocol",
+    "rollout.distributed.transport", "rollout.distributed.client", "rollout.distributed.coordinator", "rollout.__main__",
 ]  # fmt: skip
 """Folders and files whose every module imports without torch."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rollout.config import InferenceConfig
+from rollout.engine.blocks.pages import one_group
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes
@@ -196,9 +197,9 @@ def _memory(
     slots = state_slots(config, layout.states, layout.device) if layout.states else 0
     state_bytes = slots * sum(each.num_bytes for each in layout.states)
     groups = layout.groups(longest)
-    # Members of a tensor-parallel group use the first rank's ids of blocks or pages.
-    if not peers.least(groups is not None):
-        groups = None
+    # Members of a tensor-parallel group use the first rank's ids of pages.
+    if not peers.least(groups.limited):
+        groups = one_group(len(layout.layers))
     blocks = peers.least(pool_size(config, layout, longest, routes, state_bytes, groups))
     memory = _pool_memory(base, layout.device)
     cache = KVCache(
@@ -218,7 +219,7 @@ def _memory(
         # Routes of a whole sequence are read from its blocks at its end.
         context.scheduler.table.read_routes = cache.read_routes
     else:
-        context.scheduler.limit_reach(layout.reach)
+        context.scheduler.blocks.limit_reach(layout.reach)
     return cache, states, context
 
 

@@ -333,11 +333,10 @@ def _exact(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -
 
 
 def _kv_part(runner: ModelRunner, scheduler: Scheduler, config: InferenceConfig, length: int) -> KVPart:
-    cache, states, pages = runner.cache, runner.states, scheduler.allocator.pages
+    cache, states, shape = runner.cache, runner.states, scheduler.allocator.pages.shape
     slots = 0 if states is None else states.num_blocks
     blocks, needed = cache.num_blocks // cache.num_groups, -(-length // cache.block_size)
-    if pages is not None:
-        needed = pages.shape.needed(needed, 1, cache.block_size)
+    needed = shape.needed(needed, 1, cache.block_size)
     return KVPart(
         bytes_per_token=cache.num_groups * cache.block_bytes // cache.block_size,
         block_size=cache.block_size,
@@ -349,8 +348,8 @@ def _kv_part(runner: ModelRunner, scheduler: Scheduler, config: InferenceConfig,
         max_requests=min(config.max_requests, slots) if slots else config.max_requests,
         state_bytes=0 if states is None else states.block_bytes,
         state_slots=slots,
-        window=None if pages is None else pages.shape.reach,
-        bytes_per_token_behind=0 if pages is None else pages.whole * cache.block_bytes // cache.block_size,
+        window=shape.reach if shape.limited else None,
+        bytes_per_token_behind=shape.whole * cache.block_bytes // cache.block_size if shape.limited else 0,
     )
 
 

@@ -181,9 +181,9 @@ def test_with_a_coordinator_the_configured_deadline_holds_and_a_flush_reaches_it
         assert llm.service._the_client()._control_timeout_s == 7.0
         (sample,) = llm.generate(token_ids(20), SamplingParams(max_tokens=4))
         assert sample.seed == stream_key(5, 0)
-        assert llm.context.allocator.findable_hashes()
+        assert llm.context.allocator.index.current
         assert llm.flush_prefix_cache() > 0
-        assert not llm.context.allocator.findable_hashes()
+        assert not llm.context.allocator.index.current
         assert llm.flush_prefix_cache() == 0
 
 

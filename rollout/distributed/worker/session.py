@@ -28,9 +28,9 @@ from rollout.distributed.protocol.fields import (
 from rollout.distributed.protocol.frames import MAX_STRETCHES
 from rollout.distributed.protocol.stretch import PartialGroup
 from rollout.distributed.worker.assignments import Assignments, Key, Known
+from rollout.engine.blocks.index import CacheChanges
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.holds import COORDINATOR, HoldLevel
-from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.errors import EngineDeadError, EngineStateError, SerializationError
 from rollout.observe.recorder import mark
 from rollout.requests.codec import unpack_msgpack

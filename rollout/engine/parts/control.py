@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from rollout.config import InferenceConfig
+from rollout.engine.blocks.index import CacheChanges
 from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.memory.plain_tensors import plain_tensors
 from rollout.engine.models.adapters import LoraAdapters
@@ -19,7 +20,6 @@ from rollout.engine.parts.controller import TextGenerationController
 from rollout.engine.parts.intake import Intake
 from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
-from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.engine.weights.folder import load_weights
 from rollout.engine.weights.guard import WeightsGuard
 from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError
@@ -261,7 +261,7 @@ class EngineControl:
         """Record changes of the prefix cache in `changes` (None: nowhere); returns the hashes cached now."""
         with self._lifecycle.lock:
             self._context.allocator.index.changes = changes
-            return [] if changes is None else self._context.allocator.findable_hashes()
+            return [] if changes is None else list(self._context.allocator.index.current)
 
     def _mark_active(self, status: Status) -> None:
         now = self._clock()

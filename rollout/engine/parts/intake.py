@@ -97,7 +97,7 @@ class Intake:
             tokens = self._controller.tokenize(prompt)
             try:
                 wanted = self._ledger.free_indices(number, params.n, samples)
-                self._scheduler.check_samples(number, len(wanted))
+                self._scheduler.check_fits(number, len(wanted))
                 leader = self.group(
                     number, tokens, params, wanted, order=(0, self.order), version=self._scheduler.version,
                     prompt=prompt if isinstance(prompt, str) else None, priority=priority, metadata=metadata,
@@ -358,8 +358,7 @@ class Intake:
         number = self.next_request_id
         clamped = self.clamped(number, tokens, params)
         self._controller.completion_text(clamped)
-        self._scheduler.check_samples(number, params.n)
-        self._scheduler.check_room(number, len(tokens), len(tokens) + clamped.max_tokens)
+        self._scheduler.check_fits(number, params.n, len(tokens), len(tokens) + clamped.max_tokens)
 
     def _queue(self, leader: Sample, client: Hashable) -> None:
         """Append a new group to its client's queue."""

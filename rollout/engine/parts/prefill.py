@@ -109,7 +109,6 @@ class Prefill:
         context = self._context
         scheduler = Scheduler(config, context.allocator, context.scheduler.clock)
         scheduler.variant, scheduler.version = context.scheduler.variant, context.scheduler.version
-        scheduler.blocks.poisoned = context.scheduler.blocks.poisoned
         return scheduler
 
     def _queue(self, scheduler: Scheduler, index: int, wanted: Wanted) -> Sample:
@@ -126,7 +125,7 @@ class Prefill:
         need = blocks_for(longest, longest, self._config.advanced.block_size_tokens)
         states = allocator.states
         while (active := main.active()) and not (
-            allocator.can_allocate(need) and (states is None or states.num_held < states.num_slots)
+            allocator.can_allocate(need) and (states.num_held < states.num_slots or not states.num_slots)
         ):
             main.preemption.evict(active[-1])
 
@@ -136,7 +135,7 @@ class Prefill:
             raise EngineStateError(
                 f"no sequence can be scored, which must not happen; please report: {scheduler.allocator.counts()}"
             )
-        if poisoned := scheduler.blocks.poisoned:
+        if poisoned := scheduler.allocator.pages.poisoned:
             self._runner.cache.zero_blocks(poisoned)
             poisoned.clear()
         if step.copies:
@@ -155,8 +154,8 @@ class Prefill:
             scheduler.table.current[step.rows] = False
             memory = np.concatenate([scheduler.blocks.memory(row) for row in step.rows.tolist()])
         scheduler.update(step, _NOTHING_SAMPLED)
-        self._runner.move_states(scheduler.take_state_moves())
-        scheduler.blocks.poison(memory)
+        self._runner.move_states(scheduler.allocator.states.take_moves())
+        scheduler.allocator.pages.poison(memory)
 
 
 def _tokens(wanted: Wanted, count: int) -> list[int]:

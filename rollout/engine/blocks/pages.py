@@ -1,46 +1,53 @@
-"""Pages of the blocks of a model that has layers with a window beside layers without.
+"""Memory of KV blocks: one *page* per group of layers, given back early where a group sees only a window.
 
-A *block* is `block_size` positions of a sequence in all layers; its id is what tables, reference counts and the prefix index
-know. Its memory is one *page* per group of layers (`memory.layer_groups`). Those of the groups with a window are given back
-while the block is still held, once no query sees them: they stay as a cached tail, for a prefix that ends behind them, until
-their memory is needed.
+A *block* is `block_size` positions of a sequence in all layers; tables, reference counts and the prefix index use its id.
+Groups have equally many layers, the last of each kind perhaps fewer, so any page serves any group (as in vLLM's hybrid KV
+cache manager). Ordinary models have one group: one page per block.
 
-Always true here (`check()` proves it):
+Always true (`check()` proves it):
 - a page is free, or belongs to one block;
-- a block in use has a page in each group without a window, and in all groups or none of those with one;
-- a block that some sequence still sees has all its pages; one that none does is in `unseen` if it has them.
-
-Handles ids, no tensors.
+- a block in use has a page in each group without a window, and in all or none of the groups with one;
+- a block that a sequence can still see has all its pages; one that none sees is in `unseen` if it has them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.scheduling.prefix_index import IntArray
+from rollout.engine.blocks.index import NO_BLOCK, IntArray
 
 NO_PAGE = -1
+PER_GROUP = 0.02
+"""Cost of one more group, as a share of the pool: every step makes a block table for each."""
+_EVERYTHING = 2**30
+"""Reach of a query without a window; positions are int32."""
 
 
 @dataclass(frozen=True)
-class PageShape:
-    """How many pages a block has, and which of them a sequence keeps."""
+class LayerGroups:
+    """Groups of attention layers that share one pool of equal pages."""
 
-    whole: int
-    """Groups of layers that see everything."""
-    limited: int
-    """Groups of layers with a window."""
-    reach: int
-    """Positions, its own included, that a query sees in the latter."""
+    group_of: tuple[int, ...]
+    """Group of each layer; the groups that see everything come first."""
+    place_of: tuple[int, ...]
+    """Place of each layer in the pages of its group."""
+    places: int
+    """Layers of a group."""
+    whole: int = 1
+    """Groups whose pages are kept as long as the sequence."""
+    limited: int = 0
+    """Groups whose pages are given back once no query sees them."""
+    reach: int = _EVERYTHING
+    """Positions, its own included, that a query sees in any layer of the limited groups."""
 
     @property
-    def groups(self) -> int:
-        """Pages of a block that is seen in every layer."""
+    def count(self) -> int:
+        """Number of groups: pages of a block that is there in every layer."""
         return self.whole + self.limited
 
     def first_seen(self, position: IntArray, block_size: int) -> IntArray:
@@ -56,38 +63,76 @@ class PageShape:
         return self.whole * blocks + self.limited * min(blocks, self.most_seen(step, block_size))
 
     def most_blocks(self, pages: int, step: int, block_size: int) -> int:
-        """Blocks of the longest sequence that so many pages suffice for."""
+        """Blocks of the longest sequence that fits into `pages` pages."""
         seen = self.most_seen(step, block_size)
-        return max((pages - self.limited * seen) // self.whole, min(seen, pages // self.groups))
+        return max((pages - self.limited * seen) // self.whole, min(seen, pages // self.count))
 
 
-class LayerPages:
+def one_group(layers: int = 1) -> LayerGroups:
+    """All layers of a model together."""
+    return LayerGroups((0,) * layers, tuple(range(layers)), layers)
+
+
+ONE_GROUP = one_group()
+
+
+def layer_groups(widths: Sequence[tuple[int, int]], reaches: Sequence[int | None], length: int) -> LayerGroups:
+    """Split a model's layers; one group if all see whole sequences, none does, or their KV differs in size.
+
+    Args:
+        widths: elements of K and of V per token of each layer.
+        reaches: positions, its own included, that a query sees in each layer; None: all.
+        length: tokens of the longest sequence.
+    """
+    if len(set(widths)) != 1:
+        return one_group(len(widths))
+    limited = {index: reach for index, reach in enumerate(reaches) if reach is not None and reach < length}
+    whole = [index for index in range(len(widths)) if index not in limited]
+    if not limited or not whole:
+        return one_group(len(widths))
+
+    def cost(places: int) -> float:
+        kept, passing = -(-len(whole) // places), -(-len(limited) // places)
+        memory = (kept + passing) * places / len(widths) + kept * places / len(whole)
+        return memory + PER_GROUP * (kept + passing)
+
+    places = min(range(1, max(len(whole), len(limited)) + 1), key=cost)
+    group_of, place_of = [0] * len(widths), [0] * len(widths)
+    kept = -(-len(whole) // places)
+    for first, layers in ((0, whole), (kept, [*limited])):
+        for order, layer in enumerate(layers):
+            group_of[layer], place_of[layer] = first + order // places, order % places
+    return LayerGroups(
+        tuple(group_of), tuple(place_of), places, kept, -(-len(limited) // places), max(limited.values())
+    )
+
+
+class BlockPages:
     """Pages of the blocks of one allocator.
 
     Attributes:
-        num_pages: of the pool.
-        num_blocks: most blocks that can be in use, in the pool as configured.
-        page_of: [num_blocks, groups] int32, those without a window first.
-        viewers: [num_blocks] int32, sequences whose next query may see the block in the layers with a window.
-        verified: [num_blocks] bool, finite logits were made of its content.
-        unseen: blocks without viewers that still have all pages, and when they lost the last viewer, oldest first.
-        unverified: free pages whose content may be NaN, to be zeroed before the next forward.
+        num_pages: size of the pool.
+        num_ids: most blocks that can be in use, in the pool as configured.
+        page_of: [num_ids + 1, groups] int32, groups without a window first; the last row belongs to `NO_BLOCK`.
+        viewers: [num_ids] int32, sequences whose next query may see the block in the layers with a window.
+        verified: [num_ids] bool, finite logits were computed from its content.
+        unseen: blocks without viewers that still have all pages → when they lost the last viewer, oldest first.
+        poisoned: free pages that may hold NaN, to be zeroed before the next forward.
     """
 
-    def __init__(self, num_pages: int, shape: PageShape) -> None:
-        self.shape = shape
-        self.whole, self.limited, self.groups = shape.whole, shape.limited, shape.groups
+    def __init__(self, num_pages: int, groups: LayerGroups = ONE_GROUP) -> None:
+        self.shape = groups
+        self.whole, self.limited, self.groups = groups.whole, groups.limited, groups.count
         self.num_pages = num_pages
-        # A block in use has at least the pages of its layers without a window.
-        self.num_blocks = num_pages // shape.whole
-        self.unverified: list[int] = []
+        self.num_ids = num_pages // groups.whole
+        self.poisoned: list[int] = []
         self.start_over()
 
     def start_over(self) -> None:
         """Free every page."""
-        self.page_of: IntArray = np.full((self.num_blocks, self.groups), NO_PAGE, np.int32)
-        self.viewers: IntArray = np.zeros(self.num_blocks, np.int32)
-        self.verified: NDArray[np.bool_] = np.zeros(self.num_blocks, np.bool_)
+        self.page_of: IntArray = np.full((self.num_ids + 1, self.groups), NO_PAGE, np.int32)
+        self.viewers: IntArray = np.zeros(self.num_ids, np.int32)
+        self.verified: NDArray[np.bool_] = np.zeros(self.num_ids, np.bool_)
         self.unseen: OrderedDict[int, int] = OrderedDict()
         self._free: list[int] = list(range(self.num_pages - 1, -1, -1))
         self._used: NDArray[np.bool_] = np.zeros(self.num_pages, np.bool_)
@@ -99,29 +144,43 @@ class LayerPages:
         """Number of free pages."""
         return len(self._free)
 
+    @property
+    def unit(self) -> str:
+        """Unit of the pool's size, for messages."""
+        return "pages" if self.limited else "blocks"
+
     def complete(self, blocks: IntArray) -> NDArray[np.bool_]:
-        """[n] bool: the block still has its pages of the layers with a window."""
-        found: NDArray[np.bool_] = self.page_of[blocks, self.whole] != NO_PAGE
+        """[n] bool: the block has its pages of every layer."""
+        found: NDArray[np.bool_] = self.page_of[blocks, -1] != NO_PAGE
         return found
 
     def of_blocks(self, blocks: IntArray) -> IntArray:
         """Ids of the pages of some blocks."""
         pages: IntArray = self.page_of[blocks].ravel()
-        found: IntArray = pages[pages != NO_PAGE]
-        return found
+        return pages[pages != NO_PAGE] if self.limited else pages
 
     def pairs(self, source: int, target: int) -> list[tuple[int, int]]:
-        """Pages of a block, and of the other that it is copied to."""
+        """(page of `source`, page of `target`) for each group."""
         return list(zip(self.page_of[source].tolist(), self.page_of[target].tolist(), strict=True))
-
-    def free(self, pages: IntArray) -> NDArray[np.bool_]:
-        """[n] bool: the page belongs to no block."""
-        free: NDArray[np.bool_] = ~self._used[pages]
-        return free
 
     def live(self) -> IntArray:
         """Ids of the pages in use, ascending."""
         return np.flatnonzero(self._used).astype(np.int32)
+
+    def tables(self, blocks: IntArray, seen_from: IntArray) -> list[NDArray[np.int64]]:
+        """[R, width] page table for each group, from the block tables [R, width] of R rows.
+
+        In layers with a window, the places of what was given back hold the first page still there.
+
+        Args:
+            seen_from: [R], leading blocks of each row whose pages in those layers were given back.
+        """
+        found = [self.page_of[:, group][blocks].astype(np.int64) for group in range(self.whole)]
+        if self.limited:
+            width = np.arange(blocks.shape[1])
+            seen = np.take_along_axis(blocks, np.maximum(width, seen_from[:, None]), 1)
+            found += [self.page_of[:, group][seen].astype(np.int64) for group in range(self.whole, self.groups)]
+        return found
 
     # --- pages of blocks ----------------------------------------------------------------------------------------
 
@@ -132,23 +191,24 @@ class LayerPages:
         del self._free[len(self._free) - count :]
         self._used[pages] = True
         self.page_of[blocks] = np.reshape(pages[::-1], (len(blocks), self.groups))
-        self.viewers[blocks] = 1
-        self.verified[blocks] = False
+        if self.limited:
+            self.viewers[blocks] = 1
+            self.verified[blocks] = False
 
     def take(self, block: int) -> None:
         """Take all its pages from a block that is no longer in use."""
         self.unseen.pop(block, None)
-        self._give_back(self.of_blocks(np.asarray([block], np.int32)).tolist())
+        self._give_back([page for page in self.page_of[block].tolist() if page != NO_PAGE])
         self.page_of[block] = NO_PAGE
 
     def strip(self, block: int) -> None:
         """Take from a block without viewers the pages of the layers with a window."""
         self.unseen.pop(block, None)
         pages: list[int] = self.page_of[block, self.whole :].tolist()
-        if pages[0] == NO_PAGE:
+        if not pages or pages[0] == NO_PAGE:
             return
         if not self.verified[block]:
-            self.unverified += pages
+            self.poisoned += pages
         self._give_back(pages)
         self.page_of[block, self.whole :] = NO_PAGE
 
@@ -161,9 +221,13 @@ class LayerPages:
         self._free += pages
         self._used[pages] = False
 
+    def poison(self, pages: IntArray) -> None:
+        """Mark the free ones of these pages as possibly holding NaN."""
+        self.poisoned += pages[~self._used[pages]].tolist()
+
     def move(self, source: int, target: int) -> None:
-        """Let `target` have the window's pages of `source`, an equal block that is given up for it, if it has none."""
-        if self.page_of[target, self.whole] == NO_PAGE:
+        """Give `target` the window's pages of `source`, an equal block that it replaces, if it has none."""
+        if self.page_of[target, -1] == NO_PAGE:
             self.page_of[target, self.whole :] = self.page_of[source, self.whole :]
             self.page_of[source, self.whole :] = NO_PAGE
             self.verified[target] = False
@@ -172,6 +236,8 @@ class LayerPages:
 
     def view(self, blocks: IntArray) -> None:
         """Add a viewer to each of these blocks, which are `complete`."""
+        if not self.limited:
+            return
         for block in blocks[self.viewers[blocks] == 0].tolist():
             self.unseen.pop(block, None)
         np.add.at(self.viewers, blocks, 1)
@@ -197,7 +263,7 @@ class LayerPages:
             return None
         live = self.live()
         if len(live) > num_pages:
-            raise RuntimeError(f"resize({num_pages}): {len(live)} KV pages are in use; release some first")
+            raise RuntimeError(f"resize({num_pages}): {len(live)} KV {self.unit} are in use; release some first")
         mapping = np.full(self.num_pages + 1, NO_PAGE, np.int32)
         mapping[live] = np.arange(len(live), dtype=np.int32)
         # The last entry is that of NO_PAGE.
@@ -217,12 +283,16 @@ class LayerPages:
         """
         pages = sorted([*self._free, *self.page_of[self.page_of != NO_PAGE].tolist()])
         assert pages == list(range(self.num_pages)), "a page is not exactly one of free and some block's"
-        has = self.page_of != NO_PAGE
+        assert sorted(self._free) == np.flatnonzero(~self._used).tolist(), "a free page is marked as used"
+        assert (self.page_of[NO_BLOCK] == NO_PAGE).all(), "no block has a page"
+        has = self.page_of[:-1] != NO_PAGE
         wrong = np.flatnonzero((has[:, : self.whole] != used[:, None]).any(1))
         assert not len(wrong), f"blocks {wrong.tolist()} are in use and lack pages, or the other way about"
+        if not self.limited:
+            return
         window = has[:, self.whole :]
         assert (window.any(1) == window.all(1)).all(), "a block has some of its window's pages"
-        expected = np.zeros(self.num_blocks, np.int32)
+        expected = np.zeros(self.num_ids, np.int32)
         for blocks in seen:
             np.add.at(expected, np.asarray(blocks, np.int32), 1)
         wrong = np.flatnonzero(expected != self.viewers)

@@ -1,12 +1,11 @@
 """Slots for the recurrent states of a model: one per running sequence, the others hold snapshots for the prefix cache.
 
-A snapshot is the state after the last token of a registered KV block, and belongs to that block: it is found by the
-block's hash, under the same policy version and variant, and is forgotten with the block. Slots that no sequence needs hold
-snapshots; the least recently used one makes room.
+A snapshot is the state after the last token of a registered KV block. It is found and forgotten with that block. Slots that
+no sequence needs hold snapshots; the least recently used one makes room. Models without recurrent states have no slots.
 
-Always true here (`check()` proves it): a slot is exactly one of *free*, *held* by a sequence, or a *snapshot*.
+Always true (`check()` proves it): a slot is exactly one of *free*, *held* by a sequence, or a *snapshot*.
 
-Handles slot and block ids, no tensors. Copies are collected as moves, executed by the caller before the next forward and
+Handles slot and block ids, no tensors. Copies are collected as moves, which the caller executes before the next forward and
 after each update, all sources before any destination.
 """
 
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rollout.engine.scheduling.prefix_index import IntArray
+from rollout.engine.blocks.index import IntArray
 
 NO_SLOT = -1
 ZERO = -1
@@ -28,11 +27,12 @@ Move = tuple[int, int]
 
 
 class StateSlots:
-    """Owners of `num_slots` slots.
+    """Owners of `num_slots` slots; without slots no sequence holds one and every prefix can be continued.
 
     Attributes:
-        hits: prefixes whose snapshot was taken up.
-        evictions: snapshots that made room.
+        hits: counter of prefixes that were continued from a snapshot.
+        evictions: counter of snapshots that made room.
+        snapshots: slot of each snapshot by its block, least recently used first.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -43,7 +43,7 @@ class StateSlots:
     def _reset(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free: list[int] = list(range(num_slots - 1, -1, -1))
-        self._snapshots: OrderedDict[int, int] = OrderedDict()
+        self.snapshots: OrderedDict[int, int] = OrderedDict()
         self._sources: dict[int, int] = {}
 
     # --- queries ------------------------------------------------------------------------------------------------
@@ -51,82 +51,84 @@ class StateSlots:
     @property
     def num_snapshots(self) -> int:
         """Number of slots that hold a snapshot."""
-        return len(self._snapshots)
+        return len(self.snapshots)
 
     @property
     def num_held(self) -> int:
         """Number of slots that running sequences hold."""
-        return self.num_slots - len(self._free) - len(self._snapshots)
-
-    def snapshots(self) -> dict[int, int]:
-        """Slot of each snapshot by its block, least recently used first."""
-        return dict(self._snapshots)
+        return self.num_slots - len(self._free) - len(self.snapshots)
 
     def deepest(self, blocks: Sequence[int], most: int) -> int:
-        """How many of a chain of blocks, at most `most`, end at a snapshot: the longest such prefix of the chain."""
-        return next(
-            (count for count in range(min(most, len(blocks)), 0, -1) if blocks[count - 1] in self._snapshots), 0
-        )
+        """How many leading blocks of a chain a sequence can continue from.
+
+        With slots these end at a snapshot, and are at most `most`.
+        """
+        if not self.num_slots:
+            return len(blocks)
+        return next((count for count in range(min(most, len(blocks)), 0, -1) if blocks[count - 1] in self.snapshots), 0)
+
+    def has(self, block: int) -> bool:
+        """Whether a sequence can continue from behind this block."""
+        return not self.num_slots or block in self.snapshots
 
     # --- slots of sequences -------------------------------------------------------------------------------------
 
     def allocate(self, source: int = ZERO) -> int:
-        """Hold a slot that starts as a copy of slot `source`, or as zeros.
+        """Hold a slot that starts as a copy of slot `source`, or as zeros; `NO_SLOT` if the model has no states.
 
         Raises:
             RuntimeError: sequences hold all slots.
         """
+        if not self.num_slots:
+            return NO_SLOT
         slot = self._take()
         if slot is None:
             raise RuntimeError(f"running sequences hold all {self.num_slots} state slots")
         self._move(source, slot)
         return slot
 
-    def allocate_at(self, block: int) -> int:
-        """Hold a slot that starts as the snapshot of `block`, which becomes the most recently used."""
-        self._snapshots.move_to_end(block)
+    def allocate_at(self, blocks: Sequence[int]) -> int:
+        """Hold a slot that starts as the snapshot of the last of `blocks`, or as zeros if there are no blocks."""
+        if not blocks or not self.num_slots:
+            return self.allocate()
+        self.snapshots.move_to_end(blocks[-1])
         self.hits += 1
-        return self.allocate(self._snapshots[block])
+        return self.allocate(self.snapshots[blocks[-1]])
 
     def release(self, slot: int) -> None:
-        """Free a slot that a sequence holds."""
-        self._sources.pop(slot, None)
-        self._free.append(slot)
+        """Free a slot that a sequence holds; nothing to do for `NO_SLOT`."""
+        if slot != NO_SLOT:
+            self._sources.pop(slot, None)
+            self._free.append(slot)
 
     # --- snapshots ----------------------------------------------------------------------------------------------
 
     def keep(self, block: int, slot: int) -> None:
         """Keep the state in `slot` as that after `block`, if there is room for it."""
-        if block in self._snapshots:
-            self._snapshots.move_to_end(block)
+        if block in self.snapshots:
+            self.snapshots.move_to_end(block)
         elif (taken := self._take()) is not None:
-            self._snapshots[block] = taken
+            self.snapshots[block] = taken
             self._move(slot, taken)
 
-    def has(self, block: int) -> bool:
-        """Whether there is a snapshot of this block."""
-        return block in self._snapshots
-
     def evict_next(self, block: int) -> None:
-        """Put the snapshot of a block in front of the others that make room; nothing to do where there is none."""
-        if block in self._snapshots:
-            self._snapshots.move_to_end(block, last=False)
+        """Let the snapshot of a block, if there is one, make room before the others."""
+        if block in self.snapshots:
+            self.snapshots.move_to_end(block, last=False)
 
     def forget(self, block: int) -> None:
-        """Forget the snapshot of a block that is not found any more; nothing to do where there is none."""
-        slot = self._snapshots.pop(block, None)
-        if slot is not None:
-            self.release(slot)
+        """Forget the snapshot of a block, if there is one."""
+        self.release(self.snapshots.pop(block, NO_SLOT))
 
     def forget_all(self) -> None:
         """Forget every snapshot."""
-        for block in list(self._snapshots):
+        for block in list(self.snapshots):
             self.forget(block)
 
     # --- moves --------------------------------------------------------------------------------------------------
 
     def take_moves(self) -> tuple[Move, ...]:
-        """Moves to execute now, in any order but all read before any is written; they are forgotten here."""
+        """Moves to execute now, all read before any is written; they are forgotten here."""
         moves = tuple((source, target) for target, source in self._sources.items())
         self._sources.clear()
         return moves
@@ -137,9 +139,9 @@ class StateSlots:
 
     def _take(self) -> int | None:
         if not self._free:
-            if not self._snapshots:
+            if not self.snapshots:
                 return None
-            self.forget(next(iter(self._snapshots)))
+            self.forget(next(iter(self.snapshots)))
             self.evictions += 1
         return self._free.pop()
 
@@ -163,20 +165,16 @@ class StateSlots:
         if num_slots == self.num_slots:
             return None
         while len(self.live_slots()) > num_slots:
-            if not self._snapshots:
+            if not self.snapshots:
                 raise RuntimeError(f"resize({num_slots}): sequences hold {self.num_held} state slots")
-            self.forget(next(iter(self._snapshots)))
-        live, snapshots = self.live_slots(), self._snapshots
+            self.forget(next(iter(self.snapshots)))
+        live, snapshots = self.live_slots(), self.snapshots
         mapping = np.full(self.num_slots, NO_SLOT, np.int32)
         mapping[live] = np.arange(len(live), dtype=np.int32)
         self._reset(num_slots)
         self._free = list(range(num_slots - 1, len(live) - 1, -1))
-        self._snapshots = OrderedDict((block, int(mapping[slot])) for block, slot in snapshots.items())
+        self.snapshots = OrderedDict((block, int(mapping[slot])) for block, slot in snapshots.items())
         return mapping
-
-    def remap_blocks(self, mapping: IntArray) -> None:
-        """Rewrite the blocks of the snapshots for new block ids."""
-        self._snapshots = OrderedDict((int(mapping[block]), slot) for block, slot in self._snapshots.items())
 
     def start_over(self) -> None:
         """Free every slot."""
@@ -188,6 +186,6 @@ class StateSlots:
         Raises:
             AssertionError: names the slots that disagree.
         """
-        slots = sorted([*self._free, *self._snapshots.values(), *held])
+        slots = sorted([*self._free, *self.snapshots.values(), *(slot for slot in held if slot != NO_SLOT)])
         assert slots == list(range(self.num_slots)), f"slots {slots} are not each free, held or a snapshot, once"
         assert not self._sources, f"moves {self._sources} were not executed"

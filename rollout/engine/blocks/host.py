@@ -1,13 +1,12 @@
 """Host tier of the prefix cache: which evicted KV blocks of the present weights have a copy in host memory, and where.
 
 A block that the device evicts goes to free slots of the host; the least recently offloaded one makes room. A prefix that
-goes on there is loaded into fresh blocks of the device, and its slots are free again: a block is on one side only, unless it
-was computed anew meanwhile.
+continues there is loaded into fresh blocks of the device, which frees its slots.
 
 Always true (`check()` proves it): a slot is free, or belongs to one block. A block is found under the variant that computed
-it, and only if all tokens before it and its own are equal: a hash match alone is not trusted.
+it, and only if its tokens and all tokens before it are equal.
 
-Handles ids, no tensors. The copies are pairs in the list of those that precede a forward, where `~s` stands for slot s.
+Handles ids, no tensors. Copies are pairs in `BlockAllocator.copies`, where `~s` stands for slot s.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollout.engine.scheduling.prefix_index import IntArray, PrefixIndex, chain_digest
+from rollout.engine.blocks.index import IntArray, PrefixIndex, chain_digest
 
 NOWHERE = -1
 
@@ -29,11 +28,11 @@ class HostBlock:
 
     variant: Hashable
     block_hash: int
-    """Of the chain up to and including it; of a tail, of the chain before it."""
+    """Hash of the chain up to and including it; for a tail, of the chain before it."""
     before: bytes
     """Digest of the chain before it."""
     tokens: IntArray
-    """[block_size] int32; of a tail fewer."""
+    """[block_size] int32; fewer for a tail."""
     slots: tuple[int, ...]
     """One for each page of the block; `NOWHERE`: the device had given that page back."""
 
@@ -43,17 +42,14 @@ class HostBlock:
 
 
 class HostCache:
-    """Blocks in `num_slots` slots of host memory.
-
-    Args:
-        slot_bytes: bytes of one slot.
+    """Blocks in `num_slots` slots of host memory, `slot_bytes` each; without slots it holds nothing.
 
     Attributes:
-        num_slots: each holds a block, or a page of one.
+        num_slots: number of slots, each for one page.
         offloaded, loaded, evicted: counters of blocks.
         hit_tokens: counter of the positions whose KV was loaded.
-        unsettled: whether copies to or from the host may not have been made: they were planned for a step that has not
-            ended well.
+        tails: partly filled blocks by variant and hash of the chain before.
+        unsettled: whether copies were planned for a step that has not ended well: they may not have been made.
     """
 
     def __init__(self, num_slots: int, block_size: int, slot_bytes: int = 0) -> None:
@@ -68,7 +64,7 @@ class HostCache:
         self.unsettled = False
         self._free: list[int] = list(range(self.num_slots - 1, -1, -1))
         self._complete: dict[tuple[Hashable, int], HostBlock] = {}
-        self._tails: dict[tuple[Hashable, int], list[HostBlock]] = {}
+        self.tails: dict[tuple[Hashable, int], list[HostBlock]] = {}
         self._lru: OrderedDict[HostBlock, None] = OrderedDict()
 
     # --- queries ------------------------------------------------------------------------------------------------
@@ -82,11 +78,6 @@ class HostCache:
     def num_bytes(self) -> int:
         """Bytes of the slots in use."""
         return (self.num_slots - len(self._free)) * self._slot_bytes
-
-    @property
-    def has_tails(self) -> bool:
-        """Whether a partly filled block is held."""
-        return bool(self._tails)
 
     def has(self, variant: Hashable, block_hash: int) -> bool:
         """Whether a complete block of this hash is held (its tokens may differ)."""
@@ -123,7 +114,7 @@ class HostCache:
     ) -> tuple[HostBlock | None, int]:
         """As `PrefixIndex.find_tail`, of the tails here: (tail, leading tokens in common)."""
         best, most = None, 0
-        for tail in self._tails.get((variant, chain), ()):
+        for tail in self.tails.get((variant, chain), ()):
             width = min(len(tail.tokens), len(tokens))
             common = int(np.logical_and.accumulate(tail.tokens[:width] == tokens[:width]).sum())
             if tail.before == before and common > most and (common == len(tail.tokens) or not whole):
@@ -136,10 +127,10 @@ class HostCache:
         """Keep a block of the present weights that the device evicts, in place of those offloaded longest ago.
 
         Args:
-            memory: the block, or its pages; negative: it has none there.
+            memory: its pages; negative: the block has none there.
 
         Returns:
-            The copies to make, (block or page, `~slot`); empty if an equal block is held, or it does not fit.
+            The copies to make, (page, `~slot`); empty if an equal block is held, or it does not fit.
         """
         variant, block_hash, parent, tokens = index.described(block)
         before = b"" if parent < 0 else index.digest(parent)
@@ -155,7 +146,9 @@ class HostCache:
                 # The others are being loaded.
                 return []
             self.evicted += 1
-            self._forget(next(iter(self._lru)))
+            oldest = next(iter(self._lru))
+            self._remove(oldest)
+            self._free += [slot for slot in oldest.slots if slot != NOWHERE]
         slots = tuple(self._free.pop() if place >= 0 else NOWHERE for place in memory)
         self._add(HostBlock(variant, block_hash, before, tokens.copy(), slots))
         self.offloaded += 1
@@ -163,7 +156,7 @@ class HostCache:
         return [(place, ~slot) for place, slot in zip(memory, slots, strict=True) if place >= 0]
 
     def take(self, blocks: Sequence[HostBlock]) -> None:
-        """Remove blocks from lookups; their slots stay taken until `release`."""
+        """Remove blocks from lookups; their slots stay in use until `release`."""
         for block in blocks:
             self._remove(block)
 
@@ -174,16 +167,12 @@ class HostCache:
         self.hit_tokens += len(block.tokens)
         self.unsettled = True
 
-    def settle(self) -> None:
-        """Record that all copies planned so far have been made."""
-        self.unsettled = False
-
     def _equal(self, variant: Hashable, block_hash: int, before: bytes, tokens: IntArray) -> HostBlock | None:
         if len(tokens) == self._block_size:
             known = self._complete.get((variant, block_hash))
             candidates = [] if known is None else [known]
         else:
-            candidates = self._tails.get((variant, block_hash), [])
+            candidates = self.tails.get((variant, block_hash), [])
         return next(
             (each for each in candidates if each.before == before and np.array_equal(each.tokens, tokens)), None
         )
@@ -193,7 +182,7 @@ class HostCache:
         if len(block.tokens) == self._block_size:
             self._complete[key] = block
         else:
-            self._tails.setdefault(key, []).append(block)
+            self.tails.setdefault(key, []).append(block)
         self._lru[block] = None
 
     def _remove(self, block: HostBlock) -> None:
@@ -202,13 +191,9 @@ class HostCache:
         if len(block.tokens) == self._block_size:
             del self._complete[key]
             return
-        self._tails[key].remove(block)
-        if not self._tails[key]:
-            del self._tails[key]
-
-    def _forget(self, block: HostBlock) -> None:
-        self._remove(block)
-        self._free += [slot for slot in block.slots if slot != NOWHERE]
+        self.tails[key].remove(block)
+        if not self.tails[key]:
+            del self.tails[key]
 
     # --- invariants ---------------------------------------------------------------------------------------------
 
@@ -220,6 +205,6 @@ class HostCache:
         """
         slots = [slot for block in self._lru for slot in block.slots if slot != NOWHERE]
         assert sorted([*self._free, *slots]) == list(range(self.num_slots)), "a slot is not free or of one block"
-        found = [*self._complete.values(), *(tail for tails in self._tails.values() for tail in tails)]
+        found = [*self._complete.values(), *(tail for tails in self.tails.values() for tail in tails)]
         assert len(found) == len(self._lru), "a block is found twice, or not at all"
         assert set(found) == set(self._lru), "a block is held and not found"

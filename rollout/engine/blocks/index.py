@@ -10,8 +10,9 @@ those that continue it: its own slots are never written again.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ def chain_digest(before: bytes, block_hash: int, tokens: IntArray) -> bytes:
     return blake2b(before + block_hash.to_bytes(8, "little") + tokens.tobytes(), digest_size=32).digest()
 
 
+@dataclass(eq=False, slots=True)
 class CacheChanges:
     """Prefix hashes added to and removed from the current index since the last `take`.
 
@@ -33,12 +35,9 @@ class CacheChanges:
     that was added and removed in between is in neither set.
     """
 
-    __slots__ = ("added", "flushed", "removed")
-
-    def __init__(self) -> None:
-        self.added: set[int] = set()
-        self.removed: set[int] = set()
-        self.flushed = False
+    added: set[int] = field(default_factory=set)
+    removed: set[int] = field(default_factory=set)
+    flushed: bool = False
 
     def add(self, block_hash: int) -> None:
         """Record that a prefix is now found by lookups."""
@@ -56,14 +55,11 @@ class CacheChanges:
 
     def flush(self) -> None:
         """Record that the index is now empty."""
-        self.added.clear()
-        self.removed.clear()
-        self.flushed = True
+        self.added, self.removed, self.flushed = set(), set(), True
 
     def take(self) -> CacheChanges:
         """Return the changes since the last call and reset them."""
-        taken = CacheChanges()
-        taken.added, taken.removed, taken.flushed = self.added, self.removed, self.flushed
+        taken = CacheChanges(self.added, self.removed, self.flushed)
         self.added, self.removed, self.flushed = set(), set(), False
         return taken
 
@@ -76,6 +72,8 @@ class PrefixIndex:
         variant: the current one.
         current: hash → block of the current variant.
         outdated: hash → block of earlier weights.
+        tails: (number of the index, hash of the chain before) → partly filled blocks.
+        refused: counter of blocks that a lookup missed because older weights computed them.
         changes: a `CacheChanges` that records the changes of `current`; None: not recorded.
     """
 
@@ -83,35 +81,35 @@ class PrefixIndex:
         self._block_size = block_size
         self._last_number = 0
         self.variant: Hashable = ()
+        self.refused = 0
         self.changes: CacheChanges | None = None
-        self.clear(num_blocks)
-
-    def clear(self, num_blocks: int) -> None:
-        """Forget every block."""
-        self._allocate(num_blocks)
-        self.outdated: dict[int, int] = {}
-        self._clear_indexes()
-        self.flushed()
-
-    def _allocate(self, num_blocks: int) -> None:
         self.registered: NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self._hash: NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._number: NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._parent: IntArray = np.full(num_blocks, NO_BLOCK, np.int32)
-        self._tokens: IntArray = np.zeros((num_blocks, self._block_size), np.int32)
+        self._tokens: IntArray = np.zeros((num_blocks, block_size), np.int32)
         self._filled: IntArray = np.zeros(num_blocks, np.int32)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every block."""
+        self.registered[:] = False
+        self._filled[:] = 0
         self._digests: dict[int, bytes] = {}
+        self.outdated: dict[int, int] = {}
+        self._clear_indexes()
 
     def _clear_indexes(self) -> None:
-        self._tails: dict[tuple[int, int], list[int]] = {}
+        self.tails: dict[tuple[int, int], list[int]] = {}
         self._indexes: dict[int, dict[int, int]] = {}
         self._number_of: dict[Hashable, int] = {}
         self._open()
+        self.flushed()
 
     def _open(self) -> None:
         """Make `current` the index of the current variant. Numbers are not reused, since outdated blocks keep theirs."""
         if self.variant not in self._number_of:
-            with_tails = {number for number, _ in self._tails}
+            with_tails = {number for number, _ in self.tails}
             empty = {number for number, index in self._indexes.items() if not index} - with_tails
             for variant in [each for each, number in self._number_of.items() if number in empty]:
                 del self._indexes[self._number_of.pop(variant)]
@@ -142,7 +140,12 @@ class PrefixIndex:
         return found
 
     def find(self, hashes: Sequence[int], tokens: IntArray) -> list[int]:
-        """The longest cached prefix of a chain of complete blocks; see `BlockAllocator.match`."""
+        """Blocks of the longest cached prefix of a chain of complete blocks, from the first block on.
+
+        Args:
+            hashes: the chain's block hashes.
+            tokens: [len(hashes), block_size] int32.
+        """
         found: list[int] = []
         parent = NO_BLOCK
         for index, block_hash in enumerate(hashes):
@@ -154,6 +157,10 @@ class PrefixIndex:
             found.append(block)
             parent = block
         return found
+
+    def count_refused(self, hashes: Sequence[int]) -> None:
+        """Count the leading blocks of a chain that are cached, but were computed by older weights."""
+        self.refused += sum(1 for _ in takewhile(self.outdated.__contains__, hashes))
 
     def add(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:
         """Register a block; returns the equal block that is registered already, or `block`, registered or not.
@@ -171,12 +178,7 @@ class PrefixIndex:
         known = self.current.get(block_hash)
         if known is not None:
             return known if self._parent[known] == parent and np.array_equal(self._tokens[known], tokens) else block
-        self.registered[block] = True
-        self._digests.pop(block, None)
-        self._hash[block] = block_hash
-        self._parent[block] = parent
-        self._tokens[block] = tokens
-        self._number[block] = self._number_of[self.variant]
+        self._describe(block, block_hash, parent, tokens)
         self.current[block_hash] = block
         if self.changes is not None:
             self.changes.add(block_hash)
@@ -194,7 +196,7 @@ class PrefixIndex:
         Returns:
             (block, leading tokens in common); (`NO_BLOCK`, 0) when nothing matches.
         """
-        tails = np.asarray(self._tails.get((self._number_of[self.variant], chain), ()), np.int32)
+        tails = np.asarray(self.tails.get((self._number_of[self.variant], chain), ()), np.int32)
         tails = tails[self._parent[tails] == parent]
         width = min(len(tokens), self._block_size)
         if not len(tails) or not width:
@@ -210,47 +212,40 @@ class PrefixIndex:
         """Register a partly filled block behind a chain; False where an equal one, or the block itself, is registered."""
         if self.registered[block] or self.find_tail(chain, parent, tokens, whole=True)[1] == len(tokens):
             return False
-        self.registered[block] = True
-        self._digests.pop(block, None)
-        self._hash[block] = chain
-        self._parent[block] = parent
-        self._tokens[block, : len(tokens)] = tokens
         self._filled[block] = len(tokens)
-        number = self._number_of[self.variant]
-        self._number[block] = number
-        self._tails.setdefault((number, chain), []).append(block)
+        number = self._describe(block, chain, parent, tokens)
+        self.tails.setdefault((number, chain), []).append(block)
         return True
 
-    @property
-    def has_tails(self) -> bool:
-        """Whether lookups under some variant find a tail."""
-        return bool(self._tails)
-
-    def _remove_tail(self, block: int) -> None:
-        key = self._number.item(block), self._hash.item(block)
-        tails = self._tails.get(key, [])
-        if block in tails:
-            tails.remove(block)
-            if not tails:
-                del self._tails[key]
-        self._filled[block] = 0
-        self.registered[block] = False
+    def _describe(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:
+        """Fill in the columns of a block that is registered now; returns the number of the current index."""
+        self.registered[block] = True
+        self._digests.pop(block, None)
+        self._hash[block], self._parent[block] = block_hash, parent
+        self._tokens[block, : len(tokens)] = tokens
+        number = self._number[block] = self._number_of[self.variant]
+        return number
 
     def remove(self, block: int) -> None:
         """Unregister a block."""
+        block_hash, number = self._hash.item(block), self._number.item(block)
         self._digests.pop(block, None)
+        self.registered[block] = False
         if self._filled[block]:
-            self._remove_tail(block)
+            self._filled[block] = 0
+            tails = self.tails.get((number, block_hash), [])
+            if block in tails:
+                tails.remove(block)
+                if not tails:
+                    del self.tails[number, block_hash]
             return
-        block_hash = self._hash.item(block)
-        index = self._indexes.get(self._number.item(block), {})
+        index = self._indexes.get(number, {})
         if index.get(block_hash) == block:
             del index[block_hash]
             if self.changes is not None and index is self.current:
                 self.changes.remove(block_hash)
         if self.outdated.get(block_hash) == block:
             del self.outdated[block_hash]
-        self.registered[block] = False
 
     def behind(self, block: int) -> list[int]:
         """Blocks registered behind `block`, each after its parent."""
@@ -264,7 +259,6 @@ class PrefixIndex:
         for index in self._indexes.values():
             self.outdated.update(index)
         self._clear_indexes()
-        self.flushed()
 
     def switch(self, variant: Hashable) -> None:
         """Switch lookups to the index of `variant`."""
@@ -279,21 +273,6 @@ class PrefixIndex:
         """Record that `current` was emptied or replaced."""
         if self.changes is not None:
             self.changes.flush()
-
-    def remap(self, live: IntArray, mapping: IntArray, num_blocks: int) -> None:
-        """Keep the blocks `live` only, as the first of `num_blocks`, under the ids of `mapping`."""
-        kept: list[NDArray[Any]] = [self.registered, self._hash, self._number, self._tokens, self._filled]
-        parents = self._parent[live]
-        self._allocate(num_blocks)
-        columns: list[NDArray[Any]] = [self.registered, self._hash, self._number, self._tokens, self._filled]
-        for new, old in zip(columns, kept, strict=True):
-            new[: len(live)] = old[live]
-        self._parent[: len(live)] = np.where(parents == NO_BLOCK, NO_BLOCK, mapping[parents])
-        tables: list[dict[int, int]] = [self.outdated, *self._indexes.values()]
-        for index in tables:
-            for block_hash, block in index.items():
-                index[block_hash] = int(mapping[block])
-        self._tails = {key: mapping[tails].tolist() for key, tails in self._tails.items()}
 
     def check(self, tables: Sequence[Sequence[int]]) -> None:
         """Check the invariants against the block tables of all holders.
@@ -311,7 +290,7 @@ class PrefixIndex:
                 assert self.registered[block], f"the cache names block {block}, which is not registered"
                 assert self._number[block] == number, f"block {block} is findable under another variant"
                 assert self._hash[block] == block_hash, f"block {block} is found under a foreign hash"
-        for (number, chain), tails in self._tails.items():
+        for (number, chain), tails in self.tails.items():
             for tail in tails:
                 assert self.registered[tail], f"the cache names tail {tail}, which is not registered"
                 assert 0 < self._filled[tail] < self._block_size, f"tail {tail} has {self._filled[tail]} tokens"
