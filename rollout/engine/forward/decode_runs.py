@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.forward.step_rows import pack
+from rollout.engine.forward.step_tensors import pack
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.models.adapters import LoraAdapters

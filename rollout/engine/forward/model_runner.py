@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rollout.engine.forward.decode_runs import DecodeRuns, RunForward
-from rollout.engine.forward.prompt_logprobs import prompt_spans, take_prompt_logprobs
 from rollout.engine.forward.recurrent_forward import forward_by_length
-from rollout.engine.forward.step_rows import pack
-from rollout.engine.forward.step_sampling import sample_step
+from rollout.engine.forward.step_tensors import pack, prompt_spans, sample_step, take_prompt_logprobs
 from rollout.engine.fused.fused_forward import BoundForward, FusedForward
 from rollout.engine.graphs.cuda_capture import CudaDevice
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
@@ -45,9 +43,8 @@ from rollout.engine.models.routers import Routers
 from rollout.engine.multimodal.family import ImageItem
 from rollout.engine.multimodal.step_images import StepImages
 from rollout.engine.multimodal.vision import Vision
-from rollout.engine.parallel.leader import Leader
+from rollout.engine.parallel.leading import ForwardWork, Leader
 from rollout.engine.parallel.lockstep import Lockstep
-from rollout.engine.parallel.work import ForwardWork
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.engine.scheduling.sequences import SequenceTable

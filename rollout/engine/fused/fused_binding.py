@@ -10,9 +10,7 @@ from torch import nn
 
 from rollout.engine.fused.families import FAMILIES, Family
 from rollout.engine.fused.fused_checks import PEFT_LORA, Checks, Unfusable, address, is_of, require
-from rollout.engine.fused.fused_delta import delta_net
-from rollout.engine.fused.fused_parts import Parts, base_of, is_conv
-from rollout.engine.fused.rotary_tables import rotary_numbers, rotary_tables
+from rollout.engine.fused.fused_parts import Parts, base_of, delta_net, is_conv, rotary_numbers, rotary_tables
 from rollout.engine.kernels.cpu_attention import MAX_GROUP
 from rollout.engine.kernels.cpu_forward import DeltaNet, Experts, Layer, Model, Norm
 from rollout.engine.memory.kv_cache import KVCache

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import activations, pytorch_utils
 from transformers.integrations import moe
 
 from rollout.engine.fused.families import Family
 from rollout.engine.fused.fused_checks import PEFT_LORA, Checks, address, is_of, require
-from rollout.engine.kernels.cpu_forward import Activation, Adapter, Experts, Linear, Norm, NormKind
+from rollout.engine.kernels.cpu_forward import MAX_TAPS, Activation, Adapter, DeltaNet, Experts, Linear, Norm, NormKind
+from rollout.engine.memory.state_pool import StateKey, StatePool
 
 
 class Parts:
@@ -195,3 +197,118 @@ def active_adapters(module: Any) -> list[str]:
 def is_conv(module: Any) -> bool:
     """Whether a projection is GPT-2's Conv1D, whose weight is transposed."""
     return type(module) is pytorch_utils.Conv1D
+
+
+_SPLIT, _INTERLEAVED = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")
+
+
+def delta_net(
+    layer: Any, index: int, family: Family, parts: Parts, checks: Checks, states: StatePool
+) -> tuple[DeltaNet, Linear]:
+    """A GatedDeltaNet of transformers (arXiv 2412.06464), and the projection of its outputs.
+
+    Args:
+        index: of the layer in its model.
+        states: holds the inputs of its convolution and the state of its recurrence.
+
+    Raises:
+        Unfusable, Replaced, AttributeError: the C++ forward does not compute what this layer does.
+    """
+    interleaved = family.delta == "interleaved"
+    names, read = _INTERLEAVED if interleaved else _SPLIT, checks.originals.value
+    require(is_of(layer, f"{family.name}GatedDeltaNet"), "a layer of linear attention is of another class")
+    checks.plain(layer, *names, "conv1d", "norm", "out_proj")
+    key_heads, value_heads, key_dim, value_dim, kernel = (
+        read(layer, name) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size")
+    )
+    keys, values = key_heads * key_dim, value_heads * value_dim
+    sizes = (read(layer, "key_dim"), read(layer, "value_dim"), read(layer, "layer_idx"))
+    require(sizes == (keys, values, index), "the numbers of a layer of linear attention were changed")
+    require(value_heads % key_heads == 0 and key_dim % 2 == 0, "its heads of linear attention have another shape")
+    channels = 2 * keys + values
+    _require_silu(layer, checks)
+    norm, dtype = layer.norm, parts.dtype
+    require(is_of(norm, f"{family.name}RMSNormGated"), "a gated norm is of another class")
+    checks.plain(norm)
+    _require_silu(norm, checks)
+    parts.epsilons.add(read(norm, "variance_epsilon"))
+    convolution = layer.conv1d
+    require(type(convolution) is nn.Conv1d and convolution.bias is None, "a convolution is of another kind")
+    checks.plain(convolution)
+    require(
+        tuple(convolution.weight.shape) == (channels, 1, kernel) and 1 < kernel <= MAX_TAPS, "a convolution is too long"
+    )
+    inputs, states_of = states.state(StateKey(index, "conv")), states.state(StateKey(index, "recurrent"))
+    require(inputs.dtype == dtype and states_of.dtype == torch.float32, "the dtypes of its states are others")
+    require(
+        inputs.shape[1:] == (channels, kernel) and states_of.shape[1:] == (value_heads, key_dim, value_dim),
+        "its states have another shape",
+    )
+    require(inputs.stride(1) == 1 and states_of[0].is_contiguous(), "its states lie otherwise")
+    wide = [channels + values, 2 * value_heads] if interleaved else [channels, values, value_heads, value_heads]
+    projections = [parts.linear(getattr(layer, name), size)[0] for name, size in zip(names, wide, strict=True)]
+    qkv, z, b, a = (projections[0], Linear(), projections[1], Linear()) if interleaved else projections
+    (output,) = parts.linear(layer.out_proj)
+    return DeltaNet(
+        qkv, z, b, a,
+        address(convolution, "weight", dtype), address(layer, "A_log", dtype), address(layer, "dt_bias", dtype),
+        address(norm, "weight", dtype), inputs.data_ptr(), states_of.data_ptr(), inputs.stride(0), states_of.stride(0),
+        key_heads, value_heads, key_dim, value_dim, kernel, interleaved,
+    ), output  # fmt: skip
+
+
+def _require_silu(module: Any, checks: Checks) -> None:
+    name = checks.originals.value(module, "activation")
+    kind = checks.originals.item(activations.ACT2FN, name)
+    require(name in ("silu", "swish") and kind in (nn.SiLU, activations.SiLUActivation), f"its activation is {name}")
+
+
+PART = 64
+"""Positions per call: few enough that torch computes them on one thread."""
+
+
+class _Tables(NamedTuple):
+    frequencies: Tensor
+    """A copy of those that the tables were computed from."""
+    key: tuple[float, torch.dtype]
+    """Scaling, dtype asked for."""
+    cosines: Tensor
+    sines: Tensor
+
+
+_kept: WeakKeyDictionary[nn.Module, dict[str | None, _Tables]] = WeakKeyDictionary()
+
+
+def rotary_numbers(rotary: Any, layer_type: str | None = None) -> tuple[Tensor, float]:
+    """Frequencies and scaling that a rotary embedding reads for layers of a type; None: all layers have the same."""
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    return getattr(rotary, f"{prefix}inv_freq"), getattr(rotary, f"{prefix}attention_scaling")
+
+
+def rotary_tables(rotary: Any, dtype: torch.dtype, length: int, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [at least max(`length`, 1), D] of positions from 0 on, contiguous, on the CPU.
+
+    On whichever device the module is, they are computed on the CPU: the same bits for all.
+
+    Args:
+        dtype: of the hidden states, and of the tables unless the module keeps them in float32.
+        layer_type: of the layers that they are for; None: all layers have the same.
+    """
+    frequencies, scaling = rotary_numbers(rotary, layer_type)
+    of_types = _kept.setdefault(rotary, {})
+    kept = of_types.get(layer_type)
+    cosines, sines, start = [], [], 0
+    if kept is not None and kept.key == (scaling, dtype) and torch.equal(kept.frequencies, frequencies):
+        cosines, sines, start = [kept.cosines], [kept.sines], len(kept.cosines)
+        if start >= length:
+            return kept.cosines, kept.sines
+    types = () if layer_type is None else (layer_type,)
+    with torch.inference_mode(False), torch.no_grad():
+        like = torch.empty(1, 1, 1, dtype=dtype, device="cpu")
+        for first in range(start, max(length, 1), PART):
+            part = rotary(like, torch.arange(first, first + PART, device="cpu")[None], *types)
+            cosines.append(part[0][0])
+            sines.append(part[1][0])
+        whole = torch.cat(cosines), torch.cat(sines)
+        of_types[layer_type] = _Tables(frequencies.clone(), (scaling, dtype), *whole)
+    return whole

@@ -24,8 +24,7 @@ from rollout.engine.memory.layer_groups import LayerGroups, layer_groups
 from rollout.engine.memory.state_pool import StateShape
 from rollout.engine.models.attention import SINKS, Installation, carried, forward_with
 from rollout.engine.models.attention_masks import PROBE, Limits, MaskFunction, OtherMask, function_of, limits_of
-from rollout.engine.models.recurrent_layers import RecurrentLayers
-from rollout.engine.models.recurrent_probes import continues, packs
+from rollout.engine.models.recurrent_layers import RecurrentLayers, continues, packs
 from rollout.engine.models.recurrent_states import ProbedStates
 from rollout.errors import UnsupportedModelError
 

@@ -8,11 +8,9 @@ from typing import Any
 
 from rollout.config import InferenceConfig
 from rollout.engine.multimodal.family import ImageItem
-from rollout.engine.parallel.follower import follow
 from rollout.engine.parallel.group import TensorParallelGroup
-from rollout.engine.parallel.leader import Leader
+from rollout.engine.parallel.leading import ForwardWork, Leader, follow
 from rollout.engine.parallel.lockstep import Lockstep
-from rollout.engine.parallel.work import ForwardWork
 from rollout.engine.parts.controller import TextGenerationController
 from rollout.engine.parts.failures import FailureContainment
 from rollout.engine.parts.lifecycle import Lifecycle

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.fused.fused_binding import Bound
 from rollout.engine.fused.fused_forward import BoundForward
-from rollout.engine.fused.rotary_tables import rotary_tables
+from rollout.engine.fused.fused_parts import rotary_tables
 from rollout.engine.graphs.cuda_capture import CudaDevice
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
 from rollout.engine.graphs.decode_kernels import TritonDecode

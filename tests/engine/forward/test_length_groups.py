@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rollout.engine.forward.recurrent_forward import length_groups
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.models.length_groups import length_groups
 
 COUNTS, STARTS = [1, 1, 3, 2, 3], [7, 4, 0, 5, 6]
 
