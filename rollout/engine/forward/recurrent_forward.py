@@ -60,9 +60,6 @@ def forward_by_length(
     return torch.cat(parts).index_select(0, upload(order, layout.device))
 
 
-IntArray = NDArray[np.int64]
-
-
 @dataclass(frozen=True, eq=False)
 class LengthGroup:
     """One forward: pieces of B sequences, of L positions each; or, `packed`, of any length, in one row of L in all."""

@@ -1,6 +1,7 @@
-"""First rank of a tensor-parallel group: broadcasts what each forward computes, and agrees with the others on failures.
+"""A tensor-parallel group's shared forwards: the first rank broadcasts what to compute, the others follow.
 
-Always true: nothing is broadcast outside of `leading`, in which the other members follow.
+Always true: nothing is broadcast outside of `Leader.leading`, in which the other members follow. An exception that every
+member raises leaves the group intact; one that only some raise ends it.
 """
 
 from __future__ import annotations
@@ -31,12 +32,88 @@ Result = TypeVar("Result")
 BEAT_S = 1.0
 """Least time between two messages that only say that this rank is alive."""
 
+FORWARD, ENCODE, BEAT, CHECK, END = "forward", "encode", "beat", "check", "end"
+_FIELDS = 11
 
-class Leader:
-    """Sends the group's messages.
+
+@dataclass(frozen=True, eq=False)
+class ForwardWork:
+    """Input of one forward, and the changes of the KV cache that precede it.
+
+    If the layers are in groups (`memory.layer_groups`), blocks are pages.
+    """
+
+    ids: NDArray[np.int64]
+    """[P] token ids."""
+    rows: PagedRows
+    """Positions and block tables of the P positions."""
+    keep: NDArray[np.int64]
+    """[K] packed positions whose logits are wanted."""
+    copies: Sequence[tuple[int, int]] = ()
+    """(source, destination) blocks to copy before the forward, in this order."""
+    zeroed_blocks: Sequence[int] = ()
+    zeroed_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """To fill with zeros before the copies, like `zeroed_blocks`."""
+    images: StepImages | None = None
+
+    def serialize(self) -> list[Any]:
+        """Plain values for msgpack."""
+        rows = self.rows
+        arrays = (self.ids, rows.offsets, rows.positions, rows.tables, self.keep, self.zeroed_slots)
+        packed = [np.ascontiguousarray(each, "<i8").tobytes() for each in arrays]
+        others = [np.ascontiguousarray(each, "<i8").tobytes() for each in rows.others]
+        images = None if self.images is None else self.images.serialize()
+        copies = [list(pair) for pair in self.copies]
+        return [*packed, rows.block_size, copies, list(self.zeroed_blocks), others, images]
+
+    @classmethod
+    def deserialize(cls, plain: Any) -> ForwardWork:
+        """The inverse of `serialize`.
+
+        Raises:
+            SerializationError: `plain` was not made by `serialize`.
+        """
+        if not isinstance(plain, list) or len(plain) != _FIELDS or not all(type(each) is bytes for each in plain[:6]):
+            refuse("ForwardWork", plain, "a list of eleven fields")
+        images = None if plain[10] is None else StepImages.deserialize(plain[10])
+        try:
+            ids, offsets, positions, tables, keep, slots = (np.frombuffer(bytearray(each), "<i8") for each in plain[:6])
+            count = len(offsets) - 1
+            seen = None if images is None else images.seen
+            others = tuple(np.frombuffer(bytearray(each), "<i8").reshape(count, -1) for each in plain[9])
+            rows = PagedRows(offsets, positions, tables.reshape(count, -1), int(plain[6]), seen, others)
+            return cls(ids, rows, keep, [(a, b) for a, b in plain[7]], list(plain[8]), slots, images)
+        except (ValueError, TypeError) as exc:
+            raise SerializationError(f"ForwardWork: arrays of other lengths than its rows have ({exc})") from exc
+
+
+class Together:
+    """How a step's forward involves other ranks. This implementation involves none."""
+
+    def refuse_alone(self) -> None:
+        """Raises: EngineStateError, EngineDeadError: the other ranks do not compute now, or the group has ended."""
+
+    def run(self, work: ForwardWork, compute: Callable[[ForwardWork], Tensor]) -> Tensor:
+        """Compute one forward.
+
+        Raises:
+            EngineDeadError: another rank is gone, or failed where this rank did not.
+            Exception: the model raised it, on all ranks alike; the group continues.
+        """
+        return compute(work)
+
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
+        """Have the other ranks fill these blocks with zeros before the next forward."""
+
+    def zero_slots(self, slots: NDArray[np.int64]) -> None:
+        """Have the other ranks fill these token slots with zeros before the next forward."""
+
+
+class Leader(Together):
+    """First rank of a tensor-parallel group: sends the group's messages.
 
     Args:
-        clock: seconds that never run backwards.
+        clock: monotonic, in seconds.
     """
 
     def __init__(self, group: TensorParallelGroup, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,12 +140,11 @@ class Leader:
             try:
                 self._send(END, outcome(failed))
             except Exception:
-                # The group has ended, which the exception that is on its way says, if there is one.
+                # If the block has raised, that exception already says that the group has ended.
                 if failed is None:
                     raise
 
     def refuse_alone(self) -> None:
-        """Raises: EngineStateError, EngineDeadError: the other members do not follow now, or the group has ended."""
         self.group.refuse_when_lost()
         if not self._leading:
             raise EngineStateError(
@@ -77,25 +153,17 @@ class Leader:
             )
 
     def beat(self) -> None:
-        """Tell the others that this rank is alive, unless it has told them something within `BEAT_S`."""
+        """Tell the others that this rank is alive, unless it has sent a message within `BEAT_S`."""
         if self._clock() - self._sent > BEAT_S:
             self._send(BEAT)
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Have the others fill these blocks with zeros before the next forward."""
         self._blocks += blocks
 
     def zero_slots(self, slots: NDArray[np.int64]) -> None:
-        """Have the others fill these token slots with zeros before the next forward."""
         self._slots.append(slots)
 
     def run(self, work: ForwardWork, compute: Callable[[ForwardWork], Tensor]) -> Tensor:
-        """Compute a forward together with the others.
-
-        Raises:
-            EngineDeadError: a member is gone, or failed where this rank did not.
-            Exception: what the model raised, on all members alike; the group goes on.
-        """
         told = replace(work, zeroed_blocks=self._blocks, zeroed_slots=np.concatenate([*self._slots, work.zeroed_slots]))
         self._send(FORWARD, told.serialize())
         self._blocks, self._slots = [], []
@@ -107,7 +175,7 @@ class Leader:
         return self._together(partial(compute, item))
 
     def _together(self, compute: Callable[[], Result]) -> Result:
-        """What `compute` returns, while the others compute what they were sent."""
+        """Result of `compute`, while the others compute what they were sent."""
         try:
             # A member that leaves a forward ends the group.
             with uninterrupted(wholly=True):
@@ -128,7 +196,7 @@ class Leader:
 
     def _send(self, kind: str, content: Any = None) -> None:
         message = pack(kind, content)
-        # A message may be two broadcasts, and an `LLM`'s thread is not the only one that steps its engine.
+        # A message may be two broadcasts, and several threads may step one engine.
         with uninterrupted(wholly=True), self._sending:
             self.group.send(message)
             self._sent = self._clock()
@@ -142,7 +210,7 @@ def follow(
     A forward that raises here must have raised on the first rank too, which then asks.
 
     Raises:
-        EngineDeadError: the first rank is gone, or goes on where this one has failed.
+        EngineDeadError: the first rank is gone, or continues although this one has failed.
     """
     failed: Exception | None = None
     while True:
@@ -162,74 +230,15 @@ def follow(
             raise group.lose(failed) from failed
         elif kind == END:
             return content
-        elif kind in (FORWARD, ENCODE):
-            work: Callable[[], object]
-            if kind == FORWARD:
-                work = partial(compute, ForwardWork.deserialize(content))
-            else:
-                work = partial(encode, ImageItem.deserialize(content))
-            try:
-                work()
-            except Exception as exc:  # noqa: BLE001 - decided upon when the first rank has told how it fared
-                failed = exc
-
-
-FORWARD, ENCODE, BEAT, CHECK, END = "forward", "encode", "beat", "check", "end"
-_FIELDS = 11
-
-
-@dataclass(frozen=True, eq=False)
-class ForwardWork:
-    """Input of one forward, and the changes of the KV cache that precede it.
-
-    Attributes:
-        ids: [P] int64 token ids.
-        rows: positions and block tables of the P positions.
-        keep: [K] int64 packed positions whose logits are wanted.
-        copies: (source, destination) blocks to copy before the forward, in this order.
-        zeroed_blocks, zeroed_slots: to fill with zeros before that.
-        images: those of the step; None: it has none.
-
-    Blocks are pages where the layers are in groups (`memory.layer_groups`).
-    """
-
-    ids: NDArray[np.int64]
-    rows: PagedRows
-    keep: NDArray[np.int64]
-    copies: Sequence[tuple[int, int]] = ()
-    zeroed_blocks: Sequence[int] = ()
-    zeroed_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    images: StepImages | None = None
-
-    def serialize(self) -> list[Any]:
-        """Plain values for msgpack."""
-        rows = self.rows
-        arrays = (self.ids, rows.offsets, rows.positions, rows.tables, self.keep, self.zeroed_slots)
-        packed = [np.ascontiguousarray(each, "<i8").tobytes() for each in arrays]
-        others = [np.ascontiguousarray(each, "<i8").tobytes() for each in rows.others]
-        images = None if self.images is None else self.images.serialize()
-        copies = [list(pair) for pair in self.copies]
-        return [*packed, rows.block_size, copies, list(self.zeroed_blocks), others, images]
-
-    @classmethod
-    def deserialize(cls, plain: Any) -> ForwardWork:
-        """The inverse of `serialize`.
-
-        Raises:
-            SerializationError: not what `serialize` makes.
-        """
-        if not isinstance(plain, list) or len(plain) != _FIELDS or not all(type(each) is bytes for each in plain[:6]):
-            refuse("ForwardWork", plain, "a list of eleven fields")
-        images = None if plain[10] is None else StepImages.deserialize(plain[10])
         try:
-            ids, offsets, positions, tables, keep, slots = (np.frombuffer(bytearray(each), "<i8") for each in plain[:6])
-            count = len(offsets) - 1
-            seen = None if images is None else images.seen
-            others = tuple(np.frombuffer(bytearray(each), "<i8").reshape(count, -1) for each in plain[9])
-            rows = PagedRows(offsets, positions, tables.reshape(count, -1), int(plain[6]), seen, others)
-            return cls(ids, rows, keep, [(a, b) for a, b in plain[7]], list(plain[8]), slots, images)
-        except (ValueError, TypeError) as exc:
-            raise SerializationError(f"ForwardWork: arrays of other lengths than its rows have ({exc})") from exc
+            if kind == FORWARD:
+                compute(ForwardWork.deserialize(content))
+            elif kind == ENCODE:
+                encode(ImageItem.deserialize(content))
+        except SerializationError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - the first rank's next message decides what it means
+            failed = exc
 
 
 def pack(kind: str, content: Any = None) -> bytes:
@@ -242,7 +251,7 @@ def unpack(message: bytes) -> tuple[str, Any]:
     """Kind and content of a message.
 
     Raises:
-        SerializationError: no message of the group.
+        SerializationError: it is not a message of the group.
     """
     plain = unpack_msgpack("message of a tensor-parallel group", message)
     if not isinstance(plain, list) or len(plain) != 2 or plain[0] not in (FORWARD, ENCODE, BEAT, CHECK, END):

@@ -299,7 +299,9 @@ class TextGenerationController:
             return
         tokens = [(7 * position + 3) % self.layout.vocab_size for position in range(length)]
         cuts = [length - length // 2]
-        alone = bool(self.layout.states) or all_ranks(self.runner.paged is not None or self.runner.graphs is not None)
+        alone = bool(self.layout.states) or all_ranks(
+            self.runner.module.paged is not None or self.runner.graphs is not None
+        )
         if alone and length > cuts[0] + 1:
             # Recurrent layers and Triton's kernels compute a single token otherwise than a chunk.
             cuts.append(length - 1)
@@ -322,7 +324,7 @@ class TextGenerationController:
                 graphs.give_up(f"a replayed step differs from the forward by {worst:.3g} of the largest logit")
         if not passed and self.runner.fused is not None and not self.runner.exact:
             by_fused = worst
-            self.runner.drop_fused("it differs from the model's own forward")
+            self.runner.fused.give_up("it differs from the model's own forward")
             worst = measured()
             passed = fine(worst)
             if passed:

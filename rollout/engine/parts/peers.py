@@ -9,7 +9,7 @@ from typing import Any
 from rollout.config import InferenceConfig
 from rollout.engine.multimodal.family import ImageItem
 from rollout.engine.parallel.group import TensorParallelGroup
-from rollout.engine.parallel.leading import ForwardWork, Leader, follow
+from rollout.engine.parallel.leading import ForwardWork, Leader, Together, follow
 from rollout.engine.parallel.lockstep import Lockstep
 from rollout.engine.parts.controller import TextGenerationController
 from rollout.engine.parts.failures import FailureContainment
@@ -41,6 +41,8 @@ class Peers:
             exchange.refuse_unequal("InferenceConfig.verify_model", str(config.verify_model))
             self.lockstep = Lockstep(exchange, modules_split_over("ep", weights.trained))
         self.leader = Leader(self.group) if self.group is not None and self.group.leads else None
+        self.together: Together = self.lockstep or self.leader or Together()
+        """Involves the other ranks in each forward of this one."""
 
     @property
     def everyone(self) -> TensorParallelGroup | None:
@@ -57,11 +59,8 @@ class Peers:
 
     def refuse_alone(self) -> None:
         """Raises: EngineStateError: a step needs the other ranks, and no call of theirs is running."""
-        if self.lockstep is not None:
-            self.lockstep.refuse_alone()
-        elif self.leader is not None:
-            self.leader.refuse_alone()
-        elif self.group is not None:
+        self.together.refuse_alone()
+        if self.group is not None and self.leader is None:
             raise EngineStateError(
                 f"step() on rank {self.group.ranks[self.group.place]}: in a {self.group.name} rank {self.group.ranks[0]} "
                 "decides and the others follow; generate by RolloutManager or LLM, on every rank of the group"

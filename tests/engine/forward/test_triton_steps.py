@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward.decode_runs import DecodeRuns
+from rollout.engine.forward.model_runner import DecodeRuns
 from rollout.engine.forward.trial_forwards import paged_logits
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
 from rollout.engine.graphs.decode_kernels import TritonDecode
@@ -96,15 +96,13 @@ def engine_of(model: Any, **options: Any) -> DynamicInferenceEngine:
     engine = make_engine(model, **options)
     if INTERPRETED:
         runner, cache = engine.controller.runner, engine.cache
-        kernels, runner.paged = load(DEVICE), load(DEVICE)
+        kernels, runner.module.paged = load(DEVICE), load(DEVICE)
         assert kernels is not None
         decode = TritonDecode(kernels, cache)
         runner.copies = AutocastCopies(runner.model, DEVICE, PoolMemory(zeros), lambda: math.inf)
         runner.graphs = GraphedDecode(runner.model, runner.layout, cache, 2, Rerun(), decode, copies=runner.copies)
-        runner.runs = DecodeRuns(
-            GraphedRuns(runner.forward, runner.graphs, DEVICE), runner.table, cache, runner.sampling, runner.adapters,
-            runner.installation, engine.lifecycle.lock.asked,
-        )  # fmt: skip
+        maker = GraphedRuns(runner.forward, runner.graphs, DEVICE)
+        runner.runs = DecodeRuns(maker, runner, engine.lifecycle.lock.asked)
     return engine
 
 
