@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rollout.engine.fused.fused_binding import Bound
-from rollout.engine.fused.fused_checks import Unfusable, bypassed
 from rollout.engine.kernels.cpu_draw import Draw
 from rollout.engine.kernels.cpu_forward import Decode, Step
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.models.model_support import ModelLayout
-from rollout.engine.models.originals import Replaced
+from rollout.engine.models.originals import Unfusable, bypassed
 from rollout.engine.models.routers import Record
 from rollout.engine.sampling.sampling_table import DecodeRun
 
@@ -84,6 +83,7 @@ class BoundForward(ABC):
     def give_up(self, why: str) -> None:
         """Serve no further step."""
         self._given_up = why
+        _log.warning("%s runs its own forward: %s; please report it", type(self._model).__name__, why)
 
     @abstractmethod
     def run(
@@ -109,7 +109,7 @@ class BoundForward(ABC):
         try:
             bound = Bound(self._model, self._layout, self._cache, exact=self._exact, states=self._states)
             self._bound, why = bound, ""
-        except (Unfusable, Replaced, AttributeError) as exc:
+        except (Unfusable, AttributeError) as exc:
             self._bound, why = None, str(exc)
         if why and why != self._why:
             _log.info("%s runs its own forward: %s", type(self._model).__name__, why)
