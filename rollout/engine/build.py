@@ -16,7 +16,7 @@ from torch import nn
 from rollout.config import InferenceConfig
 from rollout.engine.forward.model_runner import DecodeRuns, ModelRunner, RunForward
 from rollout.engine.forward.model_watch import ModelWatch
-from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes
+from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes, verify_model
 from rollout.engine.fused.fused_forward import FusedForward
 from rollout.engine.graphs.cuda_capture import CudaDevice
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
@@ -145,7 +145,7 @@ def build(base: EngineBase) -> EngineParts:
     # Kernels of exact mode that do not compile would fail the requests of the first step.
     if config.verify_model or (config.exact and layout.device.type == "cuda"):
         room = min(longest, cache.num_blocks // cache.num_groups * config.block_size_tokens)
-        controller.verify_model(room, peers.all_hold)
+        verify_model(runner, room, peers.all_hold)
     # The pools of a group are of one size, which was agreed on; in lock-step a trial that fails would end the group.
     if peers.everyone is None:
         context.keep_free(peak_bytes(runner, config.step_tokens, longest, config.max_requests))

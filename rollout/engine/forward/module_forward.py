@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -23,10 +26,13 @@ from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.models.attention import Installation, PagedBatch, forward_with
 from rollout.engine.models.model_support import ModelLayout
-from rollout.engine.models.recurrent_states import States
+from rollout.engine.models.recurrent_states import StateRows
 from rollout.engine.models.routers import Routers
 from rollout.engine.multimodal.step_images import StepImages
 from rollout.engine.multimodal.vision import Vision
+
+VERIFY_TOKENS = 12
+"""Tokens of a model's verification."""
 
 
 class ModuleForward:
@@ -85,7 +91,7 @@ class ModuleForward:
         ids: NDArray[np.int64],
         rows: PagedRows,
         keep: NDArray[np.int64],
-        states: States | None = None,
+        states: StateRows | None = None,
         images: StepImages | None = None,
     ) -> Tensor:
         """Logits [B, len(keep), V] of ids [B, L] at positions `keep` (none: the last) of every row."""
@@ -103,7 +109,7 @@ class ModuleForward:
             self._cache, layout.layer_of, slots, [self._attention(each) for each in groups], layout.mask_windows,
             layout.chunks, write_slots if self.paged is None else self.paged.write, causal,
         )  # fmt: skip
-        inputs = {} if states is None else {layout.cache_argument: states, **states.arguments}
+        inputs = dict[str, Any]() if states is None else {layout.cache_argument: states}
         with ExitStack() as around:
             around.enter_context(self._installation.forward())
             if self._routers is not None:
@@ -113,6 +119,22 @@ class ModuleForward:
             )
             at = positions.view(*positions.shape[:-1], *tokens.shape)
             logits: Tensor = forward_with(batch, self._model, **inputs, position_ids=at, logits_to_keep=kept).logits
+        return logits
+
+    def own_logits(self, tokens: Sequence[int]) -> Tensor:
+        """[V] logits after `tokens`, by the model's own unpaged attention, in eval mode."""
+        ids = torch.tensor([list(tokens)], device=self._layout.device)
+        training = [module for module in self._model.modules() if module.training]
+        try:
+            for module in training:
+                module.training = False
+            with torch.no_grad():
+                # A short one computes all positions, which verifies the code that honours `logits_to_keep` too.
+                kept = {} if len(tokens) <= VERIFY_TOKENS else {"logits_to_keep": ids.new_tensor([len(tokens) - 1])}
+                logits: Tensor = self._model(input_ids=ids, use_cache=False, **kept).logits[0, -1]
+        finally:
+            for module in training:
+                module.training = True
         return logits
 
     def release(self) -> None:

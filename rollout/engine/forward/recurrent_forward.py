@@ -1,7 +1,7 @@
 """Forwards of one step of a model with recurrent states.
 
-Its layers tell sequences apart by rows only: all decodes run together, and prefill chunks of equal length together. Where
-kernels of the model's own know the borders of packed sequences, all prompts that begin lie in one row.
+Its layers tell sequences apart by rows only, so the packed positions of a step are split into batches [B, L]: all decodes
+run together, and prefill chunks of equal length together.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import upload, upload_together
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.models.model_support import ModelLayout
-from rollout.engine.models.recurrent_states import PackedStates, StateRows, States
+from rollout.engine.models.recurrent_states import StateRows
 from rollout.engine.multimodal.step_images import StepImages
 
 IntArray = NDArray[np.int64]
-Forward = Callable[[IntArray, PagedRows, IntArray, States, StepImages | None], Tensor]
+Forward = Callable[[IntArray, PagedRows, IntArray, StateRows, StepImages | None], Tensor]
 """Logits [B, C, V] of token ids [B, L], of their rows, at columns [C], with states and images."""
 
 
@@ -36,20 +36,17 @@ def forward_by_length(
     states: NDArray[np.int32],
     images: StepImages | None,
 ) -> Tensor:
-    """Logits [len(keep), V] at packed positions `keep`; the states in `pool` go on.
+    """Logits [len(keep), V] at packed positions `keep`; advances the states in `pool`.
 
     Args:
-        forward: of the model.
+        forward: the model's.
         ids: [P] token ids.
-        states: [R], slot of each sequence.
-        images: of the step; None: it has none.
+        states: [R] slot of each sequence.
+        images: those of the step; None: it has none.
     """
     parts, places = [], []
-    for group in length_groups(rows, keep, continues=layout.continues, packs=layout.packs and images is None):
-        slots = states[group.members]
-        cache: States = StateRows(pool, slots, begins=group.begins)
-        if group.packed:
-            cache = PackedStates(pool, slots, group.rows.offsets)
+    for group in length_groups(rows, keep, continues=layout.continues):
+        cache = StateRows(pool, states[group.members], begins=group.begins)
         pictured = None if images is None else images.part(group.positions.ravel())
         logits = forward(ids[group.positions], group.rows, group.columns, cache, pictured)
         cache.flush()
@@ -62,71 +59,60 @@ def forward_by_length(
 
 @dataclass(frozen=True, eq=False)
 class LengthGroup:
-    """One forward: pieces of B sequences, of L positions each; or, `packed`, of any length, in one row of L in all."""
+    """One forward: pieces of B sequences, of L positions each."""
 
     members: IntArray
-    """[B], index of each sequence in the step."""
+    """[B] index of each sequence in the step."""
     positions: IntArray
-    """[B, L] packed positions; [1, L] if `packed`."""
+    """[B, L] packed positions."""
     rows: PagedRows
-    """Of these positions."""
+    """Rows of these positions."""
     columns: IntArray
     """[C], at least one: columns whose logits are computed."""
     places: IntArray
-    """[K], which of the step's kept positions are computed here."""
+    """[K] indices of the step's kept positions that are computed here."""
     row: IntArray
-    """[K], their rows."""
+    """[K] their rows."""
     column: IntArray
-    """[K], their indices in `columns`."""
+    """[K] their indices in `columns`."""
     begins: bool
     """Whether each piece is the first of its sequence, and longer than a token."""
-    packed: bool
-    """Whether the pieces lie one after the other in one row."""
 
 
-def length_groups(rows: PagedRows, keep: IntArray, *, continues: bool, packs: bool = False) -> Iterator[LengthGroup]:
-    """Groups of pieces of equal length, in an order in which every piece follows those before it in its sequence.
+def length_groups(rows: PagedRows, keep: IntArray, *, continues: bool) -> Iterator[LengthGroup]:
+    """Groups of pieces of equal length; every piece comes after the earlier ones of its sequence.
 
-    First pieces are apart from others, as some layers compute a prompt from its beginning by another function than what
-    follows: which one must not depend on a sequence's neighbours.
+    First pieces are apart from others. Some layers compute a prompt's beginning by another function than the rest, and the
+    choice must not depend on a sequence's neighbours.
 
     Args:
         keep: [K] packed positions whose logits are wanted.
-        continues: whether a chunk of several tokens goes on from the state before it; if not, such chunks that are not
+        continues: whether a chunk of several tokens continues from the state before it; if not, such chunks that are not
             the first of their sequence are computed token by token.
-        packs: whether first pieces of different lengths can be computed in one row.
     """
     member, begin, length, turn = _pieces(rows, continues)
     piece_of = np.searchsorted(begin, keep, side="right") - 1
     begins = (rows.positions[begin] == 0) & (length > 1)
-    # 0 stands for any length.
-    sizes = np.where(begins & (packs and len(np.unique(length[begins])) > 1), 0, length)
-    for now, size, first in sorted(set(zip(turn.tolist(), sizes.tolist(), begins.tolist(), strict=True))):
-        chosen = np.flatnonzero((turn == now) & (sizes == size) & (begins == first))
-        packed = not size
+    for now, size, first in sorted(set(zip(turn.tolist(), length.tolist(), begins.tolist(), strict=True))):
+        chosen = np.flatnonzero((turn == now) & (length == size) & (begins == first))
         places = np.flatnonzero(np.isin(piece_of, chosen))
-        row = np.searchsorted(chosen, piece_of[places])
-        offsets = np.concatenate([[0], np.cumsum(length[chosen])])
-        positions = np.repeat(begin[chosen] - offsets[:-1], length[chosen]) + np.arange(offsets[-1])
-        kept = keep[places] - begin[piece_of[places]] + (offsets[row] if packed else 0)
-        columns, column = np.unique(kept, return_inverse=True)
-        shaped = positions.reshape(1 if packed else len(chosen), -1)
+        positions = begin[chosen, None] + np.arange(size)
+        columns, column = np.unique(keep[places] - begin[piece_of[places]], return_inverse=True)
         yield LengthGroup(
             members=member[chosen],
-            positions=shaped,
+            positions=positions,
             rows=PagedRows(
-                offsets,
-                rows.positions[positions],
+                np.arange(len(chosen) + 1) * size,
+                rows.positions[positions.ravel()],
                 rows.tables[member[chosen]],
                 rows.block_size,
                 others=tuple(tables[member[chosen]] for tables in rows.others),
             ),
-            columns=columns if len(columns) else np.array([shaped.shape[1] - 1]),
+            columns=columns if len(columns) else np.array([size - 1]),
             places=places,
-            row=row * 0 if packed else row,
+            row=np.searchsorted(chosen, piece_of[places]),
             column=column,
             begins=first,
-            packed=packed,
         )
 
 

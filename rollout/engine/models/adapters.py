@@ -1,8 +1,9 @@
-"""LoRA adapters that requests name: which are loaded, which sequence has which, and their part of a forward.
+"""LoRA adapters that requests name: read from folders, which sequence has which, and their part of a forward.
 
-Nothing is injected into the model: while a forward with adapters runs, the `forward` of the layers concerned is replaced,
-and put back before any other forward. Always true: sequences without an adapter are computed by a forward of their own,
-exactly as if there were no adapters; all others of a step share one forward, each position with its own adapter.
+    y = W x + s · B (A x),   s = alpha / r, or alpha / √r with rsLoRA        (Hu et al. 2021, arXiv:2106.09685)
+
+Only while a forward with adapters runs, the `forward` of the layers concerned is replaced. Always true: sequences without an
+adapter are computed by a forward of their own, exactly as if there were no adapters. All others of a step share one forward.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelErr
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 MAX_RANK = 512
-"""Largest rank of an adapter."""
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -53,7 +53,7 @@ _REFUSED = {
     "kasa_config": "it changes the base weights",
     "monteclora_config": "its weights are drawn",
 }
-"""Options of PEFT's `LoraConfig` that mean another computation, and why."""
+"""Options of PEFT's `LoraConfig` that change the computation → how."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,11 @@ class LoraLayer:
     """B, [out, r]."""
     scaling: float
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., out] of x [..., in], in the dtype that PEFT computes in."""
+        down, up = self.down.to(x.device), self.up.to(x.device)
+        return linear(linear(x.to(down.dtype), down), up) * self.scaling
+
 
 @dataclass(frozen=True, eq=False)
 class LoraAdapter:
@@ -76,12 +81,12 @@ class LoraAdapter:
 
 
 def read_adapter(model: nn.Module, folder: str | PathLike[str]) -> LoraAdapter:
-    """Read an adapter and check it against a model, which stays as it is.
+    """Read an adapter, as PEFT's `save_pretrained` leaves it, and check it against a model.
 
     Tensors keep their dtype, in which PEFT computes too, and go to the device of their layer.
 
     Raises:
-        ConfigError: a file is missing or malformed; the adapter is no plain LoRA; or a layer is not there, not linear or of
+        ConfigError: a file is missing or malformed; the adapter is not plain LoRA; or a layer is missing, not linear or of
             another shape.
     """
     where = f"adapter {str(folder)!r}"
@@ -91,7 +96,11 @@ def read_adapter(model: nn.Module, folder: str | PathLike[str]) -> LoraAdapter:
     embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = embeddings()
     pairs: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in _tensors(Path(folder), where).items():
+    try:
+        tensors = load_file(Path(folder) / WEIGHTS)
+    except (OSError, SafetensorError) as exc:
+        raise ConfigError(f"{where}: {WEIGHTS} cannot be read: {exc}") from exc
+    for name, tensor in tensors.items():
         found = _TENSOR.fullmatch(name)
         if found is None:
             raise ConfigError(f"{where}: {name!r} is no lora_A or lora_B of a linear layer; train such layers alone")
@@ -136,13 +145,6 @@ def _refuse_other_kinds(config: dict[str, Any], where: str) -> None:
             raise ConfigError(f"{where}: {name}={config.get(name)!r}: must be a number above 0")
 
 
-def _tensors(folder: Path, where: str) -> dict[str, Tensor]:
-    try:
-        return load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as exc:
-        raise ConfigError(f"{where}: {WEIGHTS} cannot be read: {exc}") from exc
-
-
 def _check_layer(module: nn.Module | None, head: nn.Module | None, pair: dict[str, Tensor], where: str) -> None:
     if not isinstance(module, nn.Linear) or module is head:
         kind = "there is no such module" if module is None else f"it is {type(module).__name__}"
@@ -172,15 +174,15 @@ def _layer(config: dict[str, Any], name: str, pair: dict[str, Tensor], weight: T
 
 
 MAX_ADAPTERS = 64
-"""Adapters loaded at a time."""
+"""Most adapters loaded at a time."""
 
 IntArray = NDArray[np.int64]
 Names = Sequence[str | None]
-"""Adapter of each sequence of a step."""
+"""Adapter of each sequence of a step; None: the sequence has none."""
 Forward = Callable[[IntArray, PagedRows, IntArray], Tensor]
 """Logits [len(keep), V] of (ids, rows, keep), as `ModelRunner.forward` takes them."""
 _Part = tuple[LoraLayer, Tensor | None]
-"""An update, and which positions it is for; None: all."""
+"""An update, and the positions that it is for; None: all."""
 
 
 class LoraAdapters:
@@ -201,7 +203,7 @@ class LoraAdapters:
         """Load an adapter, in place of one of the same name.
 
         Returns:
-            Whether there has been another adapter of this name, of which there may be cached KV.
+            Whether there has been another adapter of this name, so that its KV may be in the prefix cache.
 
         Raises:
             ConfigError: it does not fit the model, or there are too many; nothing was changed.
@@ -215,7 +217,7 @@ class LoraAdapters:
         return known
 
     def unload(self, name: str) -> None:
-        """Forget an adapter, which no sequence has any more. Harmless when repeated."""
+        """Forget an adapter, which no sequence uses any more. Harmless when repeated."""
         if self._loaded.pop(name, None) is not None:
             self._unloaded.add(name)
 
@@ -304,22 +306,17 @@ class LoraAdapters:
 
 
 def _updated(forward: Callable[[Tensor], Tensor], path: str, updates: list[_Part], positions: int, x: Tensor) -> Tensor:
-    """Output of a linear layer with the low-rank updates of the positions that have one, in the dtypes PEFT computes in."""
+    """Output of a linear layer with the low-rank updates of the positions that have one."""
     base = forward(x)
     inputs, outputs = x.flatten(0, -2), base.flatten(0, -2)
     for layer, index in updates:
         if index is None:
-            return (base + _update(layer, x)).to(base.dtype)
+            return (base + layer(x)).to(base.dtype)
         if len(inputs) != positions:
             raise UnsupportedModelError(
                 f"{path} computes {len(inputs)} of {positions} positions, so several adapters cannot be told apart there: "
                 "ask for one adapter at a time, or train it without this layer"
             )
-        mixed = outputs.index_select(0, index) + _update(layer, inputs.index_select(0, index))
+        mixed = outputs.index_select(0, index) + layer(inputs.index_select(0, index))
         outputs = outputs.index_copy(0, index, mixed.to(base.dtype))
     return outputs.view_as(base)
-
-
-def _update(layer: LoraLayer, x: Tensor) -> Tensor:
-    down, up = layer.down.to(x.device), layer.up.to(x.device)
-    return linear(linear(x.to(down.dtype), down), up) * layer.scaling
