@@ -143,8 +143,8 @@ def build(base: EngineBase) -> EngineParts:
     controller = TextGenerationController(model, base.tokenizer, layout, runner, config.image_folder)
     parts = _assemble(base, config, model, longest, cache, states, context, controller)
     # Kernels of exact mode that do not compile would fail the requests of the first step.
-    if config.verify_model or (config.exact and layout.device.type == "cuda"):
-        room = min(longest, cache.num_blocks // cache.num_groups * config.block_size_tokens)
+    if config.advanced.verify_model or (config.exact and layout.device.type == "cuda"):
+        room = min(longest, cache.num_blocks // cache.num_groups * config.advanced.block_size_tokens)
         verify_model(runner, room, peers.all_hold)
     # The pools of a group are of one size, which was agreed on; in lock-step a trial that fails would end the group.
     if peers.everyone is None:
@@ -225,7 +225,7 @@ def _memory(
     blocks = peers.least(pool_size(config, layout, longest, routes, state_bytes, groups))
     memory = _pool_memory(base, layout.device)
     cache = KVCache(
-        layout.layers, blocks, config.block_size_tokens, layout.kv_dtype, layout.device, memory.allocate, routes,
+        layout.layers, blocks, config.advanced.block_size_tokens, layout.kv_dtype, layout.device, memory.allocate, routes,
         memory.release, groups,
     )  # fmt: skip
     if config.kv_cache_host_memory_gb is not None:
@@ -261,7 +261,7 @@ def _runner(
     vision = Vision(
         model,
         layout.device,
-        int(config.image_cache_memory_gb * 1024**3),
+        int(config.advanced.image_cache_memory_gb * 1024**3),
         min(config.step_tokens, longest),
         together=None if peers.leader is None else peers.leader.encode,
     )
@@ -287,7 +287,7 @@ def _runner(
     context.to_come = partial(bytes_to_come, runner)
     # Collectives inside a forward are not captured, and neither are addresses that change with each gathering.
     alone = peers.everyone is None
-    captured = config.cuda_graphs and routers is None and alone and weights.fixed_addresses and states is None
+    captured = config.advanced.cuda_graphs and routers is None and alone and weights.fixed_addresses and states is None
     graphed_rows = config.max_requests * captured
     if not (config.exact and run_exactly(runner, longest, graphed_rows)):
         whole = alone and weights.tensor_parallel_mesh is None
@@ -320,7 +320,7 @@ def _choose_forwards(
         runner.without_fused = "its weights are split over ranks, and the fused forward reads whole matrices"
     elif routers is not None:
         runner.without_fused = "it records the experts that its routers choose (InferenceConfig.record_routes)"
-    elif config.fused_forward:
+    elif config.advanced.fused_forward:
         runner.fused = maker = FusedForward(
             runner.model, layout, cache, module.library, exact=config.exact, states=runner.states
         )
@@ -423,7 +423,7 @@ def _pool_memory(base: EngineBase, device: torch.device) -> PoolMemory:
     """Memory of one pool."""
     if base.allocate is not zeros:
         return PoolMemory(base.allocate)
-    return pool_memory(device, virtual=base.config.virtual_memory)
+    return pool_memory(device, virtual=base.config.advanced.virtual_memory)
 
 
 def check_arguments(model: object, tokenizer: object, config: object) -> None:

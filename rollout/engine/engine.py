@@ -408,7 +408,7 @@ class DynamicInferenceEngine:
             ValueError: `state` is a transient one.
             DeadlineError: not reached within `timeout_s` (None: `control_timeout_s`).
         """
-        self.lifecycle.wait_until(state, self.config.control_timeout_s if timeout_s is None else timeout_s)
+        self.lifecycle.wait_until(state, self.config.advanced.control_timeout_s if timeout_s is None else timeout_s)
 
     def weights_updated(self, version: int | None = None) -> int:
         """Announce changed weights; returns the new policy version."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rollout.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollout.manager.batch import RolloutBatch
+    from rollout.manager.batch.batch import RolloutBatch
 
 FILE = "run.jsonl"
 LONGEST_TEXT = 4000

@@ -320,7 +320,7 @@ def test_results_of_generate_stand_in_the_order_of_the_prompts_and_other_request
 
 
 def test_blocks_are_sized_by_the_block_size_the_tests_count_with() -> None:
-    assert make_engine("qwen3").config.block_size_tokens == BLOCK
+    assert make_engine("qwen3").config.advanced.block_size_tokens == BLOCK
 
 
 # --- accepted is served, and what is not is refused by name -----------------------------------------------------------

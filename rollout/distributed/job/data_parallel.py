@@ -57,7 +57,7 @@ class DataParallelBackend:
 
     def __init__(self, engine: DynamicInferenceEngine, config: CoordinatorConfig | None, world: World) -> None:
         self._engine = engine
-        self._timeout_s = engine.config.control_timeout_s
+        self._timeout_s = engine.config.advanced.control_timeout_s
         self._base_seed = engine.config.seed if world.rank == 0 else stream_key(engine.config.seed, -1 - world.rank)
         self._groups: dict[int, OwnGroup] = {}
         self._next_group_id = 0

@@ -244,7 +244,7 @@ class RankConnection:
                     PROTOCOL_VERSION,
                     self.name,
                     engine.config.max_requests,
-                    engine.config.block_size_tokens,
+                    engine.config.advanced.block_size_tokens,
                     engine.state.value,
                     engine.policy_version,
                     np.asarray(hashes, "<i8").tobytes(),

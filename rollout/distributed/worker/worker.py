@@ -114,7 +114,7 @@ class EngineWorker(RankConnection):
             if self.lost is not None:
                 self._find_another()
             elif not self.steps():
-                self.wait_for_work(self.engine.config.control_timeout_s)
+                self.wait_for_work(self.engine.config.advanced.control_timeout_s)
 
         if not self._closed and isinstance(self.lost, EngineDeadError):
             raise self.lost

@@ -22,7 +22,7 @@ from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.training.served import why_not_exact
 from rollout.engine.weights.base import Weights as WeightSource
-from rollout.metrics import binary_bytes, short_count
+from rollout.metric_table import binary_bytes, short_count
 
 LENGTH = 512
 """Tokens of a sequence that each of `max_requests` should have room for."""
@@ -248,8 +248,8 @@ def _sampling(layout: ModelLayout) -> str:
 def _graphs(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -> str:
     if runner.layout.device.type != "cuda":
         return f"none: the model is on {runner.layout.device}"
-    if not config.cuda_graphs:
-        return "none: InferenceConfig.cuda_graphs=False"
+    if not config.advanced.cuda_graphs:
+        return "none: Advanced.cuda_graphs=False"
     if source.tensor_parallel_mesh is not None or source.expert_parallel_mesh is not None:
         return "none: collectives inside a forward are not captured"
     if not source.fixed_addresses:

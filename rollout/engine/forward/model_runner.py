@@ -90,7 +90,7 @@ class ModelRunner:
             model, layout, cache, installation, vision, routers=routers, states=states, exact=exact
         )
         self.fused: BoundForward | None = None
-        self.without_fused = "InferenceConfig.fused_forward=False"
+        self.without_fused = "Advanced.fused_forward=False"
         self.graphs: GraphedDecode | None = None
         self.runs: DecodeRuns | None = None
         self.order = StreamOrder(layout.device)

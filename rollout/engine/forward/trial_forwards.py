@@ -108,8 +108,8 @@ def _verify(
         f"{name}: {length} tokens in chunks through the paged path differ from the model's own forward by {worst:.3g} of "
         f"the largest logit (allowed: {tolerance:g}). Either some layer keeps state that the engine does not see, or the "
         f"model's own attention ({implementation!r}) leaves out what the layers ask for (sdpa ignores soft-capping in some "
-        "versions of transformers: load the model with attn_implementation='eager'). If you know better, set "
-        "InferenceConfig.verify_model=False"
+        "versions of transformers: load the model with attn_implementation='eager'). If you know better: "
+        "InferenceConfig(advanced=Advanced(verify_model=False))"
     )
 
 

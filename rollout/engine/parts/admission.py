@@ -126,7 +126,7 @@ class Admission:
                 metadata=metadata,
                 seed=seed,
                 policy_version=version,
-                block_size_tokens=self._config.block_size_tokens,
+                block_size_tokens=self._config.advanced.block_size_tokens,
                 enable_prefix_caching=self._config.enable_prefix_caching,
                 precomputed_block_hashes=samples[0].hashes if samples else [],
                 **_image_fields(images, pictured, len(tokens)),
@@ -188,10 +188,10 @@ class Admission:
         request.finished_chunk_token_count = 0
         if not request.completion_tokens:
             request.routing_indices = None
-        request.block_size_tokens = self._config.block_size_tokens
+        request.block_size_tokens = self._config.advanced.block_size_tokens
         request.enable_prefix_caching = self._config.enable_prefix_caching
         request.precomputed_block_hashes = compute_block_hashes_batched(
-            request.prompt_tokens, self._config.block_size_tokens, request.sampling_params.prefix_share
+            request.prompt_tokens, self._config.advanced.block_size_tokens, request.sampling_params.prefix_share
         )
         pictured = self.images(number, prompt_of(record[0]))
         self._controller.check_tokens(request.prompt_tokens)
@@ -220,7 +220,7 @@ class Admission:
             metadata=first.metadata,
             seed=first.seed,
             policy_version=version,
-            block_size_tokens=self._config.block_size_tokens,
+            block_size_tokens=self._config.advanced.block_size_tokens,
             enable_prefix_caching=self._config.enable_prefix_caching,
             events=[event for segment in record for event in segment.events],
             event_add_engine=first.event_add_engine,
@@ -249,7 +249,7 @@ class Admission:
             tokens = images.keyed(request.prompt_tokens)
             if request.enable_prefix_caching:
                 request.precomputed_block_hashes = compute_block_hashes_batched(
-                    tokens, self._config.block_size_tokens, params.prefix_share
+                    tokens, self._config.advanced.block_size_tokens, params.prefix_share
                 )
         return Sequence(
             record=record,

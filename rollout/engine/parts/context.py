@@ -29,7 +29,7 @@ from rollout.engine.scheduling.host_cache import HostCache
 from rollout.engine.scheduling.layer_pages import LayerPages, PageShape
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.errors import ConfigError, EngineStateError
-from rollout.metrics import binary_bytes
+from rollout.metric_table import binary_bytes
 from rollout.state import KVCacheManagementMode
 
 _log = logging.getLogger(__name__)
@@ -93,13 +93,13 @@ class DynamicInferenceContext:
         pages = None
         if groups is not None:
             pages = LayerPages(cache.num_blocks, PageShape(groups.whole, groups.limited, groups.reach))
-        size, slots = config.block_size_tokens, cache.host_slots
+        size, slots = config.advanced.block_size_tokens, cache.host_slots
         host = HostCache(slots, size, cache.block_bytes) if slots else None
         self.allocator = BlockAllocator(
             cache.num_blocks if pages is None else pages.num_blocks,
-            config.block_size_tokens,
+            config.advanced.block_size_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
-            eviction_policy=config.prefix_caching_eviction_policy,
+            eviction_policy=config.advanced.prefix_caching_eviction_policy,
             states=None if self.states is None else self.states.slots,
             pages=pages,
             host=host,
@@ -344,8 +344,8 @@ def state_slots(config: InferenceConfig, shapes: Sequence[StateShape], device: t
     Raises:
         ConfigError: the memory budget does not hold a single slot.
     """
-    if config.state_slots is not None:
-        return config.state_slots
+    if config.advanced.state_slots is not None:
+        return config.advanced.state_slots
     useful = 2 * config.max_requests
     if config.kv_cache_blocks is not None:
         return useful
@@ -378,7 +378,7 @@ def pool_size(
     Raises:
         ConfigError: the memory budget does not hold a single block.
     """
-    size, longest = config.block_size_tokens, -(-max_sequence_length // config.block_size_tokens)
+    size, longest = config.advanced.block_size_tokens, -(-max_sequence_length // config.advanced.block_size_tokens)
     pages, useful, layers = 1, config.max_requests * longest, layout.layers
     if groups is not None:
         shape, layers = PageShape(groups.whole, groups.limited, groups.reach), layers[: groups.places]

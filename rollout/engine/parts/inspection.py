@@ -24,7 +24,7 @@ from rollout.engine.scheduling.sequences import rank
 from rollout.engine.scheduling.state_slots import StateSlots
 from rollout.engine.weights.guard import WeightsGuard
 from rollout.errors import EngineStateError
-from rollout.metrics import ENGINE_STATS
+from rollout.metric_table import ENGINE_STATS
 from rollout.requests.delta import SampleDelta
 from rollout.requests.growth import growth
 from rollout.requests.record import DynamicInferenceRequestRecord
@@ -186,7 +186,7 @@ class Inspection:
             queues=SimpleNamespace(**scheduler.counters),
             allocator=allocator,
             states=allocator.states or StateSlots(0),
-            host=allocator.host or HostCache(0, self._config.block_size_tokens),
+            host=allocator.host or HostCache(0, self._config.advanced.block_size_tokens),
             cache=self._cache,
             runner=runner,
             state_pool=SimpleNamespace(device_bytes=0) if self._states is None else self._states,

@@ -33,12 +33,12 @@ class Peers:
         self.lockstep: Lockstep | None = None
         mesh = weights.tensor_parallel_mesh
         if mesh is not None and mesh.size() > 1:
-            self.group = TensorParallelGroup(mesh, config.control_timeout_s)
+            self.group = TensorParallelGroup(mesh, config.advanced.control_timeout_s)
             self.group.refuse_unequal("InferenceConfig", repr(config))
         if (mesh := weights.expert_parallel_mesh) is not None:
-            exchange = TensorParallelGroup(mesh, config.control_timeout_s, "expert-parallel")
+            exchange = TensorParallelGroup(mesh, config.advanced.control_timeout_s, "expert-parallel")
             # The verification is a forward of every rank, or of none.
-            exchange.refuse_unequal("InferenceConfig.verify_model", str(config.verify_model))
+            exchange.refuse_unequal("Advanced.verify_model", str(config.advanced.verify_model))
             self.lockstep = Lockstep(exchange, modules_split_over("ep", weights.trained))
         self.leader = Leader(self.group) if self.group is not None and self.group.leads else None
         self.together: Together = self.lockstep or self.leader or Together()

@@ -129,13 +129,13 @@ class Prefill:
             priority=0, metadata=None,
         )  # fmt: skip
         # What is found in the prefix cache has no logits.
-        sample.hashes, sample.reusable = sample.hashes[: first // self._config.block_size_tokens], first
+        sample.hashes, sample.reusable = sample.hashes[: first // self._config.advanced.block_size_tokens], first
         scheduler.add(sample)
         return sample
 
     def _make_room(self, longest: int) -> None:
         main, allocator = self._context.scheduler, self._context.allocator
-        need = blocks_for(longest, longest, self._config.block_size_tokens)
+        need = blocks_for(longest, longest, self._config.advanced.block_size_tokens)
         states = allocator.states
         while (active := main.active()) and not (
             allocator.can_allocate(need) and (states is None or states.num_held < states.num_slots)

@@ -15,7 +15,7 @@ from rollout.engine.scheduling.sequences import IntArray, Sequence, SequenceTabl
 from rollout.engine.scheduling.state_slots import NO_SLOT
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.engine.scheduling.waiting_queue import WaitingQueue
-from rollout.metrics import ENGINE_STATS
+from rollout.metric_table import ENGINE_STATS
 
 
 class Queues:

@@ -52,7 +52,7 @@ class Scheduler(Queues):
         self.cost = StepCost()
         self.drafter = Drafter(self, self.cost) if config.speculation else None
         self.planner = StepPlanner(config, self, self.preemption, self.drafter)
-        self._results = StepResults(self, self.drafter, track_events=config.track_generated_token_events)
+        self._results = StepResults(self, self.drafter, track_events=config.advanced.track_generated_token_events)
         self._scheduled_at = 0.0
         self.forward: Hashable = None
         self.version = 0
@@ -130,14 +130,14 @@ class Scheduler(Queues):
 
     def blocks_needed(self, prompt: int, length: int) -> int:
         """Blocks, or pages, for the KV of `length` tokens, `prompt` of them to be prefilled."""
-        size, pages = self.config.block_size_tokens, self.allocator.pages
+        size, pages = self.config.advanced.block_size_tokens, self.allocator.pages
         blocks = blocks_for(prompt, length, size)
         return blocks if pages is None else pages.shape.needed(blocks, self.config.step_tokens, size)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that the pool holds."""
-        size, pages = self.config.block_size_tokens, self.allocator.pages
+        size, pages = self.config.advanced.block_size_tokens, self.allocator.pages
         if pages is None:
             return size * self.allocator.num_blocks
         return size * pages.shape.most_blocks(pages.num_pages, self.config.step_tokens, size)
