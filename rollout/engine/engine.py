@@ -96,7 +96,7 @@ class DynamicInferenceEngine:
                 self.parts: EngineParts = build(self._base)
                 """The parts that depend on the model as it was when they were built; `rebuild` replaces them."""
                 if self.peers.lockstep is not None:
-                    self.peers.lockstep.learn(lambda: self.controller.forward_logits([0]))
+                    self.peers.lockstep.learn(lambda: self.controller.runner.module.own_logits([0]))
         self.holds = Holds(self)
         """Who keeps the engine from stepping: the coordinator, a weight update, the caller."""
         watch(self)

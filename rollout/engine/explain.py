@@ -286,7 +286,7 @@ def _attention(runner: ModelRunner) -> str:
         dtypes = (torch.float32, torch.bfloat16)
         fits = layout.kv_dtype in dtypes and layout.narrowest_dtype == layout.kv_dtype and group <= MAX_GROUP
         return "C++" if fits else f"plain torch: keys of {_short(layout.kv_dtype)} with {group} query heads per KV head"
-    if runner.paged is None:
+    if runner.module.paged is None:
         return f"plain torch: Triton does not run on {layout.device}"
     sizes = {size for shape in layout.layers for size in (shape.head_dim, shape.value_dim)}
     fits = layout.kv_dtype in triton_paged.DTYPES and group <= triton_paged.MAX_GROUP
