@@ -271,7 +271,7 @@ def _runner(
         vision,
         fused=config.advanced.fused_forward,
         split=peers.everyone is not None or weights.tensor_parallel_mesh is not None,
-        exact=config.exact,
+        exact=bool(config.exact),
         graphed_rows=0 if config.exact else graphed_rows,
         routers=routers,
         adapters=base.adapters,
@@ -290,6 +290,12 @@ def _runner(
                 "ZeRO-3, tensor parallelism); exact mode serves whole weights (one rank, or DDP)"
             )
         if kernels_on(layout.device) is triton_exact:
+            if config.exact != "experimental":
+                raise UnsupportedModelError(
+                    f"InferenceConfig.exact=True: the model is on {layout.device}, where exact mode is an experiment: its "
+                    "bits were compared in Triton's interpreter, never on a device. Give InferenceConfig(exact="
+                    "'experimental'), and compare the first batch's log-probs with those in `with rollout.exact(model)`"
+                )
             run_exactly(runner, longest, graphed_rows)
         runner.refuse_inexact()
     return runner

@@ -32,6 +32,8 @@ _EXACT = {
     "cuda": "Triton operations with one tile for any number of rows, and log-probs by torch's log-softmax",
 }
 """Type of device → what exact mode runs there."""
+_ASKED = {"cpu": "True", "cuda": "'experimental'"}
+"""Type of device → value of `InferenceConfig.exact` that turns it on."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +273,7 @@ def _exact(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -
     if not runner.cache.on_device:
         return "off; known when the engine is resumed"
     why = why_not_exact(runner.model, runner.layout, runner.cache)
-    return f"off, and refused: {why}" if why else f"off; InferenceConfig(exact=True) runs {_EXACT[kind]}"
+    return f"off, and refused: {why}" if why else f"off; InferenceConfig(exact={_ASKED[kind]}) runs {_EXACT[kind]}"
 
 
 def _kv_part(

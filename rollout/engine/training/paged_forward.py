@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,8 +29,6 @@ from rollout.engine.training.decoder import hidden_of, norm
 from rollout.engine.training.operations import linear
 from rollout.errors import UnsupportedModelError
 
-_log = logging.getLogger(__name__)
-
 
 def run_exactly(runner: ModelRunner, length: int, graphed_rows: int) -> None:
     """Have every step of a runner in exact mode run `PagedForward`.
@@ -44,10 +41,6 @@ def run_exactly(runner: ModelRunner, length: int, graphed_rows: int) -> None:
         UnsupportedModelError: the kernels do not run here, or do not serve the size of a block or of the vocabulary.
     """
     device, cache = runner.layout.device, runner.cache
-    _log.warning(
-        "InferenceConfig.exact=True on %s is experimental: its bits were compared in Triton's interpreter, not on a device; "
-        "compare log-probs of the first batch with those inside `with rollout.exact(model)`", device,
-    )  # fmt: skip
     triton_exact.require(device, runner.layout.vocab_size)
     paged = triton_paged.load(device)
     if paged is None:
