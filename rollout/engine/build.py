@@ -316,6 +316,8 @@ def _assemble(
     watch = ModelWatch(model, controller.layout, controller.runner.installation, base.autocast)
     # Refuses adapters that cannot be sampled.
     watch.variant()
+    if controller.runner.graphs is not None:
+        controller.runner.graphs.watched = watch.modules
     ledger = Ledger(scheduler, controller, clock, tap)
     admission = Admission(config, controller, longest, clock, cache.routes)
     failures = FailureContainment(context, controller, ledger, admission, lifecycle, clock)
