@@ -183,7 +183,8 @@ def _weights(source: WeightSource, layout: ModelLayout) -> str:
         ranks = ", ".join(map(str, mesh.mesh.tolist()))
         return f"gathered from the ranks while generating, but for the experts, split over the expert-parallel ranks {ranks}"
     if source.collective:
-        return "gathered from the ranks while generating" + ", to fixed addresses" * source.fixed_addresses
+        moved = f", to other addresses each time: {source.why_moved}" if source.why_moved else ""
+        return "gathered from the ranks while generating" + (", to fixed addresses" * source.fixed_addresses or moved)
     if source.sampled is source.trained:
         return "the trainer's own, no copy"
     return f"a copy on {layout.device}, renewed after each update"
