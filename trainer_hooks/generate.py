@@ -206,11 +206,11 @@ class GenerateHook:
         logprobs: list[list[float]] = [[] for _ in rows]
         for part, chosen in zip(owners, each, strict=True):
             requests = [next(batch) for _ in range(chosen.n)] * (len(part) if chosen.greedy else 1)
-            for row, request in zip(part, requests, strict=True):
-                completions[row] = list(request.generated_tokens)
-                if len(completions[row]) < chosen.max_tokens and request.finish_reason == FinishReason.LENGTH:
+            for number, request in zip(part, requests, strict=True):
+                completions[number] = list(request.generated_tokens)
+                if len(completions[number]) < chosen.max_tokens and request.finish_reason == FinishReason.LENGTH:
                     raise NotServed("rows longer than the engine's max_sequence_length")
-                logprobs[row] = list(request.generated_log_probs or ())
+                logprobs[number] = list(request.generated_log_probs or ())
         return completions, logprobs
 
     def _batch(self, prompts: list[Any], params: list[SamplingParams]) -> RolloutBatch:
@@ -366,9 +366,9 @@ class _Changes:
 
 def _wrap(model_class: type) -> None:
     """Let the loops of a class ask whether a module has a hook. Harmless when repeated."""
-    if hasattr(model_class._sample, "serves"):
-        return
     of_class: Any = model_class
+    if hasattr(of_class._sample, "serves"):
+        return
     own_sample, own_images = of_class._sample, of_class._prepare_multimodal_encoder_kwargs_for_generation
 
     @wraps(own_sample)
