@@ -50,8 +50,8 @@ def run_exactly(runner: ModelRunner, length: int, graphed_rows: int, asked: bool
     if asked != "experimental":
         raise UnsupportedModelError(
             f"InferenceConfig.exact=True: the model is on {device}, where exact mode is an experiment: its bits were "
-            "compared in Triton's interpreter, never on a device. Give InferenceConfig(exact='experimental'), and compare the first "
-            "batch's log-probs with those in `with rollout.exact(model)`"
+            "compared in Triton's interpreter, never on a device. Give InferenceConfig(exact='experimental'), and compare "
+            "the first batch's log-probs with those in `with rollout.exact(model)`"
         )
     triton_exact.require(device, runner.layout.vocab_size)
     paged = triton_paged.load(device)
