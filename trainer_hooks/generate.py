@@ -32,7 +32,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, WeightsChangedError
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
