@@ -190,7 +190,7 @@ class GenerateHook:
 
     def _generate(self, rows: list[Row], params: list[SamplingParams]) -> tuple[list[list[int]], list[list[float]]]:
         config = self.manager.config
-        most = min(config.max_requests, config.state_slots or config.max_requests)
+        most = min(config.max_requests, config.advanced.state_slots or config.max_requests)
         prompts, each, owners = [], [], []
         for numbers in grouped(rows, params):
             row, chosen = rows[numbers[0]], params[numbers[0]]
