@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rollout import Advanced, DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.engine.blocks.allocator import BlockAllocator
+from rollout.engine.forward import model_runner
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequences import Sequence
 from rollout.engine.scheduling.step import StepTokens
@@ -72,7 +73,7 @@ def decode_step(subject: Subject, workload: Workload, floor: Floor) -> dict[str,
     scheduler, controller = engine.context.scheduler, engine.controller
     calls = {
         "schedule": (scheduler, "schedule"), "update": (scheduler, "update"), "execute": (controller.runner, "execute"),
-        "forward": (controller.runner, "forward"), "sample": (controller.runner, "_sample"), "step": (engine, "step"),
+        "forward": (controller.runner, "forward"), "sample": (model_runner, "sample_step"), "step": (engine, "step"),
     }  # fmt: skip
     spent: dict[str, list[float]] = defaultdict(list)
     with engine.installation:

@@ -16,6 +16,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.forward import model_runner
 from rollout.sampling_params import SamplingParams
 from tests.benchmarks.device_time import DeviceTime, device_time
 from tests.gpu_first_run.findings import HEAD_DIM, SHAPES, Run, captured, gib, prompts
@@ -168,7 +169,7 @@ def _host_parts(engine: DynamicInferenceEngine, steps: int) -> dict[str, float]:
         (scheduler, "schedule"),
         (scheduler, "update"),
         (runner, "forward"),
-        (runner, "_sample"),
+        (model_runner, "sample_step"),
     ]
     with _timed(owners, spent):
         for _ in range(steps):
