@@ -6,8 +6,9 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from torch.profiler import ProfilerActivity, profile
@@ -47,13 +48,10 @@ def stopwatch(spent: dict[str, list[float]], calls: dict[str, tuple[Any, str]]) 
 
         return run
 
-    for name, (owner, method) in calls.items():
-        setattr(owner, method, timed(name, getattr(owner, method)))
-    try:
+    with ExitStack() as restored:
+        for name, (owner, method) in calls.items():
+            restored.enter_context(patch.object(owner, method, timed(name, getattr(owner, method))))
         yield
-    finally:
-        for owner, method in calls.values():
-            delattr(owner, method)
 
 
 def decode_step(subject: Subject, workload: Workload, floor: Floor) -> dict[str, Any]:

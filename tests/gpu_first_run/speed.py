@@ -8,8 +8,9 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -179,13 +180,10 @@ def _host_parts(engine: DynamicInferenceEngine, steps: int) -> dict[str, float]:
 
 @contextmanager
 def _timed(owners: list[tuple[Any, str]], spent: dict[str, list[float]]) -> Iterator[None]:
-    for owner, name in owners:
-        setattr(owner, name, _timing(getattr(owner, name), spent[name]))
-    try:
-        yield
-    finally:
+    with ExitStack() as restored:
         for owner, name in owners:
-            delattr(owner, name)
+            restored.enter_context(patch.object(owner, name, _timing(getattr(owner, name), spent[name])))
+        yield
 
 
 def _timing(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
