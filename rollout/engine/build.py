@@ -20,10 +20,10 @@ from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes
 from rollout.engine.kernels import triton_exact
 from rollout.engine.memory.arena import PoolMemory, pool_memory
 from rollout.engine.memory.block_pool import Allocate, zeros
+from rollout.engine.memory.buffers import plain_tensors
 from rollout.engine.memory.host_pool import HostMemoryError
 from rollout.engine.memory.huge_pages import collapse
 from rollout.engine.memory.kv_cache import KVCache
-from rollout.engine.memory.plain_tensors import plain_tensors
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.models.adapters import LoraAdapters
 from rollout.engine.models.model_support import (

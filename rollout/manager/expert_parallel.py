@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from rollout.engine.memory.plain_tensors import plain_tensors
+from rollout.engine.memory.buffers import plain_tensors
 from rollout.engine.parallel.lockstep import BUSY, DONE, IDLE, LEFT
 from rollout.errors import EngineDeadError, EngineStateError
 from rollout.manager.run_loop import RunLoop

@@ -36,7 +36,7 @@ from rollout.engine.kernels.triton_trial import tried_out
 from rollout.engine.memory.buffers import upload, upload_together
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
-from rollout.engine.memory.stream_order import StreamOrder
+from rollout.engine.memory.streams import StreamOrder
 from rollout.engine.models.adapters import LoraAdapters, Names
 from rollout.engine.models.attention import Installation, PagedBatch, forward_with
 from rollout.engine.models.model_support import ModelLayout

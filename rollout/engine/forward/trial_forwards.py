@@ -17,7 +17,7 @@ from torch import Tensor
 from rollout.engine.forward.choices import Replayed, Routes
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.memory.shortage import lacks_device_memory
+from rollout.engine.memory.buffers import lacks_device_memory
 from rollout.engine.sampling.sampler import token_logprobs
 
 

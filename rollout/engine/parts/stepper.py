@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from traceback import clear_frames
 
 from rollout.engine.forward.model_watch import ModelWatch
-from rollout.engine.memory.shortage import lacks_device_memory
+from rollout.engine.memory.buffers import lacks_device_memory
 from rollout.engine.multimodal.vision import EncodingError
 from rollout.engine.parts.controller import TextGenerationController
 from rollout.engine.parts.failures import FailureContainment
