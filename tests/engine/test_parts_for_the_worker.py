@@ -16,9 +16,8 @@ from rollout.engine.blocks.allocator import BlockAllocator
 from rollout.engine.blocks.index import NO_BLOCK, CacheChanges
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, InvalidRequestError
-from rollout.requests.delta import SampleDelta
+from rollout.requests.delta import SampleDelta, growth
 from rollout.requests.events import unpack_events
-from rollout.requests.growth import growth
 from rollout.requests.spans import VersionSpans
 from rollout.state import EngineState, StalenessPolicy
 from tests.engine.scheduling.test_simulation import World
@@ -82,7 +81,7 @@ def test_a_part_of_a_group_computes_its_prompt_once() -> None:
 
 def test_times_count_from_the_arrival_that_was_given() -> None:
     engine = make_engine("qwen3")
-    engine.parts.admission._clock = engine.parts.ledger._clock = engine.context.scheduler.clock = lambda: 100.0
+    engine.parts.intake._clock = engine.parts.ledger._clock = engine.context.scheduler.clock = lambda: 100.0
     engine.add_request(token_ids(5), greedily(2), request_id=0, arrival_time=40.0)
     (request,) = finish(engine).values()
     assert (request.arrival_time, request.ttft, request.latency) == (40.0, 60.0, 60.0)

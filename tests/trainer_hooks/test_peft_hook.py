@@ -19,7 +19,7 @@ from peft import (
 )
 from torch import nn
 
-from rollout.config import InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.engine.blocks.allocator import BlockAllocator
 from rollout.engine.blocks.index import NO_BLOCK, CacheChanges
 from rollout.engine.scheduling import adapters
@@ -466,7 +466,9 @@ def test_any_order_of_switches_steps_and_updates_leaves_every_sample_with_its_ad
 def test_an_llm_on_its_own_thread_follows_the_switch():
     model = peft_model()
     base = make_rollout(make_model("qwen3")).generate([token_ids(9)], greedily(6))
-    with LLM(model, None, InferenceConfig(kv_cache_blocks=64, block_size_tokens=4, max_requests=8)) as llm:
+    with LLM(
+        model, None, InferenceConfig(kv_cache_blocks=64, max_requests=8, advanced=Advanced(block_size_tokens=4))
+    ) as llm:
         (live,) = llm.generate([token_ids(9)], greedily(6))
         with adapter(llm.engine, None):
             (reference,) = llm.generate([token_ids(9)], greedily(6))

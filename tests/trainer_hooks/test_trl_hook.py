@@ -722,8 +722,10 @@ def test_a_masked_failure_is_out_of_the_loss_and_out_of_its_groups_baseline(make
 
 def test_what_cannot_be_attached_is_refused_by_name(make_run):
     run, other = make_run("default"), make_run("rollout_func")
-    with pytest.raises(TypeError, match="Run has no rollout_func, use_vllm"):
+    with pytest.raises(TypeError, match="Run is not a Trainer"):
         attach(run, run.rollout)
+    with pytest.raises(TypeError, match="Run has no rollout_func, use_vllm"):
+        rollout_func(run.rollout)(PROMPTS, run)
     with pytest.raises(ValueError, match=r"trains another Qwen3ForCausalLM .*RolloutManager\(trainer.model"):
         attach(run.trainer, other.rollout)
     with pytest.raises(ValueError, match="has a rollout_func already"):

@@ -14,7 +14,7 @@ import numpy as np
 from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.sequences import NO_ROW, Sequence
 from rollout.engine.scheduling.step import ScheduledStep
-from rollout.requests.routes import route_rows
+from rollout.requests.record import route_rows
 from rollout.state import Status
 
 

@@ -12,7 +12,7 @@ from rollout.engine.scheduling.drafts import Drafter
 from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.sequences import IntArray, Sequence, discard
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
-from rollout.requests.kept_tokens import NO_SET
+from rollout.requests.token_columns import NO_SET
 from rollout.state import FinishReason, Status
 
 

@@ -50,7 +50,7 @@ class Scheduler(Queues):
         self.cost = StepCost()
         self.drafter = Drafter(self, self.cost) if config.speculation else None
         self.planner = StepPlanner(config, self, self.preemption, self.drafter)
-        self._results = StepResults(self, self.drafter, track_events=config.track_generated_token_events)
+        self._results = StepResults(self, self.drafter, track_events=config.advanced.track_generated_token_events)
         self._scheduled_at = 0.0
         self.forward: Hashable = None
         self.version = 0
@@ -120,13 +120,13 @@ class Scheduler(Queues):
 
     def pages_needed(self, prompt: int, length: int) -> int:
         """Pages for the KV of `length` tokens, `prompt` of them to be prefilled."""
-        size = self.config.block_size_tokens
+        size = self.config.advanced.block_size_tokens
         return self.allocator.pages.shape.needed(blocks_for(prompt, length, size), self.config.step_tokens, size)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that the pool holds."""
-        size, pages = self.config.block_size_tokens, self.allocator.pages
+        size, pages = self.config.advanced.block_size_tokens, self.allocator.pages
         return size * pages.shape.most_blocks(pages.num_pages, self.config.step_tokens, size)
 
     def remove(self, keys: Callable[[tuple[int, int]], bool]) -> list[Sequence]:

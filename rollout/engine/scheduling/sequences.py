@@ -22,8 +22,8 @@ from rollout.engine.blocks.states import NO_SLOT
 from rollout.engine.scheduling.adapters import NO_ADAPTER, Variant
 from rollout.engine.scheduling.prompt_images import PromptImages
 from rollout.requests.block_hash import compute_block_hashes_batched
-from rollout.requests.delta import SampleDelta, pack_top_n
-from rollout.requests.growth import (
+from rollout.requests.delta import (
+    SampleDelta,
     computed_length,
     first_unknown,
     joined,
@@ -32,11 +32,10 @@ from rollout.requests.growth import (
     version_of_prompt,
     versions,
 )
-from rollout.requests.kept_tokens import joined_sets
-from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.record import DynamicInferenceRequestRecord, route_rows, set_routes
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.routes import first_unread, pack_routes, route_rows, set_routes
 from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import first_unread, joined_sets, pack_routes, pack_top_n
 from rollout.sampling_params import SamplingParams
 
 NO_ROW = -1
@@ -277,7 +276,7 @@ class SequenceTable:
         return self.tokens[row, span], self.logprobs[row, span], self.times[row, span]
 
     def growth(self, sequence: Sequence, known: int, prompt_version: int, events_known: int = 0) -> SampleDelta:
-        """New output of an active sequence beyond `known` tokens, without updating its record; see `growth.growth`."""
+        """New output of an active sequence beyond `known` tokens, without updating its record; see `growth`."""
         row, record = sequence.row, sequence.record
         live = record.segments[-1]
         origin, end = self.origin.item(row), self.length.item(row)

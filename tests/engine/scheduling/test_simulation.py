@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.config import InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.engine.blocks.pages import ONE_GROUP, LayerGroups
 from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.engine.scheduling.sequences import Sequence
@@ -116,13 +116,14 @@ class World:
             self.groups = LayerGroups((), (), 1, draw.randint(1, 2), draw.randint(1, 3), draw.randint(1, 12))
         requests = self.random.randint(2, 8)
         self.config = InferenceConfig(
-            block_size_tokens=block_size,
             kv_cache_blocks=blocks,
             max_requests=requests,
             max_tokens_per_step=self.random.randint(requests, 24),
             enable_prefix_caching=self.random.random() < 0.85,
-            prefix_caching_eviction_policy=pick(["lru", "lru", "ref_zero"]),
             speculation=seed % 4 == 1,
+            advanced=Advanced(
+                block_size_tokens=block_size, prefix_caching_eviction_policy=pick(["lru", "lru", "ref_zero"])
+            ),
         )
         self.now = 0.0
         # Of a model with recurrent states, sometimes with fewer slots than may run.
@@ -167,7 +168,7 @@ class World:
         for index in range(params.n):
             request = DynamicInferenceRequest(
                 request_id=number, sample_index=index, prompt_tokens=prompt, sampling_params=params, arrival_time=self.now,
-                policy_version=self.scheduler.version, block_size_tokens=self.config.block_size_tokens,
+                policy_version=self.scheduler.version, block_size_tokens=self.config.advanced.block_size_tokens,
                 enable_prefix_caching=True, seed=0,
             )  # fmt: skip
             group.append(
@@ -178,7 +179,7 @@ class World:
                     stop_ids=(4,) if self.random.random() < 0.3 else (),
                     max_length=len(prompt) + budget,
                     min_length=len(prompt),
-                    hashes=compute_block_hashes_batched(prompt, self.config.block_size_tokens),
+                    hashes=compute_block_hashes_batched(prompt, self.config.advanced.block_size_tokens),
                     client=client,
                 )
             )
@@ -265,7 +266,7 @@ class World:
 
     def compute(self, step: ScheduledStep) -> None:
         """What attention would do: copy, write, and read back everything that is attended to."""
-        table, size = self.scheduler.table, self.config.block_size_tokens
+        table, size = self.scheduler.table, self.config.advanced.block_size_tokens
         # Of a block that is free, to be zeroed: what reads it afterwards is wrong.
         self.cache.content[self.scheduler.allocator.pages.poisoned] = GARBAGE
         self.scheduler.allocator.pages.poisoned.clear()

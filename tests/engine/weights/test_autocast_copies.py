@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import fully_shard
 
-from rollout.config import InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.engine import build as build_module
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
@@ -25,8 +25,10 @@ from rollout.engine.memory.arena import Arena, PoolMemory
 from rollout.engine.weights import fsdp_mapped, source
 from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies, autocast_copies
 from rollout.engine.weights.base import GatheredWeights, Weights
+from rollout.engine.weights.fsdp import ShardedWeights
 from rollout.engine.weights.fsdp_mapped import MappedWeights
 from rollout.errors import ConfigError
+from tests.configs import engine_config
 from tests.engine.graphs.recorded_graphs import Plain, Record, Recorder
 from tests.engine.memory.test_arena import PAGE, Driver
 from tests.engines import greedily, in_one_piece, make_engine, pass_suspended, token_ids
@@ -383,6 +385,19 @@ def test_copies_of_weights_that_fsdp2_gathers_follow_each_gathering(
     assert found[0] != found[1] != found[2]
 
 
+def test_fsdp2_of_a_torch_that_was_not_tried_is_gathered_by_itself_and_explain_says_so(
+    one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena(Driver(2**24))
+    monkeypatch.setattr(source, "fixed_memory", lambda device: PoolMemory(arena.take, arena.release))
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cu140")
+    model = fully_shard(small(), mesh=one_rank)
+    engine = make_engine(model)
+    assert type(engine.weights) is ShardedWeights
+    moved = "to other addresses each time: tried with torch 2.11, 2.12, 2.13, and this is 2.99.0+cu140"
+    assert moved in str(engine.explain())
+
+
 # --- the option ---------------------------------------------------------------------------------------------------------
 
 
@@ -390,7 +405,7 @@ def test_what_asks_for_copies_where_there_are_none_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="autocast_weight_copies=True: Qwen3ForCausalLM: the model is on cpu"):
         make_engine(small(), autocast_weight_copies=True)
     assert make_engine(small()).controller.runner.copies is NO_COPIES
-    wanted, device = InferenceConfig(autocast_weight_copies=True), torch.device("cuda", 0)
+    wanted, device = InferenceConfig(advanced=Advanced(autocast_weight_copies=True)), torch.device("cuda", 0)
     with pytest.raises(ConfigError, match="gathered to other addresses each time"):
         autocast_copies(wanted, GatheredWeights(small()), device, lambda: 0)
     for options in (
@@ -398,6 +413,6 @@ def test_what_asks_for_copies_where_there_are_none_is_refused_by_name() -> None:
         {"record_routes": True},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="autocast_weight_copies"):
-            InferenceConfig(autocast_weight_copies=True, **options)
-    off = InferenceConfig(autocast_weight_copies=False)
+            engine_config(autocast_weight_copies=True, **options)
+    off = InferenceConfig(advanced=Advanced(autocast_weight_copies=False))
     assert autocast_copies(off, Weights(small()), device, lambda: 0) is NO_COPIES
