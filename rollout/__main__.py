@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rollout.config import __version__
 from rollout.errors import ConfigError, RolloutError, did_you_mean
-from rollout.metrics import binary_bytes, short_count
+from rollout.metric_table import binary_bytes, short_count
 
 if TYPE_CHECKING:
     from rollout.config import ServerConfig
@@ -86,11 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif command == "doctor":
             _doctor(rest)
         elif command == "trace":
-            from rollout.tracing.summary import main as trace
+            from rollout.observe.summary import main as trace
 
             trace(rest)
         elif command == "top":
-            from rollout.reporting.top import main as top
+            from rollout.distributed.client.top import main as top
 
             top(rest)
         else:
@@ -355,7 +355,7 @@ def _summary(url: str, llm: LLM, options: ServeOptions) -> str:
     parameters = sum(parameter.numel() for parameter in llm.model.parameters())
     first = next(llm.model.parameters())
     stats = llm.stats()
-    tokens = int(stats["kv_blocks_total"]) * options.engine.block_size_tokens
+    tokens = int(stats["kv_blocks_total"]) * options.engine.advanced.block_size_tokens
     name = options.server.served_model_name or options.model.model_dir
     return (
         f"{url} serves {name}: {short_count(parameters)} parameters in "

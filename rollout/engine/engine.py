@@ -37,6 +37,7 @@ from rollout.engine.scheduling.adapters import described
 from rollout.engine.weights.base import Weights
 from rollout.engine.weights.guard import WeightsGuard
 from rollout.errors import RequestError, UnsupportedModelError
+from rollout.observe.recorder import EngineTap
 from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
@@ -46,7 +47,6 @@ from rollout.threads.blocking import called, read
 from rollout.threads.diagnosis import answer_signal, watch
 from rollout.threads.interrupts import interruptible, uninterrupted
 from rollout.threads.turns import Turns
-from rollout.tracing.recorder import EngineTap
 
 
 class DynamicInferenceEngine:
@@ -80,7 +80,7 @@ class DynamicInferenceEngine:
         """The state machine, and the lock of the step boundary."""
         self.turns = Turns(refuse_inside_forward)
         """Queue of the threads that step until their requests end."""
-        self.tap = EngineTap(self, clock)
+        self.tap = EngineTap(clock, lambda: self.inspection.traced_state(), lambda: self.inspection.traced_records())
         """Reports to a trace of this process."""
         with plain_tensors():
             self.guard = WeightsGuard(model, config, self.lifecycle.locked)
@@ -96,7 +96,7 @@ class DynamicInferenceEngine:
                 self.parts: EngineParts = build(self._base)
                 """The parts that depend on the model as it was when they were built; `rebuild` replaces them."""
                 if self.peers.lockstep is not None:
-                    self.peers.lockstep.learn(lambda: self.controller.forward_logits([0]))
+                    self.peers.lockstep.learn(lambda: self.controller.runner.module.own_logits([0]))
         self.holds = Holds(self)
         """Who keeps the engine from stepping: the coordinator, a weight update, the caller."""
         watch(self)
@@ -356,7 +356,7 @@ class DynamicInferenceEngine:
             ValueError: `state` is a transient one.
             DeadlineError: not reached within `timeout_s` (None: `control_timeout_s`).
         """
-        self.lifecycle.wait_until(state, self.config.control_timeout_s if timeout_s is None else timeout_s)
+        self.lifecycle.wait_until(state, self.config.advanced.control_timeout_s if timeout_s is None else timeout_s)
 
     def check_weights(self) -> None:
         """Refuse weights that changed without an announced update; see `WeightsGuard.check`."""

@@ -27,7 +27,7 @@ from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.training.served import why_not_exact
 from rollout.engine.weights.base import Weights as WeightSource
-from rollout.metrics import binary_bytes, short_count
+from rollout.metric_table import binary_bytes, short_count
 from rollout.sampling_params import SamplingParams
 
 LENGTH = 512
@@ -286,7 +286,7 @@ def _attention(runner: ModelRunner) -> str:
         dtypes = (torch.float32, torch.bfloat16)
         fits = layout.kv_dtype in dtypes and layout.narrowest_dtype == layout.kv_dtype and group <= MAX_GROUP
         return "C++" if fits else f"plain torch: keys of {_short(layout.kv_dtype)} with {group} query heads per KV head"
-    if runner.paged is None:
+    if runner.module.paged is None:
         return f"plain torch: Triton does not run on {layout.device}"
     sizes = {size for shape in layout.layers for size in (shape.head_dim, shape.value_dim)}
     fits = layout.kv_dtype in triton_paged.DTYPES and group <= triton_paged.MAX_GROUP
@@ -303,7 +303,7 @@ def _sampling(layout: ModelLayout) -> str:
 def _graphs(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -> str:
     if runner.layout.device.type != "cuda":
         return f"none: the model is on {runner.layout.device}"
-    if not config.cuda_graphs:
+    if not config.advanced.cuda_graphs:
         return "none: InferenceConfig.cuda_graphs=False"
     if source.tensor_parallel_mesh is not None or source.expert_parallel_mesh is not None:
         return "none: collectives inside a forward are not captured"
@@ -333,11 +333,10 @@ def _exact(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -
 
 
 def _kv_part(runner: ModelRunner, scheduler: Scheduler, config: InferenceConfig, length: int) -> KVPart:
-    cache, states, pages = runner.cache, runner.states, scheduler.allocator.pages
+    cache, states, shape = runner.cache, runner.states, scheduler.allocator.pages.shape
     slots = 0 if states is None else states.num_blocks
     blocks, needed = cache.num_blocks // cache.num_groups, -(-length // cache.block_size)
-    if pages is not None:
-        needed = pages.shape.needed(needed, 1, cache.block_size)
+    needed = shape.needed(needed, 1, cache.block_size)
     return KVPart(
         bytes_per_token=cache.num_groups * cache.block_bytes // cache.block_size,
         block_size=cache.block_size,
@@ -349,8 +348,8 @@ def _kv_part(runner: ModelRunner, scheduler: Scheduler, config: InferenceConfig,
         max_requests=min(config.max_requests, slots) if slots else config.max_requests,
         state_bytes=0 if states is None else states.block_bytes,
         state_slots=slots,
-        window=None if pages is None else pages.shape.reach,
-        bytes_per_token_behind=0 if pages is None else pages.whole * cache.block_bytes // cache.block_size,
+        window=shape.reach if shape.limited else None,
+        bytes_per_token_behind=shape.whole * cache.block_bytes // cache.block_size if shape.limited else 0,
     )
 
 

@@ -203,7 +203,7 @@ class EngineLoop:
             while self._wait():
                 if leader is not None:
                     leader.beat()
-                    self._next_beat = time.monotonic() + self.engine.config.control_timeout_s
+                    self._next_beat = time.monotonic() + self.engine.config.advanced.control_timeout_s
                 self._steps()
             self.engine.lifecycle.refuse_when_stopped()
 

@@ -17,7 +17,7 @@ from rollout.errors import (
     JournalError,
     RolloutFailedError,
 )
-from rollout.manager.recovery import GroupJournal
+from rollout.manager.groups import GroupJournal
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.threads.interrupts import interrupt_deferred

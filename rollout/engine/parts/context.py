@@ -16,20 +16,19 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.config import InferenceConfig
+from rollout.engine.blocks.allocator import BlockAllocator
+from rollout.engine.blocks.host import HostCache
+from rollout.engine.blocks.pages import ONE_GROUP, BlockPages, LayerGroups
+from rollout.engine.blocks.states import StateSlots
 from rollout.engine.memory.block_pool import BlockMemory
 from rollout.engine.memory.host_pool import HostMemoryError
 from rollout.engine.memory.kv_cache import RouteShape
-from rollout.engine.memory.layer_groups import LayerGroups
 from rollout.engine.memory.shortage import lacks_device_memory
 from rollout.engine.memory.state_pool import StateShape
 from rollout.engine.models.model_support import ModelLayout
-from rollout.engine.scheduling.block_allocator import BlockAllocator
-from rollout.engine.scheduling.host_cache import HostCache
-from rollout.engine.scheduling.layer_pages import LayerPages, PageShape
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.scheduling.state_slots import StateSlots
 from rollout.errors import ConfigError, EngineStateError
-from rollout.metrics import binary_bytes
+from rollout.metric_table import binary_bytes
 from rollout.state import KVCacheManagementMode
 
 _log = logging.getLogger(__name__)
@@ -105,10 +104,11 @@ class DynamicInferenceContext:
     Args:
         spare: bytes of the device that a forward could take now.
         states: pool of the recurrent states; None: the model has none.
-        groups: groups of layers, whose pages are the blocks of `cache`; None: its blocks hold all layers.
+        groups: groups of the layers; a block of `cache` is a page of one group.
 
     Attributes:
-        num_blocks: configured size of the pool, in blocks or pages; `cache.num_blocks` is the current one.
+        states: pool and slots of the recurrent states.
+        num_blocks: configured size of the pool, in pages; `cache.num_blocks` is the current one.
         headroom: bytes of the device that the pool leaves free for a step.
         to_come: bytes that graphs and copies of weights will take; left free too if the pool keeps half of its blocks.
         may_shrink: whether `resume` may make the pool smaller; all pools of a tensor-parallel group have equal blocks.
@@ -122,7 +122,7 @@ class DynamicInferenceContext:
         clock: Callable[[], float],
         spare: Callable[[], float] = lambda: math.inf,
         states: BlockMemory | None = None,
-        groups: LayerGroups | None = None,
+        groups: LayerGroups = ONE_GROUP,
     ) -> None:
         self.config = config
         self.headroom = 0
@@ -132,46 +132,40 @@ class DynamicInferenceContext:
         self.cache = cache
         self.states = None if states is None else StateMemory(states)
         self.num_blocks = cache.num_blocks
-        pages = None
-        if groups is not None:
-            pages = LayerPages(cache.num_blocks, PageShape(groups.whole, groups.limited, groups.reach))
-        size, slots = config.block_size_tokens, cache.host_slots
-        host = HostCache(slots, size, cache.block_bytes) if slots else None
         self.allocator = BlockAllocator(
-            cache.num_blocks if pages is None else pages.num_blocks,
-            config.block_size_tokens,
+            BlockPages(cache.num_blocks, groups),
+            config.advanced.block_size_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
-            eviction_policy=config.prefix_caching_eviction_policy,
-            states=None if self.states is None else self.states.slots,
-            pages=pages,
-            host=host,
+            eviction_policy=config.advanced.prefix_caching_eviction_policy,
+            states=StateSlots(0) if self.states is None else self.states.slots,
+            host=HostCache(cache.host_slots, config.advanced.block_size_tokens, cache.block_bytes),
         )
         self.scheduler = Scheduler(config, self.allocator, clock)
         self._mode: KVCacheManagementMode | None = None
         self._followed: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
-        """Memory in use on the first rank of a tensor-parallel group, with and without what is only cached."""
+        """Pages in use on the first rank of a tensor-parallel group, with and without what is only cached."""
         self.may_shrink = True
         self.kept = KEPT_ALL
 
     def follow_blocks(self, live: NDArray[np.int32], held: NDArray[np.int32]) -> None:
-        """Use the blocks (or pages) that the first rank reports: those with content, and those that a request holds."""
+        """Use the pages that the first rank reports: those with content, and those that a request holds."""
         self._followed = live, held
 
     def blocks_in_use(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Arguments of `follow_blocks` on the other members."""
-        return self.allocator.live_memory(), self.allocator.held_memory()
+        return self.allocator.pages.live(), self.allocator.held_memory()
 
     def _live_memory(self, keep_prefix_cache: bool = True) -> NDArray[np.int32]:
         if self._followed is None:
-            return self.allocator.live_memory()
+            return self.allocator.pages.live()
         live, held = self._followed
         return live if keep_prefix_cache else held
 
     def _num_live_blocks(self) -> int:
         if self._followed is None:
-            return len(self.allocator.live_blocks())
-        # Of pages a follower knows only how many complete blocks they amount to.
-        return len(self._live_memory()) // self.allocator.pages_per_block
+            return self.allocator.num_used + self.allocator.num_cached
+        # A follower has only the number of complete blocks that its pages amount to.
+        return len(self._live_memory()) // self.allocator.pages.groups
 
     def suspend(self, mode: KVCacheManagementMode, *, keep_prefix_cache: bool) -> MemoryMove:
         """Keep, offload or drop the KV cache according to `mode`. If it raises, nothing has changed.
@@ -242,7 +236,7 @@ class DynamicInferenceContext:
                 self.allocator.drop_cached()
                 lost = before
         self._mode = None
-        missing = (self.num_blocks - self.cache.num_blocks) // self.allocator.pages_per_block
+        missing = (self.num_blocks - self.cache.num_blocks) // self.allocator.pages.groups
         return MemoryMove(copied, given_up, lost, missing, blocks)
 
     def drop(self) -> None:
@@ -289,7 +283,7 @@ class DynamicInferenceContext:
             self._follow_pool()
             _log.info(
                 "the KV pool has %d of %d %s: the other memory is left to steps, CUDA graphs and copies of weights",
-                self.cache.num_blocks, self.num_blocks, self.allocator.unit,
+                self.cache.num_blocks, self.num_blocks, self.allocator.pages.unit,
             )  # fmt: skip
 
     def _warn_of_failed_offload(self, exc: Exception) -> None:
@@ -305,22 +299,16 @@ class DynamicInferenceContext:
             )
 
     def _least(self) -> int:
-        """Blocks that the largest unfinished request needs; the whole pool if it may not shrink."""
+        """Pages that the largest unfinished request needs; the whole pool if it may not shrink."""
         if not self.may_shrink:
             return self.num_blocks
-        return max(
-            (self.scheduler.blocks_needed(len(each.tokens), each.max_length) for each in self.scheduler), default=1
-        )
+        needed = [self.scheduler.pages_needed(len(sequence.tokens), sequence.max_length) for sequence in self.scheduler]
+        return max(needed, default=1)
 
     def _follow_pool(self) -> NDArray[np.int32] | None:
-        """Make allocator and block tables agree with the pool's size; returns what `BlockAllocator.resize` does."""
-        self.scheduler.blocks.poisoned.clear()
-        if self.allocator.pages is not None:
-            return self.allocator.pages.resize(self.cache.num_blocks)
-        mapping = self.allocator.resize(self.cache.num_blocks)
-        if mapping is not None:
-            self.scheduler.remap_blocks(mapping)
-        return mapping
+        """Make the allocator agree with the pool's size; returns what `BlockPages.resize` does."""
+        self.allocator.pages.poisoned.clear()
+        return self.allocator.pages.resize(self.cache.num_blocks)
 
     def _materialize(self, most: int, least: int) -> None:
         """Make a pool of at most `most` blocks: all of them, or by bisection nearly as many as fit."""
@@ -334,9 +322,9 @@ class DynamicInferenceContext:
                 self.cache.drop()
             elif size <= least:
                 raise EngineStateError(
-                    f"no device memory for {least} KV {self.allocator.unit} ({least * self.cache.block_bytes / 2**20:.1f} "
-                    "MiB), which the largest unfinished request needs; free memory and call resume() again, or build "
-                    "another engine"
+                    f"no device memory for {least} KV {self.allocator.pages.unit} "
+                    f"({least * self.cache.block_bytes / 2**20:.1f} MiB), which the largest unfinished request needs; free "
+                    "memory and call resume() again, or build another engine"
                 ) from refused
             else:
                 # Memory that was free before may be taken now.
@@ -372,8 +360,8 @@ def state_slots(config: InferenceConfig, shapes: Sequence[StateShape], device: t
     Raises:
         ConfigError: the memory budget does not hold a single slot.
     """
-    if config.state_slots is not None:
-        return config.state_slots
+    if config.advanced.state_slots is not None:
+        return config.advanced.state_slots
     useful = 2 * config.max_requests
     if config.kv_cache_blocks is not None:
         return useful
@@ -392,11 +380,11 @@ def pool_size(
     config: InferenceConfig,
     layout: ModelLayout,
     max_sequence_length: int,
-    routes: RouteShape | None = None,
-    state_bytes: int = 0,
-    groups: LayerGroups | None = None,
+    routes: RouteShape | None,
+    state_bytes: int,
+    groups: LayerGroups,
 ) -> int:
-    """Number of blocks (pages, if there are groups of layers) of the KV pool, from the configuration and free memory.
+    """Number of pages of the KV pool, from the configuration and free memory.
 
     Args:
         routes: shape of the expert routes that every block holds next to K and V.
@@ -405,16 +393,13 @@ def pool_size(
     Raises:
         ConfigError: the memory budget does not hold a single block.
     """
-    size, longest = config.block_size_tokens, -(-max_sequence_length // config.block_size_tokens)
-    pages, useful, layers = 1, config.max_requests * longest, layout.layers
-    if groups is not None:
-        shape, layers = PageShape(groups.whole, groups.limited, groups.reach), layers[: groups.places]
-        # All sequences decode, or some prefill the positions of a step.
-        step = groups.limited * -(-config.step_tokens // size)
-        pages, useful = groups.count, config.max_requests * shape.needed(longest, 1, size) + step
+    size, pages = config.advanced.block_size_tokens, groups.count
     if config.kv_cache_blocks is not None:
         return config.kv_cache_blocks * pages
-    per_token = sum(each.num_kv_heads * (each.head_dim + each.value_dim) for each in layers)
+    # All sequences decode, or some compute a step's positions of their prompts instead.
+    useful = config.max_requests * groups.needed(-(-max_sequence_length // size), 1, size)
+    useful += groups.limited * -(-config.step_tokens // size)
+    per_token = sum(each.num_kv_heads * (each.head_dim + each.value_dim) for each in layout.layers[: groups.places])
     block_bytes = per_token * size * layout.kv_dtype.itemsize
     if routes is not None:
         block_bytes += routes.block_bytes(size, layout.kv_dtype)

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from rollout.config import InferenceConfig
+from rollout.engine.blocks.index import CacheChanges
 from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.memory.plain_tensors import plain_tensors
 from rollout.engine.models.adapters import LoraAdapters
@@ -19,15 +20,14 @@ from rollout.engine.parts.controller import TextGenerationController
 from rollout.engine.parts.intake import Intake
 from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
-from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.engine.weights.folder import load_weights
 from rollout.engine.weights.guard import WeightsGuard
 from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError
+from rollout.observe.recorder import EngineTap
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.spans import MAX_VERSION
 from rollout.sampling_params import SamplingParams
 from rollout.state import ControlSignal, FinishReason, KVCacheManagementMode, Mode, StalenessPolicy, Status
-from rollout.tracing.recorder import EngineTap
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class EngineControl:
             if chosen is not KVCacheManagementMode.PERSIST:
                 # Steps may have run on another stream than the caller's.
                 self._controller.runner.order.settle()
-                self._controller.runner.release_workspace(graphs=self._config.release_cuda_graphs)
+                self._controller.runner.release_workspace(graphs=self._config.advanced.release_cuda_graphs)
             return self._context.suspend(chosen, keep_prefix_cache=keep_prefix_cache)
 
         return self._signal(ControlSignal.SUSPEND, act) or MemoryMove()
@@ -261,7 +261,7 @@ class EngineControl:
         """Record changes of the prefix cache in `changes` (None: nowhere); returns the hashes cached now."""
         with self._lifecycle.lock:
             self._context.allocator.index.changes = changes
-            return [] if changes is None else self._context.allocator.findable_hashes()
+            return [] if changes is None else list(self._context.allocator.index.current)
 
     def _mark_active(self, status: Status) -> None:
         now = self._clock()

@@ -16,12 +16,10 @@ from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
 from rollout.engine.parts.stepper import Stepper
 from rollout.engine.scheduling.adapters import described
-from rollout.engine.scheduling.host_cache import HostCache
 from rollout.engine.scheduling.sequences import rank
-from rollout.engine.scheduling.state_slots import StateSlots
 from rollout.engine.weights.guard import WeightsGuard
 from rollout.errors import EngineStateError
-from rollout.metrics import ENGINE_STATS
+from rollout.metric_table import ENGINE_STATS
 from rollout.requests.delta import SampleDelta, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import EngineState
@@ -179,8 +177,8 @@ class Inspection:
             scheduler=scheduler,
             queues=SimpleNamespace(**scheduler.counters),
             allocator=allocator,
-            states=allocator.states or StateSlots(0),
-            host=allocator.host or HostCache(0, self._config.block_size_tokens),
+            states=allocator.states,
+            host=allocator.host,
             cache=runner.cache,
             runner=runner,
             state_pool=SimpleNamespace(device_bytes=0) if runner.states is None else runner.states,

@@ -97,7 +97,7 @@ class Intake:
             tokens = self._controller.tokenize(prompt)
             try:
                 wanted = self._ledger.free_indices(number, params.n, samples)
-                self._scheduler.check_samples(number, len(wanted))
+                self._scheduler.check_fits(number, len(wanted))
                 leader = self.group(
                     number, tokens, params, wanted, order=(0, self.order), version=self._scheduler.version,
                     prompt=prompt if isinstance(prompt, str) else None, priority=priority, metadata=metadata,
@@ -265,10 +265,10 @@ class Intake:
             request.policy_spans.clear()
             request.routing_indices = None
         request.finished_chunk_token_count = 0
-        request.block_size_tokens = self._config.block_size_tokens
+        request.block_size_tokens = self._config.advanced.block_size_tokens
         request.enable_prefix_caching = self._config.enable_prefix_caching
         request.precomputed_block_hashes = compute_block_hashes_batched(
-            request.prompt_tokens, self._config.block_size_tokens, request.sampling_params.prefix_share
+            request.prompt_tokens, self._config.advanced.block_size_tokens, request.sampling_params.prefix_share
         )
         pictured = self.images(number, prompt_of(record[0]))
         request.sampling_params = self.clamped(number, request.prompt_tokens, request.sampling_params)
@@ -358,8 +358,7 @@ class Intake:
         number = self.next_request_id
         clamped = self.clamped(number, tokens, params)
         self._controller.completion_text(clamped)
-        self._scheduler.check_samples(number, params.n)
-        self._scheduler.check_room(number, len(tokens), len(tokens) + clamped.max_tokens)
+        self._scheduler.check_fits(number, params.n, len(tokens), len(tokens) + clamped.max_tokens)
 
     def _queue(self, leader: Sample, client: Hashable) -> None:
         """Append a new group to its client's queue."""
@@ -377,7 +376,7 @@ class Intake:
         """A request for this engine, of the kind that its images need."""
         fields |= {
             "prompt_tokens": tokens,
-            "block_size_tokens": self._config.block_size_tokens,
+            "block_size_tokens": self._config.advanced.block_size_tokens,
             "enable_prefix_caching": self._config.enable_prefix_caching,
         }
         if images is None or pictured is None:
@@ -406,7 +405,7 @@ class Intake:
             tokens = images.keyed(request.prompt_tokens)
             if request.enable_prefix_caching:
                 request.precomputed_block_hashes = compute_block_hashes_batched(
-                    tokens, self._config.block_size_tokens, params.prefix_share
+                    tokens, self._config.advanced.block_size_tokens, params.prefix_share
                 )
         return Sample(
             record=record,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollout.config import InferenceConfig
 from rollout.engine.forward.model_runner import ModelRunner
-from rollout.engine.forward.step_rows import pack
+from rollout.engine.forward.step_tensors import pack
 from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.engine.parts.intake import Intake
 from rollout.engine.scheduling.planner import blocks_for
@@ -109,7 +109,6 @@ class Prefill:
         context = self._context
         scheduler = Scheduler(config, context.allocator, context.scheduler.clock)
         scheduler.variant, scheduler.version = context.scheduler.variant, context.scheduler.version
-        scheduler.blocks.poisoned = context.scheduler.blocks.poisoned
         return scheduler
 
     def _queue(self, scheduler: Scheduler, index: int, wanted: Wanted) -> Sample:
@@ -117,16 +116,16 @@ class Prefill:
         tokens = _tokens(wanted, last + 1)
         sample = self._intake.group(index, tokens, wanted.params, order=(0, index), version=scheduler.version)
         # What is found in the prefix cache has no logits.
-        sample.hashes, sample.reusable = sample.hashes[: first // self._config.block_size_tokens], first
+        sample.hashes, sample.reusable = sample.hashes[: first // self._config.advanced.block_size_tokens], first
         scheduler.add(sample)
         return sample
 
     def _make_room(self, longest: int) -> None:
         main, allocator = self._context.scheduler, self._context.allocator
-        need = blocks_for(longest, longest, self._config.block_size_tokens)
+        need = blocks_for(longest, longest, self._config.advanced.block_size_tokens)
         states = allocator.states
         while (active := main.active()) and not (
-            allocator.can_allocate(need) and (states is None or states.num_held < states.num_slots)
+            allocator.can_allocate(need) and (states.num_held < states.num_slots or not states.num_slots)
         ):
             main.preemption.evict(active[-1])
 
@@ -136,7 +135,7 @@ class Prefill:
             raise EngineStateError(
                 f"no sequence can be scored, which must not happen; please report: {scheduler.allocator.counts()}"
             )
-        if poisoned := scheduler.blocks.poisoned:
+        if poisoned := scheduler.allocator.pages.poisoned:
             self._runner.cache.zero_blocks(poisoned)
             poisoned.clear()
         if step.copies:
@@ -155,8 +154,8 @@ class Prefill:
             scheduler.table.current[step.rows] = False
             memory = np.concatenate([scheduler.blocks.memory(row) for row in step.rows.tolist()])
         scheduler.update(step, _NOTHING_SAMPLED)
-        self._runner.move_states(scheduler.take_state_moves())
-        scheduler.blocks.poison(memory)
+        self._runner.move_states(scheduler.allocator.states.take_moves())
+        scheduler.allocator.pages.poison(memory)
 
 
 def _tokens(wanted: Wanted, count: int) -> list[int]:

@@ -18,8 +18,7 @@ from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.memory.shortage import lacks_device_memory
 from rollout.engine.multimodal.family import ImageItem
 from rollout.engine.multimodal.vision import EncodingError
-from rollout.engine.parallel.follower import follow
-from rollout.engine.parallel.work import ForwardWork
+from rollout.engine.parallel.leading import ForwardWork, follow
 from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.engine.parts.controller import TextGenerationController
 from rollout.engine.parts.intake import Intake
@@ -30,7 +29,7 @@ from rollout.engine.scheduling.adapters import Variant
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.errors import EngineDeadError, EngineStateError
-from rollout.tracing.recorder import EngineLog, EngineTap
+from rollout.observe.recorder import EngineLog, EngineTap
 
 MAX_FAILED_STEPS = 3
 _log = logging.getLogger(__name__)
@@ -128,7 +127,7 @@ class Stepper:
             log.step_reached()
         try:
             ended = self._scheduler.update(step, sampled)
-            self._controller.runner.move_states(self._scheduler.take_state_moves())
+            self._controller.runner.move_states(self._scheduler.allocator.states.take_moves())
         except BaseException as exc:
             self._start_over(exc, half_taken=True)
             if not isinstance(exc, Exception):
@@ -143,7 +142,7 @@ class Stepper:
             log.step_ends(_traced_numbers(step, self._scheduler, sampled.steps))
 
     def _admit(self, step: ScheduledStep) -> None:
-        if poisoned := self._scheduler.blocks.poisoned:
+        if poisoned := self._scheduler.allocator.pages.poisoned:
             self._controller.runner.zero_blocks(poisoned)
             poisoned.clear()
         for leader in step.prefills:
@@ -177,7 +176,7 @@ class Stepper:
         _log.warning(
             "a step ran out of device memory: the KV pool shrinks from %d to %d %s, and its requests are computed "
             "again; a smaller kv_cache_memory_fraction or max_tokens_per_step leaves more to the forward (%s)",
-            before, self._context.cache.num_blocks, self._context.allocator.unit, str(exc).partition("\n")[0],
+            before, self._context.cache.num_blocks, self._context.allocator.pages.unit, str(exc).partition("\n")[0],
         )  # fmt: skip
         return True
 
@@ -276,11 +275,10 @@ def _traced_numbers(step: ScheduledStep, scheduler: Scheduler, made: int) -> tup
     """Numbers of a step for its `StepRow`; `made`: decode steps of the call."""
     allocator, counters = scheduler.allocator, scheduler.counters
     host = allocator.host
-    on_host = (0, 0, 0) if host is None else (host.num_blocks, host.offloaded, host.loaded)
     decodes, entries = step.num_decodes, len(step.rows)
     return (
         decodes, entries - decodes, int(step.counts[decodes:].sum()) if entries > decodes else 0,
         made * len(step.sampled_rows), scheduler.num_active, scheduler.num_waiting, allocator.num_used,
-        allocator.num_cached, allocator.num_free, *on_host, counters["prefill_tokens_saved"], counters["preemptions"],
-        scheduler.version,
+        allocator.num_cached, allocator.num_free, host.num_blocks, host.offloaded, host.loaded,
+        counters["prefill_tokens_saved"], counters["preemptions"], scheduler.version,
     )  # fmt: skip

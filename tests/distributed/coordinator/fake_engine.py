@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from functools import cache
 
 from rollout.distributed.worker.assignments import Key, Known
+from rollout.engine.blocks.index import CacheChanges
 from rollout.engine.parts.context import MemoryMove
 from rollout.engine.parts.holds import Holds
-from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.errors import RequestError
 from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.delta import SampleDelta, growth

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.distributed.protocol.outcome import Outcome, outcome, pack, unpack
-from rollout.distributed.protocol.partial import PartialGroup, stretch_of
+from rollout.distributed.protocol.stretch import PartialGroup, stretch_of
 from rollout.errors import SerializationError
 from rollout.requests.delta import growth
 from rollout.requests.events import pack_events

@@ -12,7 +12,7 @@ from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.protocol.outcome import outcome, pack
 from rollout.distributed.protocol.stretch import Stretch
 from rollout.errors import SerializationError
-from rollout.journal.reader import pack_group, unpack_group
+from rollout.journal.segment import pack_group, unpack_group
 from rollout.requests.delta import SampleDelta, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.scheduling.fair_share import SWEEP_AT, FairShares
+from rollout.engine.scheduling.queues import SWEEP_AT, FairShares
 from rollout.requests.record import DynamicInferenceRequestRecord
 from tests.engines import assert_greedy, greedily, make_engine, token_ids
 
