@@ -131,11 +131,6 @@ def test_deserialize_is_the_exact_inverse_of_serialize_through_msgpack(kind, dat
     assert back.serialize() == request.serialize()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_field_travels_but_the_older_alias(kind):
-    assert kind._WIRE.keys() == {field.name for field in dataclasses.fields(kind)} - {"inference_parameters"}
-
-
 def test_tokens_and_log_probs_travel_as_raw_little_endian_buffers():
     plain = request_of(2, 1, generated_log_probs=[-0.5], tpot=[]).serialize()
     assert plain["prompt_tokens"] == np.array([0, 1], "<i8").tobytes()

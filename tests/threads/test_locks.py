@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rollout.threads.fair_lock import FairLock
+from rollout.threads.locks import FairLock
 
 
 def test_a_thread_that_waits_gets_it_before_its_holder_has_it_again() -> None:
