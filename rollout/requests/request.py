@@ -207,8 +207,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     stop_word_ids: list[list[int]] | None = None
     """Token ids of each stop string; refused, since the engine matches `SamplingParams.stop` in the text."""
     routing_indices: NDArray[Any] | None = None
-    """Integers [T - 1, layers, k], with `InferenceConfig.record_routes`: see `token_columns.Routes`. A later segment has those
-    of the positions that earlier segments lack."""
+    """Integers [T - 1, layers, k], with `InferenceConfig.record_routes`: see `token_columns.Routes`. A later segment begins
+    where the routes of earlier ones end."""
     generated_kept_tokens: KeptTokens | None = None
     """[G] sets that the generated tokens were drawn from; None unless `SamplingParams.return_kept_tokens`."""
     finish_reason: FinishReason | None = None

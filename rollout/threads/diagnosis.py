@@ -1,7 +1,7 @@
 """A report of everything in this process that can hang: engines, managers, connections, coordinator, threads.
 
-Every `DeadlineError` carries it as a note. SIGUSR1 writes it to stderr while the process continues (`kill -USR1 PID`), unless
-the program handles that signal itself. Reading takes no lock, because the holder of a lock may be what hangs.
+Every `DeadlineError` carries it as a note. SIGUSR1 writes it to stderr while the process continues (`kill -USR1 PID`),
+unless the program handles that signal itself. Reading takes no lock, because the holder of a lock may be what hangs.
 """
 
 from __future__ import annotations
