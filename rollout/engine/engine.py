@@ -46,7 +46,7 @@ from rollout.state import EngineState
 from rollout.threads.blocking import called, read
 from rollout.threads.diagnosis import answer_signal, watch
 from rollout.threads.interrupts import interruptible, uninterrupted
-from rollout.threads.turns import Turns
+from rollout.threads.locks import Turns
 
 
 class DynamicInferenceEngine:

@@ -165,8 +165,3 @@ def test_a_nan_behind_a_rejected_draft_is_wiped_and_reaches_no_sample(monkeypatc
     ours, _ = results(engine, at_random(30, n=2))
     assert ours == plain
     assert wiped
-
-
-def test_without_the_option_no_draft_is_made() -> None:
-    _, stats = results(engine_for(False), greedily(30))
-    assert stats["drafts"] == stats["draft_tokens"] == 0
