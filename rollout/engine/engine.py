@@ -182,9 +182,10 @@ class DynamicInferenceEngine:
             self.parts = followed(self._base, self.parts)
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """A block of steps between which the module counts as unchanged, after `follow_model`."""
-        self.follow_model()
+    def stepping(self, *, follow: bool = True) -> Iterator[None]:
+        """A block of steps between which the module counts as unchanged, after `follow_model` unless the caller did that."""
+        if follow:
+            self.follow_model()
         with self.installation:
             yield
 

@@ -78,6 +78,7 @@ class Requests:
     @takes_options
     def submit(
         self,
+        /,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
@@ -115,6 +116,7 @@ class Requests:
     @takes_options
     def stream(
         self,
+        /,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
@@ -193,6 +195,7 @@ class Requests:
     @takes_options
     async def generate(
         self,
+        /,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         *,
