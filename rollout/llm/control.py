@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from rollout.distributed.client.client import InferenceClient
-from rollout.distributed.job.gathering import Gathering
+from rollout.distributed.job.meeting import Gathering
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.holds import BLOCK, UPDATE, HoldLevel
 from rollout.errors import ConfigError, ControlError, EngineStateError

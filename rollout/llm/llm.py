@@ -26,7 +26,7 @@ from torch import nn
 
 from rollout.config import CoordinatorConfig, InferenceConfig
 from rollout.distributed.client.client import InferenceClient
-from rollout.distributed.job.gathering import Gathering
+from rollout.distributed.job.meeting import Gathering
 from rollout.distributed.job.world import World
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
@@ -306,6 +306,7 @@ class LLM:
     @takes_options
     def generate(
         self,
+        /,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         *,

@@ -29,8 +29,7 @@ from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.job.job_coordinator import JobCoordinator
 from rollout.distributed.job.member import JobMember
 from rollout.distributed.job.world import World
-from rollout.distributed.protocol.messages import Stretch
-from rollout.distributed.protocol.status import parse_status
+from rollout.distributed.protocol.messages import Stretch, parse_status
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, EngineStateError, RolloutError

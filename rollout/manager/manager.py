@@ -152,7 +152,7 @@ class RolloutManager:
     adapter_switch = called("_updates", Updates.adapter_switch)
 
     def metrics(self, reset: bool = True) -> dict[str, float]:
-        """Metrics since the last call as a flat dict for `wandb.log`; names and meaning in `rollout.metrics`."""
+        """Metrics since the last call as a flat dict for `wandb.log`; names and meaning in `rollout.metric_table`."""
         self._rounds.loop.sync_metrics()
         return self._rounds.metrics.snapshot(reset)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeVar
 
-from rollout.distributed.job.gathering import Gathering
+from rollout.distributed.job.meeting import Gathering
 from rollout.distributed.job.world import World
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.context import MemoryMove

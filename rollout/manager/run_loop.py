@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from tqdm import tqdm
 
-from rollout.distributed.job.gathering import Gathering
+from rollout.distributed.job.meeting import Gathering
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import DeadlineError
 from rollout.manager.backend import Backend

@@ -18,10 +18,10 @@ from rollout.manager.episodes.environment import check_call
 from rollout.manager.generation import Generation, prompts_of, submit
 from rollout.manager.groups import GroupLedger
 from rollout.manager.rounds import OnError, Rounds, check_on_error
+from rollout.observe.recorder import span
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams, one_each, takes_options
-from rollout.tracing.recorder import span
 
 MOST_DISCARDED = 4
 """A call discards at most this many times the groups it returns, if `max_discarded` is None."""

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.metrics import ENGINE_STATS, LOGGED, METRICS, PHASES, Kind, Metric, Statistic, unknown_name
+from rollout.metric_table import ENGINE_STATS, LOGGED, METRICS, PHASES, Kind, Metric, Statistic, unknown_name
+from rollout.observe.recorder import active
 from rollout.requests.events import DynamicInferenceEventType
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.state import FinishReason
-from rollout.tracing.recorder import active
 
 if TYPE_CHECKING:
     from torch import Tensor

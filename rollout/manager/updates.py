@@ -10,8 +10,8 @@ from rollout.engine.parts.context import MemoryMove
 from rollout.engine.parts.holds import BLOCK, DIRECT, PAUSE, SUSPEND, UPDATE, HoldLevel
 from rollout.errors import EngineStateError, JournalError
 from rollout.manager.rounds import Rounds
+from rollout.observe.recorder import Span, active
 from rollout.state import EngineState, Mode
-from rollout.tracing.recorder import Span, active
 
 
 class Updates:

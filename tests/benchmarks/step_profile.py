@@ -13,7 +13,7 @@ import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
 from rollout import Advanced, DynamicInferenceEngine, InferenceConfig, SamplingParams
-from rollout.engine.scheduling.block_allocator import BlockAllocator
+from rollout.engine.blocks.allocator import BlockAllocator
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequences import Sequence
 from rollout.engine.scheduling.step import StepTokens

@@ -17,7 +17,7 @@ from rollout import LLM, RolloutManager
 from rollout.config import Advanced, InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.scheduling import run_ahead
-from rollout.engine.scheduling.draft_budget import StepCost
+from rollout.engine.scheduling.run_ahead import StepCost
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.configs import engine_config

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rollout.distributed.job.job_secret import SECRET, SECRET_FILE
+from rollout.distributed.job.job_coordinator import SECRET, SECRET_FILE
 from tests.distributed.job.network_hosts import NEAR, Host, two_hosts, why_not
 from tests.distributed.job.nursery import ROOT
 

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from rollout.config import Advanced, InferenceConfig
-from rollout.distributed.job.gathering import Gathering
+from rollout.distributed.job.meeting import Gathering
 from rollout.distributed.job.world import World
 from rollout.errors import DeadlineError
 
