@@ -21,7 +21,7 @@ from transformers.utils import get_json_schema
 from rollout.errors import InvalidRequestError
 from rollout.manager.episodes.environment import Play, called
 from rollout.manager.episodes.episode import Episode
-from rollout.requests.chat_messages import plain_arguments
+from rollout.requests.prompt import plain_arguments
 from rollout.server.chat_template.conversation import Conversation, RenderedPrompt
 from rollout.server.chat_template.earlier_ids import ReplyDigest
 

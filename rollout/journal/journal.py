@@ -5,9 +5,9 @@
     mark = journal.checkpoint(step)                  start a new segment; save the mark in the trainer's checkpoint
     for group in journal.since(mark): ...            after a restart: groups finished since that checkpoint
 
-A journal is a folder of segment files (`rollout.journal.segment`), one per checkpoint. Always true: every appended group
-is read back in order, exactly once per `since`, or reported in its `damage`; nothing else is read. Segments older than
-the oldest of `keep_checkpoints` checkpoints are removed. Nothing is unpickled.
+A journal is a folder with one segment file per checkpoint. Always true: every appended group is read back in order,
+exactly once per `since`, or reported in its `damage`; nothing else is read, and nothing is unpickled. Segments older
+than the oldest of `keep_checkpoints` checkpoints are removed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ from typing import Literal
 
 from rollout.errors import ConfigError, DamagedHeaderError, JournalError, RolloutError
 from rollout.journal.lock import FolderLock
-from rollout.journal.reader import (
+from rollout.journal.segment import (
     Damage,
     FinishedGroup,
     GroupReader,
     Place,
+    SegmentName,
+    SegmentWriter,
+    cure_of,
     pack_group,
+    read_body,
+    segments,
     unpack_group,
 )
-from rollout.journal.segment import SegmentName, SegmentWriter, cure_of, read_body, segments
 from rollout.requests.request import DynamicInferenceRequest
 
 Fsync = Literal["always", "interval", "never"]
@@ -43,12 +47,12 @@ class Journal:
     Args:
         folder: created if missing. Exclusive to one writer: every rank needs its own.
         job: name of the run; a folder of another job is rejected.
-        fsync: when appended groups are forced onto the disk. `always`: before `append` returns; `interval`: by the first
-            `append` after `fsync_interval_s`, by `checkpoint` and by `close`; `never`: left to the operating system. It
-            matters for a crash of the machine only: groups survive the end of the process in any case.
+        fsync: when appended groups are forced onto the disk. `always`: before `append` returns; `interval`: by the
+            first `append` after `fsync_interval_s`, by `checkpoint` and by `close`; `never`: left to the operating
+            system. It matters for a crash of the machine only.
         fsync_interval_s: seconds.
-        keep_checkpoints: number of newest checkpoints that `since` supports. At least 2, because the trainer has not yet
-            saved the newest mark when `checkpoint` returns.
+        keep_checkpoints: number of newest checkpoints that `since` supports. At least 2, because the trainer has not
+            yet saved the newest mark when `checkpoint` returns.
         clock: monotonic seconds; replaceable in tests.
 
     Attributes:
@@ -100,8 +104,8 @@ class Journal:
             key: opaque bytes of the caller, returned with the group.
 
         Raises:
-            JournalError: the write failed (disk full, for example): nothing was added, and a later call may succeed. Or
-                the journal is closed, or was opened before a fork.
+            JournalError: the write failed (disk full, for example): nothing was added, and a later call may succeed.
+                Or the journal is closed, or was opened before a fork.
         """
         self._check_mine()
         record = self._writer.append(pack_group(samples, key))
@@ -113,12 +117,8 @@ class Journal:
     def checkpoint(self, step: int) -> str:
         """Start a new segment, just before the trainer saves a checkpoint that covers all groups appended so far.
 
-        Returns:
-            The mark, to be saved in the checkpoint. `since(mark)` returns the groups appended after this call, until
-            `keep_checkpoints` later checkpoints.
-
-        Raises:
-            JournalError: the new file cannot be created; the journal stays as it was.
+        Returns the mark to save in the checkpoint. `since(mark)` returns the groups appended after this call, until
+        `keep_checkpoints` later checkpoints. After a `JournalError` the journal is as before.
         """
         self._check_mine()
         if self._fsync != "never":
@@ -133,10 +133,8 @@ class Journal:
     def since(self, mark: str | None) -> GroupReader:
         """Return a reader of the groups appended after the checkpoint with this mark; None: of all groups.
 
-        All of them stay on the disk until the next `checkpoint`, even if later marks exist.
-
-        Raises:
-            ConfigError: unknown mark; names the known ones.
+        All of them stay on the disk until the next `checkpoint`. An unknown mark raises a `ConfigError` with the known
+        ones.
         """
         names = segments(self.folder)
         if mark is None:
@@ -162,10 +160,8 @@ class Journal:
         return FinishedGroup(samples, key, place)
 
     def sync(self) -> None:
-        """Force all appended groups onto the disk.
-
-        Raises:
-            JournalError: the disk failed; nothing can be appended until the journal is reopened.
+        """Force all appended groups onto the disk. After a `JournalError` nothing can be appended until the journal is
+        reopened.
         """
         self._writer.sync()
         self._synced = self._clock()

@@ -1,7 +1,7 @@
 """Exclusive lock of a folder by one process.
 
-Always true: the lock ends with the process that took it, however that ends, even if its children live on: a forked data
-loader inherits open files but not POSIX record locks.
+Always true: the lock ends with the process that took it, even if its children live on: a forked data loader inherits
+open files but not POSIX record locks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from rollout.errors import EngineStateError
 FILE = "lock"
 _held: dict[tuple[int, int], int] = {}
 """(device, inode) of the lock files held here → process id: a POSIX lock does not exclude its own process."""
-
 _folders: dict[tuple[int, int], int] = {}
 """The same for the folders: removing the lock file must not admit a second writer."""
 

@@ -15,14 +15,14 @@ from typing import Any
 from torch import nn
 
 from rollout.distributed.client.client import InferenceClient
-from rollout.distributed.job.gathering import Gathering
+from rollout.distributed.job.meeting import Gathering
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.holds import BLOCK, UPDATE, HoldLevel
 from rollout.errors import ConfigError, ControlError, EngineStateError
 from rollout.llm.requests import Service
 from rollout.llm.service import EngineService
-from rollout.manager.batch import RolloutBatch
-from rollout.manager.token_scores import Sequences, TokenScores, score_by
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.scores import Sequences, TokenScores, score_by
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState, KVCacheManagementMode, Mode
 from rollout.threads.loop_thread import LoopThread

@@ -29,8 +29,7 @@ from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.job.job_coordinator import JobCoordinator
 from rollout.distributed.job.member import JobMember
 from rollout.distributed.job.world import World
-from rollout.distributed.protocol.messages import Stretch
-from rollout.distributed.protocol.status import parse_status
+from rollout.distributed.protocol.messages import Stretch, parse_status
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, EngineStateError, RolloutError
@@ -206,7 +205,9 @@ class EngineService(JobRequests):
         self._thread.start()
 
     def _new_client(self, address: str, keys: JobKeys | None) -> InferenceClient:
-        return InferenceClient(address, name="llm", keys=keys, control_timeout_s=self.engine.config.control_timeout_s)
+        return InferenceClient(
+            address, name="llm", keys=keys, control_timeout_s=self.engine.config.advanced.control_timeout_s
+        )
 
     def control_all(self, ask: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> Future[T]:
         """Start a control call that must reach every rank: `ask` is called once all have joined.
@@ -215,7 +216,7 @@ class EngineService(JobRequests):
 
         async def when_joined(client: InferenceClient) -> T:
             if not self._all_joined:
-                await _joined(client, self.world_size, self.engine.config.control_timeout_s)
+                await _joined(client, self.world_size, self.engine.config.advanced.control_timeout_s)
                 self._all_joined = True
             return await ask(client)
 

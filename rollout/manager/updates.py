@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from rollout.engine.parts.context import MemoryMove
 from rollout.errors import JournalError
 from rollout.manager.rounds import Rounds
+from rollout.observe.recorder import Span, active
 from rollout.state import EngineState, Mode
-from rollout.tracing.recorder import Span, active
 
 
 class Updates:

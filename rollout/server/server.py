@@ -66,7 +66,7 @@ class Server:
             RuntimeError: the server was never started.
         """
         if self._url is None:
-            raise RuntimeError("this server has no address before server.start()")
+            raise RuntimeError("this server has no address yet: call server.start() first")
         return self._url
 
     @property

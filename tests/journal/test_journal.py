@@ -13,8 +13,7 @@ from rollout.errors import ConfigError, JournalError, SerializationError
 from rollout.journal import segment as journal_file
 from rollout.journal.journal import Journal
 from rollout.journal.lock import FolderLock
-from rollout.journal.reader import read_groups
-from rollout.journal.segment import SegmentName, SegmentWriter, segments
+from rollout.journal.segment import SegmentName, SegmentWriter, read_groups, segments
 from tests.journal.journals import failing, fill, flip, group, ids_in, newest
 
 # --- what is appended comes back ------------------------------------------------------------------------------------

@@ -16,8 +16,16 @@ from hypothesis import strategies as st
 from rollout.errors import EngineStateError, JournalError
 from rollout.journal import segment as journal_file
 from rollout.journal.journal import Journal
-from rollout.journal.reader import read_groups
-from rollout.journal.segment import Gap, SegmentName, SegmentWriter, pack_header, read_body, read_header, walk
+from rollout.journal.segment import (
+    Gap,
+    SegmentName,
+    SegmentWriter,
+    pack_header,
+    read_body,
+    read_groups,
+    read_header,
+    walk,
+)
 from tests.journal.journals import failing, fill, flip, group, ids_in, newest, run
 
 # --- damage ---------------------------------------------------------------------------------------------------------
@@ -197,7 +205,7 @@ def test_a_file_that_was_renamed_is_read_and_continued_as_what_its_header_says(t
 KILLED = """
 import os, random, signal, sys
 from rollout.journal.journal import Journal
-from rollout.journal.reader import read_groups
+from rollout.journal.segment import read_groups
 from rollout.requests.request import DynamicInferenceRequest
 
 folder = sys.argv[1]

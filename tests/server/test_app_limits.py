@@ -261,7 +261,7 @@ def test_a_server_starts_once_stops_twice_and_frees_its_port():
     llm = FakeLLM()
     try:
         server = Server(llm, ServerConfig(port=0))
-        with pytest.raises(RuntimeError, match="before start"):
+        with pytest.raises(RuntimeError, match="call server.start"):
             _ = server.url
         assert server.start().start() is server
         assert server.running
@@ -365,7 +365,7 @@ def until_refused(server: Server) -> None:
 BLOCKING = """
 import sys, threading
 from rollout.config import ServerConfig
-from rollout.server import Server
+from rollout.server.server import Server
 from tests.server.fake_llm import FakeLLM
 llm = FakeLLM()
 llm.hold()

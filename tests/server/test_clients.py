@@ -21,7 +21,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from rollout import LLM, InferenceConfig, SamplingParams, ServerConfig
+from rollout import LLM, Advanced, InferenceConfig, SamplingParams, ServerConfig
 from rollout.errors import InvalidRequestError
 from tests.models import make_model, trainer_logprobs
 from tests.server.chat_templates import byte_level
@@ -50,7 +50,9 @@ class City(BaseModel, extra="forbid"):
 def llm() -> Iterator[LLM]:
     model = make_model("qwen3", vocab_size=len(TOKENIZER), num_hidden_layers=1, max_position_embeddings=4096,
                        eos_token_id=TOKENIZER.eos_token_id)  # fmt: skip
-    config = InferenceConfig(kv_cache_blocks=1024, max_requests=8, max_tokens_per_step=512, verify_model=False)
+    config = InferenceConfig(
+        kv_cache_blocks=1024, max_requests=8, max_tokens_per_step=512, advanced=Advanced(verify_model=False)
+    )
     with LLM(model, TOKENIZER, config) as made:
         yield made
 

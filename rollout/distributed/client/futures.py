@@ -30,14 +30,13 @@ Sleeper = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 class RequestFuture(asyncio.Future[Any]):
     """Future of a group's n samples: an `asyncio.Future` that any thread may end and wait for.
 
-    `await` it on any event loop, or call `result()` in a thread. Callbacks run on `get_loop()`, which is also the loop for
-    `asyncio.wait` and its kin. Cancelling it, or a task that awaits it, aborts the request; `asyncio.shield` prevents that.
+    `await` it on any event loop, or call `result()` in a thread. Callbacks run on `get_loop()`. Cancelling it, or a
+    task that awaits it, aborts the request; `asyncio.shield` prevents that.
 
     Args:
         loop: runs the callbacks.
         abort: called with the request's id.
-        refuse_to_block: raises where a blocking `result()` would keep the samples from coming. None: on `loop`, with
-            `asyncio.InvalidStateError`.
+        refuse_to_block: raises if a blocking `result()` would prevent the samples from coming. None: on `loop`.
 
     Attributes:
         request_id: as in the samples.
@@ -69,10 +68,11 @@ class RequestFuture(asyncio.Future[Any]):
         """Return the samples, in order; block this thread until all have ended.
 
         Raises:
-            DeadlineError: they have not within `timeout_s`; they go on.
+            DeadlineError: they have not within `timeout_s`; they continue.
             RolloutError: why the request ended without samples.
             asyncio.CancelledError: it was cancelled.
-            RuntimeError, asyncio.InvalidStateError: it has not ended, and this thread runs the loop that brings its end.
+            RuntimeError, asyncio.InvalidStateError: waiting here would wait for ever, because this thread runs its
+                loop.
         """
         if not self.done():
             self._refuse_to_block()
@@ -104,11 +104,11 @@ class RequestFuture(asyncio.Future[Any]):
         return super().result()
 
     def abort(self) -> None:
-        """Abort the request: it fails with `RequestAbortedError`, unless it ends before. Harmless when it has ended."""
+        """Abort the request: it fails with `RequestAbortedError`, unless it has ended."""
         self._abort(self.request_id)
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Cancel the future, now, and abort the request. Returns False if it had ended."""
+        """Cancel the future and abort the request. Returns False if it had ended."""
         cancelled = self._finish(super().cancel, msg)
         if cancelled:
             self.abort()
@@ -189,13 +189,13 @@ class Delta:
 
 
 class DeltaReader(Protocol[D_co]):
-    """Turns what arrives of one group into what a stream yields."""
+    """Converts the deltas of one group into what a stream yields."""
 
     def take(self, delta: SampleDelta | None, ended: DynamicInferenceRequest | None = None) -> D_co | None:
         """Return what a stream yields for new tokens of a sample; None: nothing.
 
         Args:
-            delta: contiguous to the sample's earlier ones, or from 0 where it was restarted. None: `ended` as a whole.
+            delta: follows the sample's earlier ones, or starts at 0 if it was restarted. None: `ended` as a whole.
             ended: the finished sample, with its last tokens.
         """
 
@@ -207,7 +207,6 @@ class GroupTokens:
         self._lengths: dict[int, int] = {}
 
     def take(self, delta: SampleDelta | None, ended: DynamicInferenceRequest | None = None) -> Delta | None:
-        """As `DeltaReader.take`, for samples that are not whole."""
         assert delta is not None
         restarted = delta.start < self._lengths.get(delta.sample_index, 0)
         self._lengths[delta.sample_index] = delta.start + delta.count
@@ -220,7 +219,7 @@ class Readers:
     """Wakes the readers of streams: one call into a reader's loop per `flush`, however many streams have news.
 
     Args:
-        schedule: called with `flush` when there is a reader to wake; None: the caller flushes.
+        schedule: called with `flush` if there is a reader to wake; None: the caller flushes.
     """
 
     def __init__(self, schedule: Callable[[Callable[[], None]], object] | None = None) -> None:
@@ -238,7 +237,7 @@ class Readers:
             self._schedule(self.flush)
 
     def flush(self) -> None:
-        """Wake them now."""
+        """Wake the waiting readers."""
         due, self._due = self._due, {}
         for loop, sleepers in due.items():
             # The reader's loop may have ended without it.
@@ -255,8 +254,8 @@ def _wake_all(sleepers: list[asyncio.Future[None]]) -> None:
 class RequestStream(Generic[D_co]):
     """Stream of a group's samples: `async for delta in stream`, then `stream.results`.
 
-    One reader, on any loop. Leaving the iteration early aborts the request; use `contextlib.aclosing` to make that
-    immediate where an exception leaves it. A delta is built when it is read, on the reader's thread.
+    One reader, on any loop. Leaving the iteration early aborts the request; with `contextlib.aclosing` that is
+    immediate. A delta is built when it is read, on the reader's thread.
 
     Args:
         future: of the same group.
@@ -290,12 +289,7 @@ class RequestStream(Generic[D_co]):
 
     @property
     def results(self) -> Any:
-        """The samples, once the stream has ended.
-
-        Raises:
-            RolloutError: why it ended without.
-            RuntimeError: it has not ended.
-        """
+        """The samples; `RolloutError` if the request ended without them, `RuntimeError` before its end."""
         if not self.future.done():
             raise RuntimeError(f"request {self.request_id} has not ended: read the stream to its end first")
         return self.future.result()
@@ -303,15 +297,11 @@ class RequestStream(Generic[D_co]):
     result = results
 
     def take_waiting(self) -> list[D_co]:
-        """Deltas that have come and were not read yet; never waits."""
+        """Return the deltas that have arrived and were not read yet; never waits."""
         return list(iter(self._next, None))
 
     async def __aiter__(self) -> AsyncIterator[D_co]:
-        """Yield the deltas, in order.
-
-        Raises:
-            RolloutError: why the request ended without samples, after its last delta.
-        """
+        """Yield the deltas, in order; then raise the `RolloutError` if the request ended without samples."""
         try:
             while not self._closed:
                 ended = self.future.done()
@@ -365,7 +355,7 @@ class RequestStream(Generic[D_co]):
 
     @property
     def wants_more(self) -> bool:
-        """Whether all that has come was read: what comes while the reader is busy may come together."""
+        """Whether the reader has read everything; if not, further tokens may come together."""
         return not self._waiting and not self._closed
 
     def take(self, delta: SampleDelta, ended: DynamicInferenceRequest | None = None) -> None:

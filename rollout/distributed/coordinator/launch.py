@@ -3,10 +3,8 @@
     launcher                                        child (`python -m rollout.distributed.coordinator`)
     stdin   ── length, msgpack of options and keys ──▶   kept open: it closes when the launcher dies
     stdout  ◀── msgpack of the address, or an error ─    then closed
-    stderr  inherited
 
-Secrets are sent through the pipe only, because other users can read arguments and environment. Encoding and decoding of
-both messages are in this module.
+Secrets are sent through the pipe only, because other users can read arguments and environment.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from rollout.requests.codec import unpack_msgpack
 from rollout.threads import forks
 
 LENGTH_BYTES = 8
-
 STOP_TIMEOUT_S = 10.0
 
 
@@ -47,7 +44,7 @@ class CoordinatorHandle:
         return self.process.poll() is None
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Terminate the process in order: open requests fail with a named error. It is killed after `timeout_s`.
+        """Terminate the process in order, or kill it after `timeout_s`; open requests fail with a named error.
 
         Returns:
             The exit code: 0, or minus the signal that killed it.
@@ -63,23 +60,12 @@ class CoordinatorHandle:
         cast(IO[bytes], self.process.stdin).close()
 
     def kill(self) -> int:
-        """Kill the process.
-
-        Returns:
-            The exit code.
-        """
+        """Kill the process; returns the exit code."""
         self.process.kill()
         return self.wait(STOP_TIMEOUT_S)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait until the process has ended.
-
-        Returns:
-            The exit code.
-
-        Raises:
-            DeadlineError: it still runs after `timeout_s`.
-        """
+        """Wait until the process has ended; returns the exit code. `DeadlineError` if it still runs after `timeout_s`."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired as exc:

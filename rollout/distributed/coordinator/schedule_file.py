@@ -5,10 +5,9 @@
     {"request_id": 1, …}
     ], "num_requests": 2}
 
-New records overwrite the closing line and are followed by a new one, in one write, so that the file is valid even if the
-process is killed. `num_requests` counts requests: one that was split or reassigned has several records. A coordinator
-that replaces a lost one appends to its records, with higher request ids. A write error (disk full) ends the file with a
-warning; serving continues.
+New records overwrite the closing line and end with a new one, in one write. `num_requests` counts requests: one that
+was split or reassigned has several records. A coordinator that replaces a lost one appends, with higher request ids. A
+write error (disk full) ends the file with a warning; serving continues.
 """
 
 from __future__ import annotations

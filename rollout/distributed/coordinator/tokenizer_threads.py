@@ -1,9 +1,7 @@
-"""Tokenisation and detokenisation in threads beside the coordinator's loop.
+"""Tokenisation and detokenisation in threads beside the coordinator's loop, which they do not block.
 
-Always true:
-- an invalid text or tokenizer fails only the one request;
-- the tokenizer is loaded lazily, on the thread of the first job;
-- long jobs do not block the loop: the batched calls of `tokenizers` release the GIL.
+Always true: an invalid text or tokenizer fails only the one request; the tokenizer is loaded on the thread of the
+first job.
 """
 
 from __future__ import annotations
@@ -28,10 +26,8 @@ if TYPE_CHECKING:
     from rollout.distributed.coordinator.core.requests import TextJob
 
 _log = logging.getLogger(__name__)
-
 LONG_TEXT = 100_000
 """Characters above which a text counts as long: about a tenth of a second of work."""
-
 CLOSE_TIMEOUT_S = 1.0
 """Deadline for a running job when the coordinator ends."""
 
@@ -69,11 +65,7 @@ class TextCodec:
             raise InvalidRequestError(f"text of {len(text)} characters: {type(exc).__name__}: {exc}") from exc
 
     def detokenize(self, completions: Sequence[bytes]) -> list[str | None]:
-        """Text of each completion, special tokens skipped; None for one that cannot be decoded.
-
-        Args:
-            completions: little-endian int32 token ids.
-        """
+        """Text of each completion (little-endian int32), special tokens skipped; None for one that cannot be decoded."""
         return [self._text(np.frombuffer(completion, "<i4").tolist()) for completion in completions]
 
     def _text(self, token_ids: list[int]) -> str | None:
@@ -106,9 +98,8 @@ def _read_tokenizer(source: str | None) -> Tokenizer:
 
 
 class TextWorker:
-    """Runs `TextJob`s in three threads, for completions, short texts and long texts, each in order.
-
-    Short jobs do not wait for long ones, and the results of one request stay in order.
+    """Runs `TextJob`s in three threads, for completions, short texts and long texts, so that short jobs do not wait
+    for long ones.
 
     Args:
         wake: called on a thread when a result is ready.

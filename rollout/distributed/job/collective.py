@@ -1,7 +1,7 @@
 """Collective calls of the ranks: counted, met at the coordinator's barrier, and survived by a rank that was cut off.
 
-Always true: every collective call ends on all ranks with the same count, which is published in the store, so that a rank
-that is disconnected at the end of a call does not wait in it forever.
+Always true: every collective call ends on all ranks with the same count, which is published in the store, so that a
+rank that is disconnected at the end of a call does not wait in it forever.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CollectiveCalls:
         self._member = member
         self._world = world
         self._on_event = on_event
-        self._timeout_s = member.engine.config.control_timeout_s
+        self._timeout_s = member.engine.config.advanced.control_timeout_s
         self._gathered = 0
         self._ended = 0
         """Number of completed calls."""
@@ -66,7 +66,7 @@ class CollectiveCalls:
                     late = ", ".join(self._member.status().barrier_waits_for) or late
                 raise DeadlineError(
                     f"{call}: {late} did not do the same within {limit} s; every rank must (where it only needs longer: "
-                    "InferenceConfig.control_timeout_s)"
+                    "Advanced.control_timeout_s)"
                 ) from exc
             except ConnectionLostError:
                 continue
@@ -85,10 +85,8 @@ class CollectiveCalls:
         return None if world.rank else [world.wait_for(key, self._timeout_s) for key in keys]
 
     def try_finish(self) -> bool:
-        """Arrive at the barrier that ends `generate`, without waiting; returns whether every rank has arrived.
-
-        Raises:
-            EngineStateError: the ranks are in different calls or have different policy versions.
+        """Arrive at the barrier that ends `generate`, without waiting; returns whether every rank has arrived. Raises
+        as `meet`.
         """
         if self.ended_elsewhere:
             self._barrier = None

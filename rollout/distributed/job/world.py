@@ -79,7 +79,7 @@ class World:
         return replace(world, one_host=world._share_a_host())
 
     def within(self, ranks: Sequence[int], name: str) -> World:
-        """The world of some of its ranks, of which this one is; its rank is the place in `ranks`.
+        """The world of some of its ranks, this one included; its rank is the place in `ranks`.
 
         Args:
             name: of its keys, different for every such world of this one.
@@ -87,14 +87,7 @@ class World:
         return replace(self, rank=ranks.index(self.rank), size=len(ranks), prefix=f"{self.prefix}/{name}")
 
     def leaders(self, leader: int) -> list[int]:
-        """The ranks that lead a group, in order; every rank calls it.
-
-        Args:
-            leader: of this rank's group.
-
-        Raises:
-            DeadlineError: a rank does not come.
-        """
+        """The ranks that lead a group, in order, given the leader of this rank's group; every rank calls it."""
         self.publish(f"leader/{self.rank}", str(leader).encode())
         return sorted({int(self.wait_for(f"leader/{rank}", HOSTS_TIMEOUT_S)) for rank in range(self.size)})
 
@@ -119,10 +112,8 @@ class World:
         self.store.compare_set(f"{self.prefix}/{key}", "", value.decode())
 
     def wait_until(self, key: str, timeout_s: float) -> bool:
-        """Wait for a key; returns whether it has a value within `timeout_s`.
-
-        Raises:
-            ConnectionLostError: the store's process has ended.
+        """Wait for a key; returns whether it has a value within `timeout_s`. `ConnectionLostError`: the store's
+        process has ended.
         """
         full = f"{self.prefix}/{key}"
         try:
@@ -189,10 +180,8 @@ class World:
         return bytes(self.store.get(f"{self.prefix}/{key}"))
 
     def address_for_others(self) -> str:
-        """Return this host's address as reachable from the job's other hosts.
-
-        Raises:
-            ConfigError: it cannot be determined.
+        """Return this host's address as reachable from the job's other hosts; `ConfigError` if it cannot be
+        determined.
         """
         master = os.environ.get("MASTER_ADDR", "")
         try:
@@ -213,11 +202,7 @@ class World:
         return mine
 
     def reachable(self, address: str) -> str:
-        """Replace a wildcard host in `tcp://host:port` by an address that the other ranks can connect to.
-
-        Raises:
-            ConfigError: it cannot be determined.
-        """
+        """Replace a wildcard host in `tcp://host:port` by an address that the other ranks can connect to."""
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         if host not in WILDCARDS:
             return address
@@ -226,9 +211,9 @@ class World:
 
 
 def loopback_identity() -> str:
-    """A text that is equal for two processes only if they have one loopback device: host name, boot, network namespace.
+    """A text that is equal for two processes only if they share a loopback device: host name, boot, network namespace.
 
-    Containers of different hosts may have the same name. What the system does not tell is left out.
+    Containers of different hosts may have the same name.
     """
     parts = [socket.gethostname()]
     with suppress(OSError):

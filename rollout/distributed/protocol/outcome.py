@@ -1,7 +1,4 @@
-"""Final result (`Outcome`) of a sample, and its wire form.
-
-Always true: values are read from the record's segments without merging them; `unpack` is the inverse of `pack`.
-"""
+"""Final result (`Outcome`) of a sample, read from its record's segments without merging them, and its wire form."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ from rollout.requests.codec import (
     refuse,
     unpack_msgpack,
 )
-from rollout.requests.delta import TopN
 from rollout.requests.record import DynamicInferenceRequestRecord, segment_rows
 from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import TopN
 from rollout.state import FinishReason
 
 
@@ -127,7 +124,6 @@ _WIRE: dict[str, Codec] = {
 }
 _NAMES = tuple(field.name for field in fields(Outcome))
 _VALUES = attrgetter(*_NAMES)
-# Positions and codecs of the fields that are not packed as they are.
 _PACKED = tuple(
     (_NAMES.index(name), _WIRE[name].encode)
     for name in ("policy_spans", "kv_spans", "tpot", "prompt_log_probs", "prompt_top_n")
@@ -144,11 +140,7 @@ def pack(outcome: Outcome) -> bytes:
 
 
 def unpack(packed: bytes) -> Outcome:
-    """Decode an outcome; the inverse of `pack`.
-
-    Raises:
-        SerializationError: malformed; names the field.
-    """
+    """Decode an outcome; a `SerializationError` names the malformed field."""
     row = unpack_msgpack("Outcome", packed)
     if type(row) is not list or len(row) != len(_NAMES):
         refuse("Outcome", row, f"a row of {len(_NAMES)} fields")

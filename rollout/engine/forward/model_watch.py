@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig
 
-from rollout.engine.fused.fused_checks import only_marks
 from rollout.engine.models.attention import Installation
 from rollout.engine.models.model_support import ModelLayout, inspect_model
-from rollout.engine.models.originals import PACKAGES, names_in
+from rollout.engine.models.originals import PACKAGES, names_in, only_marks
 from rollout.engine.scheduling.adapters import AdapterSwitches, Variant
 from rollout.errors import UnsupportedModelError
 

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from rollout.errors import InvalidRequestError
-from rollout.requests.chat_messages import SHOWN, Message, MessageImage, Tools, known_roles, plain_messages
+from rollout.requests.prompt import SHOWN, Message, MessageImage, Tools, known_roles, plain_messages
 from rollout.server.chat_template.earlier_ids import (
     EarlierReplies,
     EarlierReply,

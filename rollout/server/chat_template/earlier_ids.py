@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from rollout.errors import InvalidRequestError
-from rollout.requests.chat_messages import Message, plain_arguments
+from rollout.requests.prompt import Message, plain_arguments
 
 Ask = Callable[[list[Message]], str]
 """Renders messages followed by a generation prompt."""

@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from rollout.distributed.client.text_stream import TextDelta
-from rollout.requests.delta import TopN
-from rollout.requests.detokenizer import IncrementalDetokenizer
+from rollout.requests.detokenizer import IncrementalDetokenizer, TokenBytes
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.token_bytes import TokenBytes
+from rollout.requests.token_columns import TopN
 from rollout.server.errors import bad_request
 from rollout.server.openai.samples import prompt_columns
 from rollout.state import FinishReason

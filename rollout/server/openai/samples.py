@@ -13,7 +13,7 @@ from typing import Any
 
 from rollout.distributed.client.text_stream import TextDelta
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.routes import Routes, overlaid
+from rollout.requests.token_columns import Routes, overlaid
 from rollout.server.errors import ApiError
 from rollout.state import FinishReason
 

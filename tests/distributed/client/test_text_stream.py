@@ -22,9 +22,9 @@ from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Assign, Mess
 from rollout.distributed.protocol.outcome import Outcome, pack
 from rollout.distributed.worker.session import RankSession
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.requests.delta import pack_top_n
 from rollout.requests.detokenizer import WINDOW, CompletionText
 from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import pack_top_n
 from rollout.sampling_params import SamplingParams
 from rollout.state import StalenessPolicy
 from tests.engines import at_random, make_engine
@@ -284,37 +284,10 @@ def test_text_is_shown_as_soon_as_nothing_can_change_it(name: str) -> None:
     assert shown.text == "the cat sat on the mat"
 
 
-@pytest.mark.parametrize("name", sorted(MAKERS))
-def test_an_emoji_split_over_tokens_comes_whole_and_no_replacement_character_before_it(name: str) -> None:
-    ids = [*letters(name, "the cat"), *of_bytes(name, "🙂".encode()), *letters(name, " mat")]
-    shown = stream(tokenizer_named(name), ending(tokenizer_named(name), ids, SamplingParams()), SamplingParams(), [1])
-    assert shown.text == "the cat🙂 mat"
-    assert REPLACEMENT not in "".join(shown.history)
-
-
-def test_bytes_that_stay_unfinished_read_at_the_end_as_the_tokenizer_decodes_them() -> None:
-    ids = of_bytes("byte_level", b"a\xf0\x9f")
-    end = ending(tokenizer_named("byte_level"), ids, SamplingParams())
-    assert stream(tokenizer_named("byte_level"), end, SamplingParams(), [1]).history == ["a", "a", "a" + REPLACEMENT]
-
-
-def test_a_stop_string_over_several_stretches_is_never_shown_in_part() -> None:
-    params = SamplingParams(stop=("STOP",))
-    end = ending(tokenizer_named("byte_level"), of_bytes("byte_level", b"a STILL STOP"), params)
-    history = stream(tokenizer_named("byte_level"), end, params, [1]).history
-    assert history == ["a", "a ", "a ", "a ", "a STI", "a STIL", "a STILL", "a STILL ", *["a STILL "] * 4]
-
-
 def test_a_stop_string_that_is_kept_is_shown_as_it_comes() -> None:
     params = SamplingParams(stop=("STOP",), include_stop_str_in_output=True)
     end = ending(tokenizer_named("byte_level"), of_bytes("byte_level", b"aSTOP"), params)
     assert stream(tokenizer_named("byte_level"), end, params, [1]).history == ["a", "aS", "aST", "aSTO", "aSTOP"]
-
-
-def test_what_may_become_a_stop_string_and_does_not_is_shown_at_the_end() -> None:
-    params = SamplingParams(stop=("STOP",))
-    end = ending(tokenizer_named("byte_level"), of_bytes("byte_level", b"aSTO"), params)
-    assert stream(tokenizer_named("byte_level"), end, params, [1]).history == ["a", "a", "a", "aSTO"]
 
 
 class Counting:

@@ -27,23 +27,9 @@ from rollout.config import CoordinatorConfig
 from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.client.session import Call, ClientSession
 from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
-from rollout.distributed.protocol.fields import FLUSH_PREFIX_CACHE, SET_VERSION
-from rollout.distributed.protocol.frames import LostFramesError, Sequencer, decode, encode
-from rollout.distributed.protocol.messages import (
-    PROTOCOL_VERSION,
-    TRY_AGAIN,
-    Assign,
-    Connect,
-    ConnectAck,
-    Disconnect,
-    Heartbeat,
-    Message,
-    Refused,
-    Register,
-    RegisterAck,
-    Stretch,
-    session_end,
-)
+from rollout.distributed.protocol import messages as wire
+from rollout.distributed.protocol.fields import FLUSH_PREFIX_CACHE, SET_VERSION, LostFramesError
+from rollout.distributed.protocol.frames import Sequencer, decode, encode
 from rollout.distributed.worker.session import RankSession
 from rollout.errors import ConnectionLostError, RolloutError
 from rollout.sampling_params import SamplingParams
@@ -69,8 +55,8 @@ class Peer:
     name: str
     identity: bytes = b""
     frames: Sequencer = field(default_factory=Sequencer)
-    inbox: deque[tuple[int, Message]] = field(default_factory=deque)
-    outbox: deque[tuple[int, Message]] = field(default_factory=deque)
+    inbox: deque[tuple[int, wire.Message]] = field(default_factory=deque)
+    outbox: deque[tuple[int, wire.Message]] = field(default_factory=deque)
     alive: bool = True
     hung: bool = False
     connected: bool = False
@@ -79,7 +65,7 @@ class Peer:
     gap: bool = False
     """Frames were lost, and nobody has noticed yet."""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: wire.Message) -> None:
         self.outbox.append((self.frames.next(), message))
 
 
@@ -89,7 +75,7 @@ class SimRank(Peer):
 
     engine: FakeEngine = None  # type: ignore[assignment]
     session: RankSession = None  # type: ignore[assignment]
-    told: RegisterAck | None = None
+    told: wire.RegisterAck | None = None
 
 
 @dataclass(eq=False)
@@ -186,7 +172,7 @@ class World:
         rank.session = RankSession(rank.engine, rank.send, idle=lambda: rank.engine.resting)
         hashes = np.asarray(rank.engine.track_prefix_cache(rank.session.changes), "<i8").tobytes()
         state, version = rank.engine.state.value, rank.engine.policy_version
-        rank.send(Register(PROTOCOL_VERSION, rank.name, rank.engine._slots, BLOCK, state, version, hashes))
+        rank.send(wire.Register(wire.PROTOCOL_VERSION, rank.name, rank.engine._slots, BLOCK, state, version, hashes))
 
     def start_client(self, name: str, *, member: int | None) -> None:
         client = SimClient(name, member=member)
@@ -197,7 +183,7 @@ class World:
         self.connect(client)
         client.ready = False
         client.session = ClientSession(client.send, clock=lambda: 1.0)
-        client.send(Connect(PROTOCOL_VERSION, client.name, client.member))
+        client.send(wire.Connect(wire.PROTOCOL_VERSION, client.name, client.member))
 
     def connect(self, peer: Peer) -> None:
         self.peers.pop(peer.identity, None)
@@ -223,7 +209,7 @@ class World:
             if not outbox:
                 return
             for identity, sequence, message in outbox:
-                assert not isinstance(message, Refused) or message.code not in ("malformed", "not_yours"), message
+                assert not isinstance(message, wire.Refused) or message.code not in ("malformed", "not_yours"), message
                 peer = self.peers.get(identity)
                 if peer is None or not peer.alive or not peer.connected:
                     self.core.unreachable(identity, "unreachable", self.now)
@@ -231,7 +217,7 @@ class World:
                     peer.inbox.append((sequence, self.carry(sequence, message)))
         raise AssertionError("the core never stops talking")
 
-    def carry(self, sequence: int, message: Message) -> Message:
+    def carry(self, sequence: int, message: wire.Message) -> wire.Message:
         if not self.encoded:
             return message
         there, carried = decode(encode(sequence, message))
@@ -243,7 +229,7 @@ class World:
         self.say(peer.name, "→", message)
         for _ in range(2 if self.faults and self.rng.random() < 0.1 else 1):
             self.core.receive(peer.identity, sequence, self.carry(sequence, message), self.now)
-        if isinstance(message, Connect) and peer.identity in self.core.peers.clients:
+        if isinstance(message, wire.Connect) and peer.identity in self.core.peers.clients:
             # A job that is stopping lets nobody in.
             self.joined.add(peer.name)
         self.flush_core()
@@ -252,9 +238,9 @@ class World:
         sequence, message = peer.inbox.popleft()
         self.say(peer.name, "←", message)
         for _ in range(2 if self.faults and self.rng.random() < 0.1 else 1):
-            if session_end(message) is not None:
-                final = isinstance(message, Refused) and message.code not in TRY_AGAIN
-                self.lose(peer, session_end(message) or "", again=not final)
+            if wire.session_end(message) is not None:
+                final = isinstance(message, wire.Refused) and message.code not in wire.TRY_AGAIN
+                self.lose(peer, wire.session_end(message) or "", again=not final)
                 return
             try:
                 if not peer.frames.accept(sequence):
@@ -263,14 +249,14 @@ class World:
                 self.lose(peer, str(exc))
                 return
             if isinstance(peer, SimRank):
-                if isinstance(message, RegisterAck):
+                if isinstance(message, wire.RegisterAck):
                     peer.told = message
-                if isinstance(message, Assign):
+                if isinstance(message, wire.Assign):
                     assert peer.told is not None
                     assert peer.engine.policy_version >= peer.told.policy_version, "work before the version was told"
                 assert not peer.session.receive(message), "a rank ended somebody else's samples"
             elif isinstance(peer, SimClient):
-                if isinstance(message, ConnectAck):
+                if isinstance(message, wire.ConnectAck):
                     peer.ready = True
                     peer.barrier = message.next_barrier - 1
                 peer.session.receive(message)
@@ -306,7 +292,7 @@ class World:
         client: SimClient,
         prompt: tuple[int, ...],
         params: SamplingParams,
-        known: Sequence[Stretch] = (),
+        known: Sequence[wire.Stretch] = (),
         seed: int | None = None,
     ) -> None:
         text = next((text for text, tokens in TEXTS.items() if tokens == prompt), "")
@@ -435,7 +421,7 @@ class World:
             # A process that is neither dead nor hung says that it lives.
             if peer.alive and not peer.hung and peer.connected and self.now - peer.spoken >= 1.0:
                 peer.spoken = self.now
-                peer.send(Heartbeat())
+                peer.send(wire.Heartbeat())
         if self.core.next_deadline() <= self.now:
             self.core.tick(self.now)
             for peer in self.core.peers:
@@ -479,7 +465,7 @@ class World:
         elif isinstance(peer, SimRank):
             self.let(peer, rest=not peer.engine.resting)
         if rng.random() < 0.1:
-            peer.send(Disconnect("going"))
+            peer.send(wire.Disconnect("going"))
 
     def let(self, rank: SimRank, *, rest: bool) -> None:
         """Its training loop leaves `generate`, or comes back."""
@@ -581,7 +567,7 @@ class World:
                 assert number > last, f"request {number} after {last}"
                 self.last_fresh[version] = number
 
-    def check_stretch(self, wanted: Wanted, stretch: Stretch) -> None:
+    def check_stretch(self, wanted: Wanted, stretch: wire.Stretch) -> None:
         """Every token that reaches a client is the right one, under the version that sampled it."""
         for delta in stretch.deltas():
             labels, sampled = delta.policy_versions(), list(map(int, delta.log_prob_list()))

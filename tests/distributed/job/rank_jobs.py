@@ -26,11 +26,11 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig
+from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.client.futures import RequestFuture
 from rollout.distributed.job.data_parallel import DataParallelBackend
-from rollout.distributed.job.job_secret import SECRET
+from rollout.distributed.job.job_coordinator import SECRET
 from rollout.distributed.protocol.messages import BarrierDone, Message
 from rollout.errors import (
     ConfigError,
@@ -41,11 +41,12 @@ from rollout.errors import (
     RolloutFailedError,
 )
 from rollout.llm.job_llm import JobLLM
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
-from rollout.manager.scoring.batch import PromptTask
+from rollout.manager.scoring import PromptTask
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from tests.configs import engine_config
 from tests.engines import one_step_per_call
 from tests.models import make_model, make_tokenizer
 from tests.ranks import assert_nothing_is_left
@@ -71,7 +72,7 @@ def a_manager(model: PreTrainedModel | None = None, **options: Any) -> Iterator[
     rollout = RolloutManager(
         model or the_model(),
         make_tokenizer(),
-        InferenceConfig(**(defaults | options)),
+        engine_config(**(defaults | options)),
         coordinator=CoordinatorConfig(
             heartbeat_interval_s=0.2, heartbeat_timeout_s=heartbeat, progress_interval=interval
         ),
@@ -271,7 +272,7 @@ def cannot_join(rank: int, what: str) -> str:
         os.environ[SECRET] = str(rank) * 64
     model = torch.nn.Linear(2, 2) if what == "model" and rank == 1 else the_model()
     try:
-        RolloutManager(model, config=InferenceConfig(kv_cache_blocks=64, verify_model=False))
+        RolloutManager(model, config=InferenceConfig(kv_cache_blocks=64, advanced=Advanced(verify_model=False)))
     except RolloutError as exc:
         # The store is this process's, too.
         dist.barrier()
@@ -351,7 +352,7 @@ def hears_late_of_the_end(rank: int) -> list[list[int]]:
 
 
 def trains(rank: int, rounds: int) -> dict[str, Any]:
-    """Steps of DDP with groups in flight across them; every token's log-prob against the weights of its version."""
+    """Steps of DDP until a sample was continued after one of them; every log-prob against the weights of its version."""
     model = the_model()
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.02)
@@ -359,12 +360,16 @@ def trains(rank: int, rounds: int) -> dict[str, Any]:
     versions, errors, mixed = [], [], 0
     with a_manager(model, enable_prefix_caching=True) as rollout:
         attach(optimizer, rollout, mode="recompute")
-        for number in range(rounds + 1):
+        ended = False
+        while not ended:
+            number, continued = len(weights), torch.tensor(mixed)
+            # How far a rank has computed the long ones when the other comes to the end depends on their speed.
+            dist.all_reduce(continued)
+            ended = number >= rounds and bool(continued)
             weights.append({name: value.clone() for name, value in model.state_dict().items()})
             wanted = asks(2 + rank, 2, 20, seed=100 * number + rank) + asks(2, 1, 120, seed=100 * number + rank + 50)
-            wanted = wanted if number < rounds else []
-            goal = 2 if number < rounds else rollout.groups_in_flight
-            batch = generate(rollout, wanted, min_groups=goal)
+            goal = rollout.groups_in_flight if ended else 2
+            batch = generate(rollout, [] if ended else wanted, min_groups=goal)
             assert {int(batch.policy_version)} == {number}
             present = weights[-1]
             for version, then in enumerate(weights if len(batch) else []):
@@ -378,7 +383,7 @@ def trains(rank: int, rounds: int) -> dict[str, Any]:
                     assert float(difference[others].max()) > 1e-3, "the weights do not tell versions apart"
             model.load_state_dict(present)
             mixed += sum(len(set(sample.versions)) > 1 for sample in samples(batch))
-            if number < rounds:
+            if not ended:
                 ids = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(number))
                 loss = parallel(ids).logits.float().log_softmax(-1)[..., 5].mean()
                 optimizer.zero_grad()
@@ -386,7 +391,7 @@ def trains(rank: int, rounds: int) -> dict[str, Any]:
                 optimizer.step()
             versions.append(rollout.policy_version)
         assert rollout.groups_in_flight == 0
-    return {"versions": versions, "error": max(errors), "mixed": mixed}
+    return {"versions": versions, "error": max(errors)}
 
 
 def paces(rank: int) -> int:

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.config import InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.forward.trial_forwards import verify_model
 from rollout.engine.graphs import cuda_graphs
 from rollout.engine.graphs.cuda_capture import Uncapturable
 from rollout.engine.graphs.cuda_graphs import (
@@ -130,7 +131,7 @@ def test_a_model_is_verified_by_a_captured_step_too(kind: type[Plain], caplog: A
     """Prefill kernels were compared with the module's forward, decode kernels and graphs never."""
     engine, recorder = graphed("qwen3")
     engine.controller.runner.graphs._kernels = kind(engine.cache)
-    engine.controller.verify_model(12)
+    verify_model(engine.controller.runner, 12)
     wrong = kind is Wrong
     assert recorder.captures == SIZES
     assert ("a replayed step differs from the forward" in engine.controller.runner.graphs.why_not) == wrong
@@ -579,9 +580,9 @@ def test_the_addresses_of_a_pool_are_those_of_its_layers_and_none_without_it() -
 
 
 def test_the_option_is_true_or_false() -> None:
-    assert InferenceConfig().cuda_graphs
+    assert InferenceConfig().advanced.cuda_graphs
     with pytest.raises(ConfigError, match="cuda_graphs"):
-        InferenceConfig(cuda_graphs=1)  # type: ignore[arg-type]
+        InferenceConfig(advanced=Advanced(cuda_graphs=1))  # type: ignore[arg-type]
 
 
 # --- on a device ------------------------------------------------------------------------------------------------------

@@ -1,27 +1,26 @@
-"""Admission of requests: limits per request, memory budgets per client and in total. No I/O, no clock.
+"""Admission of requests: limits per request, memory budgets per client and in total; pending tokenizer jobs. No I/O.
 
-Always true: memory is charged before it is used and released when it is freed; a client holds at most `max_open_mb`, all
-clients together at most `max_total_open_mb`. The fixed cost of a request (its objects, `REQUEST_BYTES` of parameters and
-samples) is bounded by `max_open_requests` instead. Tokens computed by ranks are charged on arrival and never refused, but
-they reduce the budget for new requests.
+Always true: memory is charged before it is used and released when it is freed, that of a tokenizer job when it is
+answered; a client holds at most `max_open_mb`, all clients at most `max_total_open_mb`. `max_open_requests` bounds the
+fixed cost of requests. Tokens computed by ranks are charged and never refused, but they reduce the budget for new
+requests.
 """
 
 from __future__ import annotations
 
 import reprlib
 import sys
+from typing import NamedTuple
 
 from rollout.config import CoordinatorConfig
-from rollout.distributed.coordinator.core.requests import MAX_SAMPLES, ClientPeer
+from rollout.distributed.coordinator.core.requests import MAX_SAMPLES, ClientPeer, OpenRequest, TextJob
 from rollout.distributed.protocol.frames import MAX_REQUEST_BYTES
-from rollout.distributed.protocol.messages import Submit
+from rollout.distributed.protocol.messages import Stretch, Submit
 
 REQUEST_BYTES = 1024
 """Free allowance per request for parameters and samples."""
-
 SAMPLE_BYTES = 128
 """Charged per sample and per row of known tokens."""
-
 TOKENIZER_BYTES = 128
 """Memory per character during tokenisation; measured: at most 140, if every character is a token."""
 
@@ -104,3 +103,52 @@ def cost_besides_prompt(message: Submit) -> int:
     images = len(message.images) + len(message.keyed)
     books = len(message.params) + SAMPLE_BYTES * (message.n - 1)
     return known + images + max(0, books - REQUEST_BYTES)
+
+
+class PendingText(NamedTuple):
+    """A `TextJob` at the tokenizer: its request, the stretch to forward with the texts, and the bytes charged."""
+
+    request: OpenRequest
+    stretch: Stretch | None
+    size: int
+
+
+class TextJobs:
+    """Jobs at the tokenizer, and the new ones."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.pending: dict[int, PendingText] = {}
+        """By job id."""
+        self._admission = admission
+        self._new: list[TextJob] = []
+        self._next_job = 0
+
+    def tokenize(self, request: OpenRequest, text: str, size: int) -> None:
+        """Start a job that tokenises the prompt of a request."""
+        self._start(request, None, size, TextJob(self._next_job, text))
+
+    def detokenize(self, request: OpenRequest, stretch: Stretch, token_ids: list[bytes]) -> None:
+        """Start a job for the texts of the completions that ended with a stretch, which waits for them."""
+        size = stretch.buffer_bytes + sum(map(len, token_ids))
+        self._start(request, stretch, size, TextJob(self._next_job, None, token_ids))
+
+    def _start(self, request: OpenRequest, stretch: Stretch | None, size: int, job: TextJob) -> None:
+        self._next_job += 1
+        self.pending[job.job_id] = PendingText(request, stretch, size)
+        self._admission.charge(request.client, size)
+        request.text_jobs[job.job_id] = job
+        self._new.append(job)
+
+    def done(self, job_id: int) -> tuple[OpenRequest | None, Stretch | None]:
+        """Remove an answered job; returns its request and stretch, or (None, None) if the request has ended."""
+        done = self.pending.pop(job_id, None)
+        if done is None:
+            return None, None
+        self._admission.charge(done.request.client, -done.size)
+        done.request.text_jobs.pop(job_id, None)
+        return (None, None) if done.request.closed else (done.request, done.stretch)
+
+    def take_new(self) -> list[TextJob]:
+        """Return the jobs started since the last call."""
+        taken, self._new = self._new, []
+        return taken

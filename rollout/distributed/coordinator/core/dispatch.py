@@ -1,9 +1,9 @@
-"""Assignment of queued samples to ranks: queue order, routing, and return to the queue when a rank is lost.
+"""Assignment of queued samples to ranks: queue order, routing, and return to the queue when a rank is lost. No I/O, no
+clock.
 
-Always true: an open sample is queued or in exactly one assignment; the router's pending count of a rank equals the number
-of open samples assigned to it; an attempt number is used once; no rank receives a request that needs newer weights than
-the rank has; while a member catches up with the others, no rank with newer weights computes its requests, because its
-training loop could not use their tokens. No I/O, no clock.
+Always true: an open sample is queued or in exactly one assignment; the router's pending count of a rank equals the
+number of open samples assigned to it; an attempt number is used once; no rank receives a request that needs newer
+weights than it has; while a member catches up with the others, no rank with newer weights computes its requests.
 
 Ranks update their weights and enter `generate` one after the other. An assignment that its rank cannot compute yet is
 held for it. After a grace period the core declares the rank *away*, and such assignments move to ranks with room.
@@ -31,13 +31,10 @@ from rollout.state import EngineState, PrefixCachingCoordinatorPolicy
 
 MAX_PARAMS_READ = 1 << 16
 """Bytes of sampling parameters that the coordinator reads, to route a request by its share of the prefix cache."""
-
 MAX_BLOCKS = 1 << 13
 """Maximum blocks of a prompt that are hashed: further blocks hardly affect routing, and hashes cost memory."""
-
 MAX_HASHES = 1 << 16
 """Maximum hashes processed per message, a tenth of a second of work; the first ones of a prompt matter most."""
-
 HASH_BYTES = 8
 
 
@@ -140,10 +137,8 @@ class Dispatcher:
             self.enqueue(request)
 
     def remove_rank(self, rank: RankPeer) -> list[OpenRequest]:
-        """Remove a lost rank; its samples return to their old places in the queue.
-
-        Returns:
-            Requests whose assignments had been sent to it.
+        """Remove a lost rank; its samples return to their old places in the queue. Returns the requests that it had
+        been sent.
         """
         self.router.remove_rank(rank.name)
         self._away.pop(rank.name, None)
@@ -199,8 +194,8 @@ class Dispatcher:
     def enqueue(self, request: OpenRequest) -> None:
         """Queue the unassigned samples of a request; higher priority first, then in order of arrival.
 
-        In deterministic mode only the order of arrival counts, and no request overtakes a text that is being tokenised,
-        because the contents of the queue depend on timing.
+        In deterministic mode only the order of arrival counts, and no request overtakes a text that is being
+        tokenised.
         """
         if request.queued and not request.in_queue and (request.prompt is not None or self._deterministic):
             request.in_queue = True
@@ -378,7 +373,7 @@ def _unpacked(packed: bytes) -> list[int]:
 
 
 def share_of(params: bytes) -> str | None:
-    """`prefix_share` of packed sampling parameters, for routing; None also where they are malformed or very large."""
+    """`prefix_share` of packed sampling parameters, for routing; None also if they are malformed or very large."""
     # Most have none: only the others are unpacked.
     if (b"cache_salt\xc0" in params and b"adapter\xc0" in params) or len(params) > MAX_PARAMS_READ:
         return None

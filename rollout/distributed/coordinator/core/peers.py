@@ -14,10 +14,8 @@ from rollout.distributed.protocol.messages import Assign, Cancel, Heartbeat, Mes
 
 UPDATE_BYTES = 4 << 20
 """Size after which no further stretch is added to an `Update`, which must fit into a frame."""
-
 SAMPLE_BYTES = 128
 """Size counted per sample of a stretch besides its buffers and texts; bounds the number of values, too."""
-
 MAX_ERROR_CHARACTERS = 2000
 """Maximum length of an error text sent to a peer: it may quote megabytes of input."""
 
@@ -59,11 +57,7 @@ class Peers:
         return self._ranks_by_name.keys()
 
     def rank_named(self, name: str) -> RankPeer:
-        """The rank of that name.
-
-        Raises:
-            KeyError: there is none.
-        """
+        """The rank of that name; `KeyError` if there is none."""
         return self._ranks_by_name[name]
 
     def drop(self, peer: Peer) -> None:
@@ -105,7 +99,7 @@ class Peers:
     def take_outbox(self, now: float) -> list[tuple[bytes, int, Message]]:
         """Return (identity, sequence, message) of all messages queued since the last call.
 
-        An assignment that was cancelled meanwhile is a heartbeat with its number: its prompt may have megabytes.
+        A cancelled assignment is replaced by a heartbeat with its number: its prompt may have megabytes.
         """
         for client in self._with_stretches.values():
             self._flush(client)

@@ -13,18 +13,17 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rollout.config import CoordinatorConfig
-from rollout.distributed.coordinator.core.admission import Admission, cost_besides_prompt
+from rollout.distributed.coordinator.core.admission import Admission, TextJobs, cost_besides_prompt
 from rollout.distributed.coordinator.core.dispatch import Dispatcher
 from rollout.distributed.coordinator.core.heap import LazyHeap
 from rollout.distributed.coordinator.core.peers import Peers, shortened
 from rollout.distributed.coordinator.core.requests import Assignment, ClientPeer, OpenRequest, Peer, RankPeer
-from rollout.distributed.coordinator.core.text_jobs import TextJobs
 from rollout.distributed.protocol.frames import MAX_REQUEST_BYTES
 from rollout.distributed.protocol.messages import Accepted, Assign, Message, RequestFailed, Stretch, Submit, Update
-from rollout.distributed.protocol.partial import PartialGroup
+from rollout.distributed.protocol.stretch import PartialGroup
 from rollout.errors import SerializationError
+from rollout.requests.block_hash import stream_key
 from rollout.requests.delta import TOKEN_BYTES
-from rollout.requests.seeds import stream_key
 
 _STOPPING = ("EngineStateError", "the job is stopping: it takes no more work; start another coordinator")
 
@@ -142,10 +141,8 @@ class RequestTable:
     # --- new tokens -------------------------------------------------------------------------------------------------
 
     def advance(self, assignment: Assignment, stretch: Stretch) -> None:
-        """Add a rank's new tokens to their request and forward them to its client.
-
-        Raises:
-            SerializationError: they do not continue it.
+        """Add a rank's new tokens to their request and forward them to its client; `SerializationError` if they do not
+        fit.
         """
         request = assignment.request
         ended = request.absorb(stretch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.distributed.protocol.messages import Command, CommandAck, Control, EngineMoved
+from rollout.distributed.protocol.messages import Command, Control, EngineMoved
 from tests.distributed.coordinator.job import Job
 
 
@@ -193,42 +193,6 @@ def test_an_engine_that_could_not_is_named_with_its_reason_once_all_have_answere
     done = client.answered()
     assert (done.error, done.engines) == ("ControlError", ["b"])
     assert done.text == "pause: b: MemoryError: too little"
-
-
-def test_nobody_waits_for_an_engine_that_is_lost():
-    job = in_state("running")
-    client = job.client()
-    client.call("pause")
-    first, second = ranks_of(job)
-    first.obey()
-    job.core.unreachable(second.identity, "its connection is gone", job.now)
-    job.carry()
-    assert client.answered().error is None
-
-
-def test_a_caller_that_leaves_is_not_answered_and_its_call_is_done():
-    job = in_state("running")
-    client, other = job.client(), job.client("other")
-    client.call("pause")
-    job.core.unreachable(client.identity, "gone", job.now)
-    for rank in ranks_of(job):
-        rank.obey()
-    assert client.quiet()
-    assert other.quiet()
-    assert job.core.state.value == "paused"
-
-
-def test_an_answer_that_nobody_waits_for_is_ignored():
-    job = in_state("running")
-    client = job.client()
-    first, second = ranks_of(job)
-    first.say(CommandAck(99, "running", 0))
-    client.call("pause")
-    command = first.obey()
-    first.say(CommandAck(command.command_id, "paused", 0))
-    assert client.quiet()
-    second.obey()
-    assert client.answered().error is None
 
 
 @pytest.mark.parametrize("state", ["running", "paused", "suspended"])

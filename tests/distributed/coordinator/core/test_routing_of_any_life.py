@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import msgpack
 import pytest
 
-from rollout.distributed.client.submission import packed_params
+from rollout.distributed.client.session import packed_params
 from rollout.distributed.coordinator.core.dispatch import MAX_PARAMS_READ, share_of
 from rollout.distributed.coordinator.core.routing import Claim, Placement, Router
 from rollout.sampling_params import SamplingParams
