@@ -261,7 +261,7 @@ def test_a_server_starts_once_stops_twice_and_frees_its_port():
     llm = FakeLLM()
     try:
         server = Server(llm, ServerConfig(port=0))
-        with pytest.raises(RuntimeError, match="call server.start"):
+        with pytest.raises(RuntimeError, match=r"call server\.start"):
             _ = server.url
         assert server.start().start() is server
         assert server.running
