@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 WAITING, PREFILL, DECODE, PREEMPTED, HELD, TOOL = "waiting", "prefill", "decode", "preempted", "held", "tool"
 STATES = (WAITING, PREFILL, DECODE, PREEMPTED, HELD, TOOL)
 """In the queue; its prompt is computed; tokens are sampled; in the queue after its KV was dropped; it has KV and the
-engine makes no steps; it has ended and its episode waits for a tool.
-"""
+engine makes no steps; it has ended and its episode waits for a tool."""
 
 
 @dataclass(frozen=True)

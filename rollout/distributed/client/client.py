@@ -28,7 +28,7 @@ from rollout.distributed.protocol.fields import (
 from rollout.distributed.transport.dealer import Dealer
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, SerializationError
 from rollout.sampling_params import SamplingParams
-from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState, KVCacheManagementMode, Mode
+from rollout.state import ControlSignal, KVCacheManagementMode, Mode
 from rollout.threads.diagnosis import answer_signal, watch
 
 if TYPE_CHECKING:
@@ -76,9 +76,7 @@ class InferenceClient:
         self._session = ClientSession(self._dealer.send, on_refused=self._refused)
         self._greeting: asyncio.Future[wire.ConnectAck] | None = None
         self._welcome: wire.ConnectAck | None = None
-        self._state: CoordinatorState | None = None
         self._policy_version: int | None = None
-        self._next_barrier = 0
 
         self._deserialize = deserialize
         self._control_timeout_s = control_timeout_s
@@ -123,9 +121,7 @@ class InferenceClient:
         finally:
             self._greeting = None
         self._welcome = welcome
-        self._state = CoordinatorState(welcome.state)
         self._policy_version = welcome.policy_version
-        self._next_barrier = welcome.next_barrier
         self._dealer.heartbeat(welcome.heartbeat_interval_s, welcome.heartbeat_timeout_s)
 
     async def stop(self) -> None:
@@ -151,21 +147,6 @@ class InferenceClient:
     def lost(self) -> ConnectionLostError | None:
         """Why the connection was lost, or None."""
         return self._session.error
-
-    @property
-    def instance(self) -> str | None:
-        """Unique id of the coordinator's run; None before `start`."""
-        return None if self._welcome is None else self._welcome.instance
-
-    @property
-    def next_barrier(self) -> int:
-        """Index of the first barrier not known to be passed; 0 before `start`."""
-        return self._next_barrier
-
-    @property
-    def state(self) -> CoordinatorState | None:
-        """Coordinator state at the handshake, updated by this client's own calls only; None before `start`."""
-        return self._state
 
     @property
     def policy_version(self) -> int | None:
@@ -329,7 +310,6 @@ class InferenceClient:
             raise ConfigError(f"index={index!r}: must be an integer in [0, 2**63)")
         self._refuse_unless_connected()
         await self._answer(self._session.barrier(index, what, policy_version), timeout_s, f"barrier({index})")
-        self._next_barrier = max(self._next_barrier, index + 1)
 
     def give_up_barrier(self, index: int) -> None:
         """Make the arrival at barrier `index` agree with every call of the other members, because the own call was
@@ -345,9 +325,6 @@ class InferenceClient:
 
     async def _signal(self, signal: ControlSignal, argument: str | None, timeout_s: float | None) -> None:
         await self._control(signal.value, argument, timeout_s)
-        _, reached, harmless = COORDINATOR_TRANSITIONS[signal]
-        if self._state not in harmless:
-            self._state = reached
 
     async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> dict[str, Any] | None:
         self._refuse_unless_connected()

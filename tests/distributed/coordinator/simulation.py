@@ -34,6 +34,7 @@ from rollout.distributed.worker.session import RankSession
 from rollout.errors import ConnectionLostError, RolloutError
 from rollout.sampling_params import SamplingParams
 from rollout.state import CoordinatorState, EngineState, PrefixCachingCoordinatorPolicy
+from tests.distributed.coordinator.core.routers import check, held
 from tests.distributed.coordinator.fake_engine import BLOCK, CACHE_BLOCKS, FakeEngine, length_of, token_at
 
 PROMPTS = [
@@ -498,8 +499,8 @@ class World:
         self.touched = False
         open_requests = [request for client in core.peers.clients.values() for request in client.requests.values()]
         waiting = core.requests.texts.pending.values()
-        held = sum(each.charged for each in open_requests) + sum(each.size for each in waiting)
-        assert core.requests.admission.total_bytes == held, "what is charged is not what is held"
+        bytes_held = sum(each.charged for each in open_requests) + sum(each.size for each in waiting)
+        assert core.requests.admission.total_bytes == bytes_held, "what is charged is not what is held"
         for client in core.peers.clients.values():
             texts = sum(each.size for each in waiting if each.request.client is client)
             assert client.open_bytes == sum(each.charged for each in client.requests.values()) + texts
@@ -508,8 +509,8 @@ class World:
             assert sum(map(len, parts)) == len(request.open), "a sample is lost, or twice somewhere"
             assert set().union(*parts) == request.open
         for rank in core.peers.ranks.values():
-            held = sum(len(each.samples) for each in rank.assignments.values())
-            assert core.router.pending(rank.name) == held, f"load of {rank.name}"
+            assigned = sum(len(each.samples) for each in rank.assignments.values())
+            assert core.dispatcher.router.pending(rank.name) == assigned, f"load of {rank.name}"
             assert all(not each.request.closed for each in rank.assignments.values())
             assert all(each.request.client.identity in core.peers.clients for each in rank.assignments.values())
             for request in (each.request for each in rank.assignments.values() if each.request.client.catching_up):
@@ -520,7 +521,7 @@ class World:
         for call in core.control._calls.values():
             assert call.awaited.keys() <= core.peers.ranks.keys(), "a call waits for a rank that is gone"
         if self.events % 16 == 0:
-            core.router.check()
+            check(core.dispatcher.router)
 
     def check_agreement(self) -> None:
         """When nothing is on its way, coordinator and ranks have the same idea of who computes what."""
@@ -579,7 +580,7 @@ class World:
 
     def check_error(self, wanted: Wanted, error: RolloutError) -> None:
         """No request fails without a reason, and the reason is the true one."""
-        stopped = self.core.state is CoordinatorState.STOPPING
+        stopped = self.core.control.state is CoordinatorState.STOPPING
         reasons = {
             "RequestAbortedError": wanted.aborted or stopped,
             "EngineStateError": stopped,
@@ -672,12 +673,12 @@ class World:
         raise AssertionError("it never comes to rest")
 
     def go_on(self, operator: SimClient) -> None:
-        if self.core.state is CoordinatorState.SUSPENDED:
+        if self.core.control.state is CoordinatorState.SUSPENDED:
             self.call(operator, "resume")
-        if self.core.state is CoordinatorState.PAUSED:
+        if self.core.control.state is CoordinatorState.PAUSED:
             self.call(operator, "unpause")
-        held = any(each.held for rank in self.core.peers.ranks.values() for each in rank.assignments.values())
-        if self.core.dispatcher.too_new or held:
+        waits = any(each.held for rank in self.core.peers.ranks.values() for each in rank.assignments.values())
+        if self.core.dispatcher.too_new or waits:
             self.version += 1
             self.call(operator, SET_VERSION, self.version)
 
@@ -687,7 +688,7 @@ class World:
         return (
             not waiting
             and not any(peer.identity in dead for peer in self.core.peers)
-            and self.core.state in (CoordinatorState.RUNNING, CoordinatorState.STOPPING)
+            and self.core.control.state in (CoordinatorState.RUNNING, CoordinatorState.STOPPING)
             and all(call.done for call in self.all_calls if call not in self.barrier_calls())
         )
 
@@ -706,17 +707,17 @@ class World:
         assert self.core.dispatcher.queued_samples == 0
         for rank in self.core.peers.ranks.values():
             assert not rank.assignments
-            assert self.core.router.pending(rank.name) == 0
+            assert self.core.dispatcher.router.pending(rank.name) == 0
             sim = self.peers[rank.identity]
             assert isinstance(sim, SimRank)
             assert sim.session.num_open == 0, f"{sim.name} still computes {sim.session._assignments.of_sample.keys()}"
-            if self.core.router.hashes_wanted() and not self.config.deterministic_mode:
-                held = self.core.router.held(rank.name)
+            if self.core.dispatcher.router.hashes_wanted() and not self.config.deterministic_mode:
+                cached = held(self.core.dispatcher.router, rank.name)
                 if self.config.max_hashes_per_rank >= CACHE_BLOCKS:
-                    assert held == set(sim.engine.cache), f"{rank.name} holds {set(sim.engine.cache)}, not {held}"
+                    assert cached == set(sim.engine.cache), f"{rank.name} holds {set(sim.engine.cache)}, not {cached}"
                 else:
-                    assert held <= set(sim.engine.cache)
-        self.core.router.check()
+                    assert cached <= set(sim.engine.cache)
+        check(self.core.dispatcher.router)
         members = [each for each in self.clients if each.member is not None and each.alive and each.ready]
         everybody_came = {each.name for each in self.clients if each.member is not None} <= self.joined
         for client in members if everybody_came else []:

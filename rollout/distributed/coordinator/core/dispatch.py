@@ -228,7 +228,7 @@ class Dispatcher:
             elif ahead := self._ahead_of(request):
                 # The others do not wait for the few ranks that may compute it.
                 self._take_head(key)
-                (self.too_new if ahead == self._peers.rank_names() else passed_over).append(request)
+                (self.too_new if ahead == self._peers.by_name.keys() else passed_over).append(request)
             elif self._away:
                 blocked = key
             else:
@@ -242,9 +242,9 @@ class Dispatcher:
         if not asker.catching_up:
             return set()
         newest = max(asker.policy_version, asker.rank_version, request.newest_version)
-        if self._peers.has_rank(asker.name):
+        if asker.name in self._peers.by_name:
             # The member's own rank learns of an update before the next request tells of it.
-            newest = max(newest, self._peers.rank_named(asker.name).policy_version)
+            newest = max(newest, self._peers.by_name[asker.name].policy_version)
         return {rank.name for rank in self._peers.ranks.values() if rank.policy_version > newest}
 
     def _queue_of(self, request: OpenRequest) -> int:
@@ -271,7 +271,7 @@ class Dispatcher:
         exclude = self._unready | ahead if ahead else self._unready
         if blocked is not None:
             useless = {name for name, rank in self._away.items() if rank.policy_version < blocked}
-            exclude = exclude.union(self._peers.rank_names() - useless)
+            exclude = exclude.union(self._peers.by_name.keys() - useless)
         if self._away:
             version = request.newest_version
             exclude = exclude.union(
@@ -320,7 +320,7 @@ class Dispatcher:
         return request.hashes
 
     def _place(self, request: OpenRequest, placement: Placement, samples: list[int]) -> None:
-        rank = self._peers.rank_named(placement.rank)
+        rank = self._peers.by_name[placement.rank]
         index, blocks = self.router.index(rank.name), len(request.hashes or [])
         first, request.placed = not request.placed, True
         self.decisions.append(
