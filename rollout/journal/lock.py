@@ -15,9 +15,7 @@ from rollout.errors import EngineStateError
 
 FILE = "lock"
 _held: dict[tuple[int, int], int] = {}
-"""(device, inode) of the lock files held here → process id: a POSIX lock does not exclude its own process."""
-_folders: dict[tuple[int, int], int] = {}
-"""The same for the folders: removing the lock file must not admit a second writer."""
+"""(device, inode) of the folders locked here → process id: a POSIX lock does not exclude its own process."""
 
 
 class FolderLock:
@@ -29,58 +27,49 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / FILE
+        self._path = path = folder / FILE
         self._folder = _identity(os.stat(folder))
-        if _held_here(path) or _folders.get(self._folder) == os.getpid():
+        self._owner = 0
+        if _held.get(self._folder) == os.getpid():
             # Do not open the file: closing any descriptor of it would release this process's lock.
             raise EngineStateError(f"{folder} is open in this process already: close() the other one first")
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise EngineStateError(f"{path} is no regular file, and so no lock: remove it, or choose another folder")
         # O_NOFOLLOW: a planted symbolic link must not make this process overwrite another of its files.
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-        self._path = path
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-            self._key = _identity(os.fstat(self._file))
-        except BlockingIOError as exc:
+        except BaseException as exc:
             owner = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+            # Closing the file releases the lock.
             os.close(self._file)
-            raise EngineStateError(
-                f"{folder} is being written by {owner or 'another process'}: end that one first, or give this one a "
-                "folder of its own (each rank needs one)"
-            ) from exc
-        except BaseException:
-            # A full disk, for example; closing the file releases the lock.
-            os.close(self._file)
+            if isinstance(exc, BlockingIOError):
+                raise EngineStateError(
+                    f"{folder} is being written by {owner or 'another process'}: end that one first, or give this one a "
+                    "folder of its own (each rank needs one)"
+                ) from exc
             raise
-        _held[self._key] = _folders[self._folder] = os.getpid()
+        self._owner = _held[self._folder] = os.getpid()
 
     def release(self) -> None:
         """Release the lock. Idempotent; no-op in a forked child, which does not hold it."""
-        if _held.get(self._key) == os.getpid():
-            del _held[self._key]
-            _folders.pop(self._folder, None)
+        if self.is_mine():
+            self._owner = 0
+            del _held[self._folder]
             os.close(self._file)
 
     def is_mine(self) -> bool:
         """Whether this process holds the lock."""
-        return _held.get(self._key) == os.getpid()
+        return self._owner == os.getpid()
 
     def is_intact(self) -> bool:
         """Whether the lock's path still leads to the locked file."""
         try:
-            return _identity(os.stat(self._path, follow_symlinks=False)) == self._key
+            return _identity(os.stat(self._path, follow_symlinks=False)) == _identity(os.fstat(self._file))
         except OSError:
             return False
-
-
-def _held_here(path: Path) -> bool:
-    try:
-        return _held.get(_identity(os.stat(path, follow_symlinks=False))) == os.getpid()
-    except OSError:
-        return False
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -79,7 +79,7 @@ class World:
 
     def publish(self, key: str, value: bytes) -> None:
         """Publish a value to the other ranks."""
-        self.store.set(f"{self.prefix}/{key}", value)
+        self.store.set(f"{self.prefix}/{key}", value)  # type: ignore[arg-type]  # the stub lacks bytes
 
     def is_published(self, key: str) -> bool:
         """Whether a key has a value; False if the store's process has ended."""

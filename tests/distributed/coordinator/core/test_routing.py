@@ -175,7 +175,7 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
     for call in (
         lambda: router.ended("x"), lambda: router.assigned("x", [], 1), lambda: router.reported("x", [], [], False),
         lambda: router.version_changed("x"), lambda: router.remove_rank("x"), lambda: router.pending("x"),
-        lambda: router.index("x"), lambda: held(router, "x"), lambda: router.match("x", []),
+        lambda: router.index("x"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="rank 'x': is not here"):
             call()
