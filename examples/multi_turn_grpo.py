@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
-from rollout import DynamicInferenceRequest, InferenceConfig, RolloutManager, SamplingParams, StepResult
+from rollout import Advanced, DynamicInferenceRequest, InferenceConfig, RolloutManager, SamplingParams, StepResult
 from rollout.algorithms import group_advantages
 from trainer_hooks.optimizer import attach
 from trainer_hooks.wandb import WandbLogger
@@ -143,7 +143,9 @@ def main() -> None:
     problems = Problems(problems_of_three(), held_out=64 if options.quick else 256, seed=options.seed)
     report = Report(f"Multi-turn GRPO: a small Qwen3 and its calculator (seed {options.seed})", options.out)
     lessons = warm_up(model, tokenizer, problems, until=options.warm_up, batch_size=8 if options.quick else 64)
-    config = InferenceConfig(max_requests=GROUP * options.prompts, block_size_tokens=4, seed=options.seed)
+    config = InferenceConfig(
+        max_requests=GROUP * options.prompts, seed=options.seed, advanced=Advanced(block_size_tokens=4)
+    )
     with (
         RolloutManager(model, tokenizer, config) as rollout,
         WandbLogger("rollout-multi-turn", config=vars(options), directory=options.out) as logger,

@@ -30,7 +30,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from verifiers.v1.utils.loaders import load_environment
 
-from rollout import LLM, EpisodeBatch, InferenceConfig, ServerConfig
+from rollout import LLM, Advanced, EpisodeBatch, InferenceConfig, ServerConfig
 from rollout.algorithms import group_advantages
 from trainer_hooks.optimizer import attach
 from trainer_hooks.verifiers import trace_batch
@@ -177,7 +177,9 @@ def main() -> None:
     turns = teachers_turns(environment.taskset.skip(options.held_out), tokenizer.eos_token)
     lessons = Problems(turns, held_out=0, seed=options.seed)
     print(f"{warm_up(model, tokenizer, lessons, until=options.warm_up, fall=10)} lessons")
-    config = InferenceConfig(max_requests=GROUP * options.prompts, block_size_tokens=4, seed=options.seed)
+    config = InferenceConfig(
+        max_requests=GROUP * options.prompts, seed=options.seed, advanced=Advanced(block_size_tokens=4)
+    )
     with LLM(model, tokenizer, config) as llm, tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         server = llm.serve(ServerConfig(port=0, served_model_name="policy"), blocking=False)

@@ -51,71 +51,23 @@ def _are_origins(value: object) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceConfig(Options):
-    """Options of one engine. Frozen; validated at construction."""
+class Advanced(Options):
+    """Options of one engine for tuning and debugging: `InferenceConfig(advanced=Advanced(...))`. Frozen; validated."""
 
     block_size_tokens: int = 16
     """Tokens per KV block. At least 1."""
-
-    kv_cache_blocks: int | None = None
-    """Number of blocks in the KV pool, at least 1. None: as many as fit into `kv_cache_memory_gb`."""
-
-    kv_cache_memory_gb: float | None = None
-    """Size of the KV pool in GiB, above 0. Used only when `kv_cache_blocks` is None. None: computed from
-    `kv_cache_memory_fraction`."""
-
-    kv_cache_memory_fraction: float = 0.5
-    """Share of the memory free at construction that the KV pool may take, in (0, 1]: device memory, or host memory on a
-    CPU. Capped at the blocks that `max_requests` sequences of `max_sequence_length` tokens can use. On a GPU a pool that is
-    suspended around the optimizer can have more, say 0.85: what a step needs beside it is measured and left free, and a
-    resume takes what the trainer has left."""
-
-    max_sequence_length: int | None = None
-    """Maximum length of prompt + completion, in tokens. None: the model's `max_position_embeddings`."""
-
-    max_requests: int = 256
-    """Maximum number of active (running) sequences. At least 1."""
-
-    max_tokens_per_step: int | None = None
-    """Token budget of one forward; decodes are scheduled first, prefill chunks use the rest. At least `max_requests`. None:
-    8192 on CUDA, 2048 elsewhere, or `max_requests` if that is more."""
 
     state_slots: int | None = None
     """Number of recurrent states kept, for models with such layers (linear attention, state spaces, short convolutions), at
     least 1: one per running sequence, which limits how many run, and the others for prefix hits. None: two for each of
     `max_requests`, in at most half of the KV pool's memory."""
 
-    enable_prefix_caching: bool = True
-    """Share full KV blocks between requests with equal prefixes under the same policy version."""
-
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU
     """`lru`: unreferenced blocks stay cached until their memory is needed. `ref_zero`: a block is evicted when its last
     reference is released."""
 
-    kv_cache_host_memory_gb: float | None = None
-    """Size of a host tier of the prefix cache in GiB, above 0: blocks that the KV pool evicts are kept there, and loaded
-    when a prompt goes on from them. It is taken at construction (pinned memory, on CUDA), beside what a suspend takes. Not
-    for models with recurrent layers. None: evicted blocks are computed again."""
-
     image_cache_memory_gb: float = 0.25
     """Memory that keeps the vision tower's outputs for later turns, in GiB, above 0; `suspend` releases it."""
-
-    image_folder: str | None = None
-    """Folder that images named by path in chat messages may be read from. None: no file is read. Nothing is fetched."""
-
-    kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.OFFLOAD
-    """Default mode of `suspend`. `persist`: the KV cache stays on the device. `offload`: it is copied to host memory and
-    back. `recompute`: it is dropped and prefilled again."""
-
-    max_staleness: int | None = None
-    """Maximum number of weight updates between sampling a token and training on it, at least 0. None: unlimited."""
-
-    staleness_policy: StalenessPolicy = StalenessPolicy.PARTIAL
-    """Handling of a request that would exceed `max_staleness`. `partial`: it ends with the tokens it has. `requeue`: it
-    starts again from its prompt. `mask`: it continues, and its stale tokens are masked out of the loss."""
-
-    seed: int = 0
-    """Base seed of requests without a seed of their own. In [0, 2**63)."""
 
     track_generated_token_events: bool = False
     """Record one GENERATED_TOKEN event per token, at a cost in Python time per token."""
@@ -123,19 +75,6 @@ class InferenceConfig(Options):
     fused_forward: bool = True
     """On a CPU, run decoders of known families, LoRA included, through a fused C++ forward that reads the parameters
     of the module in place. False: run the module's own forward, as on CUDA."""
-
-    exact: bool = False
-    """Sample with log-probs that equal, bit for bit, those of the trainer's forward inside `with rollout.exact(model)`. On a
-    CPU, and as an experiment on a CUDA device, for Llama, Mistral, Qwen2 and Qwen3; others are refused."""
-
-    record_routes: bool = False
-    """Record the experts that every router of a mixture of experts chooses, in the KV blocks beside K and V, for
-    `RolloutBatch.routed_experts` and `with rollout.replay(batch, model)`. Steps run without CUDA graphs."""
-
-    speculation: bool = False
-    """Speculative decoding without a draft model: draft tokens are what followed the same tokens in the sequence, its
-    siblings and earlier completions of its prompt, as many as pay by measurement. Every token is the model's own draw, so
-    the output is that of plain decoding."""
 
     cuda_graphs: bool = True
     """On CUDA, capture decode steps as CUDA graphs and replay them. False: run the module's forward in every step."""
@@ -162,6 +101,83 @@ class InferenceConfig(Options):
     """Check before generating that no weight changed without an optimizer step. `sampled`: compare a few elements of every
     tensor. `full`: compare all elements. `off`: no check."""
 
+    control_timeout_s: float = 600.0
+    """Deadline of a control call (pause, suspend, resume, ...), in seconds. Above 0."""
+
+    _rules: ClassVar[Rules] = {
+        AT_LEAST_1: ("block_size_tokens",),
+        or_none(AT_LEAST_1): ("state_slots",),
+        FINITE: ("image_cache_memory_gb",),
+        ABOVE_0: ("control_timeout_s",),
+        one_of("sampled", "full", "off"): ("weight_fingerprints",),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceConfig(Options):
+    """Options of one engine. Frozen; validated at construction."""
+
+    kv_cache_blocks: int | None = None
+    """Number of blocks in the KV pool, at least 1. None: as many as fit into `kv_cache_memory_gb`."""
+
+    kv_cache_memory_gb: float | None = None
+    """Size of the KV pool in GiB, above 0. Used only when `kv_cache_blocks` is None. None: computed from
+    `kv_cache_memory_fraction`."""
+
+    kv_cache_memory_fraction: float = 0.5
+    """Share of the memory free at construction that the KV pool may take, in (0, 1]: device memory, or host memory on a
+    CPU. Capped at the blocks that `max_requests` sequences of `max_sequence_length` tokens can use. On a GPU a pool that is
+    suspended around the optimizer can have more, say 0.85: what a step needs beside it is measured and left free, and a
+    resume takes what the trainer has left."""
+
+    max_sequence_length: int | None = None
+    """Maximum length of prompt + completion, in tokens. None: the model's `max_position_embeddings`."""
+
+    max_requests: int = 256
+    """Maximum number of active (running) sequences. At least 1."""
+
+    max_tokens_per_step: int | None = None
+    """Token budget of one forward; decodes are scheduled first, prefill chunks use the rest. At least `max_requests`. None:
+    8192 on CUDA, 2048 elsewhere, or `max_requests` if that is more."""
+
+    enable_prefix_caching: bool = True
+    """Share full KV blocks between requests with equal prefixes under the same policy version."""
+
+    kv_cache_host_memory_gb: float | None = None
+    """Size of a host tier of the prefix cache in GiB, above 0: blocks that the KV pool evicts are kept there, and loaded
+    when a prompt goes on from them. It is taken at construction (pinned memory, on CUDA), beside what a suspend takes. Not
+    for models with recurrent layers. None: evicted blocks are computed again."""
+
+    image_folder: str | None = None
+    """Folder that images named by path in chat messages may be read from. None: no file is read. Nothing is fetched."""
+
+    kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.OFFLOAD
+    """Default mode of `suspend`. `persist`: the KV cache stays on the device. `offload`: it is copied to host memory and
+    back. `recompute`: it is dropped and prefilled again."""
+
+    max_staleness: int | None = None
+    """Maximum number of weight updates between sampling a token and training on it, at least 0. None: unlimited."""
+
+    staleness_policy: StalenessPolicy = StalenessPolicy.PARTIAL
+    """Handling of a request that would exceed `max_staleness`. `partial`: it ends with the tokens it has. `requeue`: it
+    starts again from its prompt. `mask`: it continues, and its stale tokens are masked out of the loss."""
+
+    seed: int = 0
+    """Base seed of requests without a seed of their own. In [0, 2**63)."""
+
+    exact: bool = False
+    """Sample with log-probs that equal, bit for bit, those of the trainer's forward inside `with rollout.exact(model)`. On a
+    CPU, and as an experiment on a CUDA device, for Llama, Mistral, Qwen2 and Qwen3; others are refused."""
+
+    record_routes: bool = False
+    """Record the experts that every router of a mixture of experts chooses, in the KV blocks beside K and V, for
+    `RolloutBatch.routed_experts` and `with rollout.replay(batch, model)`. Steps run without CUDA graphs."""
+
+    speculation: bool = False
+    """Speculative decoding without a draft model: draft tokens are what followed the same tokens in the sequence, its
+    siblings and earlier completions of its prompt, as many as pay by measurement. Every token is the model's own draw, so
+    the output is that of plain decoding."""
+
     autocast_dtype: Literal["bfloat16", "float16"] | None = None
     """Dtype of `torch.autocast` during rollouts: `bfloat16` or `float16`. None: the autocast state around the call, or the
     one that is part of the model's forward (accelerate)."""
@@ -173,24 +189,22 @@ class InferenceConfig(Options):
     inference_device: str | None = None
     """Sample from a copy of the weights on this device, such as `cuda:1`. None: the trainer's device."""
 
-    control_timeout_s: float = 600.0
-    """Deadline of a control call (pause, suspend, resume, ...), in seconds. Above 0."""
+    advanced: Advanced = Advanced()
+    """Options for tuning and debugging."""
 
     _rules: ClassVar[Rules] = {
-        AT_LEAST_1: ("block_size_tokens", "max_requests"),
-        or_none(AT_LEAST_1): ("kv_cache_blocks", "max_sequence_length", "max_tokens_per_step", "state_slots"),
+        AT_LEAST_1: ("max_requests",),
+        or_none(AT_LEAST_1): ("kv_cache_blocks", "max_sequence_length", "max_tokens_per_step"),
         or_none(ABOVE_0): ("kv_cache_memory_gb",),
         or_none(FINITE): ("kv_cache_host_memory_gb",),
-        ABOVE_0: ("control_timeout_s",),
-        FINITE: ("image_cache_memory_gb",),
         (lambda value: is_number(value) and 0 < value <= 1, "a number in (0, 1]"): ("kv_cache_memory_fraction",),
         or_none((lambda value: is_int(value) and value >= 0, "an integer of at least 0")): ("max_staleness",),
         SEED: ("seed",),
-        one_of("sampled", "full", "off"): ("weight_fingerprints",),
         one_of(None, "bfloat16", "float16"): ("autocast_dtype",),
         one_of(None, "float32", "bfloat16", "float16"): ("inference_dtype",),
         or_none((is_text, "a device")): ("inference_device",),
         or_none((is_text, "a folder")): ("image_folder",),
+        (lambda value: isinstance(value, Advanced), "Advanced(...)"): ("advanced",),
     }
 
     def __post_init__(self) -> None:
@@ -201,21 +215,24 @@ class InferenceConfig(Options):
         self._check(
             "record_routes", not (self.exact and self.record_routes), "False with exact=True, which has no routers"
         )
-        keeps = self.enable_prefix_caching and self.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU
+        advanced = self.advanced
+        keeps = (
+            self.enable_prefix_caching and advanced.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU
+        )
         self._check(
             "kv_cache_host_memory_gb",
             self.kv_cache_host_memory_gb is None or keeps,
             "None without enable_prefix_caching, or with prefix_caching_eviction_policy='ref_zero': nothing is kept then",
         )
-        reads = self.cuda_graphs and not (self.exact or self.record_routes)
+        reads = advanced.cuda_graphs and not (self.exact or self.record_routes)
         reads = reads and self.inference_dtype in (None, "float32")
-        self._check(
+        advanced._check(
             "autocast_weight_copies",
-            reads or not self.autocast_weight_copies,
+            reads or not advanced.autocast_weight_copies,
             "None with exact=True or record_routes=True, with a copy of another dtype (inference_dtype), and without "
             "cuda_graphs: nothing reads copies then",
         )
-        self._check("fused_forward", not self.exact or self.fused_forward, "True with exact=True")
+        advanced._check("fused_forward", not self.exact or advanced.fused_forward, "True with exact=True")
         self._check(
             "max_tokens_per_step",
             self.step_tokens >= self.max_requests,

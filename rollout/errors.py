@@ -259,17 +259,28 @@ class NamedOptions:
     """Base of dataclasses of options.
 
     Raises:
-        ConfigError: a keyword argument is none of the options; gives the nearest one.
+        ConfigError: a keyword argument is none of the options; gives the nearest one, also of a nested dataclass.
     """
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Check the names; values are checked by `__init__`."""
-        known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
-        for name in options:
-            if name not in known:
-                cure = did_you_mean(name, known, f"the options are {', '.join(known)}")
-                raise ConfigError(f"{cls.__name__}.{name}: there is no such option; {cure}")
-        return super().__new__(cls)
+        table = {each.name: each.default for each in fields(cls)}  # type: ignore[arg-type]
+        if options.keys() <= table.keys():
+            return super().__new__(cls)
+        nested = {
+            each.name: f"{cls.__name__}({name}={type(default).__name__}({each.name}={{!r}}))"
+            for name, default in table.items()
+            if isinstance(default, NamedOptions)
+            for each in fields(default)  # type: ignore[arg-type]
+        }
+        name = next(each for each in options if each not in table)
+        if name in nested:
+            raise ConfigError(f"{cls.__name__}.{name}: an advanced option; give {nested[name].format(options[name])}")
+        cure = did_you_mean(name, [*table, *nested], f"the options are {', '.join(table)}")
+        for each, code in nested.items():
+            if cure == f"did you mean {each}?":
+                cure = f"did you mean {code.format(options[name])}?"
+        raise ConfigError(f"{cls.__name__}.{name}: there is no such option; {cure}")
 
 
 # --- rules for the values of options ------------------------------------------------------------------------------------

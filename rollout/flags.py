@@ -10,7 +10,7 @@ import ast
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
 from functools import cache, partial
 from itertools import pairwise
 from textwrap import dedent
@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
-from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig
-from rollout.errors import ConfigError, did_you_mean
+from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig
+from rollout.errors import ConfigError, Options, did_you_mean
 
 API_KEY = "ROLLOUT_API_KEY"
 """Environment variable with the API key, read when no flag sets it."""
@@ -118,7 +118,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str], prog: str = 
     return ServeOptions(
         model=model,
         server=ServerConfig(**server),
-        engine=InferenceConfig(**vars(known.engine)),
+        engine=_engine(known),
         coordinator=_coordinator(
             vars(known.coordinator), model.use_coordinator or server["admin"] or model.data_parallel_size > 1
         ),
@@ -128,7 +128,11 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str], prog: str = 
 def parse_doctor(arguments: Sequence[str], prog: str = "rollout doctor") -> tuple[DoctorOptions, InferenceConfig]:
     """Parse the arguments after `rollout doctor`. Raises: see `parse`."""
     known = _parsed(_DOCTOR_GROUPS, arguments, prog, _ABOUT_DOCTOR)
-    return DoctorOptions(**vars(known.doctor)), InferenceConfig(**vars(known.engine))
+    return DoctorOptions(**vars(known.doctor)), _engine(known)
+
+
+def _engine(known: Any) -> InferenceConfig:
+    return InferenceConfig(**vars(known.engine), advanced=Advanced(**vars(known.advanced)))
 
 
 def _parsed(groups: Groups, arguments: Sequence[str], prog: str, about: str) -> Any:
@@ -151,7 +155,7 @@ def in_flags(message: str) -> str:
     """Replace configuration field names in an error message by their command-line flags."""
     for _, table, prefix in _GROUPS:
         if f"{table.__name__}." in message:
-            every = [option.name for option in fields(table)]
+            every = [option.name for option in _single(table)]
             # An ordinary word may equal a field name; one with an underscore, or followed by a value, is certainly a field.
             certain = "|".join(name for name in every if "_" in name)
             named = rf"\b(?:{table.__name__}\.)?(?:({'|'.join(every)})(?==)|({certain})\b)(?:=True\b)?"
@@ -190,11 +194,12 @@ _GROUPS: Groups = (
     ("model", ModelOptions, ""),
     ("server", ServerConfig, ""),
     ("engine", InferenceConfig, ""),
+    ("advanced", Advanced, ""),
     ("coordinator", CoordinatorConfig, "coordinator."),
 )
 """Title, dataclass and flag prefix; the coordinator's is prefixed because the engine and the server have equal names."""
 
-_DOCTOR_GROUPS: Groups = (("doctor", DoctorOptions, ""), ("engine", InferenceConfig, ""))
+_DOCTOR_GROUPS: Groups = (("doctor", DoctorOptions, ""), ("engine", InferenceConfig, ""), ("advanced", Advanced, ""))
 
 
 _TYPE_FORM: Any = Annotated
@@ -214,7 +219,7 @@ def _unchecked(options: type, prefix: str) -> type:
     """Return a dataclass with the same fields but without validation, which `parse` runs later; help is one paragraph."""
     types = get_type_hints(options)
     flags: list[tuple[str, Any, Any]] = []
-    for option in fields(options):
+    for option in _single(options):
         text = re.sub(
             r"`(\w+)`",
             lambda name: _flag(name[1], prefix) if name[1] in types else name[0],
@@ -233,11 +238,16 @@ def _unchecked(options: type, prefix: str) -> type:
 @cache
 def _every_flag(groups: Groups) -> tuple[str, ...]:
     options = [
-        (prefix, option) for _, table, prefix in groups for option in fields(table) if option.default is not MISSING
+        (prefix, option) for _, table, prefix in groups for option in _single(table) if option.default is not MISSING
     ]
     names = [_flag(option.name, prefix) for prefix, option in options]
     negated = [_flag("no_" + option.name, prefix) for prefix, option in options if isinstance(option.default, bool)]
     return ("-h", "--help", *names, *negated)
+
+
+def _single(table: type) -> list[Field[Any]]:
+    """Options of one value each, without a nested dataclass, which is a group of its own."""
+    return [option for option in fields(table) if not isinstance(option.default, Options)]
 
 
 def _flag(name: str, prefix: str) -> str:

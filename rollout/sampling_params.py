@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
-from inspect import signature
+from inspect import Parameter, signature
 from numbers import Integral, Real
 from typing import Any, Self, TypeVar, cast
 
@@ -459,20 +459,31 @@ def _must_be(given: object) -> str:
 Called = TypeVar("Called", bound=Callable[..., Any])
 
 
-def hints_at_options(method: Called) -> Called:
-    """Decorate a method so that an unknown keyword that is a sampling parameter raises a `TypeError` that says so."""
-    known = list(signature(method).parameters)
+def takes_options(method: Called) -> Called:
+    """Decorate a method so that fields of `SamplingParams` are keywords of it, in place of `sampling_params`.
+
+    Raises:
+        TypeError: an unknown keyword; or fields next to `sampling_params`.
+    """
+    shape = signature(method)
+    known = [name for name, each in shape.parameters.items() if each.kind is not Parameter.VAR_KEYWORD]
     options = [each.name for each in fields(SamplingParams)]
 
     @wraps(method)
     def checked(*args: Any, **named: Any) -> Any:
-        for name, value in named.items():
-            if name not in known:
-                ours = our_name(name)
-                cure = did_you_mean(name, known, f"the arguments are {', '.join(known[1:])}")
-                if ours in options:
-                    cure = f"pass it by sampling_params=SamplingParams({ours}={value!r})"
-                raise TypeError(f"{method.__name__}() got an unexpected keyword argument {name!r}; {cure}")
+        given = {name: named.pop(name) for name in [*named] if name not in known}
+        for name in given.keys() - set(options):
+            cure = did_you_mean(
+                name, [*known, *options], f"the arguments are {', '.join(known[1:])}, or SamplingParams'"
+            )
+            raise TypeError(f"{method.__name__}() got an unexpected keyword argument {name!r}; {cure}")
+        if given:
+            shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            if shape.bind_partial(*args, **named).arguments.get("sampling_params") is not None:
+                raise TypeError(
+                    f"{method.__name__}() got sampling_params and {shown}: pass one, such as SamplingParams({shown})"
+                )
+            named["sampling_params"] = SamplingParams(**given)
         return method(*args, **named)
 
     return cast(Called, checked)

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from tests.configs import engine_config
 from tests.models import VOCAB, float64_logprobs, greedy, make_model, trainer_logprobs
 
 Key = tuple[int, int]
@@ -71,7 +71,7 @@ def make_engine(
                                 "max_tokens_per_step": 64, "verify_model": False}  # fmt: skip
     seams = {} if allocate is None else {"allocate": allocate}
     chosen = shared_model(model) if isinstance(model, str) else model
-    return DynamicInferenceEngine(chosen, tokenizer, InferenceConfig(**(defaults | options)), **seams)
+    return DynamicInferenceEngine(chosen, tokenizer, engine_config(**(defaults | options)), **seams)
 
 
 def one_step_per_call(engine: DynamicInferenceEngine) -> None:

@@ -1,4 +1,4 @@
-"""Generates `docs/reference/` and `docs/protocol.md` from the code they describe.
+"""Generates `docs/reference/` from the code it describes.
 
 python -m tests.reference            says which pages differ from the code; exit status 1 if any does
 python -m tests.reference --write    writes them
@@ -19,8 +19,8 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any, get_type_hints
 
-from rollout import errors, metrics, state
-from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig
+from rollout import errors, metric_table, state
+from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig
 from rollout.distributed.protocol import messages
 from rollout.distributed.protocol.fields import Rule
 from rollout.requests.delta import COLUMNS, SampleDelta
@@ -34,10 +34,10 @@ def pages() -> dict[Path, str]:
     """Path of every generated page, and what it must hold."""
     return {
         DOCS / "reference" / "configuration.md": _page("Configuration", _configuration()),
-        DOCS / "reference" / "metrics.md": _page("Metrics", [_METRICS, metrics.describe()]),
+        DOCS / "reference" / "metrics.md": _page("Metrics", [_METRICS, metric_table.describe()]),
         DOCS / "reference" / "errors.md": _page("Errors", _docstring_blocks(errors)),
         DOCS / "reference" / "states.md": _page("States", _docstring_blocks(state)),
-        DOCS / "protocol.md": _page("Protocol", _protocol()),
+        DOCS / "reference" / "protocol.md": _page("Protocol", _protocol()),
     }
 
 
@@ -55,7 +55,7 @@ def _configuration() -> list[str]:
     parts = [
         "An unknown name is a `ConfigError` that gives the nearest one, a value out of range one that gives value and rule."
     ]
-    for options in (InferenceConfig, SamplingParams, CoordinatorConfig, ServerConfig):
+    for options in (InferenceConfig, Advanced, SamplingParams, CoordinatorConfig, ServerConfig):
         parts += [f"## {options.__name__}", "\n".join(_rows(options))]
     return parts
 
@@ -66,8 +66,8 @@ def _rows(options: type[Any]) -> Iterator[str]:
     docs = _field_docs(options)
     for option in fields(options):
         default = option.default_factory() if option.default_factory is not MISSING else option.default
-        shown = default.value if isinstance(default, Enum) else default
-        cells = (f"`{option.name}`", f"`{option.type}`", f"`{shown!r}`", docs[option.name])
+        shown = "Advanced()" if default == Advanced() else repr(default.value if isinstance(default, Enum) else default)
+        cells = (f"`{option.name}`", f"`{option.type}`", f"`{shown}`", docs[option.name])
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

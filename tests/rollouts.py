@@ -11,14 +11,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from rollout.config import InferenceConfig
 from rollout.engine.scheduling.scheduler import ScheduledStep, StepTokens
 from rollout.engine.scheduling.sequences import Sequence
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
-from rollout.metrics import LOGGED
+from rollout.metric_table import LOGGED
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from tests.configs import engine_config
 
 LOGGED_BY_DEFAULT = set(LOGGED) - {"rollout/draft_acceptance", "rollout/draft_accepted_length"}
 """What a run without speculation logs: a ratio of nothing is left out."""
@@ -32,7 +32,7 @@ def make_rollout(model: PreTrainedModel, tokenizer: Any = None, **options: Any) 
     seams = {name: options.pop(name) for name in ("clock", "journal", "coordinator") if name in options}
     defaults: dict[str, Any] = {"kv_cache_blocks": 256, "block_size_tokens": 4, "max_requests": 16,
                                 "max_tokens_per_step": 64, "verify_model": False}  # fmt: skip
-    return RolloutManager(model, tokenizer, InferenceConfig(**(defaults | options)), **seams)
+    return RolloutManager(model, tokenizer, engine_config(**(defaults | options)), **seams)
 
 
 def update(model: PreTrainedModel, rollout: RolloutManager | None = None, seed: int = 0, size: float = 0.02) -> None:

@@ -21,14 +21,14 @@ import psutil
 import pytest
 
 from rollout import __main__ as command_line
-from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig, __version__
+from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig, __version__
 from rollout.errors import ConfigError, EngineDeadError
 from rollout.flags import API_KEY, ModelOptions, ServeOptions, parse
 from rollout.state import PrefixCachingCoordinatorPolicy, StalenessPolicy
 from tests.models import make_model, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
-FLAT = (ModelOptions, ServerConfig, InferenceConfig)
+FLAT = (ModelOptions, ServerConfig, InferenceConfig, Advanced)
 
 
 def read(*arguments: str, **environment: str) -> ServeOptions:
@@ -90,12 +90,16 @@ def test_every_field_is_a_flag_of_its_type(table):
     words, values = [], {}
     for field in dataclasses.fields(table):
         # Exact mode refuses most other options, a host tier those that cache no prefix.
-        if field.default is not dataclasses.MISSING and field.name not in ("exact", "kv_cache_host_memory_gb"):
+        if field.default is not dataclasses.MISSING and field.name not in (
+            "exact",
+            "kv_cache_host_memory_gb",
+            "advanced",
+        ):
             given, values[field.name] = other_value(field)
             name = ("no_" if field.default is True else "") + field.name
             words += [prefix + name.replace("_", "-"), *given]
     options = read(*words, *["--data-parallel-size", "2"] * (table is CoordinatorConfig))
-    parts = {type(part): part for part in (options.model, options.server, options.engine, options.coordinator)}
+    parts = {type(part): part for part in (*vars(options).values(), options.engine.advanced)}
     found = {name: getattr(parts[table], name) for name in values}
     assert found == values
     assert [type(found[name]) for name in values if not isinstance(found[name], str)] == [
@@ -134,7 +138,7 @@ def test_the_help_is_grouped_fits_the_terminal_and_says_what_the_docstrings_say(
     text = help_text(monkeypatch, capsys, columns)
     assert max(len(line) for line in text.splitlines()) <= columns
     titles = re.findall(r"^[╭─ ]*(\w+) options[╮─ ]*$", text, re.MULTILINE)
-    assert titles == ["model", "server", "engine", "coordinator"]
+    assert titles == ["model", "server", "engine", "advanced", "coordinator"]
     lines = [line.strip("│| ") for line in text.splitlines()]
     flowing = " ".join(" ".join(lines).split())
     assert "a-secret-of-mine" not in text
@@ -631,7 +635,7 @@ def test_ctrl_c_while_it_loads_is_130_without_a_traceback(folder):
 def test_the_doctor_prints_a_page_or_json_and_takes_the_engines_options(folder, capsys):
     assert command_line.main(["doctor", str(folder), "--kv-cache-blocks", "12", "--device", "cpu"]) == 0
     page = capsys.readouterr().out
-    assert f"{12 * InferenceConfig().block_size_tokens:,} tokens fit, in 12 blocks" in page
+    assert f"{12 * InferenceConfig().advanced.block_size_tokens:,} tokens fit, in 12 blocks" in page
     assert "decode of 2 sequences of 32 tokens" in page
     assert command_line.main(["doctor", str(folder), "--json", "--no-measure", "--device", "cpu"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -168,7 +168,7 @@ def test_generated_pages_equal_the_code():
 
 
 def test_every_folder_of_the_package_is_named_once_in_the_architecture():
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 120
     table = text.split("\n## ")[0]
     folders = {path.parent.relative_to(ROOT / "rollout") for path in (ROOT / "rollout").rglob("__init__.py")}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout import InferenceConfig, RolloutManager
+from rollout import Advanced, InferenceConfig, RolloutManager
 from tests.distributed.job.nursery import Nursery
 from tests.example_runs import fork_example, run_example
 from tests.rollouts import LOGGED_BY_DEFAULT
@@ -181,7 +181,7 @@ def test_the_ratio_of_the_first_step_is_one_also_where_sampling_is_truncated(
     problems = arithmetic.Problems(arithmetic.sums(), held_out=4, seed=0)
     options = argparse.Namespace(steps=1, prompts=4, lr=1e-3, **truncated)
     subject = example.ActorCritic(model) if name == "ppo" else model
-    config = InferenceConfig(kv_cache_blocks=64, max_requests=32, verify_model=False)
+    config = InferenceConfig(kv_cache_blocks=64, max_requests=32, advanced=Advanced(verify_model=False))
     with RolloutManager(model, tokenizer, config) as rollout:
         batch = next(getattr(example, name)(subject, rollout, problems, options)).batch
         # Observed before the first update.

@@ -1,4 +1,4 @@
-"""The README and `docs/performance.md` say what `docs/figures.json` holds."""
+"""The README and `docs/explanation/performance.md` say what `docs/figures.json` holds."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_a_stage_that_fails_is_a_finding_and_the_next_one_runs(tmp_path: Path, m
 
 
 def test_the_calls_of_the_documentation_have_all_stages_and_time_for_them() -> None:
-    text = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / "testing.md").read_text(encoding="utf-8")
     calls = [line.split()[3:] for line in text.splitlines() if "tests.gpu_first_run" in line and "--seconds" in line]
     stages = [[word for word in call[: call.index("--out")] if word in LIMITS] for call in calls]
     assert sorted(name for chosen in stages for name in chosen) == sorted(LIMITS)

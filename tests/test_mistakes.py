@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import rollout
-from rollout import LLM, InferenceConfig, RolloutManager, SamplingParams
+from rollout import LLM, Advanced, InferenceConfig, RolloutManager, SamplingParams
 from tests.models import make_model, make_tokenizer
 from tests.rollouts import make_rollout, update
 from trainer_hooks import accelerate as accelerate_hook
@@ -39,7 +39,8 @@ def world(tmp_path) -> Iterator[dict[str, Any]]:
     yield {
         "rollout": rollout, "model": model, "tokenizer": tokenizer, "manager": manager, "P": PROMPTS, "brief": BRIEF,
         "batch": manager.generate(PROMPTS, BRIEF), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "RolloutManager": RolloutManager, "InferenceConfig": InferenceConfig, "SamplingParams": SamplingParams, "LLM": LLM,
+        "RolloutManager": RolloutManager, "InferenceConfig": InferenceConfig, "Advanced": Advanced,
+        "SamplingParams": SamplingParams, "LLM": LLM,
         "GenerationConfig": GenerationConfig, "AutoModelForCausalLM": AutoModelForCausalLM, "AutoTokenizer": AutoTokenizer,
         "config": InferenceConfig(kv_cache_blocks=64), "settings": {"kv_cache_blocks": 64}, "attach": optimizer_hook.attach,
         "attach_tree": tree_hook.attach,
@@ -60,15 +61,17 @@ TABLE = [
     ("InferenceConfig(max_model_len=64)", ValueError, "did you mean max_sequence_length?", None),
     ("InferenceConfig(max_num_seqs=64)", ValueError, "did you mean max_requests?", None),
     ("InferenceConfig(kv_cache_memory=1)", ValueError, "did you mean kv_cache_memory_gb?", None),
-    ("manager.generate(P, n=4)", TypeError, "unexpected keyword argument 'n'",
-     (r"sampling_params=SamplingParams\(.*\)", "manager.generate(P, {})")),
-    ("manager.generate(P, max_new_tokens=4)", TypeError, "'max_new_tokens'",
-     (r"sampling_params=SamplingParams\(.*\)", "manager.generate(P, {})")),
-    ("manager.submit(P, temperature=0.5)", TypeError, "'temperature'",
-     (r"sampling_params=SamplingParams\(.*\)", "manager.generate(P, {}, min_groups=0)")),
+    ("InferenceConfig(verify_model=False)", ValueError, "an advanced option",
+     (r"InferenceConfig\(.*\)", "{}")),
+    ("config.replace(verify_modl=False)", ValueError, "there is no such option; did you mean",
+     (r"InferenceConfig\(.*\)", "{}")),
+    ("InferenceConfig(page_size=8)", ValueError, "InferenceConfig(advanced=Advanced(block_size_tokens=8))?", None),
+    ("InferenceConfig(advanced={'verify_model': False})", ValueError, "must be Advanced(...)", None),
+    ("manager.generate(P, max_new_tokens=4)", TypeError, "did you mean max_tokens?", None),
     ("manager.generate(P, time_out_s=4)", TypeError, "did you mean timeout_s?", None),
-    ("manager.run(P, None, max_tokens=4)", TypeError, "sampling_params=SamplingParams(max_tokens=4)", None),
-    ("manager.generate_scored(P, len, n=4, groups=1)", TypeError, "sampling_params=SamplingParams(n=4)", None),
+    ("manager.submit(P, temprature=0.5)", TypeError, "did you mean temperature?", None),
+    ("manager.generate(P, SamplingParams(n=2), max_tokens=4)", TypeError, "got sampling_params and max_tokens=4",
+     (r"SamplingParams\(.*?\)", "manager.generate(P, {})")),
     ("manager.generate(P, {'n': 2, 'max_new_tokens': 3})", TypeError, "SamplingParams(n=2, max_tokens=3)",
      (r"SamplingParams\(.*\)", "manager.generate(P, {})")),
     ("manager.generate(P, GenerationConfig(max_new_tokens=3))", TypeError, "SamplingParams(max_tokens=3, temperature=0)",

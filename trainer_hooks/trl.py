@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerState
 
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from rollout.manager.rounds import OnError
 from rollout.state import Mode

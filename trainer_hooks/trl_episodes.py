@@ -40,7 +40,7 @@ def episode_rollout_func(
         if len(batch) != len(prompts):
             raise ValueError(
                 f"{len(batch)} rows of {len(prompts)} episodes: TRL takes one row per episode; do not edit the history, or "
-                "train with a loop of your own (docs/episodes.md)"
+                "train with a loop of your own (docs/how-to/agents.md)"
             )
         end = manager.tokenizer.eos_token_id
         sampled = [

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rollout.config import InferenceConfig
+from rollout.engine.blocks.pages import one_group
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes
@@ -34,17 +35,14 @@ from rollout.engine.models.model_support import (
 )
 from rollout.engine.models.routers import Routers, routers_of
 from rollout.engine.multimodal.vision import Vision
-from rollout.engine.parts.admission import Admission
 from rollout.engine.parts.context import DynamicInferenceContext, pool_size, spare_bytes, state_slots
 from rollout.engine.parts.control import EngineControl
 from rollout.engine.parts.controller import TextGenerationController
-from rollout.engine.parts.failures import FailureContainment
 from rollout.engine.parts.inspection import Inspection
 from rollout.engine.parts.intake import Intake
 from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
-from rollout.engine.parts.peers import GroupMember, Peers
-from rollout.engine.parts.staleness import Staleness
+from rollout.engine.parts.peers import Peers
 from rollout.engine.parts.stepper import Stepper
 from rollout.engine.training.kernels import kernels_on
 from rollout.engine.training.paged_forward import run_exactly
@@ -61,13 +59,7 @@ CUDA_STEP_TOKENS = 8192
 
 @dataclass(frozen=True, eq=False)
 class EngineBase:
-    """The parts of an engine that stay when the others are built again.
-
-    Attributes:
-        adapters: LoRA adapters that requests may name.
-        tokenizer, clock, allocate: as given to the engine.
-        tap: where a trace of this process is told of the engine.
-    """
+    """The parts of an engine that stay when the others are built again; see `DynamicInferenceEngine`."""
 
     config: InferenceConfig
     guard: WeightsGuard
@@ -93,27 +85,18 @@ class EngineBase:
 
 @dataclass(frozen=True, eq=False)
 class EngineParts:
-    """The parts of one engine that depend on its model.
-
-    Attributes:
-        config: the engine's, with the token budget of a step filled in.
-        max_sequence_length: longest prompt with its completion, in tokens.
-        states: states of recurrent layers; None: the model has none.
-    """
+    """The parts of one engine that depend on its model; `max_sequence_length` limits prompt and completion together."""
 
     config: InferenceConfig
     max_sequence_length: int
     cache: KVCache
-    states: StatePool | None
     context: DynamicInferenceContext
     controller: TextGenerationController
-    admission: Admission
     ledger: Ledger
     stepper: Stepper
     intake: Intake
     control: EngineControl
     inspection: Inspection
-    member: GroupMember
     watch: ModelWatch
 
 
@@ -136,12 +119,12 @@ def build(base: EngineBase) -> EngineParts:
     cache, states, context = _memory(base, config, model, layout, longest, routers)
     runner = _runner(base, config, model, layout, longest, routers, cache, states, context)
     controller = TextGenerationController(model, base.tokenizer, layout, runner, config.image_folder)
-    parts = _assemble(base, config, model, longest, cache, states, context, controller)
-    # Kernels of exact mode that do not compile would fail the requests of the first step.
-    if config.verify_model or (config.exact and layout.device.type == "cuda"):
-        room = min(longest, cache.num_blocks // cache.num_groups * config.block_size_tokens)
+    parts = _assemble(base, config, model, longest, cache, context, controller)
+    # If kernels of exact mode do not compile, this fails here and not in the first step.
+    if config.advanced.verify_model or (config.exact and layout.device.type == "cuda"):
+        room = min(longest, cache.num_blocks // cache.num_groups * config.advanced.block_size_tokens)
         controller.verify_model(room, peers.all_hold)
-    # The pools of a group are of one size, which was agreed on; in lock-step a trial that fails would end the group.
+    # The ranks of a group have agreed on one size of the pool, and a failing trial would end a lock-step group.
     if peers.everyone is None:
         context.keep_free(peak_bytes(runner, config.step_tokens, longest, config.max_requests))
     return parts
@@ -154,12 +137,12 @@ def rebuilt(base: EngineBase, before: EngineParts) -> EngineParts:
     """
     with interrupt_deferred(), base.lifecycle.lock:
         records, cache, runner = before.inspection.snapshot(), before.cache, before.controller.runner
-        # Like the KV, graphs and copies of weights give way to the new parts, which measure what is free.
+        # KV, graphs and copies of weights are freed first, because the new parts measure free memory.
         runner.order.settle()
         runner.release_workspace(graphs=True)
         before.context.suspend(KVCacheManagementMode.RECOMPUTE, keep_prefix_cache=False)
         host_slots = cache.host_slots
-        # The host may not have memory for a second tier next to it, and it is empty now.
+        # The host tier is empty now, and the host may not have memory for a second one.
         cache.release_host_blocks()
         try:
             with plain_tensors(), base.under_autocast():
@@ -214,13 +197,13 @@ def _memory(
     slots = state_slots(config, layout.states, layout.device) if layout.states else 0
     state_bytes = slots * sum(each.num_bytes for each in layout.states)
     groups = layout.groups(longest)
-    # The members of a tensor-parallel group follow the first one's ids of blocks or pages, which stand for memory.
-    if not peers.least(groups is not None):
-        groups = None
+    # Members of a tensor-parallel group use the first rank's ids of pages.
+    if not peers.least(groups.limited):
+        groups = one_group(len(layout.layers))
     blocks = peers.least(pool_size(config, layout, longest, routes, state_bytes, groups))
     memory = _pool_memory(base, layout.device)
     cache = KVCache(
-        layout.layers, blocks, config.block_size_tokens, layout.kv_dtype, layout.device, memory.allocate, routes,
+        layout.layers, blocks, config.advanced.block_size_tokens, layout.kv_dtype, layout.device, memory.allocate, routes,
         memory.release, groups,
     )  # fmt: skip
     if config.kv_cache_host_memory_gb is not None:
@@ -236,7 +219,7 @@ def _memory(
         # Routes of a whole sequence are read from its blocks at its end.
         context.scheduler.table.read_routes = cache.read_routes
     else:
-        context.scheduler.limit_reach(layout.reach)
+        context.scheduler.blocks.limit_reach(layout.reach)
     return cache, states, context
 
 
@@ -256,12 +239,12 @@ def _runner(
     vision = Vision(
         model,
         layout.device,
-        int(config.image_cache_memory_gb * 1024**3),
+        int(config.advanced.image_cache_memory_gb * 1024**3),
         min(config.step_tokens, longest),
         together=None if peers.leader is None else peers.leader.encode,
     )
-    # Collectives inside a forward are not captured, and neither are addresses that change with each gathering.
-    captured = config.cuda_graphs and routers is None and peers.everyone is None and weights.fixed_addresses
+    # Graphs capture neither collectives nor weights whose addresses change.
+    captured = config.advanced.cuda_graphs and routers is None and peers.everyone is None and weights.fixed_addresses
     graphed_rows = config.max_requests * captured * (states is None)
     runner = ModelRunner(
         model,
@@ -269,7 +252,7 @@ def _runner(
         cache,
         context.scheduler.table,
         vision,
-        fused=config.fused_forward,
+        fused=config.advanced.fused_forward,
         split=peers.everyone is not None or weights.tensor_parallel_mesh is not None,
         exact=config.exact,
         graphed_rows=0 if config.exact else graphed_rows,
@@ -301,7 +284,6 @@ def _assemble(
     model: nn.Module,
     longest: int,
     cache: KVCache,
-    states: StatePool | None,
     context: DynamicInferenceContext,
     controller: TextGenerationController,
 ) -> EngineParts:
@@ -311,22 +293,13 @@ def _assemble(
     # Refuses adapters that cannot be sampled.
     watch.variant()
     ledger = Ledger(scheduler, controller, clock, tap)
-    admission = Admission(config, controller, longest, clock, cache.routes)
-    failures = FailureContainment(context, controller, ledger, admission, lifecycle, clock)
-    staleness = Staleness(config, scheduler, ledger, admission, failures)
-    stepper = Stepper(scheduler, controller, ledger, failures, watch, tap, lifecycle.lock)
+    intake = Intake(config, lifecycle, controller, scheduler, ledger, watch, longest, clock, cache.routes)
+    stepper = Stepper(context, controller, intake, ledger, lifecycle, base.peers, watch, tap, clock)
     control = EngineControl(
-        config, lifecycle, base.guard, base.adapters, watch, controller, context, ledger, staleness, tap, clock
+        config, lifecycle, base.guard, base.adapters, watch, controller, context, ledger, intake, tap, clock
     )
-    inspection = Inspection(
-        config, longest, lifecycle, base.guard, controller, context, cache, states, ledger, staleness, stepper, watch,
-    )  # fmt: skip
-    intake = Intake(lifecycle, controller, scheduler, admission, ledger, watch)
-    member = GroupMember(base.peers, lifecycle, controller, failures)
-    return EngineParts(
-        config, longest, cache, states, context, controller, admission, ledger, stepper, intake, control, inspection, member,
-        watch,
-    )  # fmt: skip
+    inspection = Inspection(config, longest, lifecycle, base.guard, controller, context, ledger, stepper, watch)
+    return EngineParts(config, longest, cache, context, controller, ledger, stepper, intake, control, inspection, watch)
 
 
 def _keep_host_blocks(cache: KVCache, peers: Peers, gib: float) -> None:
@@ -383,7 +356,7 @@ def _pool_memory(base: EngineBase, device: torch.device) -> PoolMemory:
     """Memory of one pool."""
     if base.allocate is not zeros:
         return PoolMemory(base.allocate)
-    return pool_memory(device, virtual=base.config.virtual_memory)
+    return pool_memory(device, virtual=base.config.advanced.virtual_memory)
 
 
 def check_arguments(model: object, tokenizer: object, config: object) -> None:

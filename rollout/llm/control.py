@@ -21,8 +21,8 @@ from rollout.engine.parts.holds import BLOCK, UPDATE, HoldLevel
 from rollout.errors import ConfigError, ControlError, EngineStateError
 from rollout.llm.requests import Service
 from rollout.llm.service import EngineService
-from rollout.manager.batch import RolloutBatch
-from rollout.manager.token_scores import Sequences, TokenScores, score_by
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.scores import Sequences, TokenScores, score_by
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState, KVCacheManagementMode, Mode
 from rollout.threads.loop_thread import LoopThread

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout.distributed.client.futures import Readers, RequestFuture, RequestStream
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.requests.growth import growth
+from rollout.requests.delta import growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams

@@ -203,7 +203,7 @@ class EngineLoop:
             while self._wait():
                 if leader is not None:
                     leader.beat()
-                    self._next_beat = time.monotonic() + self.engine.config.control_timeout_s
+                    self._next_beat = time.monotonic() + self.engine.config.advanced.control_timeout_s
                 self._steps()
             self.engine.lifecycle.refuse_when_stopped()
 
@@ -301,7 +301,7 @@ class EngineLoop:
 
     def _free_id(self, number: int) -> int | None:
         # The engine may serve other callers too.
-        return None if self.engine.parts.intake.has(number) else number
+        return None if number in self.engine.parts.ledger.live else number
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -345,7 +345,7 @@ class FollowerLoop(EngineLoop):
     """Follows the first rank until that shuts down; takes no requests."""
 
     def _compute(self) -> None:
-        self.engine.parts.member.follow()
+        self.engine.parts.stepper.follow()
 
     def close(self) -> None:
         """Wait until the first rank has shut down; without this rank it could compute nothing. Harmless when repeated."""

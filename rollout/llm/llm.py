@@ -39,7 +39,7 @@ from rollout.llm.engine_loop import EngineLoop, FollowerLoop
 from rollout.llm.requests import LLMRequests, OnError, Params, Requests, Samples
 from rollout.llm.service import EngineService, options_of_coordinator
 from rollout.requests.prompt import Prompt
-from rollout.sampling_params import hints_at_options
+from rollout.sampling_params import takes_options
 from rollout.state import EngineState, Mode
 from rollout.threads.blocking import blocking, called, on_thread, read, threaded
 from rollout.threads.loop_thread import LoopThread
@@ -210,7 +210,7 @@ class AsyncLLM(LLMRequests):
         if not isinstance(self._service, EngineService) or self._service.closed:
             why = "it was shut down" if self._service.closed else "direct mode has no coordinator to connect to"
             raise EngineStateError(f"client() of an LLM: {why}; build the LLM with use_coordinator=True")
-        return self._service.member.coordinator.client(name, self.config.control_timeout_s)
+        return self._service.member.coordinator.client(name, self.config.advanced.control_timeout_s)
 
     @property
     def is_primary_rank(self) -> bool:
@@ -303,15 +303,17 @@ class LLM:
         self.model, self.tokenizer, self.config = inner.model, inner.tokenizer, inner.config
         self._control = inner.blocking
 
-    @hints_at_options
+    @takes_options
     def generate(
         self,
+        /,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         *,
         priority: int = 0,
         timeout_s: float | None = None,
         on_error: OnError = "raise",
+        **fields: Any,
     ) -> Samples:
         """As `AsyncLLM.generate`, but always a list. Ctrl-C ends the requests."""
         results = self._run(

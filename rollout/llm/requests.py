@@ -19,7 +19,7 @@ from rollout.engine.parts.controller import TextGenerationController
 from rollout.errors import ConfigError, InvalidRequestError, RequestError, RolloutError
 from rollout.requests.prompt import Prompt, normalized
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams, hints_at_options, one_each
+from rollout.sampling_params import SamplingParams, one_each, takes_options
 from rollout.state import EngineState, FinishReason, Status
 from rollout.threads.blocking import called
 from rollout.threads.loop_thread import LoopThread
@@ -75,15 +75,17 @@ class Requests:
         self._engine, self._loop, self.service, self.direct, self.admit = engine, loop, service, direct, admit
         self._numbers, self._calls = count(), count()
 
-    @hints_at_options
+    @takes_options
     def submit(
         self,
+        /,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
         timeout_s: float | None = None,
         client: Hashable = None,
+        **fields: Any,
     ) -> RequestFuture:
         """Submit one prompt and return a future of its n samples; from any thread.
 
@@ -92,6 +94,7 @@ class Requests:
             timeout_s: the request fails after so many seconds. None: never.
             client: within a priority, clients with waiting requests get equal shares of the tokens, and the requests of
                 one client run in order of arrival. None: this request is a client of its own. Direct mode only.
+            fields: fields of `SamplingParams` in place of `sampling_params`: `submit(prompt, n=8)`.
 
         Returns:
             A future of the list of samples: `await` it on any event loop, or call `result(timeout_s)` in a thread. It
@@ -110,9 +113,10 @@ class Requests:
         options = self._options(priority, timeout_s, client)
         return self._submit(prompt, self._engine.check_request(prompt, params), params, options)
 
-    @hints_at_options
+    @takes_options
     def stream(
         self,
+        /,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
@@ -120,6 +124,7 @@ class Requests:
         timeout_s: float | None = None,
         interval: int | None = 1,
         client: Hashable = None,
+        **fields: Any,
     ) -> RequestStream[TextDelta]:
         """Submit one prompt and stream its n samples: `async for delta in llm.stream(prompt)`.
 
@@ -187,21 +192,24 @@ class Requests:
         except InvalidRequestError as exc:
             raise exc.at(f"prompts[{position}]: ") from exc
 
+    @takes_options
     async def generate(
         self,
+        /,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         *,
         priority: int = 0,
         timeout_s: float | None = None,
         on_error: OnError = "raise",
+        **fields: Any,
     ) -> DynamicInferenceRequest | Samples:
         """Sample completions. Cancelling the task ends the requests.
 
         Args:
             prompts: a text, token ids, chat messages, or a list of one of these; `[]` gives `[]`.
             sampling_params: for all prompts, or one per prompt.
-            priority, timeout_s: of each, as `submit` has them.
+            priority, timeout_s, fields: as in `submit`, for every prompt.
             on_error: `raise`: the first failure, once all have ended. `return`: failed samples have their `error`.
 
         Returns:

@@ -227,7 +227,9 @@ class EngineService(JobRequests):
         self._thread.start()
 
     def _new_client(self, address: str, keys: JobKeys | None) -> InferenceClient:
-        return InferenceClient(address, name="llm", keys=keys, control_timeout_s=self.engine.config.control_timeout_s)
+        return InferenceClient(
+            address, name="llm", keys=keys, control_timeout_s=self.engine.config.advanced.control_timeout_s
+        )
 
     def control_all(self, ask: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> Future[T]:
         """A control call that no rank may miss: `ask` is called when every rank has joined once.
@@ -238,7 +240,7 @@ class EngineService(JobRequests):
 
         async def when_joined(client: InferenceClient) -> T:
             if not self._all_joined:
-                await _joined(client, self.world_size, self.engine.config.control_timeout_s)
+                await _joined(client, self.world_size, self.engine.config.advanced.control_timeout_s)
                 self._all_joined = True
             return await ask(client)
 

@@ -26,28 +26,26 @@ from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.job.world import World
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.explain.explanation import Explanation
+from rollout.engine.explain import Explanation
 from rollout.engine.parts.context import MemoryMove
 from rollout.errors import ConfigError, EngineStateError
 from rollout.journal.journal import Journal
-from rollout.manager.batch import RolloutBatch
-from rollout.manager.choose_backend import choose_backend
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.images import ImageLayout
+from rollout.manager.batch.scores import Sequences, TokenScores, score_by
 from rollout.manager.episodes.batch import EpisodeBatch
 from rollout.manager.episodes.environment import EnvironmentFactory, Play
 from rollout.manager.episodes.episode import Episode
-from rollout.manager.episodes.runs import EpisodeRuns
 from rollout.manager.generation import Generation
-from rollout.manager.images import ImageLayout
-from rollout.manager.keeping import rewards_differ
+from rollout.manager.parallel import choose_backend
 from rollout.manager.rounds import OnError, Rounds
-from rollout.manager.scoring.batch import PromptTask, Reward, ScoredBatch, ScoredSample
-from rollout.manager.scoring.scoring import Scoring
-from rollout.manager.token_scores import Sequences, TokenScores, score_by
+from rollout.manager.runs import EpisodeRuns
+from rollout.manager.scoring import PromptTask, Reward, ScoredBatch, ScoredSample, Scoring, rewards_differ
 from rollout.manager.traces import traced
 from rollout.manager.updates import Updates
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams, hints_at_options
+from rollout.sampling_params import SamplingParams, takes_options
 from rollout.state import Mode
 from rollout.threads.diagnosis import watch
 
@@ -137,9 +135,10 @@ class RolloutManager:
         """Weight updates so far."""
         return self.engine.policy_version
 
-    @hints_at_options
+    @takes_options
     def generate(
         self,
+        /,
         prompts: Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
@@ -148,6 +147,7 @@ class RolloutManager:
         on_error: OnError = "raise",
         progress: bool | None = None,
         timeout_s: float | None = None,
+        **fields: Any,
     ) -> RolloutBatch:
         """Sample completions; blocks until they are done.
 
@@ -169,6 +169,7 @@ class RolloutManager:
                 is masked and named in `batch.errors`.
             progress: a progress bar. None: on a terminal, once a call takes more than two seconds.
             timeout_s: raise after this many seconds; what is in flight stays in flight.
+            fields: fields of `SamplingParams` for all prompts, in place of `sampling_params`: `generate(prompts, n=8)`.
 
         Returns:
             Samples of a prompt side by side, prompts in order of submission.
@@ -189,13 +190,15 @@ class RolloutManager:
             timeout_s=timeout_s,
         )  # fmt: skip
 
-    @hints_at_options
+    @takes_options
     def submit(
         self,
+        /,
         prompts: Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         metadata: Sequence[Any] | None = None,
+        **fields: Any,
     ) -> list[int]:
         """Queue prompts for the next `generate` or `as_completed`; returns their group ids.
 
@@ -228,9 +231,10 @@ class RolloutManager:
         """
         self._rounds.loop.abort(group_ids)
 
-    @hints_at_options
+    @takes_options
     def generate_scored(
         self,
+        /,
         tasks: Iterable[Prompt | PromptTask],
         reward: Reward,
         sampling_params: SamplingParams | None = None,
@@ -242,6 +246,7 @@ class RolloutManager:
         on_error: OnError = "raise",
         progress: bool | None = None,
         timeout_s: float | None = None,
+        **fields: Any,
     ) -> ScoredBatch:
         """Sample and score groups until `groups` of them are worth training on (DAPO's dynamic sampling); blocks until then.
 
@@ -257,7 +262,7 @@ class RolloutManager:
                 groups in flight at its end continue in the next call, after the weight update. None: `groups`.
             keep: whether a finished group counts. None: each counts. A group with a failed sample always counts.
             max_discarded: after this many discarded groups every one counts. None: four times `groups`.
-            on_error, progress, timeout_s: as in `generate`.
+            on_error, progress, timeout_s, fields: as in `generate`.
 
         Returns:
             Groups in order of submission. Groups left over when the batch is full begin the next batch.
@@ -294,9 +299,10 @@ class RolloutManager:
         """
         return await self._episodes.sample(prompt, sampling_params, session)
 
-    @hints_at_options
+    @takes_options
     def run(
         self,
+        /,
         tasks: Iterable[Any],
         environment: EnvironmentFactory | Play | None = None,
         sampling_params: SamplingParams | None = None,
@@ -312,6 +318,7 @@ class RolloutManager:
         on_error: OnError = "mask",
         progress: bool | None = None,
         timeout_s: float | None = None,
+        **fields: Any,
     ) -> EpisodeBatch:
         """Play episodes of many turns; blocks until they are done. Tools of one overlap with the tokens of others.
 
@@ -333,7 +340,7 @@ class RolloutManager:
             environments: without `environment`: `__qualname__` → environment, of episodes from `load_state_dict`.
             on_error: `mask`: rows of a failed episode are masked; `RolloutFailedError` only if every episode failed.
                 `raise`: `RolloutFailedError` if one failed.
-            progress, timeout_s: as in `generate`.
+            progress, timeout_s, fields: as in `generate`.
 
         Returns:
             Groups in the order in which they were begun, episodes of a group side by side.
@@ -402,7 +409,7 @@ class RolloutManager:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue what `state_dict` saved. The model must hold the weights of that moment.
 
-        Episodes continue with the next `run`, in new environments (see docs/episodes.md). If this raises, nothing is in
+        Episodes continue with the next `run`, in new environments (see docs/how-to/agents.md). If this raises, nothing is in
         flight.
 
         Raises:
@@ -478,7 +485,7 @@ class RolloutManager:
         return self._updates.adapter_switch(what)
 
     def metrics(self, reset: bool = True) -> dict[str, float]:
-        """Metrics since the last call as a flat dict for `wandb.log`; names and meaning in `rollout.metrics`."""
+        """Metrics since the last call as a flat dict for `wandb.log`; names and meaning in `rollout.metric_table`."""
         self._rounds.loop.sync_metrics()
         return self._rounds.metrics.snapshot(reset)
 
@@ -534,7 +541,7 @@ class RolloutManager:
                 f"client(): {why}; it needs a job of several ranks, without coordinator=False (on one rank build "
                 "LLM(model): its submit() takes requests from any thread)"
             )
-        return coordinator.client(name, self.config.control_timeout_s)
+        return coordinator.client(name, self.config.advanced.control_timeout_s)
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
         """A block whose timeline is written to `path` when it ends, for Perfetto, Chrome and `rollout trace`.

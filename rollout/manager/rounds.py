@@ -1,11 +1,11 @@
-"""`Rounds`: begins and ends every call of a manager that steps its engine, and owns what these calls share."""
+"""Decides which in-flight groups must finish before the next update to stay within `max_staleness`."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from rollout.distributed.job.meeting import Gathering
 from rollout.distributed.job.world import World
@@ -13,17 +13,63 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, EngineStateError, RolloutFailedError
 from rollout.journal.journal import Journal
 from rollout.manager.backend import Backend
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.images import ImageLayout
 from rollout.manager.episodes.player import EpisodePlayer
-from rollout.manager.groups import GroupLedger
-from rollout.manager.images import ImageLayout
-from rollout.manager.pacing import Groups, StalenessPacer
-from rollout.manager.recovery import GroupJournal
+from rollout.manager.groups import GroupJournal, GroupLedger
+from rollout.manager.parallel import loop_of
 from rollout.manager.suspension import Suspension
 from rollout.manager.telemetry import RolloutMetrics
-from rollout.manager.tensor_parallel import loop_of
 from rollout.state import EngineState
 from rollout.threads.interrupts import interrupt_deferred
+
+
+class Groups(Protocol):
+    """What is asked of groups in flight: a `GroupLedger`, or groups of episodes."""
+
+    @property
+    def unfinished(self) -> set[int]:
+        """Ids of groups of which something is missing."""
+
+    def oldest_versions(self) -> Iterable[tuple[int, int]]:
+        """(group id, oldest version of a token that has come back) of unfinished groups that have one."""
+
+
+class StalenessPacer:
+    """Chooses the unfinished groups that a `generate` with `min_groups` has to wait for.
+
+    A round is what lies between two such calls, and has as many weight updates as the one before. A group left in
+    flight ages by that many before it can be used, so one that would then be beyond the limit has to end first.
+    """
+
+    def __init__(self, max_staleness: int | None, updates_per_round: int = 1) -> None:
+        self.max_staleness = max_staleness
+        self.updates_per_round = updates_per_round
+        self._version: int | None = None
+
+    def begin_round(self, version: int) -> None:
+        """A call begins; the policy version says how many updates the last round had (none: it is still the same)."""
+        if self._version is not None and version > self._version:
+            self.updates_per_round = version - self._version
+        self._version = version
+
+    def too_old(self, groups: Groups, staleness: Iterable[tuple[int, int]], version: int) -> set[int]:
+        """Ids of unfinished groups that may not be left in flight.
+
+        Args:
+            groups: whose samples that have come back count too: they are handed out with the last one.
+            staleness: (group id, updates since its oldest token was sampled), of samples that have not come back.
+            version: the policy version.
+        """
+        if self.max_staleness is None:
+            return set()
+        oldest = dict.fromkeys(groups.unfinished, 0)
+        returned = ((group_id, version - sampled) for group_id, sampled in groups.oldest_versions())
+        for group_id, age in (*staleness, *returned):
+            if group_id in oldest:
+                oldest[group_id] = max(oldest[group_id], age)
+        return {each for each, age in oldest.items() if age + self.updates_per_round > self.max_staleness}
+
 
 OnError = Literal["raise", "mask"]
 Batch = TypeVar("Batch", bound=RolloutBatch)

@@ -2,7 +2,7 @@
 
 Always true: a segment's prompt is the prompt of the one before plus what that one generated, so the segments cover the
 completion with no gap and no overlap; only the last segment (the live one) changes, except for expert routes
-(`rollout.requests.routes`); `merge` equals an uninterrupted request.
+(`set_routes`); `merge` equals an uninterrupted request.
 
     segment 0   [prompt ······][generated ···]
                                               checkpoint()
@@ -14,7 +14,7 @@ completion with no gap and no overlap; only the last segment (the live one) chan
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -23,9 +23,9 @@ import numpy as np
 
 from rollout.errors import SerializationError
 from rollout.requests.codec import FLOAT, OPAQUE, STR, Codec, decode_fields, encode_fields, list_of, optional, refuse
-from rollout.requests.kept_tokens import KeptTokens
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import KeptTokens, Routes
 from rollout.state import Status
 
 _KINDS = {kind.__name__: kind for kind in (DynamicInferenceRequest, VLMInferenceRequest)}
@@ -266,6 +266,23 @@ class DynamicInferenceRequestRecord:
         if self.completion_text is not None:
             return self.completion_text
         return None if None in texts else "".join(text for text in texts if text is not None)
+
+
+# --- expert routes --------------------------------------------------------------------------------------------------------
+
+
+def route_rows(segments: Iterable[DynamicInferenceRequest]) -> int:
+    """Number of positions whose routes these segments have; each begins where the one before it ended."""
+    return sum(len(each.routing_indices) for each in segments if each.routing_indices is not None)
+
+
+def set_routes(segments: Sequence[DynamicInferenceRequest], routes: Routes) -> None:
+    """Set the routes of all positions from 0 on; the last segment gets all that are left."""
+    start = 0
+    for segment in segments[:-1]:
+        stop = max(start, segment.total_length - 1) if segment.generated_tokens else start
+        segment.routing_indices, start = routes[start:stop], stop
+    segments[-1].routing_indices = routes[start:]
 
 
 def _encode_segment(segment: DynamicInferenceRequest) -> dict[str, Any]:

@@ -8,8 +8,10 @@ tensors are created only by the properties that return one.
 
 from __future__ import annotations
 
+import copy
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import numpy as np
@@ -25,8 +27,8 @@ from rollout.requests.events import EVENT, EventLog
 from rollout.requests.events import DynamicInferenceEvent as DynamicInferenceEvent
 from rollout.requests.events import DynamicInferenceEventType as DynamicInferenceEventType
 from rollout.requests.images import PIXELS, ImageInputs
-from rollout.requests.kept_tokens import KEPT_TOKENS, KeptTokens
 from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import KEPT_TOKENS, KeptTokens
 from rollout.sampling_params import LOGPROBS_MODES, MIRRORED, SamplingParams
 from rollout.state import FinishReason, Status
 
@@ -439,6 +441,54 @@ def _decode_request(plain: Any) -> DynamicInferenceRequest:
 
 REQUEST = Codec(DynamicInferenceRequest.serialize, _decode_request)
 """Codec of a request with or without images."""
+
+
+# --- requests with images -------------------------------------------------------------------------------------------------
+
+
+def with_images(request: DynamicInferenceRequest, images: ImageInputs | None) -> DynamicInferenceRequest:
+    """The same request with images; itself if there are none."""
+    if images is None:
+        return request
+    tensors = dict(images.tensors)
+    values = {each.name: getattr(request, each.name) for each in fields(request) if each.init}
+    return VLMInferenceRequest(**values, imgs=tensors.pop(PIXELS, None), image_inputs=tensors)
+
+
+def told_once(requests: Iterable[DynamicInferenceRequest]) -> dict[str, Any]:
+    """Plain values of requests; images that they share are among them once."""
+    plain: list[Any] = []
+    images: list[Any] = []
+    # The requests keep the tensors alive.
+    places: dict[tuple[int, ...], int] = {}
+    for request in requests:
+        if not isinstance(request, VLMInferenceRequest) or (own := request.images) is None:
+            plain.append([REQUEST.encode(request), None])
+            continue
+        place = places.setdefault(tuple(id(each) for each in own.tensors.values()), len(images))
+        if place == len(images):
+            images.append(codec.TENSORS.encode(dict(own.tensors)))
+        bare = copy.copy(request)
+        bare.imgs, bare.image_inputs = None, {}
+        plain.append([REQUEST.encode(bare), place])
+    return {"results": plain, "images": images}
+
+
+def results_of(told: Mapping[str, Any]) -> list[DynamicInferenceRequest]:
+    """The inverse of `told_once`; requests that shared images share them again.
+
+    Raises:
+        SerializationError: a request or its images are malformed.
+    """
+    images = [codec.TENSORS.decode(each) for each in told["images"]]
+    results = []
+    for plain, place in told["results"]:
+        result = REQUEST.decode(plain)
+        if place is not None and isinstance(result, VLMInferenceRequest):
+            result.image_inputs = dict(images[place])
+            result.imgs = result.image_inputs.pop(PIXELS, None)
+        results.append(result)
+    return results
 
 
 def _or_empty(values: Any) -> Any:

@@ -28,12 +28,10 @@ from rollout.server.serving import Serving
 from rollout.threads import forks
 
 START_TIMEOUT_S = 30.0
-
 ABORT_TIMEOUT_S = 5.0
-"""Seconds an aborted request has to send its error reply before its connection is cut."""
-
+"""Seconds that an aborted request has to send its error reply before its connection is cut."""
 KEEP_ALIVE_S = 30
-"""Seconds a connection may be idle between two requests."""
+"""Seconds that a connection may be idle between two requests."""
 
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -67,7 +65,7 @@ class Server:
             RuntimeError: the server was never started.
         """
         if self._url is None:
-            raise RuntimeError("this server has no address before start()")
+            raise RuntimeError("this server has no address before server.start()")
         return self._url
 
     @property
@@ -87,7 +85,7 @@ class Server:
                 return self
             self._loop.refuse_inside("start()")
             if self._life is not None:
-                raise RuntimeError("this server has been stopped: build another")
+                raise RuntimeError("this server has been stopped: build another, Server(llm, config)")
             listener = _listen(self._config.host, self._config.port)
             try:
                 self._url = _url(listener)
@@ -126,7 +124,7 @@ class Server:
             await over
 
     async def _end(self, life: Future[None]) -> None:
-        """Stop uvicorn and wait for its end. Cancelling this (a second Ctrl-C) cuts all connections immediately."""
+        """Stop uvicorn and wait for its end. Cancellation (a second Ctrl-C) cuts all connections immediately."""
         self._uvicorn.stopping.set()
         await asyncio.wrap_future(life)
 
@@ -173,7 +171,7 @@ def serve(llm: Any, config: ServerConfig | None = None, *, blocking: bool = True
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn with its own shutdown sequence, triggered by an event instead of uvicorn's polling ten times a second."""
+    """uvicorn with our shutdown sequence, triggered by an event instead of uvicorn's polling ten times a second."""
 
     def __init__(self, app: Any, serving: Serving) -> None:
         super().__init__(
@@ -197,12 +195,10 @@ class _Uvicorn(uvicorn.Server):
         self.stopping = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start accepting connections and set `up`."""
         await super().startup(sockets)
         self.up.set()
 
     async def main_loop(self) -> None:
-        """Wait for `stopping`."""
         try:
             await self.stopping.wait()
         except asyncio.CancelledError:
@@ -239,11 +235,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Bound here and not in the loop, so that `start` raises the error.
-
-    Raises:
-        ConfigError: the address cannot be bound.
-    """
+    """Return a listening socket. Bound here and not in the loop, so that `start` raises the `ConfigError`."""
     try:
         found = socket.getaddrinfo(host.removeprefix("[").removesuffix("]"), port, type=socket.SOCK_STREAM)
         family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
@@ -270,8 +262,7 @@ class _Bell:
     A pipe instead of a `threading.Event`: a signal handler that takes a lock deadlocks if its own thread holds the lock.
     """
 
-    ENDED = 0
-    """No signal has this number."""
+    ENDED = 0  # not the number of a signal
 
     def __init__(self) -> None:
         self._reader, self.writer = os.pipe()
@@ -280,7 +271,7 @@ class _Bell:
         self._closing = threading.Lock()
 
     def ring(self) -> None:
-        """Signal the end of the server. No-op once closed, because the descriptor may have been reused."""
+        """Announce the end of the server. No-op once closed, because the descriptor may have been reused."""
         with self._closing:
             if self._open:
                 os.write(self.writer, bytes([self.ENDED]))

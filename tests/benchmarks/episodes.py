@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout.config import InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from tests.benchmarks.common import parse, save
@@ -211,7 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = model_of_ten_million()
     plan = Plan(options.episodes, options.turns, options.longest, options.tool_s)
     config = InferenceConfig(
-        kv_cache_memory_gb=4, max_requests=options.max_requests, block_size_tokens=options.block, verify_model=False
+        kv_cache_memory_gb=4,
+        max_requests=options.max_requests,
+        advanced=Advanced(block_size_tokens=options.block, verify_model=False),
     )
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {plan.tokens} tokens")
     if options.kv_blocks is not None:

@@ -1,4 +1,4 @@
-"""Renews the figures of the README and of `docs/performance.md`.
+"""Renews the figures of the README and of `docs/explanation/performance.md`.
 
     python -m tests.benchmarks.figures            names pages that differ from docs/figures.json; exit status 1 if any do
     python -m tests.benchmarks.figures --write    writes the stored figures into the pages
@@ -29,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "figures.json"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "explanation" / "performance.md")
 DIGITS = 5
 """Significant digits that are stored: more than any figure has."""
 MARKED = re.compile(r"<!-- figures: (?P<name>[a-z0-9-]+) -->\n.*?<!-- end -->", re.DOTALL)

@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import ContinuousBatchingConfig
 
-from rollout import DeadlineError, InferenceConfig, RolloutManager, SamplingParams
+from rollout import Advanced, DeadlineError, InferenceConfig, RolloutManager, SamplingParams
 from rollout.engine.build import CUDA_STEP_TOKENS
 from tests.benchmarks.child import Late, PeerFailed
 from tests.benchmarks.common import settle
@@ -68,7 +68,7 @@ class Ours:
 
     def __init__(self, subject: Subject, room: Room) -> None:
         self.versions = {name: _version(name) for name in ("rollout-engine", "torch", "transformers")}
-        blocks = -(-room.kv_tokens // InferenceConfig.block_size_tokens) + 2 * room.sequences
+        blocks = -(-room.kv_tokens // Advanced.block_size_tokens) + 2 * room.sequences
         self._rollout = RolloutManager(
             subject.model, None, InferenceConfig(kv_cache_blocks=blocks, max_requests=max(64, room.sequences))
         )

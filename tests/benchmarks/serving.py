@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from rollout import AsyncLLM, InferenceConfig, SamplingParams, ServerConfig
+from rollout import Advanced, AsyncLLM, InferenceConfig, SamplingParams, ServerConfig
 from rollout.server.server import Server
 from tests.benchmarks.common import parse, save, show, turns
 from tests.benchmarks.subject import Subject, make_subject
@@ -74,11 +74,14 @@ def over_http(url: str, model: str, prompts: list[list[int]], tokens: int) -> tu
 
 def measure(subject: Subject, streams: int, tokens: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
     """(tokens per second, processor time per token in µs) of each peer in each round, in turn."""
-    blocks = streams * (-(-(PROMPT_TOKENS + tokens) // InferenceConfig.block_size_tokens) + 1)
+    blocks = streams * (-(-(PROMPT_TOKENS + tokens) // Advanced.block_size_tokens) + 1)
     config = InferenceConfig(
-        kv_cache_blocks=blocks, max_requests=streams, max_sequence_length=PROMPT_TOKENS + tokens + 1,
-        enable_prefix_caching=False, verify_model=False,
-    )  # fmt: skip
+        kv_cache_blocks=blocks,
+        max_requests=streams,
+        max_sequence_length=PROMPT_TOKENS + tokens + 1,
+        enable_prefix_caching=False,
+        advanced=Advanced(verify_model=False),
+    )
     prompts = make_prompts(subject, streams)
     rates: dict[str, list[tuple[float, float]]] = {peer: [] for peer in PEERS}
     llm = AsyncLLM(subject.model, None, config)

@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from rollout import InferenceConfig, SamplingParams
+from rollout import Advanced, InferenceConfig, SamplingParams
 from rollout.engine.engine import DynamicInferenceEngine
 from tests.benchmarks.common import parse, save
 from tests.benchmarks.subject import make_subject
@@ -94,7 +94,9 @@ def temperature_for(model: PreTrainedModel, predictable: float) -> float:
 
 def own_text(model: PreTrainedModel, temperature: float, length: int) -> list[int]:
     """Tokens sampled from the model."""
-    engine = DynamicInferenceEngine(model, None, InferenceConfig(kv_cache_blocks=length // 16 + 2, verify_model=False))
+    engine = DynamicInferenceEngine(
+        model, None, InferenceConfig(kv_cache_blocks=length // 16 + 2, advanced=Advanced(verify_model=False))
+    )
     params = SamplingParams(max_tokens=length, ignore_eos=True, temperature=temperature, seed=99)
     return engine.generate([[1]], params)[0].generated_tokens
 
@@ -121,7 +123,7 @@ def workloads(model: PreTrainedModel, temperatures: dict[float, float], scale: S
 def run(model: PreTrainedModel, work: Work, mode: str, seed: int, figures: Figures) -> None:
     """One round."""
     need = sum(-(-(len(prompt) + length) // 16) + 1 for prompt, length in zip(work.prompts, work.lengths, strict=True))
-    config = InferenceConfig(kv_cache_blocks=need + 64, speculation=MODES[mode], verify_model=False)
+    config = InferenceConfig(kv_cache_blocks=need + 64, speculation=MODES[mode], advanced=Advanced(verify_model=False))
     engine = DynamicInferenceEngine(model, None, config)
     for epoch in range(work.epochs):
         ended: dict[int, list[int]] = {}

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
-from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
-from rollout.engine.scheduling.block_allocator import BlockAllocator
+from rollout import Advanced, DynamicInferenceEngine, InferenceConfig, SamplingParams
+from rollout.engine.blocks.allocator import BlockAllocator
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequences import Sequence
 from rollout.engine.scheduling.step import StepTokens
@@ -63,7 +63,7 @@ def decode_step(subject: Subject, workload: Workload, floor: Floor) -> dict[str,
     are the host's, the device's own work is in `device`, and the step is that of both.
     """
     (turn,) = workload.turns
-    blocks = -(-workload.kv_tokens // InferenceConfig.block_size_tokens) + 2 * workload.sequences
+    blocks = -(-workload.kv_tokens // Advanced.block_size_tokens) + 2 * workload.sequences
     engine = DynamicInferenceEngine(
         subject.model, None, InferenceConfig(kv_cache_blocks=blocks, max_requests=max(64, workload.sequences))
     )
@@ -148,7 +148,7 @@ def _torch_ops(trace: Any, step_ms: float) -> dict[str, float]:
 def scheduling(requests: int = 4096, steps: int = 50) -> dict[str, Any]:
     """Milliseconds a step of schedule and update for that many running requests, tokens drawn without a model."""
     config = InferenceConfig(kv_cache_blocks=requests * 16, max_requests=requests, max_tokens_per_step=requests * 16)
-    scheduler = Scheduler(config, BlockAllocator(requests * 16, config.block_size_tokens), time.time)
+    scheduler = Scheduler(config, BlockAllocator(requests * 16, config.advanced.block_size_tokens), time.time)
     rng = np.random.default_rng(0)
     for number in range(requests):
         scheduler.add(_sample(number, rng.integers(0, 1000, int(rng.integers(5, 100))).tolist(), 2 * steps + 40))

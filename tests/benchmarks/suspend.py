@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
+from rollout import Advanced, DynamicInferenceEngine, InferenceConfig, SamplingParams
 from tests.benchmarks.common import medians, parse, save, seconds, settle, show
 from tests.benchmarks.subject import Subject, make_subject
 
@@ -27,11 +27,14 @@ def make_engine(subject: Subject, requests: int, tokens: int, rounds: int) -> Dy
     """An engine with `requests` of `tokens` prompt tokens each that have begun to decode and will not end in `rounds`."""
     prefill_steps = -(-requests * tokens // InferenceConfig().step_tokens)
     new = (rounds + 2) * (2 * prefill_steps + 8)
-    blocks = requests * (-(-(tokens + new) // InferenceConfig.block_size_tokens) + 1)
+    blocks = requests * (-(-(tokens + new) // Advanced.block_size_tokens) + 1)
     config = InferenceConfig(
-        kv_cache_blocks=blocks, max_requests=max(64, requests), max_sequence_length=tokens + new,
-        enable_prefix_caching=False, verify_model=False,
-    )  # fmt: skip
+        kv_cache_blocks=blocks,
+        max_requests=max(64, requests),
+        max_sequence_length=tokens + new,
+        enable_prefix_caching=False,
+        advanced=Advanced(verify_model=False),
+    )
     engine = DynamicInferenceEngine(subject.model, None, config)
     generator = torch.Generator().manual_seed(0)
     for prompt in torch.randint(0, subject.vocab, (requests, tokens), generator=generator).tolist():

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
-from rollout import InferenceConfig, KVCacheManagementMode, RolloutManager, SamplingParams
+from rollout import Advanced, InferenceConfig, KVCacheManagementMode, RolloutManager, SamplingParams
 from tests.benchmarks.common import settle
 from tests.benchmarks.peers import Generate
 from tests.benchmarks.subject import Subject
@@ -61,7 +61,9 @@ class TrainingStep:
         """One step with the rollout, the KV cache kept by `mode`."""
         blocks = sum(-(-(len(prompt) + n) // 16) + 1 for prompt, n in zip(self.prompts, self.lengths, strict=True))
         config = InferenceConfig(
-            kv_cache_blocks=blocks, kv_cache_management_mode=KVCacheManagementMode(mode), verify_model=False
+            kv_cache_blocks=blocks,
+            kv_cache_management_mode=KVCacheManagementMode(mode),
+            advanced=Advanced(verify_model=False),
         )
         params = [SamplingParams(max_tokens=n, ignore_eos=True, logprobs=0) for n in self.lengths]
         half = REQUESTS // 2

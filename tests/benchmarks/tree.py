@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.optim import AdamW
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from rollout import InferenceConfig, PackedTree, RolloutBatch, RolloutManager, SamplingParams
-from rollout.manager.tree import pack_tree
+from rollout import Advanced, InferenceConfig, PackedTree, RolloutBatch, RolloutManager, SamplingParams
+from rollout.manager.batch.tree import pack_tree
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.state import FinishReason, Status
 from tests.benchmarks.common import parse, save
@@ -172,7 +172,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     config = InferenceConfig(
         kv_cache_blocks=step.workload.kv_tokens // 16 + 128,
         inference_dtype="bfloat16" if options.dtype == "bfloat16" else None,
-        verify_model=False,
+        advanced=Advanced(verify_model=False),
     )
     params = [SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0) for length in turn.lengths]
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in options.methods}

@@ -32,7 +32,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from rollout import InferenceConfig, RolloutManager
+from rollout import Advanced, InferenceConfig, RolloutManager
 from tests.benchmarks import report
 from tests.benchmarks.common import parse, quiet_transformers, save, settle
 from tests.benchmarks.field import Measured, Rules, alternate
@@ -133,8 +133,10 @@ class TrlStep:
 
     def _rollout(self, subject: Subject, tokenizer: PreTrainedTokenizerFast, seed: int) -> RolloutManager:
         samples = self._options.prompts * self._options.group
-        blocks = samples * (-(-self._longest // InferenceConfig.block_size_tokens) + 1)
-        config = InferenceConfig(kv_cache_blocks=blocks, max_requests=samples, seed=seed, verify_model=False)
+        blocks = samples * (-(-self._longest // Advanced.block_size_tokens) + 1)
+        config = InferenceConfig(
+            kv_cache_blocks=blocks, max_requests=samples, seed=seed, advanced=Advanced(verify_model=False)
+        )
         return RolloutManager(subject.model, tokenizer, config)
 
     def _config(self, peer: str, seed: int) -> GRPOConfig:

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.parts.failures import MAX_FAILED_STEPS
+from rollout.engine.parts.stepper import MAX_FAILED_STEPS
 from rollout.errors import EngineDeadError, InvalidRequestError, RequestError
 from rollout.requests.events import DynamicInferenceEventType
 from rollout.state import EngineState, FinishReason, Status

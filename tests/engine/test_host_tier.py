@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.memory.host_pool import HostMemoryError
 from rollout.engine.memory.kv_cache import KVCache
@@ -15,6 +14,7 @@ from rollout.errors import ConfigError, RequestError, UnsupportedModelError
 from rollout.observe import recorder as tracing
 from rollout.observe.timeline import timeline
 from rollout.requests.request import DynamicInferenceRequest
+from tests.configs import engine_config
 from tests.engines import assert_greedy, greedily, make_engine, pass_suspended, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -168,7 +168,7 @@ def test_an_engine_that_is_built_again_gives_its_tier_up_before_it_takes_another
 def test_a_tier_without_effect_or_without_room_is_refused_by_name() -> None:
     for wrong in ({"enable_prefix_caching": False}, {"prefix_caching_eviction_policy": "ref_zero"}):
         with pytest.raises(ConfigError, match="kv_cache_host_memory_gb=1"):
-            InferenceConfig(kv_cache_host_memory_gb=1, **wrong)
+            engine_config(kv_cache_host_memory_gb=1, **wrong)
     with pytest.raises(UnsupportedModelError, match="recurrent layers, whose states are not kept on the host"):
         tiered("qwen3_next")
     with pytest.raises(ConfigError, match="holds no block of"):

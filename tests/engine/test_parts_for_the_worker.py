@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout.engine.blocks.allocator import BlockAllocator
+from rollout.engine.blocks.index import NO_BLOCK, CacheChanges
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.scheduling.block_allocator import BlockAllocator
-from rollout.engine.scheduling.prefix_index import NO_BLOCK, CacheChanges
 from rollout.errors import ConfigError, InvalidRequestError
-from rollout.requests.delta import SampleDelta
+from rollout.requests.delta import SampleDelta, growth
 from rollout.requests.events import unpack_events
-from rollout.requests.growth import growth
 from rollout.requests.spans import VersionSpans
 from rollout.state import EngineState, StalenessPolicy
 from tests.engine.scheduling.test_simulation import World
@@ -82,7 +81,7 @@ def test_a_part_of_a_group_computes_its_prompt_once() -> None:
 
 def test_times_count_from_the_arrival_that_was_given() -> None:
     engine = make_engine("qwen3")
-    engine.parts.admission._clock = engine.parts.ledger._clock = engine.context.scheduler.clock = lambda: 100.0
+    engine.parts.intake._clock = engine.parts.ledger._clock = engine.context.scheduler.clock = lambda: 100.0
     engine.add_request(token_ids(5), greedily(2), request_id=0, arrival_time=40.0)
     (request,) = finish(engine).values()
     assert (request.arrival_time, request.ttft, request.latency) == (40.0, 60.0, 60.0)
@@ -286,7 +285,7 @@ class Mirror:
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self.allocator = allocator
-        self.found: set[int] = set(allocator.findable_hashes())
+        self.found: set[int] = set(allocator.index.current)
         self.changes = allocator.index.changes = CacheChanges()
 
     def hear(self) -> None:
@@ -323,9 +322,9 @@ def test_the_changes_of_the_cache_tell_what_can_be_found_after_any_operations(da
         elif action == "unlist" and held:
             allocator.unregister(np.array([data.draw(st.sampled_from(held))], np.int32))
         elif action == "resize":
-            size = data.draw(st.integers(3, 8))
-            if len(allocator.live_blocks()) <= size and (mapping := allocator.resize(size)) is not None:
-                held = [int(mapping[block]) for block in held]
+            size = data.draw(st.integers(3, 6))
+            if len(allocator.pages.live()) <= size:
+                allocator.pages.resize(size)
         elif action == "hear":
             mirror.hear()
     mirror.hear()
@@ -350,7 +349,7 @@ def test_a_held_block_is_registered_under_one_hash() -> None:
     assert allocator.register(block, 7, NO_BLOCK, tokens) == allocator.register(block, 7, NO_BLOCK, tokens) == block
     with pytest.raises(RuntimeError, match=r"register\(block 0, hash 8\): it is registered under 7"):
         allocator.register(block, 8, NO_BLOCK, tokens)
-    assert allocator.findable_hashes() == [7]
+    assert list(allocator.index.current) == [7]
 
 
 def test_a_prefix_that_came_and_went_is_no_change() -> None:

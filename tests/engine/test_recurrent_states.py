@@ -219,9 +219,9 @@ def test_a_resume_into_less_memory_keeps_the_oldest_states_and_computes_the_othe
     ended = steps(engine, 4)
     engine.pause()
     engine.suspend("offload")
-    assert engine.parts.states is not None
-    assert engine.parts.states.device_bytes == 0
-    room = 3 * engine.parts.states.block_bytes
+    assert engine.controller.runner.states is not None
+    assert engine.controller.runner.states.device_bytes == 0
+    room = 3 * engine.controller.runner.states.block_bytes
     move = engine.resume()
     engine.unpause()
     assert (engine.context.scheduler.num_places, move.requests_given_up) == (3, 3)

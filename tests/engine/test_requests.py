@@ -204,7 +204,7 @@ def test_who_passes_takes_no_blocks_that_the_one_it_passes_needs() -> None:
 
 def test_a_group_that_can_never_run_is_refused_before_its_samples_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine("qwen3")
-    monkeypatch.setattr(engine.parts.admission, "group", None)
+    monkeypatch.setattr(engine.parts.intake, "group", None)
     with pytest.raises(InvalidRequestError, match="n=2147483647 samples exceed max_requests=8"):
         engine.add_request(token_ids(4), greedily(2, n=2**31 - 1))
     assert not engine.has_unfinished
@@ -320,7 +320,7 @@ def test_results_of_generate_stand_in_the_order_of_the_prompts_and_other_request
 
 
 def test_blocks_are_sized_by_the_block_size_the_tests_count_with() -> None:
-    assert make_engine("qwen3").config.block_size_tokens == BLOCK
+    assert make_engine("qwen3").config.advanced.block_size_tokens == BLOCK
 
 
 # --- accepted is served, and what is not is refused by name -----------------------------------------------------------

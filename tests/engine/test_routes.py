@@ -21,8 +21,8 @@ import rollout
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.models.routers import routers_of
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
-from rollout.manager.batch import RolloutBatch
-from rollout.requests.growth import growth
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.requests.delta import growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from tests import replay_table

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from rollout import LLM, RolloutManager
-from rollout.config import InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.scheduling import run_ahead
-from rollout.engine.scheduling.draft_budget import StepCost
+from rollout.engine.scheduling.run_ahead import StepCost
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from tests.configs import engine_config
 from tests.engine.lives_in_runs import life_in_runs
 from tests.engines import at_random, greedily, shared_model, token_ids
 from tests.models import make_model, make_tokenizer
@@ -33,7 +34,7 @@ def engine_for(
     defaults: dict[str, Any] = {"kv_cache_blocks": 80, "block_size_tokens": 4, "max_requests": 8, "max_tokens_per_step": 64,
                                 "verify_model": False}  # fmt: skip
     chosen = shared_model(model) if isinstance(model, str) else model
-    return DynamicInferenceEngine(chosen, tokenizer, InferenceConfig(**(defaults | options)), clock=clock)
+    return DynamicInferenceEngine(chosen, tokenizer, engine_config(**(defaults | options)), clock=clock)
 
 
 def results(engine: Any, ahead: bool, params: SamplingParams) -> dict[Any, Any]:
@@ -243,7 +244,10 @@ def test_a_run_takes_no_longer_than_it_may_and_leaves_a_block_to_each_sequence()
 def test_every_loop_that_runs_requests_to_their_end_makes_runs(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # However slow the machine is.
     monkeypatch.setattr(f"{run_ahead.__name__}.LONGEST_S", 1e9)
-    model, config = shared_model("qwen3"), InferenceConfig(kv_cache_blocks=80, block_size_tokens=4, verify_model=False)
+    model, config = (
+        shared_model("qwen3"),
+        InferenceConfig(kv_cache_blocks=80, advanced=Advanced(block_size_tokens=4, verify_model=False)),
+    )
     maker: Any = {"engine": DynamicInferenceEngine, "LLM": LLM, "manager": RolloutManager}[door]
     made = maker(model, None, config)
     engine, calls = made if door == "engine" else made.engine, []
@@ -258,7 +262,7 @@ def test_every_loop_that_runs_requests_to_their_end_makes_runs(door: str, monkey
 
 def test_what_reaches_the_thread_of_an_llm_ends_the_run_that_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    config = InferenceConfig(kv_cache_blocks=80, block_size_tokens=4, verify_model=False)
+    config = InferenceConfig(kv_cache_blocks=80, advanced=Advanced(block_size_tokens=4, verify_model=False))
     with LLM(shared_model("qwen3"), None, config) as llm:
         monkeypatch.setattr(llm.engine, "ask_for_boundary", lambda: asked.append(True))
         future = llm.submit(token_ids(5), greedily(20))

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.sampling_params import SamplingParams
 from rollout.structured_output import StructuredOutput
+from tests.configs import engine_config
 from tests.engines import at_random, finish, greedily, pass_suspended, shared_model, steps, token_ids
 from tests.models import make_model, make_tokenizer
 
@@ -29,7 +29,7 @@ def engine_for(
     defaults: dict[str, Any] = {"kv_cache_blocks": 80, "block_size_tokens": 4, "max_requests": 8, "max_tokens_per_step": 64,
                                 "verify_model": False}  # fmt: skip
     chosen = shared_model(model) if isinstance(model, str) else model
-    config = InferenceConfig(speculation=speculation, **(defaults | options))
+    config = engine_config(speculation=speculation, **(defaults | options))
     return DynamicInferenceEngine(chosen, tokenizer, config, clock=lambda: 0.0)
 
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
+from rollout.engine.blocks.pages import LayerGroups, layer_groups, one_group
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.memory.layer_groups import layer_groups
-from rollout.engine.scheduling.layer_pages import PageShape
 from rollout.errors import InvalidRequestError
 from tests.engines import (
     BLOCK,
@@ -132,7 +131,7 @@ def mixed_model(name: str) -> PreTrainedModel:
 
 def pages_in_use(engine: DynamicInferenceEngine) -> int:
     pages = engine.context.allocator.pages
-    assert pages is not None, "the layers are not split into groups"
+    assert pages.limited, "the layers are not split into groups"
     return len(pages.live())
 
 
@@ -162,7 +161,7 @@ def test_what_would_not_fit_with_all_layers_runs_without_preemption(name):
     pages = make_engine(model).context.allocator.pages
     needed = 3 * pages.shape.needed(-(-92 // BLOCK), 3, BLOCK)
     engine = make_engine(model, kv_cache_blocks=-(-needed // pages.groups) + 1, max_tokens_per_step=12)
-    assert engine.context.allocator.pool_size < 3 * pages.groups * (92 // BLOCK)
+    assert engine.context.allocator.pages.num_pages < 3 * pages.groups * (92 // BLOCK)
     for seed in range(3):
         engine.add_request(token_ids(12, seed), greedily(80))
     done = finish(engine)
@@ -273,7 +272,7 @@ def test_pages_that_a_prefill_gives_back_are_zeroed_before_their_next_use():
     steps(engine, 3)
     scheduler, zeroed = engine.context.scheduler, []
     scheduler.schedule()
-    unverified, runner = list(scheduler.blocks.poisoned), engine.controller.runner
+    unverified, runner = list(scheduler.allocator.pages.poisoned), engine.controller.runner
     assert unverified, "a window has passed blocks whose logits were never looked at"
     runner.zero_blocks, zero = lambda pages: (zeroed.extend(pages), zero(pages)), runner.zero_blocks
     engine.context.scheduler.preemption.checkpoint_all()
@@ -303,15 +302,15 @@ def test_layers_are_split_into_groups_of_equal_size(full, every, expected):
 
 @pytest.mark.parametrize("reaches", [[None, None], [8, 8], [None, 4096]])
 def test_layers_of_one_kind_are_not_split(reaches):
-    assert layer_groups([(64, 64)] * 2, reaches, 4096) is None
+    assert layer_groups([(64, 64)] * 2, reaches, 4096) == one_group(2)
 
 
 def test_layers_of_different_size_keep_whole_blocks():
-    assert layer_groups([(64, 64), (128, 64)], [None, 8], 4096) is None
+    assert layer_groups([(64, 64), (128, 64)], [None, 8], 4096) == one_group(2)
 
 
 @pytest.mark.parametrize("pages", range(3, 60))
 def test_the_longest_sequence_is_the_last_one_that_fits(pages):
-    shape = PageShape(whole=1, limited=2, reach=9)
+    shape = LayerGroups((), (), 1, whole=1, limited=2, reach=9)
     most = shape.most_blocks(pages, 5, 4)
     assert shape.needed(most, 5, 4) <= pages < shape.needed(most + 1, 5, 4)

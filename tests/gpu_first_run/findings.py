@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from rollout.config import InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
+from tests.configs import engine_config
 
 FINDINGS = "findings.jsonl"
 HEAD_DIM = 128
@@ -125,7 +125,7 @@ class Run:
                 "max_sequence_length": 512,
             }
             options |= small
-        engine = DynamicInferenceEngine(model, None, InferenceConfig(**options))
+        engine = DynamicInferenceEngine(model, None, engine_config(**options))
         try:
             yield engine
         finally:

@@ -13,6 +13,7 @@ from rollout.llm.llm import LLM, AsyncLLM
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.threads.diagnosis import THREAD_NAME
+from tests.configs import engine_config
 from tests.engines import shared_model
 from tests.models import make_tokenizer, trainer_logprobs
 
@@ -25,7 +26,7 @@ ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True, top_p=0.99)
 def options(**changes: Any) -> InferenceConfig:
     chosen: dict[str, Any] = {"kv_cache_blocks": 512, "block_size_tokens": 4, "max_requests": 16,
                               "max_tokens_per_step": 64, "verify_model": False}  # fmt: skip
-    return InferenceConfig(**(chosen | changes))
+    return engine_config(**(chosen | changes))
 
 
 def blocking(model: Any = None, **changes: Any) -> LLM:

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from rollout.config import CoordinatorConfig, InferenceConfig
+from rollout.config import Advanced, CoordinatorConfig, InferenceConfig
 from rollout.errors import ConnectionLostError, ControlError
 from rollout.llm.llm import LLM
 from rollout.state import EngineState
@@ -29,7 +29,10 @@ def small() -> Any:
 
 def an_llm(*, use_coordinator: bool = True, **options: Any) -> LLM:
     config = InferenceConfig(
-        kv_cache_blocks=512, block_size_tokens=4, max_requests=8, max_tokens_per_step=64, verify_model=False
+        kv_cache_blocks=512,
+        max_requests=8,
+        max_tokens_per_step=64,
+        advanced=Advanced(block_size_tokens=4, verify_model=False),
     )
     coordinator = CoordinatorConfig(heartbeat_interval_s=0.2, heartbeat_timeout_s=10.0, progress_interval=4)
     options = {"coordinator_config": coordinator} | options if use_coordinator else options

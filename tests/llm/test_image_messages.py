@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rollout import LLM, InferenceConfig, RolloutManager, SamplingParams
+from rollout import LLM, Advanced, InferenceConfig, RolloutManager, SamplingParams
 from rollout.config import ServerConfig
 from rollout.engine.multimodal.pictures import open_picture
 from rollout.errors import InvalidRequestError
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    config = InferenceConfig(kv_cache_blocks=64, block_size_tokens=4, image_folder=str(folder))
+    config = InferenceConfig(kv_cache_blocks=64, image_folder=str(folder), advanced=Advanced(block_size_tokens=4))
     with LLM(shared_vision_model("gemma3"), make_processor(), config) as llm:
         yield llm
 
@@ -92,7 +92,7 @@ def test_every_way_of_naming_an_image_gives_the_same_prompt(llm: LLM, expected: 
 
 def test_a_manager_reads_messages_and_what_the_processor_returned_alike(expected: list[int]) -> None:
     processor = make_processor()
-    config = InferenceConfig(kv_cache_blocks=64, block_size_tokens=4)
+    config = InferenceConfig(kv_cache_blocks=64, advanced=Advanced(block_size_tokens=4))
     with RolloutManager(shared_vision_model("gemma3"), processor, config) as manager:
         processed = processor(text=["u:what<boi> and <boi>;a:"], images=[RED, BLUE], return_tensors="pt")
         batch = manager.generate([asked("what", data_url(RED), " and ", data_url(BLUE)), processed], GREEDY)
@@ -154,7 +154,7 @@ def test_what_a_processor_made_of_a_video_is_a_prompt() -> None:
         text=["u:what<boi><video><eoi>;a:"], videos=[frames], return_tensors="pt",
         video_metadata=[{"total_num_frames": 8, "fps": 4.0, "frames_indices": [0, 2, 5, 7]}],
     )  # fmt: skip
-    config = InferenceConfig(kv_cache_blocks=64, block_size_tokens=4)
+    config = InferenceConfig(kv_cache_blocks=64, advanced=Advanced(block_size_tokens=4))
     with RolloutManager(shared_vision_model("qwen2_5_vl"), processor, config) as manager:
         batch = manager.generate([inputs], GREEDY)
         assert batch[0].prompt_tokens.count(VIDEO) == 8
@@ -184,7 +184,7 @@ def test_an_image_that_cannot_be_read_is_named_by_its_place(llm: LLM, source: An
 
 
 def test_an_image_that_the_processor_refuses_is_named_by_its_place() -> None:
-    config = InferenceConfig(kv_cache_blocks=64, block_size_tokens=4)
+    config = InferenceConfig(kv_cache_blocks=64, advanced=Advanced(block_size_tokens=4))
     with (
         RolloutManager(shared_vision_model("qwen2_5_vl"), make_qwen_processor(), config) as manager,
         pytest.raises(
@@ -195,7 +195,7 @@ def test_an_image_that_the_processor_refuses_is_named_by_its_place() -> None:
 
 
 def test_an_image_needs_the_processor_and_a_model_that_sees() -> None:
-    config = InferenceConfig(kv_cache_blocks=64, block_size_tokens=4)
+    config = InferenceConfig(kv_cache_blocks=64, advanced=Advanced(block_size_tokens=4))
     with RolloutManager(shared_vision_model("gemma3"), make_processor().tokenizer, config) as manager:
         with pytest.raises(InvalidRequestError, match="needs the model's processor: pass it as tokenizer="):
             manager.generate([asked("what", data_url(RED))], GREEDY)
@@ -207,7 +207,9 @@ def test_a_folder_of_a_vision_model_is_loaded_with_its_processor(tmp_path: Path)
     model = make_vision_model("gemma3")
     model.save_pretrained(tmp_path)
     make_processor().save_pretrained(tmp_path)
-    with LLM(tmp_path, inference_config=InferenceConfig(kv_cache_blocks=64, block_size_tokens=4)) as llm:
+    with LLM(
+        tmp_path, inference_config=InferenceConfig(kv_cache_blocks=64, advanced=Advanced(block_size_tokens=4))
+    ) as llm:
         (sample,) = llm.generate(asked("what", data_url(RED)), GREEDY)
     assert len(sample.generated_tokens) == 6
     assert sample.imgs is not None

@@ -20,9 +20,9 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import ConstantLR
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3ForCausalLM
 
-from rollout.config import InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.journal.journal import Journal
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from tests.distributed.job.nursery import ROOT
 from trainer_hooks.optimizer import attach
@@ -120,9 +120,14 @@ def _run(journal: Journal | None, seed: int) -> async_grpo.Run:
     )  # fmt: skip
     optimizer = AdamW(model.parameters(), lr=3e-3)
     config = InferenceConfig(
-        max_requests=16, kv_cache_blocks=256, block_size_tokens=4, max_tokens_per_step=256, max_staleness=4,
-        kv_cache_management_mode="recompute", verify_model=False, seed=seed,
-    )  # fmt: skip
+        max_requests=16,
+        kv_cache_blocks=256,
+        max_tokens_per_step=256,
+        max_staleness=4,
+        kv_cache_management_mode="recompute",
+        seed=seed,
+        advanced=Advanced(block_size_tokens=4, verify_model=False),
+    )
     rollout = RolloutManager(model, tokenizer, config, journal=journal)
     return async_grpo.Run(model, optimizer, ConstantLR(optimizer, 1.0), _problems(), rollout)
 

@@ -22,11 +22,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from rollout.config import CoordinatorConfig, InferenceConfig
+from rollout.config import Advanced, CoordinatorConfig, InferenceConfig
 from rollout.errors import RolloutError
 from rollout.journal.journal import Journal
 from rollout.llm.llm import LLM
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from tests.models import VOCAB, make_model
@@ -416,7 +416,9 @@ def journals(rank: int, folder: str, disk: str) -> dict[str, Any]:
 def is_asked(rank: int, folder: str) -> dict[str, Any]:
     """An `LLM` of a group: its first rank asks, from several threads' point of view; the other follows to the end."""
     model = load(folder)
-    config = InferenceConfig(kv_cache_blocks=64, block_size_tokens=4, max_requests=4, control_timeout_s=60.0)
+    config = InferenceConfig(
+        kv_cache_blocks=64, max_requests=4, advanced=Advanced(block_size_tokens=4, control_timeout_s=60.0)
+    )
     with LLM(model, None, config) as llm:
         answer: dict[str, Any] = {
             "update": said(llm.weights_updated),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rollout
-from rollout import InferenceConfig, RolloutManager, SamplingParams
+from rollout import Advanced, InferenceConfig, RolloutManager, SamplingParams
 from rollout.errors import InvalidRequestError
 from rollout.journal.journal import Journal
 from tests.engines import token_ids
@@ -21,7 +21,9 @@ SAMPLED = SamplingParams(n=2, max_tokens=6, ignore_eos=True, seed=3, logit_bias=
 
 
 def manager_of(name: str, **options: Any) -> RolloutManager:
-    config = InferenceConfig(kv_cache_blocks=96, block_size_tokens=4, max_requests=16, max_tokens_per_step=64)
+    config = InferenceConfig(
+        kv_cache_blocks=96, max_requests=16, max_tokens_per_step=64, advanced=Advanced(block_size_tokens=4)
+    )
     return RolloutManager(shared_vision_model(name), None, config, **options)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollout import InferenceConfig, RolloutBatch, RolloutManager, SamplingParams
+from rollout import Advanced, InferenceConfig, RolloutBatch, RolloutManager, SamplingParams
 from rollout.errors import UnsupportedModelError
 from tests.engines import token_ids
 from tests.trees import distance, gradient
@@ -24,7 +24,7 @@ SAMPLED = SamplingParams(n=3, max_tokens=6, ignore_eos=True, seed=3, logit_bias=
 
 
 def batch_of(name: str, model: Any, *prompts: Any, **options: Any) -> RolloutBatch:
-    config = InferenceConfig(kv_cache_blocks=96, block_size_tokens=4, max_requests=16)
+    config = InferenceConfig(kv_cache_blocks=96, max_requests=16, advanced=Advanced(block_size_tokens=4))
     with RolloutManager(model, None, config) as manager:
         return manager.generate(prompts, SAMPLED.replace(**options))
 

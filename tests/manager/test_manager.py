@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.config import InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import (
     ConfigError,
@@ -131,7 +131,9 @@ def test_the_pad_token_is_the_tokenizers_or_the_models(tokenizer):
 
 
 def test_an_engine_made_elsewhere_is_used_and_a_foreign_one_refused(frozen, model):
-    engine = DynamicInferenceEngine(frozen, config=InferenceConfig(kv_cache_blocks=32, verify_model=False))
+    engine = DynamicInferenceEngine(
+        frozen, config=InferenceConfig(kv_cache_blocks=32, advanced=Advanced(verify_model=False))
+    )
     rollout = RolloutManager(frozen, engine=engine)
     assert completions(rollout.generate([[5, 6]], GREEDY)) == [greedy(frozen, [5, 6], 6)]
     with pytest.raises(ConfigError, match="of another model"):
@@ -141,7 +143,7 @@ def test_an_engine_made_elsewhere_is_used_and_a_foreign_one_refused(frozen, mode
 
 
 def test_what_an_engine_made_elsewhere_would_not_heed_is_refused(frozen, tokenizer):
-    config = InferenceConfig(kv_cache_blocks=32, verify_model=False)
+    config = InferenceConfig(kv_cache_blocks=32, advanced=Advanced(verify_model=False))
     with pytest.raises(ConfigError, match="tokenizer= is not the one of engine="):
         RolloutManager(frozen, tokenizer, engine=DynamicInferenceEngine(frozen, config=config))
     engine = DynamicInferenceEngine(frozen, tokenizer, config)
@@ -177,7 +179,7 @@ def test_what_an_engine_made_elsewhere_would_not_heed_is_refused(frozen, tokeniz
         (lambda r: r.generate(["a"], GREEDY, min_group=1), TypeError, "min_group"),
         (lambda r: r.suspend("disk"), ConfigError, "mode='disk': must be None or one of 'persist', 'offload'"),
         (lambda r: SamplingParams(temprature=1), ConfigError, "did you mean temperature"),
-        (lambda r: InferenceConfig(block_size=4), ConfigError, "did you mean block_size_tokens"),
+        (lambda r: InferenceConfig(block_size=4), ConfigError, r"did you mean .*block_size_tokens=4"),
     ],
 )
 def test_a_wrong_call_is_refused_by_name_and_leaves_nothing_behind(rollout, call, error, message):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.parts.failures import MAX_FAILED_STEPS
+from rollout.engine.parts.stepper import MAX_FAILED_STEPS
 from rollout.errors import (
     DeadlineError,
     EngineDeadError,
@@ -17,7 +17,7 @@ from rollout.errors import (
     JournalError,
     RolloutFailedError,
 )
-from rollout.manager.recovery import GroupJournal
+from rollout.manager.groups import GroupJournal
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.threads.interrupts import interrupt_deferred

@@ -315,7 +315,9 @@ def test_a_forward_that_raises_leaves_the_rollout_as_it_was(model, error):
 
 
 def test_a_suspended_rollout_wakes_for_a_score(model):
-    rollout = RolloutManager(model, config=package.InferenceConfig(kv_cache_blocks=32, verify_model=False))
+    rollout = RolloutManager(
+        model, config=package.InferenceConfig(kv_cache_blocks=32, advanced=package.Advanced(verify_model=False))
+    )
     rollout.before_optimizer_step()
     assert_equals_forward(model, rollout.score(PROMPTS), PROMPTS)
     rollout.close()

@@ -10,10 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import SerializationError
-from rollout.requests.delta import COLUMNS, SampleDelta, pack_top_n, unpack_top_n
-from rollout.requests.kept_tokens import KeptTokens, pack_kept
-from rollout.requests.routes import cut_routes, pack_routes, unpack_routes
+from rollout.requests.delta import COLUMNS, SampleDelta
 from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import (
+    KeptTokens,
+    cut_routes,
+    pack_kept,
+    pack_routes,
+    pack_top_n,
+    unpack_routes,
+    unpack_top_n,
+)
 from rollout.sampling_params import SamplingParams
 
 

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.errors import ConfigError, SerializationError
-from rollout.requests.delta import SampleDelta
-from rollout.requests.growth import growth
-from rollout.requests.kept_tokens import KeptTokens, pack_kept, packed_sets, unpack_kept
+from rollout.requests.delta import SampleDelta, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.token_columns import KeptTokens, pack_kept, packed_sets, unpack_kept
 from rollout.sampling_params import MAX_KEPT_TOKENS, SamplingParams
 
 SETS = st.lists(st.sets(st.integers(0, 2**31 - 1), min_size=1, max_size=6).map(sorted), max_size=8)

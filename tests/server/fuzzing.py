@@ -31,7 +31,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from rollout import LLM, InferenceConfig, ServerConfig
+from rollout import LLM, Advanced, InferenceConfig, ServerConfig
 from rollout.server.app import build_app
 from rollout.server.openai.schema import MAX_PROMPTS
 from tests.engines import BLOCK
@@ -73,7 +73,10 @@ def url() -> Iterator[str]:
         max_position_embeddings=256, num_attention_heads=1, num_key_value_heads=1,
     )  # fmt: skip
     config = InferenceConfig(
-        kv_cache_blocks=512, block_size_tokens=BLOCK, max_requests=64, max_tokens_per_step=256, verify_model=False
+        kv_cache_blocks=512,
+        max_requests=64,
+        max_tokens_per_step=256,
+        advanced=Advanced(block_size_tokens=BLOCK, verify_model=False),
     )
     with LLM(model, TOKENIZER, config, use_coordinator=True) as llm:
         yield llm.serve(CONFIG, blocking=False).url

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import torch
 
-from rollout import LLM, CoordinatorConfig, InferenceConfig, ServerConfig
+from rollout import LLM, Advanced, CoordinatorConfig, InferenceConfig, ServerConfig
 from rollout.server.server import Server
 from tests.models import make_model, make_tokenizer
 from tests.server.stream_client import events
@@ -56,9 +56,11 @@ def soak(streams: int, seconds: float) -> Ledger:
     ledger = Ledger()
     model, tokenizer = make_model("qwen3", num_hidden_layers=2), make_tokenizer()
     config = InferenceConfig(
-        kv_cache_blocks=streams * 24, block_size_tokens=8, max_requests=streams, max_tokens_per_step=2 * streams,
-        verify_model=False,
-    )  # fmt: skip
+        kv_cache_blocks=streams * 24,
+        max_requests=streams,
+        max_tokens_per_step=2 * streams,
+        advanced=Advanced(block_size_tokens=8, verify_model=False),
+    )
     with LLM(
         model, tokenizer, config, use_coordinator=True, coordinator_config=CoordinatorConfig(progress_interval=16)
     ) as llm:

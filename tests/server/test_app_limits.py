@@ -168,7 +168,6 @@ FUNCTION = [{"type": "function", "function": {"name": "f"}}]
     ("/v1/chat/completions", {"messages": [], "tools": FUNCTION, "tool_choice": {"type": "t" * 2**20}}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "?"}], "tools": FUNCTION,
                               "tool_choice": {"type": "function", "function": {"name": "f" * 2**20}}}),
-    ("/v1/responses", {"input": "?", "r" * 2**20: 1}),
     ("/tokenize", {"prompt": "?", "q" * 2**20: 1}),
 ])  # fmt: skip
 def test_no_message_repeats_a_long_name(url: str, path: str, body: dict[str, object]):

@@ -12,7 +12,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletion as TheirReply
 from openai.types.chat import ChatCompletionChunk as TheirChunk
 
-from rollout.config import InferenceConfig, ServerConfig
+from rollout.config import Advanced, InferenceConfig, ServerConfig
 from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import RequestAbortedError
 from rollout.llm.llm import LLM
@@ -499,7 +499,10 @@ def test_a_call_that_is_cut_is_text_and_ends_by_length(llm: ScriptedLLM, client:
 def real() -> Iterator[tuple[LLM, OpenAI]]:
     model = make_model("qwen3", vocab_size=len(TOKENIZER))
     config = InferenceConfig(
-        kv_cache_blocks=256, block_size_tokens=BLOCK, max_requests=8, max_tokens_per_step=64, verify_model=False
+        kv_cache_blocks=256,
+        max_requests=8,
+        max_tokens_per_step=64,
+        advanced=Advanced(block_size_tokens=BLOCK, verify_model=False),
     )
     with LLM(model, TOKENIZER, config) as llm:
         server = llm.serve(ServerConfig(port=0, served_model_name="m"), blocking=False)

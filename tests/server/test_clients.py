@@ -21,7 +21,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from rollout import LLM, InferenceConfig, SamplingParams, ServerConfig
+from rollout import LLM, Advanced, InferenceConfig, SamplingParams, ServerConfig
 from rollout.errors import InvalidRequestError
 from tests.models import make_model, trainer_logprobs
 from tests.server.chat_templates import byte_level
@@ -50,7 +50,9 @@ class City(BaseModel, extra="forbid"):
 def llm() -> Iterator[LLM]:
     model = make_model("qwen3", vocab_size=len(TOKENIZER), num_hidden_layers=1, max_position_embeddings=4096,
                        eos_token_id=TOKENIZER.eos_token_id)  # fmt: skip
-    config = InferenceConfig(kv_cache_blocks=1024, max_requests=8, max_tokens_per_step=512, verify_model=False)
+    config = InferenceConfig(
+        kv_cache_blocks=1024, max_requests=8, max_tokens_per_step=512, advanced=Advanced(verify_model=False)
+    )
     with LLM(model, TOKENIZER, config) as made:
         yield made
 
@@ -98,9 +100,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "instructor json": (CHAT, {"messages": HI, "response_format": {"type": "json_object"}, "max_tokens": LONG}),
     "langchain": (CHAT, {"messages": HI, "max_tokens": LONG, "response_format": {"type": "json_schema", "json_schema": {
         "name": "City", "schema": City.model_json_schema() | {"additionalProperties": False}, "strict": True}}}),
-    "openai-agents": ("/v1/responses", {"input": [{"role": "user", "content": "hi"}], "include": [], "max_output_tokens": 4,
-                                        "tools": [{"type": "function", "strict": True} | TOOL["function"]],  # type: ignore[dict-item]
-                                        "previous_response_id": None, "conversation": None, "prompt": None}),
 }  # fmt: skip
 
 
@@ -110,9 +109,6 @@ def test_the_shape_of_a_clients_request_is_served(http: httpx.Client, name: str)
     reply = http.post(path, json={"model": "m"} | body, headers={"X-Session-ID": "one"})
     assert reply.status_code == 200, reply.text
     told = reply.json()
-    if path == "/v1/responses":
-        assert told["output"][0]["type"] in ("message", "function_call")
-        return
     choice = told["choices"][0]
     if body.get("return_token_ids"):
         prompt = choice["prompt_token_ids"] if path == TEXT else told["prompt_token_ids"]
@@ -240,45 +236,6 @@ def test_log_probs_of_given_tokens_are_those_of_the_whole_distribution(
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprob_token_ids"), refused.text
 
 
-def test_openai_responses_are_created_streamed_and_continued(client: openai.OpenAI):
-    tool: Any = {"type": "function"} | TOOL["function"]  # type: ignore[dict-item]
-    asked: Any = {
-        "model": "m",
-        "input": "hi",
-        "tools": [tool],
-        "tool_choice": "required",
-        "max_output_tokens": LONG,
-        "temperature": 0,
-    }
-    first = client.responses.create(**asked)
-    call = next(item for item in first.output if item.type == "function_call")
-    assert set(json.loads(call.arguments)) == {"city"}
-    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-    second = client.responses.create(
-        model="m", input=[result], previous_response_id=first.id, max_output_tokens=4, tools=[tool]
-    )
-    by_items = client.responses.create(
-        model="m", max_output_tokens=4, tools=[tool],
-        input=[{"role": "user", "content": "hi"}, *(item.model_dump() for item in first.output), result],
-    )  # fmt: skip
-    sampled = first.rollout["prompt_token_ids"] + first.rollout["token_ids"]
-    for later in (second, by_items):
-        assert later.rollout["prompt_token_ids"][: len(sampled)] == sampled
-        assert later.rollout["retokenized"] is None
-    assert client.responses.retrieve(first.id).output == first.output
-    with pytest.raises(openai.NotFoundError, match="not kept"):
-        client.responses.create(model="m", input="go on", previous_response_id="resp_none")
-    with client.responses.stream(model="m", input="hi", max_output_tokens=6) as stream:
-        kinds = [event.type for event in stream]
-    assert (kinds[0], kinds[-1]) in (
-        ("response.created", "response.completed"),
-        ("response.created", "response.incomplete"),
-    )
-    with client.responses.stream(**asked) as stream:
-        done = [event for event in stream if event.type == "response.function_call_arguments.done"]
-    assert [set(json.loads(event.arguments)) for event in done] == [{"city"}]
-
-
 def test_litellm_takes_two_turns(url: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     module("mcp")  # which litellm imports and does not require
@@ -311,7 +268,7 @@ def test_dspy_asks_for_json(url: str):
     assert isinstance(City.model_validate_json(text), City)
 
 
-def test_openai_agents_by_its_default_api(url: str):
+def test_openai_agents_by_chat_completions(url: str):
     agents = module("agents")
     agents.set_tracing_disabled(True)
     calls: list[bool] = []
@@ -324,7 +281,7 @@ def test_openai_agents_by_its_default_api(url: str):
     async def run() -> Any:
         made = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", timeout=PATIENCE_S)
         settings = agents.ModelSettings(tool_choice="required", max_tokens=LONG, temperature=0.0)
-        model = agents.OpenAIResponsesModel("m", made)
+        model = agents.OpenAIChatCompletionsModel("m", made)
         # A call in the first turn, and in the second, where the library lets it choose again, a reply of its type.
         agent = agents.Agent(name="a", model=model, tools=[get_weather], model_settings=settings, output_type=City)
         result = await agents.Runner.run(agent, "hi", max_turns=4)

@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion as TheirReply
 
-from rollout.config import InferenceConfig, ServerConfig
+from rollout.config import Advanced, InferenceConfig, ServerConfig
 from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import InvalidRequestError
 from rollout.llm.llm import LLM
@@ -330,7 +330,10 @@ CHARACTERS = make_tokenizer()
 @pytest.fixture(scope="module")
 def real() -> Iterator[tuple[LLM, OpenAI]]:
     config = InferenceConfig(
-        kv_cache_blocks=256, block_size_tokens=BLOCK, max_requests=8, max_tokens_per_step=64, verify_model=False
+        kv_cache_blocks=256,
+        max_requests=8,
+        max_tokens_per_step=64,
+        advanced=Advanced(block_size_tokens=BLOCK, verify_model=False),
     )
     with LLM(make_model("qwen3"), CHARACTERS, config) as llm:
         server = llm.serve(ServerConfig(port=0, served_model_name="m"), blocking=False)

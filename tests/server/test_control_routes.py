@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout import LLM, InferenceConfig, SamplingParams, ServerConfig
+from rollout import LLM, Advanced, InferenceConfig, SamplingParams, ServerConfig
 from tests.engines import BLOCK, gated
 from tests.models import make_model
 from tests.server.chat_templates import byte_level
@@ -33,7 +33,10 @@ def tiny(seed: int = 0) -> Any:
 @pytest.fixture(scope="module")
 def house() -> Iterator[tuple[LLM, httpx.Client]]:
     config = InferenceConfig(
-        kv_cache_blocks=1024, block_size_tokens=BLOCK, max_requests=8, max_tokens_per_step=64, verify_model=False
+        kv_cache_blocks=1024,
+        max_requests=8,
+        max_tokens_per_step=64,
+        advanced=Advanced(block_size_tokens=BLOCK, verify_model=False),
     )
     with LLM(tiny(), TOKENIZER, config, use_coordinator=True) as llm:
         server = llm.serve(ServerConfig(port=0, api_key=KEY, admin=True, served_model_name="m"), blocking=False)

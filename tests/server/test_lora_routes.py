@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout import LLM, InferenceConfig, SamplingParams, ServerConfig
+from rollout import LLM, Advanced, InferenceConfig, SamplingParams, ServerConfig
 from rollout.errors import ConfigError, InvalidRequestError
 from tests.adapters import adapted, saved_adapter
 from tests.engines import BLOCK, gated
@@ -35,7 +35,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def house() -> Iterator[tuple[LLM, httpx.Client]]:
     config = InferenceConfig(
-        kv_cache_blocks=1024, block_size_tokens=BLOCK, max_requests=8, max_tokens_per_step=64, verify_model=False
+        kv_cache_blocks=1024,
+        max_requests=8,
+        max_tokens_per_step=64,
+        advanced=Advanced(block_size_tokens=BLOCK, verify_model=False),
     )
     with LLM(tiny(), TOKENIZER, config, use_coordinator=True) as llm:
         server = llm.serve(ServerConfig(port=0, api_key=KEY, admin=True, served_model_name="m"), blocking=False)
@@ -86,10 +89,6 @@ def test_requests_name_an_adapter_as_their_model(llm: LLM, http: httpx.Client, f
     for name in folders:
         by_chat = ok(http.post("/v1/chat/completions", json=chat | {"model": name}))
         assert by_chat["model"] == name
-        by_responses = {"model": name, "input": "Hi", "max_output_tokens": 3, "temperature": 0}
-        response = ok(http.post("/v1/responses", json=by_responses))
-        assert response["model"] == name
-        assert response["rollout"]["token_ids"] == by_chat["choices"][0]["message"]["rollout"]["token_ids"]
         by_tokens = ok(http.post("/inference/v1/generate", json=one | {"model": name}))
         assert (by_tokens["choices"][0]["token_ids"], by_tokens["model"]) == (answers[name], name)
     streamed = http.post("/v1/completions", json={"model": "a", "prompt": PROMPT, "max_tokens": 1, "stream": True})
@@ -148,7 +147,9 @@ def test_what_cannot_be_loaded_is_named(http: httpx.Client, folders: dict[str, s
 
 
 def test_adapters_of_an_llm_without_a_server(folders: dict[str, str]) -> None:
-    config = InferenceConfig(kv_cache_blocks=256, block_size_tokens=BLOCK, max_requests=8, verify_model=False)
+    config = InferenceConfig(
+        kv_cache_blocks=256, max_requests=8, advanced=Advanced(block_size_tokens=BLOCK, verify_model=False)
+    )
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     with LLM(tiny(), TOKENIZER, config) as llm:
         assert llm.load_lora_adapter("a", folders["a"]) == 0

@@ -18,7 +18,7 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from rollout import LLM, InferenceConfig, SamplingParams, ServerConfig
+from rollout import LLM, Advanced, InferenceConfig, SamplingParams, ServerConfig
 from rollout.server.server import Server
 from tests.engines import BLOCK, gated
 from tests.models import greedy, make_model, trainer_logprobs
@@ -68,7 +68,10 @@ class House:
 
 def an_llm(model: Any, **options: Any) -> LLM:
     config = InferenceConfig(
-        kv_cache_blocks=1024, block_size_tokens=BLOCK, max_requests=16, max_tokens_per_step=256, verify_model=False
+        kv_cache_blocks=1024,
+        max_requests=16,
+        max_tokens_per_step=256,
+        advanced=Advanced(block_size_tokens=BLOCK, verify_model=False),
     )
     return LLM(model, TOKENIZER, config, **options)
 

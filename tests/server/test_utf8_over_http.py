@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout import LLM, InferenceConfig, ServerConfig
+from rollout import LLM, Advanced, InferenceConfig, ServerConfig
 from tests.distributed.client.test_text_stream import MAKERS
 from tests.engines import BLOCK
 from tests.models import make_model
@@ -27,7 +27,10 @@ def place(request: pytest.FixtureRequest) -> Iterator[tuple[httpx.Client, Any]]:
     tokenizer.chat_template = PLAIN
     model = make_model("qwen3", vocab_size=len(tokenizer), num_hidden_layers=1)
     config = InferenceConfig(
-        kv_cache_blocks=256, block_size_tokens=BLOCK, max_requests=8, max_tokens_per_step=64, verify_model=False
+        kv_cache_blocks=256,
+        max_requests=8,
+        max_tokens_per_step=64,
+        advanced=Advanced(block_size_tokens=BLOCK, verify_model=False),
     )
     with LLM(model, tokenizer, config) as llm:
         server = llm.serve(ServerConfig(port=0), blocking=False)

@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedModel
 
-from rollout.config import InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from tests.distributed.job.rank_jobs import samples, the_model
@@ -77,7 +77,9 @@ def train(accelerator: Accelerator, prepared: nn.Module, optimizer: Any, seed: i
 
 
 def a_rollout_of_its_own(model: PreTrainedModel) -> RolloutManager:
-    config = InferenceConfig(kv_cache_blocks=256, block_size_tokens=4, max_requests=16, verify_model=False)
+    config = InferenceConfig(
+        kv_cache_blocks=256, max_requests=16, advanced=Advanced(block_size_tokens=4, verify_model=False)
+    )
     return RolloutManager(model, make_tokenizer(), config, coordinator=False)
 
 

@@ -71,7 +71,7 @@ def test_on_two_ranks_with_checkpointing_averaged_gradients_are_the_padded_batch
 
 
 class TreeTrainer(Trainer):
-    """The snippet of docs/trainers.md, with a loss of the tests."""
+    """The snippet of docs/how-to/trainers.md, with a loss of the tests."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         packed = inputs["batch"].tree()

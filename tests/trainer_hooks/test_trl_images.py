@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rollout.config import InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.errors import ConfigError
 from rollout.manager.manager import RolloutManager
 from tests.vision_models import IMAGE, VIDEO, make_processor, make_qwen_processor, make_vision_model
@@ -50,7 +50,9 @@ def make_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ma
         model, processor = make_vision_model(name), PROCESSORS[name]()
         processor.tokenizer.padding_side = "left"  # as TRL loads it
         processor.chat_template = processor.chat_template or processor.tokenizer.chat_template
-        rollout = RolloutManager(model, processor, InferenceConfig(kv_cache_blocks=64, block_size_tokens=4))
+        rollout = RolloutManager(
+            model, processor, InferenceConfig(kv_cache_blocks=64, advanced=Advanced(block_size_tokens=4))
+        )
         made.append(rollout)
         config = trl.GRPOConfig(
             **{

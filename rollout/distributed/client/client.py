@@ -13,7 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from rollout.config import InferenceConfig
+from rollout.config import Advanced
 from rollout.distributed.client.futures import Delta, GroupTokens, Readers, RequestFuture, RequestStream
 from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.client.session import Call, ClientSession, Prompt, RequestOptions
@@ -34,7 +34,7 @@ from rollout.threads.diagnosis import answer_signal, watch
 if TYPE_CHECKING:
     from rollout.distributed.transport.keys import JobKeys
 
-CONTROL_TIMEOUT_S = InferenceConfig.control_timeout_s
+CONTROL_TIMEOUT_S = Advanced.control_timeout_s
 """Default deadline of a control call, in seconds."""
 ANSWER_MARGIN_S = 5.0
 """Added to the coordinator's own deadline, so that its error, which names the late engines, arrives first."""

@@ -19,9 +19,8 @@ from rollout.errors import InvalidRequestError, RolloutError, SerializationError
 from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.delta import SampleDelta
 from rollout.requests.events import unpack_events
-from rollout.requests.image_request import with_images
 from rollout.requests.images import ImageInputs
-from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.request import DynamicInferenceRequest, with_images
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
 from rollout.state import Status as RequestStatus

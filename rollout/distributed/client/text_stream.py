@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout.requests.delta import SampleDelta, TopN
+from rollout.requests.delta import SampleDelta
 from rollout.requests.detokenizer import StableText, Tokenizer
-from rollout.requests.kept_tokens import KeptTokens
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.routes import Routes, unpack_routes
+from rollout.requests.token_columns import KeptTokens, Routes, TopN, unpack_routes
 from rollout.sampling_params import SamplingParams
 
 

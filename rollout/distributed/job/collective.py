@@ -28,7 +28,7 @@ class CollectiveCalls:
         self._member = member
         self._world = world
         self._on_event = on_event
-        self._timeout_s = member.engine.config.control_timeout_s
+        self._timeout_s = member.engine.config.advanced.control_timeout_s
         self._gathered = 0
         self._ended = 0
         """Number of completed calls."""
@@ -66,7 +66,7 @@ class CollectiveCalls:
                     late = ", ".join(self._member.status().barrier_waits_for) or late
                 raise DeadlineError(
                     f"{call}: {late} did not do the same within {limit} s; every rank must (where it only needs longer: "
-                    "InferenceConfig.control_timeout_s)"
+                    "Advanced.control_timeout_s)"
                 ) from exc
             except ConnectionLostError:
                 continue

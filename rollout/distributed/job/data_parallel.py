@@ -30,15 +30,14 @@ from rollout.distributed.protocol.messages import JobStatus, Stretch, parse_stat
 from rollout.distributed.protocol.stretch import oldest_version, stretch_of
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.parts.admission import prompt_of
+from rollout.engine.parts.intake import prompt_of
 from rollout.errors import ConnectionLostError, RequestAbortedError, RolloutError, SerializationError
+from rollout.requests.block_hash import stream_key
 from rollout.requests.delta import SampleDelta
-from rollout.requests.image_request import with_images
 from rollout.requests.images import images_of
 from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
-from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.seeds import stream_key
+from rollout.requests.request import DynamicInferenceRequest, with_images
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason, Status
 from rollout.threads.loop_thread import LoopThread
@@ -157,7 +156,7 @@ class DataParallelBackend:
 
     def __init__(self, engine: DynamicInferenceEngine, config: CoordinatorConfig | None, world: World) -> None:
         self._engine = engine
-        self._timeout_s = engine.config.control_timeout_s
+        self._timeout_s = engine.config.advanced.control_timeout_s
         self._base_seed = engine.config.seed if world.rank == 0 else stream_key(engine.config.seed, -1 - world.rank)
         self._groups: dict[int, OwnGroup] = {}
         self._next_group_id = 0

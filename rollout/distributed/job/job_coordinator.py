@@ -227,9 +227,10 @@ def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world:
     host = config.host
     if world is not None and world.rank == 0 and not world.one_host and is_loopback(host):
         host = world.address_for_others()
-    size, block_size, seed = 1 if world is None else world.size, engine.config.block_size_tokens, engine.config.seed
+    size, seed = 1 if world is None else world.size, engine.config.seed
+    block_size = engine.config.advanced.block_size_tokens
     _refuse_conflict("data_parallel_size", config.data_parallel_size, size, "the number of ranks")
-    _refuse_conflict("block_size_tokens", config.block_size_tokens, block_size, "InferenceConfig.block_size_tokens")
+    _refuse_conflict("block_size_tokens", config.block_size_tokens, block_size, "Advanced.block_size_tokens")
     if seed != InferenceConfig.seed:
         _refuse_conflict("seed", config.seed, seed, "InferenceConfig.seed")
     tokenizer = config.tokenizer

@@ -133,7 +133,7 @@ class Gathering:
         if self._meeting is not None:
             self._meet_at_barrier("generate(): gather_weights")
         with interrupt_deferred():
-            if self._meeting is None or self._meet(self._meeting, self._engine.config.control_timeout_s):
+            if self._meeting is None or self._meet(self._meeting, self._engine.config.advanced.control_timeout_s):
                 self._engine.guard.gather()
 
     def _meet(self, meeting: Meeting, timeout_s: float) -> bool:

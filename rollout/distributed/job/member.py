@@ -58,7 +58,7 @@ class JobMember:
         self.name = name
         self.coordinator = coordinator
         self.sessions_left = 0
-        self._timeout_s = engine.config.control_timeout_s
+        self._timeout_s = engine.config.advanced.control_timeout_s
         self.loop = loop
         self._new_client = new_client
         self._on_joined = on_joined

@@ -24,9 +24,9 @@ from rollout.requests.codec import (
     refuse,
     unpack_msgpack,
 )
-from rollout.requests.delta import TopN
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import TopN
 from rollout.state import FinishReason
 
 

@@ -15,8 +15,7 @@ from typing import Annotated, Any
 from rollout.distributed.protocol.fields import Columns, Count, Counts, LogProbs, LostFramesError, Tokens, Versions
 from rollout.errors import SerializationError
 from rollout.requests.codec import refuse
-from rollout.requests.delta import COLUMNS, TOKEN_BYTES, DeltaJoin, SampleDelta
-from rollout.requests.growth import growth
+from rollout.requests.delta import COLUMNS, TOKEN_BYTES, DeltaJoin, SampleDelta, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.spans import VersionSpans
 

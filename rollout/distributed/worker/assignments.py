@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from rollout.distributed.protocol.messages import Assign, Stretch
 from rollout.distributed.protocol.outcome import outcome, pack
-from rollout.requests.delta import TOKEN_BYTES, SampleDelta
-from rollout.requests.growth import growth
+from rollout.requests.delta import TOKEN_BYTES, SampleDelta, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 
 Key = tuple[int, int]

@@ -28,15 +28,15 @@ from rollout.distributed.protocol.fields import (
 from rollout.distributed.protocol.frames import MAX_STRETCHES
 from rollout.distributed.protocol.stretch import PartialGroup
 from rollout.distributed.worker.assignments import Assignments, Key, Known
+from rollout.engine.blocks.index import CacheChanges
+from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.holds import COORDINATOR, HoldLevel
-from rollout.engine.parts.rank_engine import RankEngine
-from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.errors import EngineDeadError, EngineStateError, SerializationError
 from rollout.observe.recorder import mark
 from rollout.requests.codec import unpack_msgpack
-from rollout.requests.image_request import with_images
 from rollout.requests.images import ImageInputs, ImagePrompt
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import with_images
 from rollout.sampling_params import SamplingParams
 from rollout.state import COORDINATOR_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, CoordinatorState, Mode
 
@@ -62,7 +62,7 @@ class RankSession:
 
     def __init__(
         self,
-        engine: RankEngine,
+        engine: DynamicInferenceEngine,
         send: Callable[[wire.Message], None],
         progress_interval: int = 16,
         follows_version: bool = True,

@@ -243,7 +243,7 @@ class EngineWorker:
                     PROTOCOL_VERSION,
                     self.name,
                     engine.config.max_requests,
-                    engine.config.block_size_tokens,
+                    engine.config.advanced.block_size_tokens,
                     engine.state.value,
                     engine.policy_version,
                     np.asarray(hashes, "<i8").tobytes(),
@@ -420,7 +420,7 @@ class EngineWorker:
             if self.lost is not None:
                 self._find_another()
             elif not self.steps():
-                self.wait_for_work(self.engine.config.control_timeout_s)
+                self.wait_for_work(self.engine.config.advanced.control_timeout_s)
 
         if not self._closed and isinstance(self.lost, EngineDeadError):
             raise self.lost

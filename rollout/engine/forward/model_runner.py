@@ -235,7 +235,7 @@ class ModelRunner:
                 return "its weights are split over ranks, and the fused forward reads whole matrices"
             if self._routers is not None:
                 return "it records the experts that its routers choose (InferenceConfig.record_routes)"
-            return self._dropped or "InferenceConfig.fused_forward=False"
+            return self._dropped or "Advanced.fused_forward=False"
         with self.installation.inference():
             return None if self.fused.ready(self.installation.module_epoch) else self.fused.why_not
 

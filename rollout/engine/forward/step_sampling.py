@@ -12,7 +12,7 @@ from rollout.engine.sampling.sampler import sample
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.engine.scheduling.sequences import SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
-from rollout.requests.kept_tokens import KeptTokens, packed_sets
+from rollout.requests.token_columns import KeptTokens, packed_sets
 
 
 def sample_step(

@@ -350,8 +350,8 @@ class GraphedDecode:
 
     def _say_why_not(self, why: str) -> None:
         _log.warning(
-            "%s runs its forward every step, and not as a CUDA graph: %s; set InferenceConfig.cuda_graphs=False to "
-            "skip the attempt",
+            "%s runs its forward every step, and not as a CUDA graph: %s; "
+            "InferenceConfig(advanced=Advanced(cuda_graphs=False)) skips the attempt",
             type(self._model).__name__,
             why,
         )

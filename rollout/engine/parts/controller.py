@@ -18,19 +18,18 @@ from rollout.engine.multimodal.pictures import MAX_PROMPT_PIXELS, open_picture
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
-from rollout.requests.chat_messages import MessageImage, known_roles, plain_messages
+from rollout.requests.block_hash import stream_key
 from rollout.requests.detokenizer import CompletionText, pieces_of
 from rollout.requests.images import ImagePrompt, processed_prompt
-from rollout.requests.prompt import Prompt, unpadded
+from rollout.requests.prompt import MessageImage, Prompt, known_roles, plain_messages, unpadded
 from rollout.requests.request import InferenceRequest
-from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 
 VERIFY_TOKENS = 12
 FOREIGN_TOKENS = 4096
-"""As many at most where parts of the model are not transformers' own."""
+"""Most tokens that are verified if parts of the model are not transformers' own."""
 
 
 class TextGenerationController:
@@ -65,12 +64,11 @@ class TextGenerationController:
         return unpadded(prompts, *owners, name=name, single=single)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, an `ImagePrompt` if it has images; chat messages go through the tokenizer's chat template
-        with a generation prompt.
+        """Token ids of a prompt, an `ImagePrompt` if it has images; chat messages get a generation prompt.
 
         Raises:
-            TypeError: the prompt is none of text, token ids, chat messages, a processor's output.
-            InvalidRequestError: a message has no role, or content that is not text, such as an image.
+            TypeError: the prompt is not text, token ids, chat messages or a processor's output.
+            InvalidRequestError: a message has no role, or content that this model does not take, such as an image.
             ConfigError: text or messages without a tokenizer.
         """
         if isinstance(prompt, str):
@@ -116,12 +114,12 @@ class TextGenerationController:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model is of a family that is served images."""
+        """Whether the model is of a family whose images are served."""
         return self.runner.vision.family is not None
 
     @property
     def chat_template(self) -> str | None:
-        """The processor's chat template, which writes what the processor expands; None: the tokenizer's."""
+        """The processor's chat template, with placeholders that the processor expands; None: the tokenizer's."""
         template = getattr(self.processor, "chat_template", None)
         return template if isinstance(template, str) else None
 
@@ -132,8 +130,7 @@ class TextGenerationController:
             images: in the order of their placeholders.
 
         Raises:
-            InvalidRequestError: there is no processor, an image cannot be read or is too large, alone or with the others,
-                or the processor refuses it.
+            InvalidRequestError: there is no processor, it refuses an image, an image cannot be read, or all are too large.
         """
         if self.processor is None:
             raise InvalidRequestError(
@@ -188,9 +185,8 @@ class TextGenerationController:
         """Check sampling parameters against the vocabulary and the loaded adapters; compile `structured`.
 
         Raises:
-            InvalidRequestError: `adapter` is not loaded; `structured` does not compile; an id of `logit_bias`,
-                `stop_token_ids` or `logprob_token_ids` is outside the vocabulary; or `min_tokens` with the stop ids leaves
-                no token to draw.
+            InvalidRequestError: an adapter is not loaded, `structured` does not compile, a token id is outside the
+                vocabulary, or `min_tokens` and the stop ids leave no token to draw.
         """
         named = {name: getattr(params, name) or () for name in ("logit_bias", "stop_token_ids", "logprob_token_ids")}
         for name, tokens in named.items():
@@ -200,13 +196,13 @@ class TextGenerationController:
         if params.structured is not None:
             self.constraints.check(params.structured)
         self.runner.adapters.check(params.adapter)
-        if params.min_tokens and len(stops := self.stop_ids(params)) >= self.layout.vocab_size:
-            left = self.layout.vocab_size - len({token for token in stops if token < self.layout.vocab_size})
-            if not left:
-                raise InvalidRequestError(
-                    f"min_tokens={params.min_tokens}: every one of the {self.layout.vocab_size} tokens is a stop id, so no "
-                    "token can be drawn before one; drop min_tokens or some stop_token_ids"
-                )
+        stops, vocabulary = self.stop_ids(params) if params.min_tokens else (), self.layout.vocab_size
+        # The length is compared first, since it costs nothing.
+        if len(stops) >= vocabulary and len({token for token in stops if token < vocabulary}) == vocabulary:
+            raise InvalidRequestError(
+                f"min_tokens={params.min_tokens}: every one of the {vocabulary} tokens is a stop id, so no token can be "
+                "drawn before one; drop min_tokens or some stop_token_ids"
+            )
 
     def completion_text(self, params: SamplingParams) -> CompletionText | None:
         """Stop-string detector for these parameters; None without stop strings.
@@ -228,8 +224,7 @@ class TextGenerationController:
     def fill_segments(self, request: InferenceRequest) -> None:
         """Fill in a request's `segments`, `generated_segments` and `generated_sequence_lengths`.
 
-        One piece of text per token; joined they equal `decode` of all tokens. The piece of a special token, or of a token
-        that ends inside a character, is empty.
+        One piece of text per token; joined, they equal `decode` of all tokens.
 
         Raises:
             ConfigError: there is no tokenizer.
@@ -260,7 +255,7 @@ class TextGenerationController:
             for module in training:
                 module.training = False
             with torch.no_grad():
-                # Of all positions, as what honours `logits_to_keep` is verified too, but not thousands.
+                # Few logits are computed whole, so that the code behind `logits_to_keep` is verified too.
                 kept = {} if len(tokens) <= VERIFY_TOKENS else {"logits_to_keep": ids.new_tensor([len(tokens) - 1])}
                 logits: torch.Tensor = self.model(input_ids=ids, use_cache=False, **kept).logits[0, -1]
         finally:
@@ -271,13 +266,13 @@ class TextGenerationController:
     def verify_model(self, room: int, all_ranks: Callable[[bool], bool] = bool) -> None:
         """Compare tokens in chunks through the paged path with the model's own forward, along the same routes.
 
-        This catches state that travels between positions by other ways than attention, and on a GPU kernels and graphs that
-        compute something else: its last token is a decode step. Where attention or positions are not transformers' own,
-        they may differ from ours only far into a sequence, or beside a long one: both are compared too.
+        This catches state that travels between positions outside of attention, and wrong kernels and graphs on a GPU (the
+        last token is a decode step). Attention or positions that are not transformers' own may differ only far into a
+        sequence, or next to a long one, so both are compared too.
 
         Args:
             room: most tokens of a sequence.
-            all_ranks: whether something holds on each of the ranks that compute a forward together, which all ask at once.
+            all_ranks: whether something holds on all ranks that compute forwards together; all of them call it.
 
         Raises:
             UnsupportedModelError: they differ, here or on one of those ranks.
@@ -353,7 +348,8 @@ class TextGenerationController:
                 f"model's own forward by {worst:.3g} of the largest logit (allowed: {tolerance:g}). Either some layer "
                 f"keeps state that the engine does not see, or the model's own attention ({implementation!r}) leaves out "
                 "what the layers ask for (sdpa ignores soft-capping in some versions of transformers: load the model "
-                "with attn_implementation='eager'). If you know better, set InferenceConfig.verify_model=False"
+                "with attn_implementation='eager'). If you know better: "
+                "InferenceConfig(advanced=Advanced(verify_model=False))"
             )
 
     def _require_tokenizer(self, what: str) -> Any:

@@ -149,7 +149,7 @@ class AutocastCopies:
             _log.log(
                 logging.WARNING if self._room is None else logging.INFO,
                 "no copies of the weights in %s (%.0f MiB) until the next suspend, so that every step casts them: %s; see "
-                "InferenceConfig.autocast_weight_copies", self._dtype, size / 2**20, exc,
+                "Advanced.autocast_weight_copies", self._dtype, size / 2**20, exc,
             )  # fmt: skip
             return
         for each, start in places.items():
@@ -179,19 +179,19 @@ def autocast_copies(
     Raises:
         ConfigError: they are asked for where there can be none.
     """
-    wanted, why = config.autocast_weight_copies, None
+    wanted, why = config.advanced.autocast_weight_copies, None
     if device.type != "cuda":
         why = f"the model is on {device}"
     elif weights.tensor_parallel_mesh is not None or not weights.fixed_addresses:
         why = "its weights are sharded, and gathered to other addresses each time"
     if wanted and why is not None:
         raise ConfigError(
-            f"InferenceConfig.autocast_weight_copies=True: {type(weights.trained).__name__}: {why}, where no copies are "
+            f"Advanced.autocast_weight_copies=True: {type(weights.trained).__name__}: {why}, where no copies are "
             "made; set it to None"
         )
     if wanted is False or why is not None or config.exact:
         return NO_COPIES
-    memory = fixed_memory(device) if config.virtual_memory else None
+    memory = fixed_memory(device) if config.advanced.virtual_memory else None
     memory = memory or PoolMemory(_empty, torch.cuda.empty_cache)
     return AutocastCopies(weights.sampled, device, memory, None if wanted else room)
 

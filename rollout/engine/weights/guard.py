@@ -54,12 +54,12 @@ class WeightsGuard:
             self._given,
             dtype=dtype_named(config.inference_dtype),
             device=None if config.inference_device is None else _device(config.inference_device),
-            mapped=config.virtual_memory,
+            mapped=config.advanced.virtual_memory,
         )
         self.model = self.source.trained
         first = next(self.model.parameters())
         self.training_device, self._dtype = first.device, first.dtype
-        kind = config.weight_fingerprints
+        kind = config.advanced.weight_fingerprints
         self._fingerprints = None if kind == "off" else Fingerprints(self.source.tensors, full=kind == "full")
         self._are_known = False
 
@@ -139,7 +139,8 @@ class WeightsGuard:
         if changed:
             raise WeightsChangedError(
                 f"{_some(changed)} changed since policy version {version} without a step of an attached optimizer: "
-                f"{ANNOUNCE}, or undo the change; InferenceConfig(weight_fingerprints='off') checks nothing",
+                f"{ANNOUNCE}, or undo the change; "
+                "InferenceConfig(advanced=Advanced(weight_fingerprints='off')) checks nothing",
                 tuple(changed),
             )
         if stale:

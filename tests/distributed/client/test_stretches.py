@@ -18,11 +18,11 @@ from rollout.distributed.protocol.outcome import outcome as outcome_of
 from rollout.distributed.protocol.outcome import pack
 from rollout.distributed.protocol.stretch import ENTRIES_TOGETHER
 from rollout.errors import ConnectionLostError, InvalidRequestError, SerializationError
-from rollout.requests.delta import pack_top_n
 from rollout.requests.events import DynamicInferenceEvent, pack_events
 from rollout.requests.events import DynamicInferenceEventType as Kind
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import pack_top_n
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason, Status
 from tests.distributed.client.lines import PROMPT, Line, floats, outcome, stretch

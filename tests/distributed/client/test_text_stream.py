@@ -22,9 +22,9 @@ from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Assign, Mess
 from rollout.distributed.protocol.outcome import Outcome, pack
 from rollout.distributed.worker.session import RankSession
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.requests.delta import pack_top_n
 from rollout.requests.detokenizer import WINDOW, CompletionText
 from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import pack_top_n
 from rollout.sampling_params import SamplingParams
 from rollout.state import StalenessPolicy
 from tests.engines import at_random, make_engine

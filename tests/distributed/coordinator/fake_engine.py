@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from functools import cache
 
 from rollout.distributed.worker.assignments import Key, Known
+from rollout.engine.blocks.index import CacheChanges
 from rollout.engine.parts.context import MemoryMove
 from rollout.engine.parts.holds import Holds
-from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.errors import RequestError
 from rollout.requests.block_hash import compute_block_hashes_batched
-from rollout.requests.delta import SampleDelta
-from rollout.requests.growth import growth
+from rollout.requests.delta import SampleDelta, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -41,7 +40,7 @@ def hashes_of(prompt: tuple[int, ...]) -> list[int]:
 
 
 class FakeEngine:
-    """A `RankEngine` that samples `token_at`; a token's log-prob is the version that sampled it."""
+    """An engine that samples `token_at`; a token's log-prob is the version that sampled it."""
 
     def __init__(self, slots: int, rng: random.Random, version: int) -> None:
         self.state = EngineState.RUNNING

@@ -5,9 +5,9 @@
     python -m tests.distributed.job.launch_on_two_hosts slurm
     python -m tests.distributed.job.launch_on_two_hosts torchrun --lose near
 
-`slurm` runs the script of docs/distributed.md, with stand-ins for Slurm's commands. `--cut` takes the link down after the
-first training step, for so many seconds, and the job has to end as if it had not been; `--lose` kills one host with all
-its processes, and those of the other one have to end by themselves. Needs root. Exit status 0: as expected.
+`slurm` runs the script of docs/how-to/distributed.md, with stand-ins for Slurm's commands. `--cut` takes the link down
+after the first training step, for so many seconds, and the job has to end as if it had not been; `--lose` kills one host
+with all its processes, and those of the other one have to end by themselves. Needs root. Exit status 0: as expected.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def launcher(name: str, rank: int) -> list[str]:
 
 
 def slurm_script() -> str:
-    """The script of docs/distributed.md, for two small processes instead of 16 GPUs."""
+    """The script of docs/how-to/distributed.md, for two small processes instead of 16 GPUs."""
     found = re.search(
-        r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (ROOT / "docs" / "distributed.md").read_text(), re.DOTALL
+        r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (ROOT / "docs" / "how-to" / "distributed.md").read_text(), re.DOTALL
     )
     assert found is not None
     return (

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rollout import CoordinatorConfig, InferenceConfig, Journal, RolloutManager, SamplingParams
+from rollout import Advanced, CoordinatorConfig, InferenceConfig, Journal, RolloutManager, SamplingParams
 from tests.models import make_model
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14], [15, 16], [17, 18, 19]]
@@ -35,7 +35,9 @@ def main() -> None:
     folder = Path(sys.argv[1])
     saved = folder / f"rank-{rank}.pt"
     first = not saved.exists()
-    config = InferenceConfig(kv_cache_blocks=256, block_size_tokens=4, max_requests=4, verify_model=False)
+    config = InferenceConfig(
+        kv_cache_blocks=256, max_requests=4, advanced=Advanced(block_size_tokens=4, verify_model=False)
+    )
     quickly = CoordinatorConfig(heartbeat_interval_s=0.2, heartbeat_timeout_s=5.0)
     with (
         Journal(folder / f"journal-{rank}") as journal,

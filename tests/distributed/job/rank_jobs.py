@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from rollout.config import CoordinatorConfig, InferenceConfig, ServerConfig
+from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.client.futures import RequestFuture
 from rollout.distributed.job.data_parallel import DataParallelBackend
@@ -41,11 +41,12 @@ from rollout.errors import (
     RolloutFailedError,
 )
 from rollout.llm.job_llm import JobLLM
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
-from rollout.manager.scoring.batch import PromptTask
+from rollout.manager.scoring import PromptTask
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from tests.configs import engine_config
 from tests.engines import one_step_per_call
 from tests.models import make_model, make_tokenizer
 from tests.ranks import assert_nothing_is_left
@@ -71,7 +72,7 @@ def a_manager(model: PreTrainedModel | None = None, **options: Any) -> Iterator[
     rollout = RolloutManager(
         model or the_model(),
         make_tokenizer(),
-        InferenceConfig(**(defaults | options)),
+        engine_config(**(defaults | options)),
         coordinator=CoordinatorConfig(
             heartbeat_interval_s=0.2, heartbeat_timeout_s=heartbeat, progress_interval=interval
         ),
@@ -271,7 +272,7 @@ def cannot_join(rank: int, what: str) -> str:
         os.environ[SECRET] = str(rank) * 64
     model = torch.nn.Linear(2, 2) if what == "model" and rank == 1 else the_model()
     try:
-        RolloutManager(model, config=InferenceConfig(kv_cache_blocks=64, verify_model=False))
+        RolloutManager(model, config=InferenceConfig(kv_cache_blocks=64, advanced=Advanced(verify_model=False)))
     except RolloutError as exc:
         # The store is this process's, too.
         dist.barrier()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from rollout.config import CoordinatorConfig, InferenceConfig
+from rollout.config import Advanced, CoordinatorConfig, InferenceConfig
 from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
 from rollout.distributed.job.job_coordinator import JobCoordinator
 from rollout.distributed.job.world import World
@@ -44,8 +44,12 @@ TOLERANCE = 1e-5
 @cache
 def alone(wanted: tuple[Ask, ...]) -> list[Sample]:
     """What one rank makes of it, without anybody else."""
-    config = InferenceConfig(kv_cache_blocks=2048, block_size_tokens=4, max_requests=64, max_tokens_per_step=256,
-                             verify_model=False)  # fmt: skip
+    config = InferenceConfig(
+        kv_cache_blocks=2048,
+        max_requests=64,
+        max_tokens_per_step=256,
+        advanced=Advanced(block_size_tokens=4, verify_model=False),
+    )
     with RolloutManager(the_model(), make_tokenizer(), config) as rollout:
         assert isinstance(rollout._rounds.backend, LocalBackend)
         return samples(generate(rollout, wanted))
@@ -103,7 +107,9 @@ def test_an_http_server_stands_in_front_of_all_ranks_of_a_training_job(nursery: 
 
 
 def test_on_one_rank_a_client_is_refused_with_the_cure() -> None:
-    with RolloutManager(the_model(), config=InferenceConfig(kv_cache_blocks=8, verify_model=False)) as rollout:
+    with RolloutManager(
+        the_model(), config=InferenceConfig(kv_cache_blocks=8, advanced=Advanced(verify_model=False))
+    ) as rollout:
         assert (rollout.coordinator_address, rollout.coordinator_keys) == (None, None)
         with pytest.raises(EngineStateError, match=r"no coordinator.*on one rank build LLM\(model\)"):
             rollout.client()
@@ -329,7 +335,7 @@ def test_a_store_that_has_gone_is_no_deadline() -> None:
 def test_one_rank_refuses_the_schedule_that_nobody_would_write(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"schedule_output_path=.*there is one rank, and nothing to route"):
         RolloutManager(
-            the_model(), None, InferenceConfig(kv_cache_blocks=64, verify_model=False),
+            the_model(), None, InferenceConfig(kv_cache_blocks=64, advanced=Advanced(verify_model=False)),
             coordinator=CoordinatorConfig(schedule_output_path=str(tmp_path / "schedule.json")),
         )  # fmt: skip
 
@@ -385,7 +391,9 @@ def test_a_barrier_says_who_came_by_which_way() -> None:
 def test_alone_there_is_no_process_no_thread_and_no_socket() -> None:
     threads = set(threading.enumerate())
     files = set(os.listdir("/proc/self/fd"))
-    with RolloutManager(the_model(), None, InferenceConfig(kv_cache_blocks=64, verify_model=False)) as rollout:
+    with RolloutManager(
+        the_model(), None, InferenceConfig(kv_cache_blocks=64, advanced=Advanced(verify_model=False))
+    ) as rollout:
         assert isinstance(rollout._rounds.backend, LocalBackend)
         rollout.generate([[5, 6, 7]], SamplingParams(max_tokens=4), progress=False)
         begun = {thread.name for thread in set(threading.enumerate()) - threads} - {THREAD_NAME}

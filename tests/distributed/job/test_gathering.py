@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from rollout.config import Advanced, InferenceConfig
 from rollout.distributed.job.meeting import Gathering
 from rollout.distributed.job.world import World
 from rollout.errors import DeadlineError
@@ -21,7 +22,7 @@ class FakeEngine:
 
     def __init__(self, timeout_s: float = 30.0) -> None:
         self.weights = SimpleNamespace(ready=False)
-        self.config = SimpleNamespace(control_timeout_s=timeout_s)
+        self.config = InferenceConfig(advanced=Advanced(control_timeout_s=timeout_s))
         self.gathered = 0
         self.guard = self
 
@@ -80,7 +81,7 @@ def test_one_that_waited_too_long_calls_it_off_for_all_and_the_next_meeting_is_a
         generate(ranks[2][1])
     assert not any(engine.gathered for engine, _ in ranks)
     for engine, _ in ranks:
-        engine.config.control_timeout_s = 30.0
+        engine.config = InferenceConfig(advanced=Advanced(control_timeout_s=30.0))
     for each in [threads.submit(generate, meeting) for _, meeting in ranks]:
         each.result(120)
     assert [engine.gathered for engine, _ in ranks] == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""Tests of what survives a killed rank under which launcher; docs/distributed.md has the table."""
+"""Tests of what survives a killed rank under which launcher; docs/how-to/distributed.md has the table."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from rollout.distributed.protocol.outcome import Outcome, outcome, pack, unpack
 from rollout.distributed.protocol.stretch import PartialGroup, stretch_of
 from rollout.errors import SerializationError
-from rollout.requests.delta import pack_top_n, unpack_top_n
+from rollout.requests.delta import growth
 from rollout.requests.events import pack_events
-from rollout.requests.growth import growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import pack_top_n, unpack_top_n
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
 

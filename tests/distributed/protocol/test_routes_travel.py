@@ -13,11 +13,10 @@ from rollout.distributed.protocol.outcome import outcome, pack
 from rollout.distributed.protocol.stretch import Stretch
 from rollout.errors import SerializationError
 from rollout.journal.segment import pack_group, unpack_group
-from rollout.requests.delta import SampleDelta
-from rollout.requests.growth import growth
+from rollout.requests.delta import SampleDelta, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.routes import Routes, check_routes
+from rollout.requests.token_columns import Routes, check_routes
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason, Status
 

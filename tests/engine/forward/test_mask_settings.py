@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout import LLM, InferenceConfig, RolloutManager, UnsupportedModelError
+from rollout import LLM, Advanced, InferenceConfig, RolloutManager, UnsupportedModelError
 from tests.engines import expected, finish, greedily, logprob_error, make_engine, steps, token_ids
 from tests.models import SMALL, make_model, trainer_logprobs
 
@@ -94,7 +94,9 @@ def test_a_request_goes_on_under_the_masks_of_now(name: str) -> None:
 
 def test_bidirectional_attention_is_refused_until_it_is_undone() -> None:
     model = make_model("qwen3")
-    with RolloutManager(model, config=InferenceConfig(kv_cache_blocks=32, block_size_tokens=4)) as manager:
+    with RolloutManager(
+        model, config=InferenceConfig(kv_cache_blocks=32, advanced=Advanced(block_size_tokens=4))
+    ) as manager:
         manager.generate([PROMPT], greedily(2))
         for layer in model.model.layers:
             layer.self_attn.is_causal = False
@@ -110,7 +112,9 @@ def test_bidirectional_attention_is_refused_until_it_is_undone() -> None:
 
 def test_scores_of_a_batch_are_under_the_masks_of_now() -> None:
     model = make_model("mistral")
-    with RolloutManager(model, config=InferenceConfig(kv_cache_blocks=64, block_size_tokens=4)) as manager:
+    with RolloutManager(
+        model, config=InferenceConfig(kv_cache_blocks=64, advanced=Advanced(block_size_tokens=4))
+    ) as manager:
         batch = manager.generate([PROMPT], greedily(6))
         wider(model)
         exact = trainer_logprobs(model, batch.input_ids[0].tolist())[len(PROMPT) - 1 :]
@@ -119,7 +123,7 @@ def test_scores_of_a_batch_are_under_the_masks_of_now() -> None:
 
 def test_an_llm_follows_masks_when_it_is_idle() -> None:
     model = make_model("gemma3")
-    with LLM(model, None, InferenceConfig(kv_cache_blocks=64, block_size_tokens=4)) as llm:
+    with LLM(model, None, InferenceConfig(kv_cache_blocks=64, advanced=Advanced(block_size_tokens=4))) as llm:
         llm.generate([PROMPT], greedily(4))
         narrower(model)
         output = llm.generate([PROMPT], greedily(8))[0]

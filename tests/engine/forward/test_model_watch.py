@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollout import InferenceConfig, RolloutManager
+from rollout import Advanced, InferenceConfig, RolloutManager
 from rollout.engine.forward import model_watch
 from tests.engines import assert_greedy, finish, greedily, logprob_error, make_engine, steps, token_ids
 from tests.models import make_model, trainer_logprobs
@@ -197,7 +197,9 @@ def test_kv_of_another_function_is_never_returned(change: str, familiar: bool, m
     else:
         attention.o_proj.register_forward_hook(hook)
         attention.o_proj.register_forward_hook(lambda module, args, out: out + closed["value"])
-    manager = RolloutManager(model, config=InferenceConfig(kv_cache_blocks=64, block_size_tokens=4, max_requests=4))
+    manager = RolloutManager(
+        model, config=InferenceConfig(kv_cache_blocks=64, max_requests=4, advanced=Advanced(block_size_tokens=4))
+    )
     try:
         batch = manager.generate([PROMPT], greedily(6))
         row = batch.input_ids[0].tolist()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.config import InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.graphs import cuda_graphs
 from rollout.engine.graphs.cuda_capture import Uncapturable
@@ -579,9 +579,9 @@ def test_the_addresses_of_a_pool_are_those_of_its_layers_and_none_without_it() -
 
 
 def test_the_option_is_true_or_false() -> None:
-    assert InferenceConfig().cuda_graphs
+    assert InferenceConfig().advanced.cuda_graphs
     with pytest.raises(ConfigError, match="cuda_graphs"):
-        InferenceConfig(cuda_graphs=1)  # type: ignore[arg-type]
+        InferenceConfig(advanced=Advanced(cuda_graphs=1))  # type: ignore[arg-type]
 
 
 # --- on a device ------------------------------------------------------------------------------------------------------

@@ -14,13 +14,14 @@ from transformers import cache_utils
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutput
 
-from rollout.config import InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.engine.build import step_tokens
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.models import recurrent_layers
 from rollout.engine.models.recurrent_layers import RecurrentLayers
 from rollout.errors import ConfigError, UnsupportedModelError
 from tests.benchmarks.rates import Weights
+from tests.configs import engine_config
 from tests.engines import assert_greedy, finish, greedily, logprob_error, make_engine, token_ids
 from tests.models import RECURRENT_CACHE, SMALL, VOCAB, make_model
 from tests.vision_models import POOLED
@@ -33,7 +34,7 @@ DENSE = TINY | {"intermediate_size": 64}
 
 
 def build(model: nn.Module, **options: Any) -> DynamicInferenceEngine:
-    return DynamicInferenceEngine(model, None, InferenceConfig(kv_cache_blocks=32, block_size_tokens=4, **options))
+    return DynamicInferenceEngine(model, None, engine_config(kv_cache_blocks=32, block_size_tokens=4, **options))
 
 
 def longrope() -> hf.PreTrainedModel:
@@ -238,13 +239,19 @@ def test_the_pool_is_sized_by_blocks_or_by_memory() -> None:
     block = make_engine(model).cache.block_bytes
     assert block == 4 * 3 * 2 * 2 * 16 * 4
     engine = DynamicInferenceEngine(
-        model, None, InferenceConfig(block_size_tokens=4, kv_cache_memory_gb=10 * block / 2**30, max_requests=2)
+        model,
+        None,
+        InferenceConfig(kv_cache_memory_gb=10 * block / 2**30, max_requests=2, advanced=Advanced(block_size_tokens=4)),
     )
     assert engine.cache.num_blocks == 10
-    engine = DynamicInferenceEngine(model, None, InferenceConfig(block_size_tokens=4, max_requests=2))
+    engine = DynamicInferenceEngine(
+        model, None, InferenceConfig(max_requests=2, advanced=Advanced(block_size_tokens=4))
+    )
     assert engine.cache.num_blocks == 2 * 512 / 4, "never more than its requests can use"
     with pytest.raises(ValueError, match=r"does not hold one block.*kv_cache_memory_gb="):
-        DynamicInferenceEngine(model, None, InferenceConfig(block_size_tokens=4, kv_cache_memory_gb=1e-9))
+        DynamicInferenceEngine(
+            model, None, InferenceConfig(kv_cache_memory_gb=1e-9, advanced=Advanced(block_size_tokens=4))
+        )
 
 
 def test_the_token_budget_of_a_step_follows_the_device_unless_it_is_given() -> None:

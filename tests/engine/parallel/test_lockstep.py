@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rollout.config import Advanced, InferenceConfig
 from rollout.engine.parallel.group import TensorParallelGroup
 from rollout.engine.parallel.lockstep import DONE, IDLE, LEFT, Lockstep
 from rollout.engine.weights.tensor_parallel import expert_parallel_mesh
 from rollout.errors import DeadlineError, EngineDeadError, EngineStateError, UnsupportedModelError
-from rollout.manager.expert_parallel import LockstepLoop
+from rollout.manager.parallel import LockstepLoop
 from rollout.state import EngineState
 
 
@@ -142,7 +143,7 @@ def loop_that_agrees(agree: Callable[[int], int]) -> LockstepLoop:
     engine = SimpleNamespace(
         peers=SimpleNamespace(lockstep=learned()[1]),
         parts=SimpleNamespace(member=SimpleNamespace(agree=agree)), has_unfinished=True, state=EngineState.PAUSED,
-        config=SimpleNamespace(control_timeout_s=60.0),
+        config=InferenceConfig(advanced=Advanced(control_timeout_s=60.0)),
     )  # fmt: skip
     backend = SimpleNamespace(wake=lambda: None)
     return LockstepLoop(engine, backend, None, None, None, lambda: None, lambda: 0.0)

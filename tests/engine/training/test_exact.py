@@ -17,11 +17,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rollout import ConfigError, InferenceConfig, RequestError, SamplingParams, UnsupportedModelError, exact
+from rollout import ConfigError, RequestError, SamplingParams, UnsupportedModelError, exact
 from rollout.engine.fused.rotary_tables import rotary_tables
 from rollout.engine.kernels import cpu_library
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.requests.request import DynamicInferenceRequest
+from tests.configs import engine_config
 from tests.engines import at_random, finish, make_engine, pass_suspended, shared_model, steps, token_ids
 from tests.models import VOCAB, make_model
 from tests.rollouts import make_rollout
@@ -452,7 +453,7 @@ def test_an_empty_batch_and_rows_without_a_token_give_logits_of_zero() -> None:
 ], ids=lambda conflict: next(iter(conflict)))  # fmt: skip
 def test_options_that_exclude_it_are_refused(conflict: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(conflict))):
-        InferenceConfig(**({"exact": True} | conflict))
+        engine_config(**({"exact": True} | conflict))
 
 
 def test_a_rollout_that_could_not_be_exact_fails_by_name_and_the_next_one_runs() -> None:

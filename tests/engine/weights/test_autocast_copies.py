@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import fully_shard
 
-from rollout.config import InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.engine import build as build_module
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
@@ -27,6 +27,7 @@ from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies, au
 from rollout.engine.weights.base import GatheredWeights, Weights
 from rollout.engine.weights.fsdp_mapped import MappedWeights
 from rollout.errors import ConfigError
+from tests.configs import engine_config
 from tests.engine.graphs.recorded_graphs import Plain, Record, Recorder
 from tests.engine.memory.test_arena import PAGE, Driver
 from tests.engines import greedily, in_one_piece, make_engine, pass_suspended, token_ids
@@ -390,7 +391,7 @@ def test_what_asks_for_copies_where_there_are_none_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="autocast_weight_copies=True: Qwen3ForCausalLM: the model is on cpu"):
         make_engine(small(), autocast_weight_copies=True)
     assert make_engine(small()).controller.runner.copies is NO_COPIES
-    wanted, device = InferenceConfig(autocast_weight_copies=True), torch.device("cuda", 0)
+    wanted, device = InferenceConfig(advanced=Advanced(autocast_weight_copies=True)), torch.device("cuda", 0)
     with pytest.raises(ConfigError, match="gathered to other addresses each time"):
         autocast_copies(wanted, GatheredWeights(small()), device, lambda: 0)
     for options in (
@@ -398,6 +399,6 @@ def test_what_asks_for_copies_where_there_are_none_is_refused_by_name() -> None:
         {"record_routes": True},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="autocast_weight_copies"):
-            InferenceConfig(autocast_weight_copies=True, **options)
-    off = InferenceConfig(autocast_weight_copies=False)
+            engine_config(autocast_weight_copies=True, **options)
+    off = InferenceConfig(advanced=Advanced(autocast_weight_copies=False))
     assert autocast_copies(off, Weights(small()), device, lambda: 0) is NO_COPIES

@@ -13,13 +13,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from rollout.config import InferenceConfig
 from rollout.engine.forward.trial_forwards import paged_logits
 from rollout.engine.weights import copied as copied_weights
 from rollout.engine.weights.source import weights_of
 from rollout.engine.weights.zero3 import PartitionedWeights
 from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError, WeightsChangedError
 from rollout.sampling_params import SamplingParams
+from tests.configs import engine_config
 from tests.engines import assert_greedy, at_random, greedily, make_engine, token_ids
 from tests.models import greedy, make_model, trainer_logprobs
 from tests.rollouts import make_rollout, update
@@ -198,8 +198,8 @@ def test_under_autocast_an_update_reaches_the_next_step_of_requests_in_flight() 
     ],
 )
 def test_an_option_of_another_value_is_refused_with_the_choices(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"InferenceConfig\.{name}={value!r}: must be"):
-        InferenceConfig(**{name: value})
+    with pytest.raises(ConfigError, match=rf"(InferenceConfig|Advanced)\.{name}={value!r}: must be"):
+        engine_config(**{name: value})
 
 
 @contextmanager

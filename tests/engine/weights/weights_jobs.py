@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from rollout.config import CoordinatorConfig, InferenceConfig
+from rollout.config import Advanced, CoordinatorConfig, InferenceConfig
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
 from rollout.engine.memory.arena import Arena, PoolMemory
 from rollout.engine.weights import source
@@ -26,6 +26,7 @@ from rollout.errors import ConfigError, DeadlineError, EngineStateError, Invalid
 from rollout.llm.llm import LLM
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
+from tests.configs import engine_config
 from tests.engine.graphs.recorded_graphs import Plain, Recorder
 from tests.engine.memory.test_arena import Driver
 from tests.models import greedy, make_model
@@ -54,9 +55,7 @@ def sharded_by(kind: str) -> nn.Module:
 
 @contextmanager
 def a_manager(model: nn.Module, *, coordinator: bool = True, **options: Any) -> Iterator[RolloutManager]:
-    config = InferenceConfig(
-        kv_cache_blocks=256, block_size_tokens=4, max_requests=16, max_tokens_per_step=64, **options
-    )
+    config = engine_config(kv_cache_blocks=256, block_size_tokens=4, max_requests=16, max_tokens_per_step=64, **options)
     shared = CoordinatorConfig(heartbeat_interval_s=0.2, heartbeat_timeout_s=10.0)
     with RolloutManager(model, None, config, coordinator=shared if coordinator else False) as rollout:
         yield rollout
@@ -444,7 +443,7 @@ def is_evaluated(rank: int) -> dict[str, Any]:
     """An LLM of weights that are trained on: gathered while it samples, sharded inside `suspended` and in the end."""
     model, alone = sharded(make_model("llama")), make_model("llama")
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, alone)]
-    config = InferenceConfig(kv_cache_blocks=64, block_size_tokens=4, verify_model=False)
+    config = InferenceConfig(kv_cache_blocks=64, advanced=Advanced(block_size_tokens=4, verify_model=False))
     same = []
     with LLM(model, None, config) as llm:
         for _ in range(2):

@@ -22,8 +22,8 @@ from rollout.distributed.protocol.frames import MAX_REQUEST_BYTES
 from rollout.distributed.protocol.messages import Accepted, Assign, Message, RequestFailed, Stretch, Submit, Update
 from rollout.distributed.protocol.stretch import PartialGroup
 from rollout.errors import SerializationError
+from rollout.requests.block_hash import stream_key
 from rollout.requests.delta import TOKEN_BYTES
-from rollout.requests.seeds import stream_key
 
 _STOPPING = ("EngineStateError", "the job is stopping: it takes no more work; start another coordinator")
 

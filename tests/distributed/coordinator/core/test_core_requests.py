@@ -6,7 +6,7 @@ import pytest
 
 from rollout.distributed.coordinator.core.requests import MAX_SAMPLES
 from rollout.distributed.protocol.messages import Abort, Assign, Cancel, Refused, Update
-from rollout.requests.seeds import stream_key
+from rollout.requests.block_hash import stream_key
 from tests.distributed.coordinator.job import Job, int32, lose, stretch
 
 
