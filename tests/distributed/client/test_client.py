@@ -41,7 +41,6 @@ def ended(made: int) -> bytes:
 
 
 def part(request_id: int, samples: int, start: int, tokens: list[int], *, last: bool, version: int = 0) -> wire.Update:
-    """The same new tokens of every sample."""
     return wire.Update(
         [
             wire.Stretch(

@@ -34,7 +34,6 @@ def future_on(loop: LoopThread, aborted: list[int] | None = None) -> RequestFutu
 
 
 def until_waited_for(future: RequestFuture) -> None:
-    """Return when a task waits for it."""
     entered = threading.Event()
     while not future._told:
         entered.wait(0.001)

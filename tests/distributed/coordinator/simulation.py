@@ -45,7 +45,6 @@ TEXTS = {f"prompt {number}": tokens for number, tokens in enumerate(PROMPTS)}
 
 @cache
 def params_of(n: int, seed: int | None) -> SamplingParams:
-    """Few different ones, so that they are packed once."""
     return SamplingParams(n=n, seed=seed, max_tokens=64)
 
 
@@ -72,8 +71,6 @@ class Peer:
 
 @dataclass(eq=False)
 class SimRank(Peer):
-    """A rank's process."""
-
     engine: FakeEngine = None  # type: ignore[assignment]
     session: RankSession = None  # type: ignore[assignment]
     told: wire.RegisterAck | None = None
@@ -81,8 +78,6 @@ class SimRank(Peer):
 
 @dataclass(eq=False)
 class Wanted:
-    """A group as its user sees it."""
-
     group: OpenGroup
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -96,8 +91,6 @@ class Wanted:
 
 @dataclass(eq=False)
 class SimClient(Peer):
-    """A client's process."""
-
     session: ClientSession = None  # type: ignore[assignment]
     member: int | None = None
     barrier: int = -1
@@ -107,8 +100,6 @@ class SimClient(Peer):
 
 
 class World:
-    """The job under one seed."""
-
     def __init__(self, seed: int, *, trace: bool = False, encoded: bool | None = None) -> None:
         self.rng = random.Random(seed)
         rng = self.rng
@@ -352,7 +343,6 @@ class World:
     # --- one event --------------------------------------------------------------------------------------------------
 
     def event(self) -> None:
-        """Something happens."""
         self.events += 1
         rng = self.rng
         choice = rng.random()
@@ -492,7 +482,6 @@ class World:
     # --- what must hold ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """After every event that the core has seen."""
         core = self.core
         if not self.touched:
             return
@@ -579,7 +568,6 @@ class World:
             assert len(labels) == delta.count
 
     def check_error(self, wanted: Wanted, error: RolloutError) -> None:
-        """No request fails without a reason, and the reason is the true one."""
         stopped = self.core.control.state is CoordinatorState.STOPPING
         reasons = {
             "RequestAbortedError": wanted.aborted or stopped,
@@ -610,7 +598,6 @@ class World:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """The faults stop; everything must end."""
         self.faults = False
         self.say("the faults stop")
         for peer in (*self.ranks, *self.clients):
@@ -755,12 +742,10 @@ def run_many(first: int, count: int) -> list[str]:
 
 
 def run_many_for(pipe: Connection, first: int, count: int) -> None:
-    """The same in a process of its own: sends them."""
     pipe.send(run_many(first, count))
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.distributed.coordinator.simulation", description=__doc__)
     parser.add_argument("seeds", nargs="*", type=int, help="replay these, telling every event")
     parser.add_argument(

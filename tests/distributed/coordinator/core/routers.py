@@ -31,13 +31,11 @@ def make(*loads: int, policy: PrefixCachingCoordinatorPolicy = LONGEST, alpha: f
 
 
 def held(router: Router, name: str) -> set[int]:
-    """Hashes held by a rank, expected or listed."""
     rank = router._rank(name)
     return {*rank.expected, *rank.listed}
 
 
 def check(router: Router) -> None:
-    """Assert the invariants of the router's tables."""
     assert list(router.ranks) == sorted(router.ranks)
     for name in router.ranks:
         rank = router._rank(name)

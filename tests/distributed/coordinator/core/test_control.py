@@ -9,7 +9,6 @@ from tests.distributed.coordinator.job import Job
 
 
 def in_state(state: str, **options: object) -> Job:
-    """A job with two ranks, in this state."""
     job = Job(**options)
     client = job.client("whoever was first")
     ranks = [job.rank("a"), job.rank("b")]

@@ -23,7 +23,6 @@ def charged(job: Job) -> int:
 
 
 def known(size: int) -> wire.Stretch:
-    """So many bytes of known tokens and log-probs of sample 0."""
     tokens = size // 8
     return wire.Stretch(0, 0, [0], [0], [tokens], bytes(4 * tokens), bytes(4 * tokens), [[0, 0, tokens]])
 
