@@ -245,8 +245,9 @@ class TraceRecorder:
         spans: of the trainer and the job.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time, destination: str = "") -> None:
         self.clock = clock
+        self.destination = destination
         self.started = clock()
         self.ended = 0.0
         self.engines: list[EngineLog] = []
@@ -293,12 +294,7 @@ class TraceRecorder:
         self._of_tap.clear()
 
 
-class _Active:
-    recorder: TraceRecorder | None = None
-    destination = ""
-
-
-_active = _Active()
+_active: TraceRecorder | None = None
 _switching = threading.Lock()
 
 
@@ -324,35 +320,36 @@ class EngineTap:
     @property
     def log(self) -> EngineLog | None:
         """The engine's log in the active recorder."""
-        recorder = _active.recorder
+        recorder = _active
         return None if recorder is None else recorder.log_of(self)
 
 
 def start(destination: str, clock: Callable[[], float] = time.time) -> TraceRecorder:
     """Begin to record in this process; `EngineStateError` if a trace is being recorded already."""
+    global _active
     with _switching:
-        if _active.recorder is not None:
+        if _active is not None:
             raise EngineStateError(
                 f"trace({destination!r}) while {_active.destination!r} is being recorded: a process records one trace at a "
                 "time; end that one first"
             )
-        recorder = TraceRecorder(clock)
-        _active.destination, _active.recorder = destination, recorder
-        return recorder
+        _active = TraceRecorder(clock, destination)
+        return _active
 
 
 def stop(recorder: TraceRecorder) -> None:
     """End the recording; harmless when it has ended."""
+    global _active
     with _switching:
-        if _active.recorder is not recorder:
+        if _active is not recorder:
             return
-        _active.recorder = None
+        _active = None
     recorder.finish()
 
 
 def active() -> TraceRecorder | None:
     """The recorder of this process, if it is on."""
-    return _active.recorder
+    return _active
 
 
 @contextmanager
@@ -364,7 +361,7 @@ def span(name: str, *, track: str = "trainer", **args: Any) -> Iterator[None]:
         track: row of the timeline.
         args: shown with it; numbers and strings.
     """
-    recorder = _active.recorder
+    recorder = _active
     if recorder is None:
         yield
         return
@@ -377,7 +374,7 @@ def span(name: str, *, track: str = "trainer", **args: Any) -> Iterator[None]:
 
 def mark(name: str, *, track: str = "trainer", **args: Any) -> None:
     """Record an instant on a track; without effect while no trace is recorded."""
-    recorder = _active.recorder
+    recorder = _active
     if recorder is not None:
         now = recorder.clock()
         recorder.add(Span(track, name, now, now, args))

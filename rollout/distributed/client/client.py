@@ -14,9 +14,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from rollout.config import Advanced
-from rollout.distributed.client.futures import Delta, GroupTokens, Readers, RequestFuture, RequestStream
+from rollout.distributed.client.futures import Readers, RequestFuture, RequestStream
 from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.client.session import Call, ClientSession, Prompt, RequestOptions
+from rollout.distributed.client.text_stream import GroupText
 from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.fields import (
     FLUSH_PREFIX_CACHE,
@@ -173,16 +174,16 @@ class InferenceClient:
 
     def add_request_streaming(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
-    ) -> RequestStream[Delta]:
+    ) -> RequestStream:
         """Submit a group and stream its deltas, every `interval` tokens (default 1); raises as `add_request` does."""
         options.setdefault("interval", 1)
         group = self.open_group(prompt, sampling_params, wanted=None, **options)
-        stream = RequestStream(self._future(group), GroupTokens(), self._readers)
+        stream = RequestStream(self._future(group), GroupText(group.params, None), self._readers)
         group.on_update = partial(_grown, stream)
         group.on_done = partial(self._ended, stream)
         return stream
 
-    def abort_request(self, request: RequestFuture | RequestStream[Delta] | int) -> bool:
+    def abort_request(self, request: RequestFuture | RequestStream | int) -> bool:
         """Abort a request, which then fails with `RequestAbortedError`; returns False if it had ended."""
         self._refuse_unless_connected()
         return self._session.abort(request if isinstance(request, int) else request.request_id)
@@ -211,7 +212,7 @@ class InferenceClient:
         group.on_done = partial(self._ended, future)
         return future
 
-    def _ended(self, listener: RequestFuture | RequestStream[Delta], group: OpenGroup) -> None:
+    def _ended(self, listener: RequestFuture | RequestStream, group: OpenGroup) -> None:
         if group.error is not None:
             listener.fail(group.error)
         else:
@@ -384,7 +385,7 @@ class InferenceClient:
         self._lost(ConnectionLostError(f"{self.address}: {why}; this is a bug or a mix of versions", final=True))
 
 
-def _grown(stream: RequestStream[Delta], _: OpenGroup, stretch: wire.Stretch) -> None:
+def _grown(stream: RequestStream, _: OpenGroup, stretch: wire.Stretch) -> None:
     for delta in stretch.deltas():
         stream.take(delta)
 
