@@ -36,7 +36,6 @@ class Life:
     """One sample.
 
     Attributes:
-        request_id, sample_index: of the engine.
         states: (state, start, end) in order of time, seconds by the engine's clock.
         versions: (time, policy version) of its first token and of every change of version.
         prompt_tokens, tokens: lengths of prompt and completion.
@@ -55,12 +54,10 @@ class Life:
 
     @property
     def start(self) -> float:
-        """Seconds of its arrival."""
         return self.states[0][1]
 
     @property
     def end(self) -> float:
-        """Seconds of its end, or of the trace's."""
         return self.states[-1][2]
 
 
@@ -103,7 +100,7 @@ _FOLLOWS = {
 def _close(
     states: list[tuple[str, float, float]], state: str, start: float, end: float, first_token: float | None
 ) -> float:
-    """Append `state`, in two parts where a prefill has led to a first token; returns its end, at least `start`."""
+    """Append `state`, in two parts if a prefill has led to a first token; returns its end, at least `start`."""
     end = max(start, end)
     if state == PREFILL and first_token is not None and start <= first_token < end:
         states.append((PREFILL, start, first_token))
@@ -166,11 +163,10 @@ class EngineLog:
     """Rows of one engine.
 
     Attributes:
-        steps: in order.
         lives: of samples that have ended.
         controls: control calls and weight updates.
         states: (time, value of the `EngineState`), from the beginning on.
-        tools: request id → when an episode began to wait for the tool that its turn asked for, and when it went on.
+        tools: request id → when an episode began to wait for the tool that its turn asked for, and when it continued.
         dropped: rows beyond `MAX_ROWS`.
         saved_before: `prefill_tokens_saved` before the first step.
     """
@@ -205,7 +201,6 @@ class EngineLog:
         self.steps.append(StepRow(start, scheduled, executed, self.clock(), *numbers))
 
     def ended(self, record: DynamicInferenceRequestRecord) -> None:
-        """A sample has ended."""
         if len(self.lives) >= MAX_ROWS:
             self.dropped += 1
             return
@@ -222,7 +217,6 @@ class EngineLog:
             self.tools[request_id] = (wait[0], self.clock())
 
     def instant(self, name: str, **args: Any) -> None:
-        """Something happened to the engine, now."""
         now = self.clock()
         self.controls.append(Span("engine", name, now, now, args))
 
@@ -269,12 +263,11 @@ class TraceRecorder:
         return log
 
     def add(self, span: Span) -> None:
-        """Keep a span, up to `MAX_ROWS`."""
         if len(self.spans) < MAX_ROWS:
             self.spans.append(span)
 
     def phase(self, of: object, phase: str | None, before: str | None) -> None:
-        """`of` goes from the phase `before` to another; the earlier one becomes a span when it ends."""
+        """Note that `of` moves from the phase `before` to another; the earlier one becomes a span."""
         now = self.clock()
         name, since = self._phases.get(of, (before, self.started))
         if name == phase:
@@ -284,7 +277,7 @@ class TraceRecorder:
         self._phases[of] = (phase, now)
 
     def finish(self) -> None:
-        """End the trace: what has not ended is recorded as it stands. Waits for the step boundary of every engine."""
+        """End the trace: unfinished things are recorded as they stand. Waits for the step boundary of every engine."""
         self.ended = self.clock()
         for of in list(self._phases):
             self.phase(of, None, None)

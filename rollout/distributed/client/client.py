@@ -266,7 +266,7 @@ class InferenceClient:
         self._policy_version = version
 
     async def flush_prefix_cache(self, timeout_s: float | None = None) -> int:
-        """Drop all unreferenced cached blocks of every engine; returns their total number."""
+        """Drop all unreferenced cached blocks of every engine; returns their number."""
         done = await self._control(FLUSH_PREFIX_CACHE, None, timeout_s)
         return int((done or {})["amount"])
 

@@ -75,12 +75,10 @@ class OpenGroup:
 
     @property
     def complete(self) -> bool:
-        """Whether every wanted sample has ended."""
         return not self._open
 
     @property
     def done(self) -> bool:
-        """Whether the group is complete or has failed."""
         return self.complete or self.error is not None
 
     def open_samples(self) -> list[int]:

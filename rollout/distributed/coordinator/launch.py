@@ -40,7 +40,6 @@ class CoordinatorHandle:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is running."""
         return self.process.poll() is None
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:

@@ -117,7 +117,6 @@ class TextWorker:
         self._long_texts = _Lane("long-texts", codec, done)
 
     def put(self, job: TextJob) -> None:
-        """Queue a job."""
         if job.text is None:
             self._completions.put(job)
         elif len(job.text) < LONG_TEXT:
@@ -126,7 +125,6 @@ class TextWorker:
             self._long_texts.put(job)
 
     def take_results(self) -> list[TextResult]:
-        """Return the results since the last call."""
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:

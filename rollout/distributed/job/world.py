@@ -78,7 +78,6 @@ class World:
         return all(self.wait_for(f"host/{rank}", HOSTS_TIMEOUT_S) == mine for rank in range(self.size))
 
     def publish(self, key: str, value: bytes) -> None:
-        """Publish a value to the other ranks."""
         self.store.set(f"{self.prefix}/{key}", value)  # type: ignore[arg-type]  # the stub lacks bytes
 
     def is_published(self, key: str) -> bool:

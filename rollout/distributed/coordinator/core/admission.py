@@ -149,6 +149,5 @@ class TextJobs:
         return (None, None) if done.request.closed else (done.request, done.stretch)
 
     def take_new(self) -> list[TextJob]:
-        """Return the jobs started since the last call."""
         taken, self._new = self._new, []
         return taken

@@ -39,15 +39,13 @@ HASH_BYTES = 8
 
 
 class ScheduleRecord(NamedTuple):
-    """One routing decision."""
+    """One routing decision; `rank_index` is the rank's place in the sorted names of the connected ranks."""
 
     request_id: int
     rank_index: int
-    """Index of the rank in the sorted names of the connected ranks."""
     num_hashes: int
     num_matched: int
     rank: str = ""
-    """Name of the rank."""
     first: bool = True
     """Whether it is the request's first decision; split groups and reassigned samples have several."""
     version: int = 0
@@ -89,7 +87,6 @@ class Dispatcher:
 
     @property
     def queued_samples(self) -> int:
-        """Number of samples that are assigned to no rank."""
         waiting = {request for queue in self._queues.values() for request in queue}
         return sum(len(request.queued) for request in waiting.union(self.too_new))
 
@@ -110,7 +107,6 @@ class Dispatcher:
         self._look_at_ranks()
 
     def blocks_changed(self, rank: RankPeer, added: bytes, removed: bytes, flushed: bool) -> None:
-        """Apply a rank's changes of its prefix cache; hashes are int64."""
         if added or removed or flushed:
             # More removals than are processed: treat it as a flush. Unlisted hashes only make routing less precise.
             flushed = flushed or len(removed) > MAX_HASHES * HASH_BYTES

@@ -42,15 +42,12 @@ class Peers:
         yield from list(self.clients.values())
 
     def get(self, identity: bytes) -> Peer | None:
-        """Session of an identity, or None."""
         return self.ranks.get(identity) or self.clients.get(identity)
 
     def add_rank(self, rank: RankPeer) -> None:
-        """Add a rank; its name must be unique."""
         self.ranks[rank.identity] = self.by_name[rank.name] = rank
 
     def drop(self, peer: Peer) -> None:
-        """Remove a peer whose session has ended."""
         self.clients.pop(peer.identity, None)
         if self.ranks.pop(peer.identity, None) is not None:
             del self.by_name[peer.name]
@@ -82,7 +79,6 @@ class Peers:
 
     @property
     def has_more_to_say(self) -> bool:
-        """Whether messages were queued since the last `take_outbox`."""
         return bool(self._outbox or self._with_stretches)
 
     def take_outbox(self, now: float) -> list[tuple[bytes, int, Message]]:

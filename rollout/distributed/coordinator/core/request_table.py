@@ -189,7 +189,6 @@ class RequestTable:
             self.fail(late, "RequestTimeoutError", "its timeout_s has passed")
 
     def fail(self, request: OpenRequest, error: str, why: str) -> None:
-        """End a request with an error."""
         client = request.client
         self.close(request)
         self._say_failed(client, request.client_request_id, error, why)
@@ -201,7 +200,6 @@ class RequestTable:
                 self.fail(request, error, why)
 
     def fail_all(self, error: str, why: str) -> None:
-        """End all open requests."""
         for request in self:
             self.fail(request, error, why)
 

@@ -143,7 +143,6 @@ class Router:
         return tuple(self._ranks)
 
     def index(self, name: str) -> int:
-        """Position in the sorted names."""
         return self.ranks.index(self._rank(name).name)
 
     def add_rank(self, name: str, max_requests: int) -> None:
