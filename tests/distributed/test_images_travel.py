@@ -99,7 +99,7 @@ def test_a_group_with_images_comes_back_with_them_and_is_what_one_engine_makes(
     rank.step(50)
     hear(line, session)
     assert_as_alone(group.result(), alone)
-    assert isinstance(group.record(1)[0], VLMInferenceRequest)
+    assert isinstance(group.request(1), VLMInferenceRequest)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
