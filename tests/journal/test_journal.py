@@ -11,8 +11,7 @@ import pytest
 
 from rollout.errors import ConfigError, JournalError, SerializationError
 from rollout.journal import segment as journal_file
-from rollout.journal.journal import Journal
-from rollout.journal.lock import FolderLock
+from rollout.journal.journal import FolderLock, Journal
 from rollout.journal.segment import SegmentName, SegmentWriter, read_groups, segments
 from tests.journal.journals import failing, fill, flip, group, ids_in, newest
 
