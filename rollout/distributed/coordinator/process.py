@@ -32,7 +32,7 @@ from rollout.config import CoordinatorConfig
 from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
 from rollout.distributed.coordinator.outbox import Outgoing
 from rollout.distributed.coordinator.schedule_file import ScheduleFile
-from rollout.distributed.coordinator.tokenizer_threads import TextCodec, TextResult, TextWorker
+from rollout.distributed.coordinator.tokenizer_threads import TextCodec, TextWorker
 from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, decode, encode
 from rollout.distributed.protocol.messages import Heartbeat, Message
 from rollout.distributed.transport.keys import Context, Gatekeeper, JobKeys, Socket, is_loopback
@@ -246,8 +246,11 @@ class DataParallelInferenceCoordinator:
         if self._gatekeeper is not None:
             self._gatekeeper.answer()
         self._receive(now)
-        for result in self._texts.take_results():
-            self._take_text(result, now)
+        for job_id, result in self._texts.take_results():
+            if isinstance(result, list):
+                self._core.detokenized(job_id, result, now)
+            else:
+                self._core.tokenized(job_id, result, now)
         if now >= self._core.next_deadline():
             self._core.tick(now)
         self._send(now)
@@ -302,12 +305,6 @@ class DataParallelInferenceCoordinator:
             self._core.unreadable(peer, str(exc))
         else:
             self._core.receive(peer, sequence, message, now)
-
-    def _take_text(self, result: TextResult, now: float) -> None:
-        if result.texts is not None:
-            self._core.detokenized(result.job_id, result.texts, now)
-        elif result.tokens is not None:
-            self._core.tokenized(result.job_id, result.tokens, now)
 
     def _send(self, now: float) -> None:
         while True:
