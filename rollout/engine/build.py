@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,18 +15,23 @@ from torch import nn
 
 from rollout.config import InferenceConfig
 from rollout.engine.blocks.pages import one_group
-from rollout.engine.forward.model_runner import ModelRunner
+from rollout.engine.forward.model_runner import DecodeRuns, ModelRunner, RunForward
 from rollout.engine.forward.model_watch import ModelWatch
-from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes
-from rollout.engine.kernels import triton_exact
+from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes, verify_model
+from rollout.engine.fused.fused_forward import FusedForward
+from rollout.engine.graphs.cuda_capture import CudaDevice
+from rollout.engine.graphs.cuda_graphs import GraphedDecode
+from rollout.engine.graphs.decode_kernels import TritonDecode
+from rollout.engine.graphs.graphed_runs import GraphedRuns
 from rollout.engine.memory.arena import PoolMemory, pool_memory
 from rollout.engine.memory.block_pool import Allocate, zeros
+from rollout.engine.memory.buffers import plain_tensors
 from rollout.engine.memory.host_pool import HostMemoryError
 from rollout.engine.memory.huge_pages import collapse
 from rollout.engine.memory.kv_cache import KVCache
-from rollout.engine.memory.plain_tensors import plain_tensors
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.models.adapters import LoraAdapters
+from rollout.engine.models.attention import Installation
 from rollout.engine.models.model_support import (
     DEFAULT_LENGTH,
     ModelLayout,
@@ -44,7 +50,6 @@ from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
 from rollout.engine.parts.peers import Peers
 from rollout.engine.parts.stepper import Stepper
-from rollout.engine.training.kernels import kernels_on
 from rollout.engine.training.paged_forward import run_exactly
 from rollout.engine.weights.autocast_copies import autocast_copies
 from rollout.engine.weights.guard import WeightsGuard, dtype_named
@@ -123,7 +128,7 @@ def build(base: EngineBase) -> EngineParts:
     # If kernels of exact mode do not compile, this fails here and not in the first step.
     if config.advanced.verify_model or (config.exact and layout.device.type == "cuda"):
         room = min(longest, cache.num_blocks // cache.num_groups * config.advanced.block_size_tokens)
-        controller.verify_model(room, peers.all_hold)
+        verify_model(runner, room, peers.all_hold)
     # The ranks of a group have agreed on one size of the pool, and a failing trial would end a lock-step group.
     if peers.everyone is None:
         context.keep_free(peak_bytes(runner, config.step_tokens, longest, config.max_requests))
@@ -243,39 +248,74 @@ def _runner(
         min(config.step_tokens, longest),
         together=None if peers.leader is None else peers.leader.encode,
     )
-    # Graphs capture neither collectives nor weights whose addresses change.
-    captured = config.advanced.cuda_graphs and routers is None and peers.everyone is None and weights.fixed_addresses
-    graphed_rows = config.max_requests * captured * (states is None)
+    if config.exact and (weights.collective or weights.tensor_parallel_mesh is not None):
+        raise UnsupportedModelError(
+            f"InferenceConfig.exact=True: the weights of {type(model).__name__} are spread over the ranks (FSDP, "
+            "ZeRO-3, tensor parallelism); exact mode serves whole weights (one rank, or DDP)"
+        )
     runner = ModelRunner(
         model,
         layout,
         cache,
         context.scheduler.table,
         vision,
-        fused=config.advanced.fused_forward,
-        split=peers.everyone is not None or weights.tensor_parallel_mesh is not None,
-        exact=config.exact,
-        graphed_rows=0 if config.exact else graphed_rows,
-        routers=routers,
-        adapters=base.adapters,
-        leader=peers.leader,
-        lockstep=peers.lockstep,
-        autocast=base.autocast,
+        Installation(model, base.autocast),
+        base.adapters,
+        peers.together,
         states=states,
-        asked=base.lifecycle.lock.asked,
+        routers=routers,
+        exact=bool(config.exact),
         copies=autocast_copies(config, weights, layout.device, context.room),
     )
     context.to_come = partial(bytes_to_come, runner)
+    # Collectives inside a forward are not captured, and neither are addresses that change with each gathering.
+    alone = peers.everyone is None
+    captured = config.advanced.cuda_graphs and routers is None and alone and weights.fixed_addresses and states is None
+    graphed_rows = config.max_requests * captured
+    if not (config.exact and run_exactly(runner, longest, graphed_rows, config.exact)):
+        whole = alone and weights.tensor_parallel_mesh is None
+        _choose_forwards(runner, config, routers, base.lifecycle.lock.asked, graphed_rows, whole=whole)
     if config.exact:
-        if weights.collective or weights.tensor_parallel_mesh is not None:
-            raise UnsupportedModelError(
-                f"InferenceConfig.exact=True: the weights of {type(model).__name__} are spread over the ranks (FSDP, "
-                "ZeRO-3, tensor parallelism); exact mode serves whole weights (one rank, or DDP)"
-            )
-        if kernels_on(layout.device) is triton_exact:
-            run_exactly(runner, longest, graphed_rows)
         runner.refuse_inexact()
     return runner
+
+
+def _choose_forwards(
+    runner: ModelRunner,
+    config: InferenceConfig,
+    routers: Routers | None,
+    asked: ctypes.c_int32,
+    graphed_rows: int,
+    *,
+    whole: bool,
+) -> None:
+    """Give a runner the forwards that are faster than the module's own.
+
+    Args:
+        asked: see `DecodeRuns`.
+        whole: this rank has all weights, and computes alone.
+    """
+    module, layout, cache = runner.module, runner.layout, runner.cache
+    maker: RunForward | None = None
+    if module.library is None:
+        runner.without_fused = module.without_library
+    elif not whole:
+        runner.without_fused = "its weights are split over ranks, and the fused forward reads whole matrices"
+    elif routers is not None:
+        runner.without_fused = "it records the experts that its routers choose (InferenceConfig.record_routes)"
+    elif config.advanced.fused_forward:
+        runner.fused = maker = FusedForward(
+            runner.model, layout, cache, module.library, exact=bool(config.exact), states=runner.states
+        )
+    if graphed_rows and module.paged is not None:
+        # `release_workspace` must not free the graphs' workspace, so it is a separate one.
+        decode = TritonDecode(module.paged.with_own_workspace(), cache)
+        runner.graphs = GraphedDecode(
+            runner.model, layout, cache, graphed_rows, CudaDevice(layout.device), decode, copies=runner.copies
+        )
+        maker = GraphedRuns(runner.forward, runner.graphs, layout.device)
+    if maker is not None and not config.exact:
+        runner.runs = DecodeRuns(maker, runner, asked)
 
 
 def _assemble(
@@ -292,6 +332,8 @@ def _assemble(
     watch = ModelWatch(model, controller.layout, controller.runner.installation, base.autocast)
     # Refuses adapters that cannot be sampled.
     watch.variant()
+    if controller.runner.graphs is not None:
+        controller.runner.graphs.watched = watch.modules
     ledger = Ledger(scheduler, controller, clock, tap)
     intake = Intake(config, lifecycle, controller, scheduler, ledger, watch, longest, clock, cache.routes)
     stepper = Stepper(context, controller, intake, ledger, lifecycle, base.peers, watch, tap, clock)

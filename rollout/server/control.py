@@ -20,8 +20,7 @@ from pydantic import Field, JsonValue, StringConstraints
 from starlette.requests import Request
 
 from rollout.config import __version__
-from rollout.engine.models.adapters import MAX_ADAPTERS
-from rollout.engine.weights.lora_folder import MAX_RANK
+from rollout.engine.models.adapters import MAX_ADAPTERS, MAX_RANK
 from rollout.errors import ConfigError, ControlError, EngineStateError
 from rollout.requests.spans import MAX_VERSION
 from rollout.server.bodies import Body, ReplyBody, body_of, body_or_default, documented_body

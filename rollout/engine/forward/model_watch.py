@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig
 
-from rollout.engine.fused.fused_checks import only_marks
 from rollout.engine.models.attention import Installation
 from rollout.engine.models.model_support import ModelLayout, inspect_model
-from rollout.engine.models.originals import PACKAGES, names_in
+from rollout.engine.models.originals import PACKAGES, names_in, only_marks
 from rollout.engine.scheduling.adapters import AdapterSwitches, Variant
 from rollout.errors import UnsupportedModelError
 
@@ -82,14 +81,18 @@ class ModelWatch:
         return self.adapters.look(self._installation.module_epoch)
 
     def forward_key(self) -> Hashable:
-        """Key of everything else that a forward computes; the modules are read again if the caller had them."""
+        """Key of everything else that a forward computes."""
+        return self._precision(), self.modules()
+
+    def modules(self) -> Hashable:
+        """Key of what the modules compute, without the precision; they are read again if the caller had them."""
         if (epoch := self._installation.module_epoch) != self._module_epoch:
             self._module_epoch = epoch
             scan = _Scan(self._contents)
             found = scan.model(self._model), epoch if scan.foreign else None
             # One object for equal keys, so that the comparison in every step is one of identity.
             self._modules = self._modules if found == self._modules else found
-        return self._precision(), self._modules
+        return self._modules
 
     def changed_settings(self) -> str:
         """Names of values of the configuration and of attention layers that masks may be made of and that have changed."""

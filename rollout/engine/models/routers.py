@@ -1,15 +1,15 @@
 """The routers of a mixture of experts: found in the model, recorded by forward hooks, replayed by their own code.
 
-Transformers declares the class of a model's routers in `_can_record_outputs["router_logits"]`; a router returns (logits,
-weights, indices [P, k]) and chooses by one `topk` over the scores of all experts. Recording reads the third value.
-Replaying answers that `topk` with given indices and the live scores at them, so that everything after it (softmax,
-normalisation, scaling) is the router's own.
+Transformers declares the class of a model's routers in `_can_record_outputs["router_logits"]`. A router returns (logits,
+weights, indices [P, k]) and chooses by one `topk` over the scores of all experts. Recording reads the indices. Replaying
+answers the `topk` with given indices and the live scores, so everything after it is the router's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ Record = Callable[[int, Tensor], None]
 """(index of the router, experts [P, k]) of one forward."""
 
 TOPK = frozenset({torch.topk, Tensor.topk})
-"""By which a router chooses."""
+"""The functions by which routers choose."""
 
 
 class Routers:
@@ -35,22 +35,14 @@ class Routers:
 
     @contextmanager
     def recorded(self, record: Record) -> Iterator[None]:
-        """A block in which `record` gets what each router chooses, as it chooses."""
+        """A block in which `record` gets the choices of each router."""
         with ExitStack() as stack:
             for index, module in enumerate(self.modules):
-                hook = module.register_forward_hook(_Recorder(index, self.shape.top_k, record))
-                stack.callback(hook.remove)
+                stack.callback(module.register_forward_hook(partial(self._chosen, index, record)).remove)
             yield
 
-
-class _Recorder:
-    def __init__(self, index: int, top_k: int, record: Record) -> None:
-        self._index = index
-        self._top_k = top_k
-        self._record = record
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._record(self._index, chosen_experts(module, output, self._top_k))
+    def _chosen(self, index: int, record: Record, module: nn.Module, inputs: Any, output: Any) -> None:
+        record(index, chosen_experts(module, output, self.shape.top_k))
 
 
 def chosen_experts(router: nn.Module, output: Any, top_k: int) -> Tensor:

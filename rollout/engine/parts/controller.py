@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from rollout.engine.forward.model_runner import ModelRunner
-from rollout.engine.forward.trial_forwards import difference
 from rollout.engine.models.model_support import ModelLayout
-from rollout.engine.models.originals import foreign_part
 from rollout.engine.multimodal.pictures import MAX_PROMPT_PIXELS, open_picture
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.scheduling.sequences import Sequence as Sample
-from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from rollout.errors import ConfigError, InvalidRequestError
 from rollout.requests.block_hash import stream_key
 from rollout.requests.detokenizer import CompletionText, pieces_of
 from rollout.requests.images import ImagePrompt, processed_prompt
@@ -26,10 +23,6 @@ from rollout.requests.request import InferenceRequest
 from rollout.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
-
-VERIFY_TOKENS = 12
-FOREIGN_TOKENS = 4096
-"""Most tokens that are verified if parts of the model are not transformers' own."""
 
 
 class TextGenerationController:
@@ -246,111 +239,6 @@ class TextGenerationController:
         self.runner.sampling.set(sample.row, sample.params, key)
         self.constraints.set(sample.row, sample.params.structured)
         self.runner.adapters.set(sample.row, sample.params.adapter)
-
-    def forward_logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[V] logits after `tokens`, by the model's own unpaged attention, in eval mode."""
-        ids = torch.tensor([list(tokens)], device=self.layout.device)
-        training = [module for module in self.model.modules() if module.training]
-        try:
-            for module in training:
-                module.training = False
-            with torch.no_grad():
-                # Few logits are computed whole, so that the code behind `logits_to_keep` is verified too.
-                kept = {} if len(tokens) <= VERIFY_TOKENS else {"logits_to_keep": ids.new_tensor([len(tokens) - 1])}
-                logits: torch.Tensor = self.model(input_ids=ids, use_cache=False, **kept).logits[0, -1]
-        finally:
-            for module in training:
-                module.training = True
-        return logits
-
-    def verify_model(self, room: int, all_ranks: Callable[[bool], bool] = bool) -> None:
-        """Compare tokens in chunks through the paged path with the model's own forward, along the same routes.
-
-        This catches state that travels between positions outside of attention, and wrong kernels and graphs on a GPU (the
-        last token is a decode step). Attention or positions that are not transformers' own may differ only far into a
-        sequence, or next to a long one, so both are compared too.
-
-        Args:
-            room: most tokens of a sequence.
-            all_ranks: whether something holds on all ranks that compute forwards together; all of them call it.
-
-        Raises:
-            UnsupportedModelError: they differ, here or on one of those ranks.
-        """
-        short = min(room, VERIFY_TOKENS)
-        self._verify(short, all_ranks)
-        foreign = foreign_part(self.model, self.layout.layer_of)
-        if foreign is not None and room > short:
-            longest = min(room, FOREIGN_TOKENS)
-            # Recurrent layers take sequences of one length together; the other sequence takes a block.
-            if not self.layout.states and longest >= short + self.runner.table.block_size:
-                self._verify(short, all_ranks, foreign, longest - 1)
-            self._verify(longest, all_ranks, foreign)
-
-    def _verify(
-        self, length: int, all_ranks: Callable[[bool], bool], foreign: str = "", beside: int | None = None
-    ) -> None:
-        if length < 2:
-            return
-        tokens = [(7 * position + 3) % self.layout.vocab_size for position in range(length)]
-        cuts = [length - length // 2]
-        alone = bool(self.layout.states) or all_ranks(self.runner.paged is not None or self.runner.graphs is not None)
-        if alone and length > cuts[0] + 1:
-            # Recurrent layers and Triton's kernels compute a single token otherwise than a chunk.
-            cuts.append(length - 1)
-        tolerance = 2e-3 if self.layout.narrowest_dtype == torch.float32 else 1e-1
-
-        def fine(found: float) -> bool:
-            return all_ranks(found <= tolerance)
-
-        def measured() -> float:
-            return difference(self.runner, tokens, cuts, self.forward_logits, fine, beside)
-
-        worst = measured()
-        passed = fine(worst)
-        graphs = self.runner.graphs
-        if not passed and all_ranks(graphs is not None):
-            self.runner.graphs = None
-            passed = fine(measured())
-            self.runner.graphs = graphs
-            if passed and graphs is not None:
-                graphs.give_up(f"a replayed step differs from the forward by {worst:.3g} of the largest logit")
-        if not passed and self.runner.fused is not None and not self.runner.exact:
-            by_fused = worst
-            self.runner.drop_fused("it differs from the model's own forward")
-            worst = measured()
-            passed = fine(worst)
-            if passed:
-                _log.warning(
-                    "%s: the fused forward differs from the model's own by %.3g of the largest logit, so the model's own "
-                    "runs; please report it",
-                    type(self.model).__name__,
-                    by_fused,
-                )
-        if not passed and worst <= tolerance:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__}: on another rank of the group the paged path differs from the model's own "
-                "forward; the error of that rank says by how much"
-            )
-        if not passed and foreign:
-            where = f"{length} tokens" if beside is None else f"{length} tokens beside a sequence of {beside + 1}"
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__}: {foreign} is not transformers' own, and the model's forward of {where} "
-                f"differs from ours by {worst:.3g} of the largest logit (allowed: {tolerance:g}). The engine serves causal "
-                "attention, in windows that the mask or an argument shows, and rotary positions that are the same in "
-                "sequences of any length: load the model with attn_implementation='sdpa', or lower "
-                "InferenceConfig.max_sequence_length to where they are the same"
-            )
-        if not passed:
-            implementation = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__}: {length} tokens in chunks through the paged path differ from the "
-                f"model's own forward by {worst:.3g} of the largest logit (allowed: {tolerance:g}). Either some layer "
-                f"keeps state that the engine does not see, or the model's own attention ({implementation!r}) leaves out "
-                "what the layers ask for (sdpa ignores soft-capping in some versions of transformers: load the model "
-                "with attn_implementation='eager'). If you know better: "
-                "InferenceConfig(advanced=Advanced(verify_model=False))"
-            )
 
     def _require_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollout.config import InferenceConfig
 from rollout.engine.parallel.group import TensorParallelGroup
-from rollout.engine.parallel.leader import Leader
+from rollout.engine.parallel.leading import Leader, Together
 from rollout.engine.parallel.lockstep import Lockstep
 from rollout.engine.weights.base import Weights
 from rollout.engine.weights.tensor_parallel import modules_split_over
@@ -33,6 +33,8 @@ class Peers:
             exchange.refuse_unequal("Advanced.verify_model", str(config.advanced.verify_model))
             self.lockstep = Lockstep(exchange, modules_split_over("ep", weights.trained))
         self.leader = Leader(self.group) if self.group is not None and self.group.leads else None
+        self.together: Together = self.lockstep or self.leader or Together()
+        """Involves the other ranks in each forward of this one."""
 
     @property
     def everyone(self) -> TensorParallelGroup | None:
@@ -49,11 +51,8 @@ class Peers:
 
     def refuse_alone(self) -> None:
         """Raises: EngineStateError: a step needs the other ranks, and no call of theirs is running."""
-        if self.lockstep is not None:
-            self.lockstep.refuse_alone()
-        elif self.leader is not None:
-            self.leader.refuse_alone()
-        elif self.group is not None:
+        self.together.refuse_alone()
+        if self.group is not None and self.leader is None:
             raise EngineStateError(
                 f"step() on rank {self.group.ranks[self.group.place]}: in a {self.group.name} rank {self.group.ranks[0]} "
                 "decides and the others follow; generate by RolloutManager or LLM, on every rank of the group"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollout.config import InferenceConfig
 from rollout.engine.forward.model_runner import ModelRunner
-from rollout.engine.forward.step_rows import pack
+from rollout.engine.forward.step_tensors import pack
 from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.engine.parts.intake import Intake
 from rollout.engine.scheduling.planner import blocks_for

@@ -12,20 +12,22 @@ by every rank or by none; `release` is local.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from rollout.engine.memory.arena import fixed_memory
-from rollout.engine.weights.base import Weights
+from rollout.engine.weights.base import GatheredWeights, Weights
 from rollout.engine.weights.copied import CopiedWeights
 from rollout.engine.weights.fsdp import ShardedWeights, UnitWeights, unmanaged_shard
 from rollout.engine.weights.fsdp_mapped import MappedWeights, Unmappable
 from rollout.engine.weights.tensor_parallel import TensorParallelWeights, tensor_parallel_mesh
-from rollout.engine.weights.zero3 import PartitionedWeights, is_partitioned
 from rollout.errors import EngineStateError, UnsupportedModelError
 
 _log = logging.getLogger(__name__)
@@ -121,9 +123,55 @@ def _source(model: nn.Module, *, mapped: bool) -> Weights:
 
 def _fully_sharded(model: nn.Module, *, mapped: bool) -> Weights:
     memory = fixed_memory(next(model.parameters()).device) if mapped else None
+    why = ""
     if memory is not None:
         try:
             return MappedWeights(model, memory)
         except Unmappable as exc:
-            _log.info("%s is gathered by FSDP2, to other addresses each time: %s", type(model).__name__, exc)
-    return ShardedWeights(model)
+            why = str(exc)
+            _log.info("%s is gathered by FSDP2, to other addresses each time: %s", type(model).__name__, why)
+    weights = ShardedWeights(model)
+    weights.why_moved = why
+    return weights
+
+
+_CONTEXT = ("deepspeed.runtime.zero", "unwrap_model_for_generation")
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    """Whether the model is a DeepSpeed engine or has parameters that DeepSpeed partitions."""
+    return type(model).__module__.partition(".")[0] == "deepspeed" or any(
+        hasattr(parameter, "ds_id") for parameter in model.parameters()
+    )
+
+
+class PartitionedWeights(GatheredWeights):
+    """ZeRO-3 weights, gathered by `unwrap_model_for_generation`; with ZeRO-1 and -2 pass the module itself.
+
+    Raises:
+        UnsupportedModelError: the module came without its engine, or this DeepSpeed has no such context.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        if not isinstance(getattr(engine, "module", None), nn.Module):
+            raise UnsupportedModelError(
+                f"{type(engine).__name__} is partitioned by DeepSpeed ZeRO-3, whose engine alone can gather it: pass what "
+                "deepspeed.initialize returned, or train with ZeRO-2 or FSDP2"
+            )
+        try:
+            self._context: Any = getattr(importlib.import_module(_CONTEXT[0]), _CONTEXT[1])
+        except (ImportError, AttributeError) as exc:
+            raise UnsupportedModelError(
+                f"{type(engine).__name__}: {'.'.join(_CONTEXT)} is missing here ({exc}), so that weights of DeepSpeed "
+                "ZeRO-3 cannot be gathered; install a DeepSpeed that has it, or train with ZeRO-2 or FSDP2"
+            ) from exc
+        self._engine = engine
+        super().__init__(engine.module)
+
+    def _gather(self, undo: ExitStack) -> None:
+        undo.enter_context(self._context(self._engine))
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """This rank's partitions."""
+        parts = ((name, getattr(each, "ds_tensor", None)) for name, each in self.trained.named_parameters())
+        return [(name, part) for name, part in parts if isinstance(part, Tensor)]

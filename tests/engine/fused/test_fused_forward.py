@@ -51,7 +51,7 @@ def logits(engine: DynamicInferenceEngine, tokens: list[int], *cuts: int) -> Ten
 
 
 def own_logits(engine: DynamicInferenceEngine, tokens: list[int]) -> Tensor:
-    return engine.controller.forward_logits(tokens).float()
+    return engine.controller.runner.module.own_logits(tokens).float()
 
 
 @pytest.mark.parametrize("name", CONFIGS | MORE_CONFIGS)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward.decode_runs import DecodeRuns
+from rollout.engine.forward.model_runner import DecodeRuns
 from rollout.engine.graphs import cuda_graphs
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
 from rollout.engine.graphs.graphed_runs import LEAD, GraphedRuns
@@ -43,10 +43,8 @@ def engine_for(model: Any, **options: Any) -> tuple[DynamicInferenceEngine, Reco
     runner.graphs = GraphedDecode(
         runner.model, runner.layout, engine.cache, engine.config.max_requests, recorder, Plain(engine.cache)
     )
-    runner.runs = DecodeRuns(
-        GraphedRuns(runner.forward, runner.graphs, runner.layout.device), runner.table, runner.cache, runner.sampling,
-        runner.adapters, runner.installation, engine.lifecycle.lock.asked,
-    )  # fmt: skip
+    maker = GraphedRuns(runner.forward, runner.graphs, runner.layout.device)
+    runner.runs = DecodeRuns(maker, runner, engine.lifecycle.lock.asked)
     return engine, recorder
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rollout.engine.forward.recurrent_forward import length_groups
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.models.length_groups import length_groups
 
 COUNTS, STARTS = [1, 1, 3, 2, 3], [7, 4, 0, 5, 6]
 
@@ -39,23 +39,3 @@ def test_every_position_runs_once_after_those_before_it_and_every_kept_one_is_fo
             found[int(place)] = group.positions[row, group.columns[column]]
     assert sorted(ran) == list(range(10))
     assert [found[place] for place in range(len(kept))] == keep
-
-
-@pytest.mark.parametrize("keep", [[0, 1, 3, 5, 9], [], [5]])
-def test_first_pieces_of_different_lengths_are_one_row_where_kernels_keep_them_apart(keep):
-    rows, kept = rows_of([1, 3, 2, 4], [7, 0, 5, 0]), np.array(keep, np.int64)
-    together, *others = length_groups(rows, kept, continues=True, packs=True)
-    assert (together.packed, together.begins, together.positions.tolist()) == (True, True, [[1, 2, 3, 6, 7, 8, 9]])
-    assert together.rows.offsets.tolist() == [0, 3, 7]
-    assert together.rows.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
-    assert together.rows.tables[:, 0].tolist() == together.members.tolist() == [1, 3]
-    found = {
-        place: group.positions[row, group.columns[column]]
-        for group in (together, *others)
-        for place, row, column in zip(group.places.tolist(), group.row, group.column, strict=True)
-    }
-    assert [found[place] for place in range(len(keep))] == keep
-    assert [group.positions.tolist() for group in others] == [[[0]], [[4, 5]]]
-    # Of one length they are a batch.
-    (batch,) = length_groups(rows_of([3, 3], [0, 0]), kept[:1], continues=True, packs=True)
-    assert (batch.packed, batch.positions.shape) == (False, (2, 3))
