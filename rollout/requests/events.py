@@ -44,7 +44,7 @@ class DynamicInferenceEvent:
 
     Raises:
         ValueError: there is no such type, or the payload does not fit it: a dict with `token_id` (and counts of KV blocks)
-            for GENERATED_TOKEN, the exception for the two error types, None for every other.
+            for GENERATED_TOKEN, the exception for the two error types, None for all others.
     """
 
     timestamp: float
