@@ -187,6 +187,7 @@ class DynamicInferenceEngine:
         self.follow_model()
         with self.installation:
             yield
+        self.parts.context.prepare_suspend()
 
     def add_request(
         self,

@@ -38,7 +38,7 @@ def difference(
     If that is not `fine` and the model has routers, the two are compared along the same routes, with `own` taking those of
     the chunks, whose scores count too: by how much the chosen ones are lower, over the largest score.
     """
-    found = _over_largest(paged_logits(runner, tokens, *cuts, beside=beside), own(tokens))
+    found = over_largest(paged_logits(runner, tokens, *cuts, beside=beside), own(tokens))
     if fine(found):
         return found
     routes = Routes()
@@ -47,10 +47,11 @@ def difference(
         return found
     with Replayed(given) as choices:
         expected = own(tokens)
-    return float(np.maximum(choices.worst, _over_largest(paged, expected)))
+    return float(np.maximum(choices.worst, over_largest(paged, expected)))
 
 
-def _over_largest(logits: Tensor, expected: Tensor) -> float:
+def over_largest(logits: Tensor, expected: Tensor) -> float:
+    """Largest difference between two rows of logits, over the largest of `expected` (at least 1)."""
     expected = expected.float()
     return float((logits.float() - expected).abs().max()) / max(1.0, float(expected.abs().max()))
 
