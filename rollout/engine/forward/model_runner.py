@@ -135,12 +135,7 @@ class ModelRunner:
             self.zero_slots(np.concatenate([each.slots[keep[broken]] for each in packed.groups()]))
         return sampled
 
-    def compute(
-        self,
-        work: ForwardWork,
-        states: NDArray[np.int32] | None = None,
-        named: Names | None = None,
-    ) -> Tensor:
+    def compute(self, work: ForwardWork, states: NDArray[np.int32] | None = None, named: Names | None = None) -> Tensor:
         """Logits [len(work.keep), V], valid until the next call; every member of a tensor-parallel group calls it.
 
         Args:

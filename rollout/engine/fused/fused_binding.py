@@ -40,13 +40,7 @@ class Bound:
     """
 
     def __init__(
-        self,
-        model: Any,
-        layout: ModelLayout,
-        cache: KVCache,
-        *,
-        exact: bool = False,
-        states: StatePool | None = None,
+        self, model: Any, layout: ModelLayout, cache: KVCache, *, exact: bool = False, states: StatePool | None = None
     ) -> None:
         self._checks = Checks()
         self._exact = exact

@@ -87,11 +87,7 @@ class BoundForward(ABC):
 
     @abstractmethod
     def run(
-        self,
-        ids: NDArray[np.int64],
-        rows: PagedRows,
-        keep: NDArray[np.int64],
-        states: NDArray[np.int32] | None = None,
+        self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64], states: NDArray[np.int32] | None = None
     ) -> Tensor:
         """Logits [len(keep), V] at packed positions `keep`, valid until the next call; K and V go into the cache.
 
@@ -140,11 +136,7 @@ class FusedForward(BoundForward):
         self._workspace = self._logits = torch.empty(0, device="cpu")
 
     def run(
-        self,
-        ids: NDArray[np.int64],
-        rows: PagedRows,
-        keep: NDArray[np.int64],
-        states: NDArray[np.int32] | None = None,
+        self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64], states: NDArray[np.int32] | None = None
     ) -> Tensor:
         bound = self._bound
         assert bound is not None
