@@ -26,13 +26,10 @@ class Bound:
 
     Args:
         exact: refuse models that exact mode has no training forward for.
-        states: states of recurrent layers; None: the model has none.
 
     Attributes:
         causal_lm: the …ForCausalLM, without PEFT's wrappers.
-        family: the row of `FAMILIES` that it was verified by.
         decoder: the module with the layers.
-        dtype: dtype of its parameters.
         mixtures: mixtures of experts, in the order of their layers.
 
     Raises:
