@@ -69,15 +69,15 @@ if TYPE_CHECKING:  # further public names
     from rollout.manager.scoring import PromptTask as PromptTask
     from rollout.manager.scoring import rewards_differ as rewards_differ
     from rollout.manager.traces import trace as trace
-    from rollout.reporting.page import report as report
-    from rollout.reporting.run_log import RunLog as RunLog
+    from rollout.observe.page import report as report
+    from rollout.observe.recorder import span as span
+    from rollout.observe.run_log import RunLog as RunLog
     from rollout.requests.request import DynamicInferenceRequest as DynamicInferenceRequest
     from rollout.state import EngineState as EngineState
     from rollout.state import FinishReason as FinishReason
     from rollout.state import KVCacheManagementMode as KVCacheManagementMode
     from rollout.state import StalenessPolicy as StalenessPolicy
     from rollout.structured_output import StructuredOutput as StructuredOutput
-    from rollout.tracing.recorder import span as span
 
 if TYPE_CHECKING:  # results, and parts of the engine and of a job, for tests and for ports of other engines
     from rollout.distributed.client.futures import Delta as Delta
@@ -92,10 +92,10 @@ if TYPE_CHECKING:  # results, and parts of the engine and of a job, for tests an
     )
     from rollout.distributed.transport.keys import JobKeys as JobKeys
     from rollout.distributed.worker.worker import EngineWorker as EngineWorker
+    from rollout.engine.blocks.allocator import BlockAllocator as BlockAllocator
     from rollout.engine.engine import DynamicInferenceEngine as DynamicInferenceEngine
     from rollout.engine.parts.context import DynamicInferenceContext as DynamicInferenceContext
     from rollout.engine.parts.controller import TextGenerationController as TextGenerationController
-    from rollout.engine.scheduling.block_allocator import BlockAllocator as BlockAllocator
     from rollout.errors import SerializationError as SerializationError
     from rollout.llm.job_llm import JobLLM as JobLLM
     from rollout.manager.batch.batch import PackedRollouts as PackedRollouts

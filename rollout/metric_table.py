@@ -197,7 +197,7 @@ METRICS: dict[str, Metric] = {
     "rollout/prefix_hits_refused_version": _counter(
         "blocks",
         "cached blocks with equal tokens, not reused because their KV is of another policy version",
-        "allocator.refused_for_version",
+        "allocator.index.refused",
     ),
     "rollout/kv_blocks_used": _gauge("blocks", "KV blocks referenced by a request", "allocator.num_used", peak=True),
     "rollout/kv_blocks_cached": _gauge("blocks", "unreferenced KV blocks kept for prefix hits", "allocator.num_cached"),

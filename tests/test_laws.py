@@ -22,9 +22,9 @@ LAYERS = [
     ["rollout.errors"],
     ["rollout.metric_table", "rollout.state", "rollout.structured_output", "rollout.threads"],
     ["rollout.config", "rollout.sampling_params"],
-    ["rollout.flags", "rollout.requests"],
+    ["rollout.flags", "rollout.requests", "rollout.engine.blocks"],
     ["rollout.journal", "rollout.distributed.protocol", "rollout.engine.memory", "rollout.engine.scheduling"],
-    ["rollout.engine.kernels", "rollout.distributed.transport", "rollout.tracing"],
+    ["rollout.engine.kernels", "rollout.distributed.transport", "rollout.observe"],
     [
         "rollout.engine.sampling",
         "rollout.engine.weights",
@@ -41,7 +41,7 @@ LAYERS = [
     ["rollout.distributed.worker"],
     ["rollout.distributed.job", "rollout.algorithms"],
     ["rollout.manager", "rollout.server"],
-    ["rollout.llm", "rollout.reporting"],
+    ["rollout.llm"],
     ["rollout.__main__"],
     ["trainer_hooks"],
     ["rollout.current"],
@@ -55,8 +55,8 @@ LAYER_OF = {folder: level for level, folders in enumerate(LAYERS) for folder in 
 TORCH_FREE = [
     "rollout.errors", "rollout.state", "rollout.metric_table", "rollout.config", "rollout.sampling_params",
     "rollout.structured_output", "rollout.threads", "rollout.flags", "rollout.requests", "rollout.journal",
-    "rollout.tracing", "rollout.engine.scheduling", "rollout.distributed.protocol", "rollout.distributed.transport",
-    "rollout.distributed.client", "rollout.distributed.coordinator", "rollout.__main__",
+    "rollout.observe", "rollout.engine.blocks", "rollout.engine.scheduling", "rollout.distributed.protocol",
+    "rollout.distributed.transport", "rollout.distributed.client", "rollout.distributed.coordinator", "rollout.__main__",
 ]  # fmt: skip
 """Folders and files whose every module imports without torch."""
 
@@ -206,7 +206,7 @@ for current in {["rollout", *present]!r}:
         ("rollout/config.py", "CoordinatorConfig"),
         ("rollout/config.py", "ServerConfig"),
         ("rollout/sampling_params.py", "SamplingParams"),
-        ("rollout/distributed/client/submission.py", "RequestOptions"),
+        ("rollout/distributed/client/session.py", "RequestOptions"),
     ],
 )
 def test_every_option_has_a_line_of_documentation_under_it(file, name):

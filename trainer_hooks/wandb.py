@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.metric_table import LOGGED, unknown_name
-from rollout.reporting.page import colored
-from rollout.reporting.run_log import version_runs
+from rollout.observe.page import colored
+from rollout.observe.run_log import version_runs
 
 if TYPE_CHECKING:
     from rollout.manager.batch.batch import RolloutBatch

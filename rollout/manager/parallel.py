@@ -23,7 +23,7 @@ from rollout.distributed.job.data_parallel import DataParallelBackend
 from rollout.distributed.job.meeting import GO, INTERRUPTED, Meeting
 from rollout.distributed.job.world import World
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.memory.plain_tensors import plain_tensors
+from rollout.engine.memory.buffers import plain_tensors
 from rollout.engine.parallel.group import TensorParallelGroup
 from rollout.engine.parallel.lockstep import BUSY, DONE, IDLE, LEFT
 from rollout.engine.parts.context import KEPT_ALL
@@ -31,9 +31,8 @@ from rollout.errors import ConfigError, DeadlineError, EngineDeadError, EngineSt
 from rollout.manager.backend import Backend, LocalBackend
 from rollout.manager.run_loop import Goal, RunLoop
 from rollout.requests.codec import unpack_msgpack
-from rollout.requests.image_request import results_of, told_once
 from rollout.requests.images import images_of
-from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.request import DynamicInferenceRequest, results_of, told_once
 from rollout.state import EngineState
 from rollout.threads.interrupts import interrupt_deferred, interruptible, uninterrupted
 
@@ -57,7 +56,7 @@ class LockstepLoop(RunLoop):
                 while told != DONE:
                     with interrupt_deferred():
                         done = done or finished()
-                        told = self._engine.parts.member.agree(DONE if done else BUSY if self._can_step() else IDLE)
+                        told = self._engine.parts.stepper.agree(DONE if done else BUSY if self._can_step() else IDLE)
                         if told == LEFT:
                             raise EngineStateError(
                                 f"a rank of the {self._lockstep.group.name} has left generate() by an error; what "
@@ -75,7 +74,7 @@ class LockstepLoop(RunLoop):
                 # After the last round (a deferred Ctrl-C) the others agree on nothing any more.
                 if told not in (LEFT, DONE):
                     with suppress(EngineDeadError):
-                        self._engine.parts.member.agree(LEFT)
+                        self._engine.parts.stepper.agree(LEFT)
                 raise
 
     def _can_step(self) -> bool:
@@ -270,7 +269,7 @@ class FollowerLoop(RunLoop):
                 except Exception as exc:  # noqa: BLE001 - the first rank could not gather either, and says so
                     failed = exc
                 with self._engine.installation:
-                    told = self._engine.parts.member.follow()
+                    told = self._engine.parts.stepper.follow()
         finally:
             self._metrics.enter_phase("train")
         self._book(told)

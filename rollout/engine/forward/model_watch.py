@@ -77,14 +77,18 @@ class ModelWatch:
         return self.adapters.look(self._installation.module_epoch)
 
     def forward_key(self) -> Hashable:
-        """Key of everything else that a forward computes; the modules are read again if the caller may have changed them."""
+        """Key of everything else that a forward computes."""
+        return self._precision(), self.modules()
+
+    def modules(self) -> Hashable:
+        """Key of what the modules compute, without the precision; they are read again if the caller had them."""
         if (epoch := self._installation.module_epoch) != self._module_epoch:
             self._module_epoch = epoch
             scan = _Scan(self._contents)
             found = scan.model(self._model), epoch if scan.foreign else None
             # Equal keys are one object, so the comparison in every step is fast.
             self._modules = self._modules if found == self._modules else found
-        return self._precision(), self._modules
+        return self._modules
 
     def changed_settings(self) -> str:
         """Names of changed values of the configuration and of attention layers that masks may depend on."""

@@ -18,7 +18,7 @@ from rollout.engine.sampling.sampler import sample, token_logprobs
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.engine.scheduling.sequences import Sequence, SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
-from rollout.requests.kept_tokens import KeptTokens, packed_sets
+from rollout.requests.token_columns import KeptTokens, packed_sets
 
 PROMPT_LOGPROB_ROWS = 256
 """Prompt positions per full-vocabulary log-softmax; bounds the memory."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.module_forward import VERIFY_TOKENS
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.memory.shortage import lacks_device_memory
+from rollout.engine.memory.buffers import lacks_device_memory
 from rollout.engine.models.originals import foreign_part
 from rollout.engine.models.routers import Topk
 from rollout.engine.sampling.sampler import token_logprobs

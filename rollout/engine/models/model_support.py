@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules import module as torch_module
 
+from rollout.engine.blocks.pages import LayerGroups, layer_groups
 from rollout.engine.memory.kv_cache import LayerShape
-from rollout.engine.memory.layer_groups import LayerGroups, layer_groups
 from rollout.engine.memory.state_pool import StateShape
 from rollout.engine.models.attention import SINKS, Arguments, Installation, carried, forward_with
 from rollout.engine.models.attention_masks import PROBE, Limits, MaskFunction, OtherMask, function_of, limits_of
@@ -97,8 +97,8 @@ class ModelLayout:
         """What the masks of the attention layers let a query see."""
         return self.layer_of, self.mask_windows, self.chunks, [(call.window, call.chunk) for call in self.calls]
 
-    def groups(self, length: int) -> LayerGroups | None:
-        """Groups of layers with different windows, for sequences of up to `length` tokens; None: there is one."""
+    def groups(self, length: int) -> LayerGroups:
+        """Groups of layers that keep KV for equally long, for sequences of up to `length` tokens."""
         widths = [(each.num_kv_heads * each.head_dim, each.num_kv_heads * each.value_dim) for each in self.layers]
         return layer_groups(widths, [call.reach for call in self.calls], length)
 

@@ -15,12 +15,11 @@ from rollout.engine.multimodal.pictures import MAX_PROMPT_PIXELS, open_picture
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.errors import ConfigError, InvalidRequestError
-from rollout.requests.chat_messages import MessageImage, known_roles, plain_messages
+from rollout.requests.block_hash import stream_key
 from rollout.requests.detokenizer import CompletionText, pieces_of
 from rollout.requests.images import ImagePrompt, processed_prompt
-from rollout.requests.prompt import Prompt, unpadded
+from rollout.requests.prompt import MessageImage, Prompt, known_roles, plain_messages, unpadded
 from rollout.requests.request import InferenceRequest
-from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -58,12 +57,11 @@ class TextGenerationController:
         return unpadded(prompts, *owners, name=name, single=single)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, an `ImagePrompt` if it has images; chat messages go through the tokenizer's chat template
-        with a generation prompt.
+        """Token ids of a prompt, an `ImagePrompt` if it has images; chat messages get a generation prompt.
 
         Raises:
-            TypeError: the prompt is none of text, token ids, chat messages, a processor's output.
-            InvalidRequestError: a message has no role, or content that is not text, such as an image.
+            TypeError: the prompt is not text, token ids, chat messages or a processor's output.
+            InvalidRequestError: a message has no role, or content that this model does not take, such as an image.
             ConfigError: text or messages without a tokenizer.
         """
         if isinstance(prompt, str):
@@ -109,12 +107,12 @@ class TextGenerationController:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model is of a family that is served images."""
+        """Whether the model is of a family whose images are served."""
         return self.runner.vision.family is not None
 
     @property
     def chat_template(self) -> str | None:
-        """The processor's chat template, which writes what the processor expands; None: the tokenizer's."""
+        """The processor's chat template, with placeholders that the processor expands; None: the tokenizer's."""
         template = getattr(self.processor, "chat_template", None)
         return template if isinstance(template, str) else None
 
@@ -125,8 +123,7 @@ class TextGenerationController:
             images: in the order of their placeholders.
 
         Raises:
-            InvalidRequestError: there is no processor, an image cannot be read or is too large, alone or with the others,
-                or the processor refuses it.
+            InvalidRequestError: there is no processor, it refuses an image, an image cannot be read, or all are too large.
         """
         if self.processor is None:
             raise InvalidRequestError(
@@ -181,9 +178,8 @@ class TextGenerationController:
         """Check sampling parameters against the vocabulary and the loaded adapters; compile `structured`.
 
         Raises:
-            InvalidRequestError: `adapter` is not loaded; `structured` does not compile; an id of `logit_bias`,
-                `stop_token_ids` or `logprob_token_ids` is outside the vocabulary; or `min_tokens` with the stop ids leaves
-                no token to draw.
+            InvalidRequestError: an adapter is not loaded, `structured` does not compile, a token id is outside the
+                vocabulary, or `min_tokens` and the stop ids leave no token to draw.
         """
         named = {name: getattr(params, name) or () for name in ("logit_bias", "stop_token_ids", "logprob_token_ids")}
         for name, tokens in named.items():
@@ -193,13 +189,13 @@ class TextGenerationController:
         if params.structured is not None:
             self.constraints.check(params.structured)
         self.runner.adapters.check(params.adapter)
-        if params.min_tokens and len(stops := self.stop_ids(params)) >= self.layout.vocab_size:
-            left = self.layout.vocab_size - len({token for token in stops if token < self.layout.vocab_size})
-            if not left:
-                raise InvalidRequestError(
-                    f"min_tokens={params.min_tokens}: every one of the {self.layout.vocab_size} tokens is a stop id, so no "
-                    "token can be drawn before one; drop min_tokens or some stop_token_ids"
-                )
+        stops, vocabulary = self.stop_ids(params) if params.min_tokens else (), self.layout.vocab_size
+        # The length is compared first, since it costs nothing.
+        if len(stops) >= vocabulary and len({token for token in stops if token < vocabulary}) == vocabulary:
+            raise InvalidRequestError(
+                f"min_tokens={params.min_tokens}: every one of the {vocabulary} tokens is a stop id, so no token can be "
+                "drawn before one; drop min_tokens or some stop_token_ids"
+            )
 
     def completion_text(self, params: SamplingParams) -> CompletionText | None:
         """Stop-string detector for these parameters; None without stop strings.
@@ -221,8 +217,7 @@ class TextGenerationController:
     def fill_segments(self, request: InferenceRequest) -> None:
         """Fill in a request's `segments`, `generated_segments` and `generated_sequence_lengths`.
 
-        One piece of text per token; joined they equal `decode` of all tokens. The piece of a special token, or of a token
-        that ends inside a character, is empty.
+        One piece of text per token; joined, they equal `decode` of all tokens.
 
         Raises:
             ConfigError: there is no tokenizer.

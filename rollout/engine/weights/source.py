@@ -123,12 +123,16 @@ def _source(model: nn.Module, *, mapped: bool) -> Weights:
 
 def _fully_sharded(model: nn.Module, *, mapped: bool) -> Weights:
     memory = fixed_memory(next(model.parameters()).device) if mapped else None
+    why = ""
     if memory is not None:
         try:
             return MappedWeights(model, memory)
         except Unmappable as exc:
-            _log.info("%s is gathered by FSDP2, to other addresses each time: %s", type(model).__name__, exc)
-    return ShardedWeights(model)
+            why = str(exc)
+            _log.info("%s is gathered by FSDP2, to other addresses each time: %s", type(model).__name__, why)
+    weights = ShardedWeights(model)
+    weights.why_moved = why
+    return weights
 
 
 _CONTEXT = ("deepspeed.runtime.zero", "unwrap_model_for_generation")

@@ -19,9 +19,9 @@ from torch import Tensor
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.batch.images import ImageLayout
 from rollout.manager.episodes.episode import Episode
-from rollout.requests.kept_tokens import KeptTokens
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import KeptTokens
 from rollout.sampling_params import FILTERS
 from rollout.state import FinishReason, Status
 
