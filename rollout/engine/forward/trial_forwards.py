@@ -36,10 +36,9 @@ FOREIGN_TOKENS = 4096
 def verify_model(runner: ModelRunner, room: int, all_ranks: Callable[[bool], bool] = bool) -> None:
     """Compare tokens in chunks through the paged path with the model's own forward, along the same routes.
 
-    This finds state that travels between positions by other ways than attention. On a GPU it also finds kernels and graphs
-    that compute something else, since the last token is a decode step. Attention or positions that are not transformers'
-    own may differ from ours only far into a sequence, or next to a long one, so both are compared too. A graph or fused
-    forward that differs is given up.
+    This finds state that travels between positions by other ways than attention, and on a GPU wrong kernels and graphs,
+    since the last token is a decode step. A graph or fused forward that differs is given up. Attention or positions that
+    are not transformers' own may differ only far into a sequence, or next to a long one, so both are compared too.
 
     Args:
         room: most tokens of a sequence.
@@ -131,9 +130,6 @@ def difference(
     It is relative to the largest of the model's own logits (at least 1). If it is not `fine` and the model has routers, the
     model's own forward takes the routes of the chunks: two experts may score so alike that rounding decides between them.
     Then the routers' scores count too, by how much the chosen ones are lower, relative to the largest score.
-
-    Args:
-        beside: see `paged_logits`.
     """
     found = _relative(paged_logits(runner, tokens, *cuts, beside=beside), runner.module.own_logits(tokens))
     if fine(found):
@@ -255,13 +251,9 @@ class _Replayed(Topk):
 
 
 def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int:
-    """Device memory that a step takes next to weights and pool, measured by a prefill of `tokens` tokens; 0 on a CPU.
+    """Device memory that a step takes next to weights and pool, measured by `run_prefill`; 0 on a CPU.
 
-    If the device has no memory for them, fewer are measured. All blocks of the pool are free.
-
-    Args:
-        longest: most tokens of one sequence.
-        rows: most rows that are sampled.
+    If the device has no memory for `tokens` tokens, fewer are measured.
     """
     device = runner.layout.device
     if device.type != "cuda":
