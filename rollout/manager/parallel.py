@@ -104,11 +104,9 @@ class FollowerBackend(LocalBackend):
         """Nothing to wait for: the first rank decides."""
 
     def try_finish(self) -> bool:
-        """False: the first rank knows."""
         return False
 
     def gather(self, what: str, value: bytes) -> list[bytes] | None:
-        """None: the first rank has the group's part."""
         return None
 
 
@@ -196,21 +194,17 @@ class LeaderLoop(RunLoop):
         self._untold: list[DynamicInferenceRequest] = []
 
     def submitted(self, first: int, prompts: Sequence[Any], params: Sequence[Any]) -> None:
-        """Note prompts that were queued."""
         self._calls.submitted(first, prompts, params)
 
     def book(self, samples: Iterable[DynamicInferenceRequest]) -> None:
-        """Book samples that had ended before they were submitted again."""
         samples = list(samples)
         self._untold += samples
         super().book(samples)
 
     def call(self) -> AbstractContextManager[None]:
-        """Ctrl-C takes effect in the steps, or at the end."""
         return uninterrupted()
 
     def run(self, goal: Goal, **options: Any) -> None:
-        """Step until the goal is reached, while the others follow."""
         with uninterrupted():
             self._calls.meet(self.groups)
             with self._leader.leading(self._outcome), interruptible(first=True):
@@ -246,15 +240,12 @@ class FollowerLoop(RunLoop):
         self._calls = calls
 
     def submitted(self, first: int, prompts: Sequence[Any], params: Sequence[Any]) -> None:
-        """Note prompts that were queued."""
         self._calls.submitted(first, prompts, params)
 
     def call(self) -> AbstractContextManager[None]:
-        """Ctrl-C takes effect at the end: only the first rank can end the steps."""
         return uninterrupted(wholly=True)
 
     def run(self, goal: Goal, **options: Any) -> None:
-        """Follow the first rank until it ends its call, whatever the goal is here."""
         with self.call():
             self._follow()
 

@@ -52,15 +52,9 @@ class PlayGoal:
     _kept: set[int] = field(default_factory=set)
 
     def ended(self) -> int:
-        """How many groups have ended."""
         return len(self.player) - len(self.player.unfinished)
 
     def reached(self) -> bool:
-        """Apply deadlines, drop and begin groups; then whether enough has ended.
-
-        Raises:
-            BrokenEnvironmentError: an environment cannot be played.
-        """
         if (broken := self.player.take_broken()) is not None:
             raise broken
         self.player.look_at_the_clock()
