@@ -1,10 +1,14 @@
-"""The loop of a manager whose ranks exchange tokens inside each layer: every rank computes a forward whenever one does.
+"""Backends and loops of a manager whose ranks compute each forward together.
 
-    each round     agree            what every rank has to do: nothing any more, wait, or compute
-                    └ compute       one step here; without requests, the layers of experts alone, without tokens
+Tensor parallelism: the first rank runs a call (`LeaderLoop`), the others compute its forwards until it ends, then book the
+same results (`FollowerLoop`). `GroupCalls.meet` begins a call on all members, with equal prompts, version and adapters.
+Always true: a call ends on all members together, with the same results or the same error; groups of requests that end
+between two calls are told with the next. Ctrl-C on the first rank ends the call on all. On another member, or between two
+steps, it takes effect when the call has ended, so that all members keep the same groups.
 
-Always true: the ranks of the group begin and end a run together. One that raises first takes part in the round, and tells
-the others before the next.
+Expert parallelism: in each round the ranks agree on what to do (nothing any more, wait, or compute) and then compute one
+step; a rank without requests runs the layers of experts without tokens (`LockstepLoop`). Always true: they begin and end a
+run together. One that raises first takes part in the round, and tells the others before the next.
 """
 
 from __future__ import annotations

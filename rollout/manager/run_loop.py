@@ -309,7 +309,7 @@ class RunLoop:
                 taken.append(result)
         for result in taken:
             self._metrics.result(result)
-            key = self.groups.prompt(result.request_id)
+            key = self.groups[result.request_id].prompt
             if result.error is None and key is not None:
                 self.lengths.observe(key, len(result.generated_tokens))
         self.journal.write(taken, self.groups)

@@ -1,4 +1,8 @@
-"""Decides when `run` has played enough, which groups it keeps, and when it begins others."""
+"""`sample` and `run` of a manager: one completion at a time, and whole episodes.
+
+Environments run on a thread of their own, so that tools overlap with the steps, which the thread that called `run` makes.
+Between two calls of `run` tools continue and completions wait: no step is made while the trainer has the weights.
+"""
 
 from __future__ import annotations
 
