@@ -279,7 +279,8 @@ class _Results:
             entropies = [token_entropies(part.float() / divisor[:, None]) for part, divisor in parts]
             self._entropies[at] = torch.cat(entropies).cpu()
         if self._top is not None:
-            assert top_ids is not None and top_logprobs is not None
+            assert top_ids is not None
+            assert top_logprobs is not None
             self._top[0][at], self._top[1][at] = top_ids.cpu(), top_logprobs.cpu()
         return not bool(logprobs.isnan().any())
 
