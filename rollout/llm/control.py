@@ -22,7 +22,7 @@ from rollout.errors import ConfigError, ControlError, EngineStateError
 from rollout.llm.requests import Service
 from rollout.llm.service import EngineService
 from rollout.manager.batch.batch import RolloutBatch
-from rollout.manager.batch.scores import Sequences, TokenScores, score_by
+from rollout.manager.batch.scores import Scorer, Sequences, TokenScores
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState, KVCacheManagementMode, Mode
 from rollout.threads.loop_thread import LoopThread
@@ -118,11 +118,14 @@ class LLMControl:
             RuntimeError: called on the loop's own thread.
         """
         self._loop.refuse_inside("score()")
-        with self._long_call("score"):
-            return score_by(
-                self.engine, rollouts, prompt_lengths=prompt_lengths, temperature=temperature, top_k=top_k,
-                entropy=entropy, adapter=adapter,
-            )  # fmt: skip
+        return Scorer(self.engine, lambda: self._long_call("score")).score(
+            rollouts,
+            prompt_lengths=prompt_lengths,
+            temperature=temperature,
+            top_k=top_k,
+            entropy=entropy,
+            adapter=adapter,
+        )
 
     def flush_prefix_cache(self) -> int:
         """Evict cached blocks that no request uses, on every rank with a coordinator; returns their number.

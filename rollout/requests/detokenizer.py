@@ -157,16 +157,6 @@ class CompletionText:
         """
         return self._detokenizer.text + self._detokenizer.pending if self._stop is None else self._ended_text
 
-    def stable_text(self) -> str:
-        """The text that a stream may show: without unsettled bytes and without a tail that may become a stop string.
-
-        Recomputed as a whole; use `StableText` to stream it piece by piece.
-        """
-        if self._stop is not None:
-            return self._ended_text
-        text = self._detokenizer.text
-        return text if self._include else text[: len(text) - _held_back(text, self._stops)]
-
     def _find(self, seen: str) -> None:
         searched = self._searched - self._before_tail
         # New matches end behind the searched text. Stops are sorted longest first and `min` takes the first of equals.
@@ -178,7 +168,7 @@ class CompletionText:
 
 
 class StableText:
-    """Streams `CompletionText.stable_text()` piece by piece.
+    """Streams the text that no later token can change: no unsettled bytes, no tail that may become a stop string.
 
     It does not search for stop strings: once the completion has ended, `rest` returns the part of its final text that is
     still to be shown.

@@ -108,10 +108,6 @@ class DynamicInferenceRequestRecord:
         rows = (getattr(segment, name) for segment in self.segments)
         return next((row[:needed] for row in rows if row is not None and len(row) >= needed), None)
 
-    def set_text(self, text: str | None) -> None:
-        """Set the text of the whole completion, over all segments; None: unknown."""
-        self.completion_text = text
-
     def advance_version(self, version: int, policy_only: bool = False) -> None:
         """Advance the live segment to policy version `version`; see `DynamicInferenceRequest.advance_version`."""
         self.segments[-1].advance_version(version, policy_only=policy_only)

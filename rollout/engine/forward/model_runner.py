@@ -25,7 +25,7 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import upload
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
-from rollout.engine.memory.stream_order import StreamOrder
+from rollout.engine.memory.streams import StreamOrder
 from rollout.engine.models.adapters import LoraAdapters, Names
 from rollout.engine.models.attention import Installation
 from rollout.engine.models.model_support import ModelLayout

@@ -40,7 +40,7 @@ _FIELDS = 11
 class ForwardWork:
     """Input of one forward, and the changes of the KV cache that precede it.
 
-    If the layers are in groups (`memory.layer_groups`), blocks are pages.
+    If the layers are in groups (`blocks.pages`), blocks are pages.
     """
 
     ids: NDArray[np.int64]
