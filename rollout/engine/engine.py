@@ -177,9 +177,10 @@ class DynamicInferenceEngine:
             self.parts = followed(self._base, self.parts)
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """A block of steps between which the module counts as unchanged; calls `follow_model` first."""
-        self.follow_model()
+    def stepping(self, *, follow: bool = True) -> Iterator[None]:
+        """A block of steps between which the module counts as unchanged; calls `follow_model` first if `follow`."""
+        if follow:
+            self.follow_model()
         with self.installation:
             yield
 
