@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rollout.errors import ConfigError
-from rollout.manager.keeping import MOST_DISCARDED
+from rollout import ConfigError
+from rollout.manager.scoring import MOST_DISCARDED
 
 
 @dataclass(frozen=True)

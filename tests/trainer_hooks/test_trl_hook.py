@@ -15,8 +15,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 
 from rollout.engine.models.routers import routers_of
 from rollout.errors import ConfigError, RolloutFailedError
-from rollout.manager.keeping import rewards_differ
 from rollout.manager.manager import RolloutManager
+from rollout.manager.scoring import rewards_differ
 from rollout.state import EngineState
 from tests.models import make_model, make_tokenizer
 from tests.ranks import run_together
