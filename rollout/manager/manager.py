@@ -255,7 +255,8 @@ class RolloutManager:
 
         Args:
             tasks: prompts as in `generate`, or `PromptTask`s. What was not drawn stays in an iterator.
-            reward: gets the list of a group's samples and returns one finite number each. It runs on the stepping thread.
+            reward: gets the list of a group's samples and returns one finite number each. It runs on the stepping thread,
+                or in other processes as a `trainer_hooks.rewards.RewardPool` (anything with `submit(samples)` → future).
             sampling_params: of tasks without their own; `n` samples per prompt.
             groups: size of the batch, unless the tasks run out.
             max_groups: most groups in flight, kept ones included. Above `groups` the call does not wait for the slowest:

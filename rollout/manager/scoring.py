@@ -139,6 +139,9 @@ class ScoredGoal:
         self._discard = discard
         self._too_old = too_old
         self._full = False
+        self._submit = getattr(reward, "submit", None)
+        self._pending: dict[int, Any] = {}
+        """Group id → future of its rewards."""
 
     def ended(self) -> int:
         """How many kept groups have ended."""
@@ -152,7 +155,7 @@ class ScoredGoal:
         self._score()
         if len(self._rewards) < self.number:
             self._draw()
-            self._full = not self._groups.unfinished
+            self._full = not (self._groups.unfinished or self._pending)
         else:
             must = self._too_old()
             self._full = must is not None and must.isdisjoint(self._groups.unfinished)
@@ -165,8 +168,14 @@ class ScoredGoal:
             if group_id in self._rewards:
                 continue
             requests = self._groups.results([group_id])
+            if self._submit is not None:
+                if group_id not in self._pending:
+                    self._pending[group_id] = self._submit([each for each in requests if each.error is None])
+                if not self._pending[group_id].done():
+                    continue
             with span("reward"):
-                rewards = rewards_of(requests, self._reward)
+                future = self._pending.pop(group_id, None)
+                rewards = rewards_of(requests, self._reward if future is None else lambda _, made=future: made.result())
             samples = [ScoredSample(*each) for each in zip(requests, rewards, strict=True)]
             # A failed sample has to be seen, not discarded.
             failed = any(sample.error is not None for sample in samples)
@@ -279,7 +288,13 @@ class Scoring:
                 self._generation.too_old,
             )  # fmt: skip
             try:
-                rounds.loop.run(goal, call="generate_scored", progress=progress, timeout_s=timeout_s)
+                rounds.loop.run(
+                    goal,
+                    call="generate_scored",
+                    progress=progress,
+                    timeout_s=timeout_s,
+                    patient=hasattr(reward, "submit"),
+                )
             except (KeyboardInterrupt, SystemExit):
                 rounds.loop.abort(begun)
                 raise
