@@ -13,7 +13,7 @@ from rollout.errors import (
     DeadlineError,
 )
 from rollout.manager.run_loop import ProgressBar
-from rollout.threads.turns import Turns
+from rollout.threads.locks import Turns
 from tests.models import greedy
 from tests.rollouts import (
     GREEDY,

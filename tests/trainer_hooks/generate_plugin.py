@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin
 
-from rollout.config import InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.errors import RolloutError
 from rollout.manager.manager import RolloutManager
 from trainer_hooks.generate import attach
@@ -38,7 +38,9 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                manager = RolloutManager(self, None, InferenceConfig(kv_cache_blocks=512, block_size_tokens=16))
+                manager = RolloutManager(
+                    self, None, InferenceConfig(kv_cache_blocks=512, advanced=Advanced(block_size_tokens=16))
+                )
                 hook = attach(self, manager)
             except (RolloutError, TypeError, ValueError, AttributeError, NotImplementedError) as refused:
                 COUNTS[f"model refused: {type(self).__name__}: {refused!s:.90}"] += 1
