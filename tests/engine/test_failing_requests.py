@@ -32,6 +32,7 @@ from tests.engines import (
     steps,
     token_ids,
 )
+from tests.invariants import check_scheduler
 from tests.models import VOCAB, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -138,7 +139,7 @@ def test_ctrl_c_inside_a_step_loses_nothing(layer: int, after: int) -> None:
         fuse.left = 1
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-        engine.context.scheduler.check()
+        check_scheduler(engine.context.scheduler)
         ended += steps(engine, 2)
     done = finish(engine, ended)
     assert len(done) == 5

@@ -22,6 +22,7 @@ from rollout.sampling_params import SamplingParams
 from tests.engine.graphs.recorded_graphs import Plain, Recorder
 from tests.engine.lives_in_runs import life_in_runs, outcome
 from tests.engines import at_random, greedily, make_engine, token_ids
+from tests.invariants import check_scheduler
 from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -59,7 +60,7 @@ def results(
         for record in engine.step(ahead=ahead):
             found[record.request_id, record.sample_index] = outcome(record)
         made.append(engine.parts.stepper.made)
-        engine.context.scheduler.check()
+        check_scheduler(engine.context.scheduler)
     assert engine.context.allocator.num_used == 0, "a block leaked"
     return found, made
 
