@@ -2,6 +2,7 @@
 
     attach(trainer, manager)                                replaces TRL's vLLM: log-probs correct the loss
     attach(trainer, manager, tree=True)                     ... and the log-prob pass trains each prompt once
+    attach(trainer, manager, keep=rewards_differ)           ... and groups of equal rewards are replaced (DAPO)
     attach(trainer, manager, replay=False)                  ... and truncated sampling is trained on as if it were whole
     attach(another_trainer, manager)                        its model.generate runs on the engine (`trl_generate`)
     GRPOTrainer(..., rollout_func=rollout_func(manager))    TRL's own interface: log-probs are passed, without correction
@@ -34,6 +35,7 @@ from rollout.state import Mode
 from trainer_hooks.generate import Fallback
 from trainer_hooks.trl_config import (
     check_choices,
+    check_rewards,
     check_trainer,
     correction_mode,
     refuse_routes,
@@ -45,6 +47,7 @@ from trainer_hooks.trl_follower import Log, follow
 from trainer_hooks.trl_forward import own_forward
 from trainer_hooks.trl_generate import TrlGenerateAttachment, attach_trainer
 from trainer_hooks.trl_images import prompt_groups
+from trainer_hooks.trl_keep import FullBatches, Keep, check_keep
 from trainer_hooks.trl_logprobs import LogprobPass, attach_trees, check_tree
 from trainer_hooks.trl_replay import replayed
 from trainer_hooks.trl_rows import GeneratedRows
@@ -71,6 +74,7 @@ class TrlAttachment:
         self._failed: list[bool] = []
         self._replays_kept = False
         self._generated: GeneratedRows | None = None
+        self._full: FullBatches | None = None
         self._undo = ExitStack()
         try:
             self._follower = follow(trainer, rollout, mode, log, checkpoint, self._undo)
@@ -79,6 +83,11 @@ class TrlAttachment:
             raise
         if on_error == "mask":
             self._put(_calculate_rewards=self._without_failed(trainer._calculate_rewards))
+
+    @property
+    def discarded(self) -> int:
+        """Number of groups of this rank that `keep` has rejected and other prompts have replaced."""
+        return 0 if self._full is None else self._full.discarded
 
     @property
     def steps(self) -> int:
@@ -200,6 +209,14 @@ class TrlAttachment:
         if self._on_error == "mask":
             self._put(rollout_func=lambda prompts, trainer: self.roll_out(prompts))
 
+    def fill_batches(self, keep: Keep) -> None:
+        """Replace groups that `keep` rejects by other prompts."""
+        full = FullBatches(self.trainer, keep, self.trainer._generate_and_score_completions)
+        self._put(
+            _generate_and_score_completions=full, _calculate_rewards=full.rewards(self.trainer._calculate_rewards)
+        )
+        self._full = full
+
     def replace_logprobs(self, *, trees: bool, kept: bool) -> None:
         """Make TRL compute log-probs over prefix trees, over kept tokens, and with the routes that the rollout records."""
         trainer, routes = self.trainer, self.rollout.config.record_routes
@@ -268,6 +285,7 @@ def attach(
     checkpoint: bool = True,
     tree: bool = False,
     replay: bool | None = None,
+    keep: Keep | None = None,
     fallback: Fallback = "warn",
 ) -> TrlAttachment | TrlGenerateAttachment:
     """Make `trainer` generate with `rollout`; correct a GRPOTrainer's loss by the rollout's log-probs.
@@ -317,13 +335,17 @@ def attach(
             micro-batch are held whole; entropies stay those of the whole vocabulary. None: where one of the first three
             truncates, except with tools, a load-balancing loss or a Liger loss, of which a warning tells. Expert routes are
             replayed in the same log-probs where the rollout records them (`InferenceConfig.record_routes`).
+        keep: whether a group of completions is worth training on (`rollout.rewards_differ`); others are replaced by other
+            prompts of the training set until the batch is full, as in DAPO. At most four times a batch is discarded, then
+            every group counts. TRL's metrics are of all that was sampled. None: every group counts.
         fallback: of trainers other than GRPOTrainer, see `trainer_hooks.generate.attach`.
 
     Returns:
         The attachment; `detach()` restores the trainer's original state.
 
     Raises:
-        TypeError: `trainer` lacks attributes of TRL 1.16's GRPOTrainer, or is not a trainer.
+        TypeError: `trainer` lacks attributes of TRL 1.16's GRPOTrainer, or is not a trainer; or a reward function does not
+            take what TRL passes.
         ConfigError: `mode`, `on_error` or an option of GRPOConfig is unknown or unsupported; or an option is of GRPOTrainer
             alone, and the trainer is another.
         UnsupportedModelError: `tree`, and a layer needs more than causal attention, also in a sliding window.
@@ -332,7 +354,7 @@ def attach(
             `rollout_func`; or has tools with `on_error="mask"`. Nothing is attached then.
     """
     if all(each.__name__ != "GRPOTrainer" for each in type(trainer).__mro__):
-        others = {"on_error": on_error if on_error != "raise" else "", "tree": tree, "replay": replay}
+        others = {"on_error": on_error if on_error != "raise" else "", "tree": tree, "replay": replay, "keep": keep}
         return attach_trainer(trainer, rollout, mode, log, checkpoint, fallback, **others)
     if getattr(trainer, "rollout_func", None) is not None:
         raise ValueError(
@@ -343,15 +365,20 @@ def attach(
         raise ValueError("this trainer is attached to a rollout already: keep that attachment, or detach() it first")
     check_trainer(trainer, rollout.model)
     check_choices(trainer, rollout.config, mode, on_error)
+    check_rewards(trainer)
     if on_error == "mask":
         refuse_tools(trainer)
     if tree:
         check_tree(trainer)
+    if keep is not None:
+        check_keep(trainer)
     why_not = replayed(trainer, replay, rollout.config.record_routes)
     attachment = TrlAttachment(trainer, rollout, mode, on_error, log, checkpoint)
     try:
         attachment.replace_logprobs(trees=tree, kept=why_not is None)
         attachment.take_vllms_place(correction_mode(trainer, stacklevel=2))
+        if keep is not None:
+            attachment.fill_batches(keep)
     except BaseException:
         attachment.detach()
         raise

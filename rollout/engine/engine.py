@@ -46,7 +46,7 @@ from rollout.state import EngineState
 from rollout.threads.blocking import called, read
 from rollout.threads.diagnosis import answer_signal, watch
 from rollout.threads.interrupts import interruptible, uninterrupted
-from rollout.threads.turns import Turns
+from rollout.threads.locks import Turns
 
 
 class DynamicInferenceEngine:
@@ -177,11 +177,13 @@ class DynamicInferenceEngine:
             self.parts = followed(self._base, self.parts)
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """A block of steps between which the module counts as unchanged; calls `follow_model` first."""
-        self.follow_model()
+    def stepping(self, *, follow: bool = True) -> Iterator[None]:
+        """A block of steps between which the module counts as unchanged; calls `follow_model` first if `follow`."""
+        if follow:
+            self.follow_model()
         with self.installation:
             yield
+        self.parts.context.prepare_suspend()
 
     # --- requests -----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
-import os
 import signal
 import socket
 import threading
@@ -34,14 +33,12 @@ KEEP_ALIVE_S = 30
 """Seconds that a connection may be idle between two requests."""
 
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ENDED = 0
+"""Not the number of a signal: the server has ended."""
 
 
 class Server:
-    """An HTTP server over one LLM.
-
-    Args:
-        llm: an `AsyncLLM` or `LLM`; the server runs on its `loop`.
-        config: None: defaults.
+    """An HTTP server over one LLM, on the LLM's `loop`.
 
     Raises:
         ConfigError: the chat template cannot be read.
@@ -59,13 +56,9 @@ class Server:
 
     @property
     def url(self) -> str:
-        """URL of the server on this machine, such as `http://127.0.0.1:8000`.
-
-        Raises:
-            RuntimeError: the server was never started.
-        """
+        """URL of the server on this machine, such as `http://127.0.0.1:8000`; raises `RuntimeError` before `start`."""
         if self._url is None:
-            raise RuntimeError("this server has no address before server.start()")
+            raise RuntimeError("this server has no address yet: call server.start() first")
         return self._url
 
     @property
@@ -100,8 +93,7 @@ class Server:
     def stop(self) -> None:
         """Refuse new requests, give running ones `shutdown_grace_s` to finish, then abort them. Idempotent.
 
-        Raises:
-            RuntimeError: called on the LLM's loop, which would deadlock.
+        Raises `RuntimeError` on the LLM's loop, which would deadlock.
         """
         with self._changing:
             if self._life is None or self._life.done():
@@ -131,16 +123,16 @@ class Server:
     def wait(self) -> None:
         """Wait until the server has stopped; in the main thread, Ctrl-C or SIGTERM stop it as `stop` does.
 
-        Raises:
-            RuntimeError: called on the LLM's loop, which would deadlock.
+        Raises `RuntimeError` on the LLM's loop, which would deadlock.
         """
         if self._life is None:
             return
         self._loop.refuse_inside("wait()")
         if threading.current_thread() is threading.main_thread():
-            with _signals() as bell:
-                self._life.add_done_callback(lambda _: bell.ring())
-                bell.wait()
+            with _signals() as (reader, writer):
+                self._life.add_done_callback(lambda _: _ring(writer))
+                while reader.recv(1)[0] not in (*_STOPPING_SIGNALS, _ENDED):
+                    pass
             self.stop()
         with suppress(CancelledError):
             self._life.result()
@@ -150,24 +142,6 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def serve(llm: Any, config: ServerConfig | None = None, *, blocking: bool = True) -> Server:
-    """Serve an LLM over HTTP.
-
-    Args:
-        llm: an `AsyncLLM` or `LLM`; it is not shut down with the server.
-        config: None: defaults.
-        blocking: wait until Ctrl-C, SIGTERM or a `stop()` from another thread. False: return immediately.
-
-    Raises:
-        ConfigError: the address is in use, or not an address of this machine; the chat template cannot be read.
-        RuntimeError: the LLM has been shut down.
-    """
-    server = Server(llm, config).start()
-    if blocking:
-        server.wait()
-    return server
 
 
 class _Uvicorn(uvicorn.Server):
@@ -256,49 +230,27 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
 
 
-class _Bell:
-    """Self-pipe that wakes the main thread on a signal or at the end of the server.
-
-    A pipe instead of a `threading.Event`: a signal handler that takes a lock deadlocks if its own thread holds the lock.
-    """
-
-    ENDED = 0  # not the number of a signal
-
-    def __init__(self) -> None:
-        self._reader, self.writer = os.pipe()
-        os.set_blocking(self.writer, False)
-        self._open = True
-        self._closing = threading.Lock()
-
-    def ring(self) -> None:
-        """Announce the end of the server. No-op once closed, because the descriptor may have been reused."""
-        with self._closing:
-            if self._open:
-                os.write(self.writer, bytes([self.ENDED]))
-
-    def wait(self) -> None:
-        """Wait for a stopping signal or the end of the server; other signals with a handler also write to the pipe."""
-        while os.read(self._reader, 1)[0] not in (*_STOPPING_SIGNALS, self.ENDED):
-            pass
-
-    def close(self) -> None:
-        """Close the pipe."""
-        with self._closing:
-            self._open = False
-            os.close(self._reader)
-            os.close(self.writer)
+def _ring(writer: socket.socket) -> None:
+    """Announce the end of the server, unless nobody waits any more."""
+    with suppress(OSError):
+        writer.send(bytes([_ENDED]))
 
 
 @contextmanager
-def _signals() -> Iterator[_Bell]:
-    """Block during which SIGINT and SIGTERM only write to the pipe; restores the previous handlers."""
-    bell = _Bell()
+def _signals() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Block during which SIGINT and SIGTERM only write their number to a pair of sockets; then restores the handlers.
+
+    Sockets instead of a `threading.Event`: a signal handler that takes a lock deadlocks if its own thread holds the lock.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
     before = {number: signal.signal(number, lambda *_: None) for number in _STOPPING_SIGNALS}
-    woken_before = signal.set_wakeup_fd(bell.writer, warn_on_full_buffer=False)
+    woken_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
-        yield bell
+        yield reader, writer
     finally:
         signal.set_wakeup_fd(woken_before)
         for number, handler in before.items():
             signal.signal(number, handler)
-        bell.close()
+        reader.close()
+        writer.close()

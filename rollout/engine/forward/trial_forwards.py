@@ -14,17 +14,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.module_forward import VERIFY_TOKENS
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import lacks_device_memory
 from rollout.engine.models.originals import foreign_part
-from rollout.engine.models.routers import TOPK
+from rollout.engine.models.routers import Topk
 from rollout.engine.sampling.sampler import token_logprobs
 from rollout.errors import UnsupportedModelError
 
+SAME_ATTENTION = 1e-2
+"""Largest difference between logits of a replayed step and of the same forward without one, over the largest."""
 FOREIGN_TOKENS = 4096
 """Most tokens of a verification if parts of the model are not transformers' own."""
 
@@ -35,10 +36,9 @@ FOREIGN_TOKENS = 4096
 def verify_model(runner: ModelRunner, room: int, all_ranks: Callable[[bool], bool] = bool) -> None:
     """Compare tokens in chunks through the paged path with the model's own forward, along the same routes.
 
-    This finds state that travels between positions by other ways than attention. On a GPU it also finds kernels and graphs
-    that compute something else, since the last token is a decode step. Attention or positions that are not transformers'
-    own may differ from ours only far into a sequence, or next to a long one, so both are compared too. A graph or fused
-    forward that differs is given up.
+    This finds state that travels between positions by other ways than attention, and on a GPU wrong kernels and graphs,
+    since the last token is a decode step. A graph or fused forward that differs is given up. Attention or positions that
+    are not transformers' own may differ only far into a sequence, or next to a long one, so both are compared too.
 
     Args:
         room: most tokens of a sequence.
@@ -75,16 +75,21 @@ def _verify(
     def fine(found: float) -> bool:
         return all_ranks(found <= tolerance)
 
+    if beside is None and all_ranks(runner.graphs is not None):
+        replayed = paged_logits(runner, tokens, *cuts)
+        with _without(runner, "graphs") as graphs:
+            apart = _relative(replayed, paged_logits(runner, tokens, *cuts))
+        if not all_ranks(apart <= min(tolerance, SAME_ATTENTION)) and graphs is not None:
+            graphs.give_up(
+                f"a replayed step differs from the same forward without one by {apart:.3g} of the largest logit"
+            )
     worst = difference(runner, tokens, cuts, fine, beside)
     passed = fine(worst)
-    for lane in ("graphs",) if runner.exact else ("graphs", "fused"):
-        if passed or not all_ranks(getattr(runner, lane) is not None):
-            continue
-        with _without(runner, lane) as faster:
+    if not passed and not runner.exact and all_ranks(runner.fused is not None):
+        with _without(runner, "fused") as fused:
             rest = difference(runner, tokens, cuts, fine, beside)
         if passed := fine(rest):
-            what = "a replayed step" if lane == "graphs" else "the fused forward"
-            faster.give_up(f"{what} differs from the forward by {worst:.3g} of the largest logit")
+            fused.give_up(f"the fused forward differs from the forward by {worst:.3g} of the largest logit")
         else:
             worst = rest
     if passed:
@@ -125,9 +130,6 @@ def difference(
     It is relative to the largest of the model's own logits (at least 1). If it is not `fine` and the model has routers, the
     model's own forward takes the routes of the chunks: two experts may score so alike that rounding decides between them.
     Then the routers' scores count too, by how much the chosen ones are lower, relative to the largest score.
-
-    Args:
-        beside: see `paged_logits`.
     """
     found = _relative(paged_logits(runner, tokens, *cuts, beside=beside), runner.module.own_logits(tokens))
     if fine(found):
@@ -200,10 +202,14 @@ def _without(runner: ModelRunner, lane: str) -> Iterator[Any]:
 def _recorded(runner: ModelRunner, chosen: list[Tensor]) -> Iterator[None]:
     """A block whose forward appends the routers' choices; every choice of a router is a `topk`."""
     fused = runner.fused if runner.why_not_fused() is None else None
+
+    def keep(scores: Tensor, live: Tensor) -> None:
+        chosen.append(live.flatten(0, -2))
+
     # A replay records nothing.
     with _without(runner, "graphs"):
         if fused is None:
-            with _Recorded(chosen):
+            with Topk(keep):
                 yield
             return
         fused.record = lambda index, experts: chosen.append(experts)
@@ -213,20 +219,8 @@ def _recorded(runner: ModelRunner, chosen: list[Tensor]) -> Iterator[None]:
             fused.record = None
 
 
-class _Recorded(TorchFunctionMode):
-    def __init__(self, chosen: list[Tensor]) -> None:
-        super().__init__()
-        self._chosen = chosen
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func in TOPK:
-            self._chosen.append(found[1].flatten(0, -2))
-        return found
-
-
-class _Replayed(TorchFunctionMode):
-    """Answers the choices of one forward of all chunks with given ones, at the live scores.
+class _Replayed(Topk):
+    """Answers the choices of one forward of all chunks with given ones.
 
     Args:
         given: [rows, k] per choice; a choice of another shape stays the live one.
@@ -237,38 +231,29 @@ class _Replayed(TorchFunctionMode):
     """
 
     def __init__(self, given: Sequence[Tensor | None]) -> None:
-        super().__init__()
+        super().__init__(self._next)
         self._given = iter(given)
         self.worst = 0.0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        live = func(*args, **(kwargs or {}))
-        if func not in TOPK:
-            return live
-        scores: Tensor = args[0] if args else kwargs["input"]
+    def _next(self, scores: Tensor, live: Tensor) -> Tensor | None:
         given = next(self._given, None)
-        if given is None or given.numel() != live[1].numel() or live[1].shape[:-1] != scores.shape[:-1]:
-            return live
-        chosen = given.view_as(live[1]).to(scores.device)
-        values = scores.gather(-1, chosen)
-        least, got = live[0].float().amin(-1), values.float().amin(-1)
+        if given is None or given.numel() != live.numel() or live.shape[:-1] != scores.shape[:-1]:
+            return None
+        chosen = given.view_as(live).to(scores.device)
+        least, got = (scores.gather(-1, each).float().amin(-1) for each in (live, chosen))
         largest = scores.float().nan_to_num(0.0, 0.0, 0.0).abs().amax(-1)
         short = torch.where(least == got, 0.0, (least - got) / largest)
         self.worst = float(torch.maximum(short.max(), torch.tensor(self.worst, device=short.device)))
-        return torch.return_types.topk((values, chosen))
+        return chosen
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------------
 
 
 def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int:
-    """Device memory that a step takes next to weights and pool, measured by a prefill of `tokens` tokens; 0 on a CPU.
+    """Device memory that a step takes next to weights and pool, measured by `run_prefill`; 0 on a CPU.
 
-    If the device has no memory for them, fewer are measured. All blocks of the pool are free.
-
-    Args:
-        longest: most tokens of one sequence.
-        rows: most rows that are sampled.
+    If the device has no memory for `tokens` tokens, fewer are measured.
     """
     device = runner.layout.device
     if device.type != "cuda":

@@ -159,6 +159,10 @@ class BlockPool:
 
     # --- suspend and resume -------------------------------------------------------------------------------------
 
+    def prepare_save(self, num_blocks: int) -> None:
+        """Have host memory for so many blocks pinned in the background, for CUDA; `save` waits for it."""
+        self._host.prepare(num_blocks * sum(self._widths), partial(torch.cuda.device, self.device))
+
     def save(self, blocks: NDArray[np.int32]) -> int:
         """Copy `blocks` into the host pool and free the device memory; returns the bytes copied.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -100,23 +101,56 @@ def score(
         engine.stop()
 
 
-def score_by(
-    engine: DynamicInferenceEngine,
-    rollouts: RolloutBatch | Sequences,
-    *,
-    prompt_lengths: int | Sequence[int] | None = None,
-    temperature: float | None = None,
-    top_k: int = 0,
-    entropy: bool = False,
-    adapter: str | None = None,
-) -> TokenScores:
-    """`RolloutManager.score` with a running engine."""
-    plan = _Plan.of(_sequences(rollouts, engine.model), prompt_lengths, temperature, top_k, entropy)
-    if adapter is not None:
-        plan.adapters = [adapter] * len(plan.tokens)
-    elif plan.batch is not None:
-        plan.adapters = [request.sampling_params.adapter for request in plan.batch]
-    return plan.run(engine, of_own=True)
+class Scorer:
+    """Scores sequences with a running engine.
+
+    Args:
+        ready: a block in which the engine's weights are whole and nothing is sampled.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine, ready: Callable[[], AbstractContextManager[None]]) -> None:
+        self._engine, self._ready = engine, ready
+
+    def score(
+        self,
+        rollouts: RolloutBatch | Sequences,
+        *,
+        prompt_lengths: int | Sequence[int] | None = None,
+        temperature: float | None = None,
+        top_k: int = 0,
+        entropy: bool = False,
+        adapter: str | None = None,
+    ) -> TokenScores:
+        """Log-probs of given sequences under the present weights and adapters; nothing is sampled.
+
+        A prompt that several sequences share is computed once, or not at all if the prefix cache has it. Logits are
+        computed only for the scored tokens, chunk by chunk. Groups in flight are paused meanwhile. For another adapter:
+        `with trainer_hooks.peft.adapter(manager, name)`. Recorded routes of a mixture of experts are not replayed.
+        On several ranks every rank may call it; if the weights are sharded, every rank has to.
+
+        Args:
+            rollouts: a batch, whose `response_mask` is scored; or token ids of each sequence, as lists or as the output of
+                one call of the tokenizer, whose padding is dropped.
+            prompt_lengths: of token ids, one for all or one each: tokens from there on are scored. None: all but the first.
+            temperature: logits are divided by it, and log-probs are of the whole vocabulary. None: 1 for token ids; for a
+                batch the distribution of `batch.logprobs`: a row's own temperature, over its kept tokens.
+            top_k: also return the k most likely tokens.
+            entropy: also return entropies.
+            adapter: name of a loaded LoRA adapter for all rows. None: a row's own, or the model as it is.
+
+        Raises:
+            InvalidRequestError: a sequence cannot be computed: empty, too long, an unknown id or adapter.
+            ConfigError: an argument is out of range; or `temperature` is None and a row was sampled with penalties, or
+                truncated without kept tokens.
+            EngineStateError, WeightsChangedError, DeadlineError: see `generate`.
+        """
+        with self._ready():
+            plan = _Plan.of(_sequences(rollouts, self._engine.model), prompt_lengths, temperature, top_k, entropy)
+            if adapter is not None:
+                plan.adapters = [adapter] * len(plan.tokens)
+            elif plan.batch is not None:
+                plan.adapters = [request.sampling_params.adapter for request in plan.batch]
+            return plan.run(self._engine, of_own=True)
 
 
 def _sequences(rollouts: Any, model: nn.Module) -> Any:
@@ -146,10 +180,10 @@ class _Plan:
     """[N]: parameters of rows whose log-probs are of the distribution that was sampled from, and not of all tokens."""
     top_k: int
     entropy: bool
-    images: list[ImageInputs | None] = field(default_factory=list)
-    """[N]; empty: there are none."""
-    adapters: list[str | None] = field(default_factory=list)
-    """[N] LoRA adapter of each row; empty: none has one."""
+    images: list[ImageInputs | None]
+    """[N]."""
+    adapters: list[str | None]
+    """[N] names of loaded LoRA adapters."""
 
     @classmethod
     def of(
@@ -175,8 +209,8 @@ class _Plan:
         columns = np.arange(max(map(len, tokens), default=0))
         lengths = np.array([len(each) for each in tokens], np.int64)[:, None]
         mask = (columns < lengths) & (columns >= starts[:, None])
-        warm = np.full(len(tokens), temperature or 1.0, np.float32)
-        return cls(tokens, mask, None, warm, [None] * len(tokens), top_k, entropy)
+        warm, none = np.full(len(tokens), temperature or 1.0, np.float32), [None] * len(tokens)
+        return cls(tokens, mask, None, warm, [*none], top_k, entropy, [*none], [*none])
 
     @classmethod
     def _of_batch(cls, batch: RolloutBatch, temperature: float | None, top_k: int, entropy: bool) -> _Plan:
@@ -191,14 +225,14 @@ class _Plan:
             warm = [1.0 if one.greedy or one.logprobs_mode == "raw" else one.temperature for one in params]
             replayed = [one if _of_set(request) else None for one, request in zip(params, batch, strict=True)]
         images = [each.images if isinstance(each, VLMInferenceRequest) else None for each in batch]
-        return cls(tokens, mask, batch, np.array(warm, np.float32), replayed, top_k, entropy, images)
+        none: list[str | None] = [None] * len(tokens)
+        return cls(tokens, mask, batch, np.array(warm, np.float32), replayed, top_k, entropy, images, none)
 
     def run(self, engine: DynamicInferenceEngine, *, of_own: bool) -> TokenScores:
-        rows = np.flatnonzero(self.mask.any(1))
-        images = self.images or [None] * len(self.tokens)
-        adapters = self.adapters or [None] * len(self.tokens)
+        rows, adapters = np.flatnonzero(self.mask.any(1)), self.adapters
         wanted = [
-            Wanted(self.tokens[row], np.flatnonzero(self.mask[row]) - 1, images[row], adapters[row]) for row in rows
+            Wanted(self.tokens[row], np.flatnonzero(self.mask[row]) - 1, self.images[row], adapters[row])
+            for row in rows
         ]
         results = _Results(self, engine.controller.runner.exact, min(self.top_k, engine.controller.layout.vocab_size))
 
@@ -222,8 +256,7 @@ class _Results:
         self._k = top_k
         self._logprobs = torch.zeros(shape)
         self._entropies = torch.zeros(shape) if plan.entropy else None
-        self._top_ids = torch.full((*shape, top_k), -1) if top_k else None
-        self._top_logprobs = torch.zeros(*shape, top_k) if top_k else None
+        self._top = (torch.full((*shape, top_k), -1), torch.zeros(*shape, top_k)) if top_k else None
         kept = None if plan.batch is None else plan.batch.kept_tokens
         self._kept = None if kept is None else kept.to("cpu")
 
@@ -245,13 +278,10 @@ class _Results:
             parts = zip(torch.split(logits, ENTROPY_ROWS), torch.split(warm, ENTROPY_ROWS), strict=True)
             entropies = [token_entropies(part.float() / divisor[:, None]) for part, divisor in parts]
             self._entropies[at] = torch.cat(entropies).cpu()
-        if (
-            self._top_ids is not None
-            and self._top_logprobs is not None
-            and top_ids is not None
-            and top_logprobs is not None
-        ):
-            self._top_ids[at], self._top_logprobs[at] = top_ids.cpu(), top_logprobs.cpu()
+        if self._top is not None:
+            assert top_ids is not None
+            assert top_logprobs is not None
+            self._top[0][at], self._top[1][at] = top_ids.cpu(), top_logprobs.cpu()
         return not bool(logprobs.isnan().any())
 
     def _replayed(
@@ -287,8 +317,8 @@ class _Results:
             logprobs=self._logprobs.to(device),
             mask=mask.to(device),
             entropies=moved(self._entropies),
-            top_ids=moved(self._top_ids),
-            top_logprobs=moved(self._top_logprobs),
+            top_ids=moved(None if self._top is None else self._top[0]),
+            top_logprobs=moved(None if self._top is None else self._top[1]),
             policy_version=version,
             staleness=moved(staleness),
             adapters=adapters,
