@@ -22,6 +22,7 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.configs import engine_config
+from tests.invariants import check_scheduler
 from tests.models import VOCAB, float64_logprobs, greedy, make_model, trainer_logprobs
 
 Key = tuple[int, int]
@@ -118,7 +119,7 @@ def steps(engine: DynamicInferenceEngine, count: int) -> list[DynamicInferenceRe
     for _ in range(count):
         if engine.has_unfinished:
             ended += engine.step()
-    engine.context.scheduler.check()
+    check_scheduler(engine.context.scheduler)
     return ended
 
 

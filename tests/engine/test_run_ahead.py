@@ -23,6 +23,7 @@ from rollout.sampling_params import SamplingParams
 from tests.configs import engine_config
 from tests.engine.lives_in_runs import life_in_runs
 from tests.engines import at_random, greedily, shared_model, token_ids
+from tests.invariants import check_scheduler
 from tests.models import make_model, make_tokenizer
 
 ENDS = at_random(40, n=2, temperature=0.8, ignore_eos=False, stop_token_ids=list(range(3, 13)), min_tokens=6)
@@ -49,7 +50,7 @@ def results(engine: Any, ahead: bool, params: SamplingParams) -> dict[Any, Any]:
                 merged.generated_tokens, merged.generated_log_probs, merged.finish_reason, merged.stop_reason,
                 merged.generated_text, len(merged.tpot), merged.error,
             )  # fmt: skip
-        engine.context.scheduler.check()
+        check_scheduler(engine.context.scheduler)
     assert engine.context.allocator.num_used == 0, "a block leaked"
     return found
 

@@ -25,6 +25,7 @@ from tests.engine.graphs.recorded_graphs import Plain, Recorder
 from tests.engine.lives_in_runs import life_in_runs, outcome
 from tests.engine.memory.test_kv_transfer import Queues
 from tests.engines import at_random, greedily, make_engine, pass_suspended, steps, token_ids
+from tests.invariants import check_scheduler
 from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -62,7 +63,7 @@ def results(
         for record in engine.step(ahead=ahead):
             found[record.request_id, record.sample_index] = outcome(record)
         made.append(engine.parts.stepper.made)
-        engine.context.scheduler.check()
+        check_scheduler(engine.context.scheduler)
     assert engine.context.allocator.num_used == 0, "a block leaked"
     return found, made
 
