@@ -330,11 +330,13 @@ class Options(NamedOptions):
     _rules: ClassVar[Rules] = {}
 
     def __post_init__(self) -> None:
+        ruled = set[str]()
         for (holds, rule), names in self._rules.items():
+            ruled.update(names)
             for name in names:
                 self._check(name, holds(getattr(self, name)), rule)
         for option in fields(self):  # type: ignore[arg-type]
-            if isinstance(option.default, bool):
+            if isinstance(option.default, bool) and option.name not in ruled:
                 self._check(option.name, isinstance(getattr(self, option.name), bool), "True or False")
             elif isinstance(option.default, Enum):
                 self._choose(option.name, type(option.default))

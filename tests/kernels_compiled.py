@@ -29,8 +29,9 @@ CPU = torch.device("cpu")
 SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
 """Of a block of threads, by architecture."""
 REGISTERS = 255
-SPILLED = {"attend": 160, "attend_parts": 8}
-"""Bytes of stack of a thread of exact mode's attention, and of decode attention on sm_80; other kernels have none."""
+SPILLED = {"attend": 160, "attend_parts": 16, "attend_chunks": 40, "rms_norm": 8}
+"""Bytes of stack of a thread: of exact mode's attention, of its norm by Triton 3.6 and 3.7, and of attention on sm_80. Other
+kernels have none."""
 PIPELINED = ("attend_parts", "attend_chunks", "attend", "product")
 """Kernels that load the next tile while they compute this one, in 16 bits."""
 SINGLE_LOADS = {"merge": 1, "attend_chunks": 2, "write": 2}

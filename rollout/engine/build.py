@@ -25,10 +25,10 @@ from rollout.engine.graphs.decode_kernels import TritonDecode
 from rollout.engine.graphs.graphed_runs import GraphedRuns
 from rollout.engine.memory.arena import PoolMemory, pool_memory
 from rollout.engine.memory.block_pool import Allocate, zeros
+from rollout.engine.memory.buffers import plain_tensors
 from rollout.engine.memory.host_pool import HostMemoryError
 from rollout.engine.memory.huge_pages import collapse
 from rollout.engine.memory.kv_cache import KVCache
-from rollout.engine.memory.plain_tensors import plain_tensors
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.models.adapters import LoraAdapters
 from rollout.engine.models.attention import Installation
@@ -264,7 +264,7 @@ def _runner(
         peers.together,
         states=states,
         routers=routers,
-        exact=config.exact,
+        exact=bool(config.exact),
         copies=autocast_copies(config, weights, layout.device, context.room),
     )
     context.to_come = partial(bytes_to_come, runner)
@@ -272,7 +272,7 @@ def _runner(
     alone = peers.everyone is None
     captured = config.advanced.cuda_graphs and routers is None and alone and weights.fixed_addresses and states is None
     graphed_rows = config.max_requests * captured
-    if not (config.exact and run_exactly(runner, longest, graphed_rows)):
+    if not (config.exact and run_exactly(runner, longest, graphed_rows, config.exact)):
         whole = alone and weights.tensor_parallel_mesh is None
         _choose_forwards(runner, config, routers, base.lifecycle.lock.asked, graphed_rows, whole=whole)
     if config.exact:
@@ -305,7 +305,7 @@ def _choose_forwards(
         runner.without_fused = "it records the experts that its routers choose (InferenceConfig.record_routes)"
     elif config.advanced.fused_forward:
         runner.fused = maker = FusedForward(
-            runner.model, layout, cache, module.library, exact=config.exact, states=runner.states
+            runner.model, layout, cache, module.library, exact=bool(config.exact), states=runner.states
         )
     if graphed_rows and module.paged is not None:
         # `release_workspace` must not free the graphs' workspace, so it is a separate one.
@@ -332,6 +332,8 @@ def _assemble(
     watch = ModelWatch(model, controller.layout, controller.runner.installation, base.autocast)
     # Refuses adapters that cannot be sampled.
     watch.variant()
+    if controller.runner.graphs is not None:
+        controller.runner.graphs.watched = watch.modules
     ledger = Ledger(scheduler, controller, clock, tap)
     intake = Intake(config, lifecycle, controller, scheduler, ledger, watch, longest, clock, cache.routes)
     stepper = Stepper(context, controller, intake, ledger, lifecycle, base.peers, watch, tap, clock)

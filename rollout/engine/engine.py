@@ -20,8 +20,8 @@ from torch import nn
 from rollout.config import InferenceConfig
 from rollout.engine.build import EngineBase, EngineParts, build, check_arguments, followed, rebuilt
 from rollout.engine.memory.block_pool import Allocate, zeros
+from rollout.engine.memory.buffers import plain_tensors
 from rollout.engine.memory.kv_cache import KVCache
-from rollout.engine.memory.plain_tensors import plain_tensors
 from rollout.engine.models.adapters import LoraAdapters
 from rollout.engine.models.attention import Installation, refuse_inside_forward
 from rollout.engine.parts.context import DynamicInferenceContext
@@ -177,9 +177,10 @@ class DynamicInferenceEngine:
             self.parts = followed(self._base, self.parts)
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """A block of steps between which the module counts as unchanged; calls `follow_model` first."""
-        self.follow_model()
+    def stepping(self, *, follow: bool = True) -> Iterator[None]:
+        """A block of steps between which the module counts as unchanged; calls `follow_model` first if `follow`."""
+        if follow:
+            self.follow_model()
         with self.installation:
             yield
 

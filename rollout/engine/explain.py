@@ -41,6 +41,8 @@ _EXACT = {
     "cuda": "Triton operations with one tile for any number of rows, and log-probs by torch's log-softmax",
 }
 """Type of device → what exact mode runs there."""
+_ASKED = {"cpu": "True", "cuda": "'experimental'"}
+"""Type of device → value of `InferenceConfig.exact` that turns it on."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,8 @@ def _weights(source: WeightSource, runner: ModelRunner) -> str:
         ranks = ", ".join(map(str, mesh.mesh.tolist()))
         text = f"gathered from the ranks while generating, but for the experts, split over the expert-parallel ranks {ranks}"
     elif source.collective:
-        text = "gathered from the ranks while generating" + ", to fixed addresses" * source.fixed_addresses
+        moved = f", to other addresses each time: {source.why_moved}" if source.why_moved else ""
+        text = "gathered from the ranks while generating" + (", to fixed addresses" * source.fixed_addresses or moved)
     elif source.sampled is source.trained:
         text = "the trainer's own, no copy"
     else:
@@ -326,7 +329,7 @@ def _exact(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -
     if not runner.cache.on_device:
         return "off; known when the engine is resumed"
     why = why_not_exact(runner.model, runner.layout, runner.cache)
-    return f"off, and refused: {why}" if why else f"off; InferenceConfig(exact=True) runs {_EXACT[kind]}"
+    return f"off, and refused: {why}" if why else f"off; InferenceConfig(exact={_ASKED[kind]}) runs {_EXACT[kind]}"
 
 
 # --- KV pool and machine --------------------------------------------------------------------------------------------------

@@ -42,6 +42,8 @@ class GroupLedger:
         self.unfinished: set[int] = set()
         """Ids of groups of which samples are missing."""
         self.samples_missing = 0
+        self.rewards: dict[int, list[float | None]] = {}
+        """Rewards of the samples of groups that `generate_scored` keeps."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -96,6 +98,7 @@ class GroupLedger:
         """Remove groups that were handed out or given up. Unknown ids are ignored."""
         for each in group_ids:
             group = self._groups.pop(each, None)
+            self.rewards.pop(each, None)
             if group is not None:
                 self.unfinished.discard(each)
                 self.samples_missing -= group.size - len(group.results)

@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -134,36 +135,30 @@ class Goal(Protocol):
         """Whether enough has ended; asked before every step."""
 
 
+@dataclass(eq=False)
 class GroupGoal:
-    """A number of groups have ended, and then all that are awaited.
+    """A number of groups have finished, and then all that are awaited."""
 
-    Args:
-        unfinished: ids of unfinished groups, kept up to date by their owner.
-        among: ids of the groups that count.
-        number: how many of them must have ended.
-        awaited: ids of groups that must have ended too; asked once the number is reached, until it is not None.
-    """
-
-    def __init__(
-        self, unfinished: set[int], among: Iterable[int], number: int, awaited: Callable[[], set[int] | None]
-    ) -> None:
-        self._unfinished = unfinished
-        self._among = set(among)
-        self.number = number
-        self._awaited = awaited
-        self._must: set[int] | None = None
+    unfinished: set[int]
+    """Ids of unfinished groups, kept up to date by their owner."""
+    among: set[int]
+    """Ids of the groups that count."""
+    number: int
+    awaited: Callable[[], set[int] | None]
+    """Ids of groups that must have finished too; asked once the number is reached, until it is not None."""
+    _must: set[int] | None = None
 
     def ended(self) -> int:
         """How many of the groups have ended."""
-        return len(self._among) - len(self._among & self._unfinished)
+        return len(self.among) - len(self.among & self.unfinished)
 
     def reached(self) -> bool:
         """Whether enough has ended."""
         if self.ended() < self.number:
             return False
         if self._must is None:
-            self._must = self._awaited()
-        return self._must is not None and self._must.isdisjoint(self._unfinished)
+            self._must = self.awaited()
+        return self._must is not None and self._must.isdisjoint(self.unfinished)
 
 
 class _Drive:
@@ -238,7 +233,7 @@ class RunLoop:
         Args:
             call: the manager's method that runs, for messages.
             progress: a progress bar; None: on a terminal, after a while.
-            alone: return at the goal, without steps for other ranks.
+            alone: return at the goal, without steps for other ranks; of a call that has not followed the model.
             patient: wait while environments have nothing to sample.
 
         Raises:
@@ -250,7 +245,7 @@ class RunLoop:
             with self.gathering.held(), ExitStack() as phase:
                 self.gathering.ensure()
                 bar = phase.enter_context(ProgressBar(goal.number, progress))
-                phase.enter_context(self._engine.stepping())
+                phase.enter_context(self._engine.stepping(follow=alone))
 
                 def left() -> float:
                     if (left := deadline - self._clock()) < 0:
@@ -308,7 +303,10 @@ class RunLoop:
             self._take(self._backend.take_ended())
 
     def abort(self, group_ids: Iterable[int]) -> None:
-        """End groups, handing nothing out. Unknown ids are ignored."""
+        """End groups now, handing nothing out. Unknown ids are ignored.
+
+        Their KV blocks are free when this returns; blocks on other ranks, as soon as these have read the message.
+        """
         with uninterrupted(), self._engine.locked():
             for each in list(group_ids):
                 self.groups.drop([each])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import length_hint
 from typing import Any
 
@@ -24,49 +25,35 @@ from rollout.manager.rounds import OnError, Rounds, check_on_error
 from rollout.manager.scoring import most_discarded
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams, one_each, warn_of_equal_samples
+from rollout.sampling_params import SamplingParams, one_each, takes_options, warn_of_equal_samples
 
 
+@dataclass(eq=False)
 class PlayGoal:
-    """The goal of one `run`.
+    """The goal of one `run`: decides when it has played enough, which groups it keeps, and when it begins others."""
 
-    Args:
-        tasks: drawn from while fewer than `most` groups are in play.
-        begin: begins a group.
-        least: kept groups that must have ended; None: all that are in play.
-        keep: whether a group that has ended counts; otherwise it is dropped. None: each does.
-        most_discarded: so many groups are dropped, then each counts.
-        discard: called for each that is dropped.
-        too_old: ids of groups that must have ended too; None: not known yet.
-    """
-
-    def __init__(
-        self,
-        player: EpisodePlayer,
-        tasks: Iterator[Any],
-        begin: Callable[[Any], None],
-        most: float,
-        least: int | None,
-        keep: Callable[[Sequence[Episode]], bool] | None,
-        most_discarded: float,
-        discard: Callable[[], None],
-        too_old: Callable[[], set[int] | None],
-    ) -> None:
-        self._player = player
-        self._tasks = tasks
-        self._begin = begin
-        self._most = most
-        self._least = least
-        self.number = least or len(player) + length_hint(tasks)
-        self._keep = keep
-        self._discards_left = most_discarded
-        self._discard = discard
-        self._too_old = too_old
-        self._kept: set[int] = set()
+    player: EpisodePlayer
+    tasks: Iterator[Any]
+    """Drawn from while fewer than `most` groups are in play."""
+    begin: Callable[[Any], None]
+    """Begins a group."""
+    most: float
+    least: int | None
+    """Number of kept groups that must have finished; None: all that are in play."""
+    number: int
+    keep: Callable[[Sequence[Episode]], bool] | None
+    """Whether a finished group counts; otherwise it is dropped. None: every group counts."""
+    discards_left: float
+    """Number of groups that may still be dropped; then every group counts."""
+    discard: Callable[[], None]
+    """Called for each dropped group."""
+    too_old: Callable[[], set[int] | None]
+    """Ids of groups that must have finished too; None: not known yet."""
+    _kept: set[int] = field(default_factory=set)
 
     def ended(self) -> int:
         """How many groups have ended."""
-        return len(self._player) - len(self._player.unfinished)
+        return len(self.player) - len(self.player.unfinished)
 
     def reached(self) -> bool:
         """Apply deadlines, drop and begin groups; then whether enough has ended.
@@ -74,38 +61,38 @@ class PlayGoal:
         Raises:
             BrokenEnvironmentError: an environment cannot be played.
         """
-        if (broken := self._player.take_broken()) is not None:
+        if (broken := self.player.take_broken()) is not None:
             raise broken
-        self._player.look_at_the_clock()
-        if self._keep is not None:
-            self._drop(self._keep)
+        self.player.look_at_the_clock()
+        if self.keep is not None:
+            self._drop(self.keep)
         self._draw()
-        if not self._player.unfinished:
+        if not self.player.unfinished:
             return True
-        if self._least is None or self.ended() < self._least:
+        if self.least is None or self.ended() < self.least:
             return False
-        must = self._too_old()
-        return must is not None and must.isdisjoint(self._player.unfinished)
+        must = self.too_old()
+        return must is not None and must.isdisjoint(self.player.unfinished)
 
     def _drop(self, keep: Callable[[Sequence[Episode]], bool]) -> None:
         if self.ended() == len(self._kept):
             return
-        for number in self._player.ended():
+        for number in self.player.ended():
             if number not in self._kept:
-                if self._discards_left == 0 or keep(self._player.episodes(number)):
+                if self.discards_left == 0 or keep(self.player.episodes(number)):
                     self._kept.add(number)
                 else:
-                    self._discards_left -= 1
-                    self._player.drop([number])
-                    self._discard()
+                    self.discards_left -= 1
+                    self.player.drop([number])
+                    self.discard()
 
     def _draw(self) -> None:
-        while len(self._player) < self._most:
+        while len(self.player) < self.most:
             try:
-                task = next(self._tasks)
+                task = next(self.tasks)
             except StopIteration:
                 return
-            self._begin(task)
+            self.begin(task)
 
 
 DRIVE_S = 0.02
@@ -123,9 +110,22 @@ class EpisodeRuns:
         self._driver: asyncio.Task[None] | None = None
 
     async def sample(
-        self, prompt: Prompt, sampling_params: SamplingParams | None, session: Episode | None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, session: Episode | None = None
     ) -> DynamicInferenceRequest:
-        """See `RolloutManager.sample`."""
+        """Sample one completion; completions of all callers are computed together. Cancelling aborts the request.
+
+        While `run` or `generate` runs in another thread, that thread computes it. Otherwise the steps are made here, in
+        the caller's event loop.
+
+        Args:
+            sampling_params: with n = 1.
+            session: an episode of `run` that it becomes a turn of; None: it is in no batch.
+
+        Raises:
+            InvalidRequestError: the prompt can never be served, or n > 1.
+            RequestError: it failed, or was aborted.
+            EngineStateError: paused, suspended or closed; or outside of `run` on several ranks.
+        """
         if session is not None:
             return await session.sample(prompt, sampling_params)
         rounds = self._rounds
@@ -161,25 +161,59 @@ class EpisodeRuns:
                     rounds.loop.samples.fail(exc, rounds.backend, unowned_only=True)
             await asyncio.sleep(pause_s)
 
+    @takes_options
     def run(
         self,
+        /,
         tasks: Iterable[Any],
-        environment: EnvironmentFactory | Play | None,
-        sampling_params: SamplingParams | None,
+        environment: EnvironmentFactory | Play | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
-        n: int,
-        max_turns: int,
-        min_groups: int | None,
-        max_groups: int | None,
-        keep: Callable[[Sequence[Episode]], bool] | None,
-        max_discarded: int | None,
-        episode_timeout_s: float | None,
-        environments: Mapping[str, EnvironmentFactory | Play] | None,
-        on_error: OnError,
-        progress: bool | None,
-        timeout_s: float | None,
+        n: int = 1,
+        max_turns: int = 16,
+        min_groups: int | None = None,
+        max_groups: int | None = None,
+        keep: Callable[[Sequence[Episode]], bool] | None = None,
+        max_discarded: int | None = None,
+        episode_timeout_s: float | None = None,
+        environments: Mapping[str, EnvironmentFactory | Play] | None = None,
+        on_error: OnError = "mask",
+        progress: bool | None = None,
+        timeout_s: float | None = None,
+        **fields: Any,
     ) -> EpisodeBatch:
-        """See `RolloutManager.run`."""
+        """Play episodes of many turns; blocks until they are done. Tools of one overlap with the tokens of others.
+
+        What is in play when it returns, or raises, stays in play: tools keep running, and completions continue in the next
+        call, under the weights of that time. On several ranks every rank calls it, as `generate`.
+
+        Args:
+            tasks: one group of n episodes each. An iterator is drawn from as groups finish; all of anything else is begun.
+            environment: makes an object with `reset` and `step`, one per episode; or a coroutine function of an `Episode`
+                that plays all of it and returns the reward. None: tasks are `EnvironmentTask`s, as `mixture` makes them.
+            sampling_params: of a turn, with n = 1.
+            max_turns: of an environment with `reset` and `step`.
+            min_groups: None: until all have finished, also what earlier calls left in play. A number: until so many groups
+                have finished, and those that `max_staleness` does not let wait.
+            max_groups: most groups in play at once, drawn from an iterator; None: `min_groups`.
+            keep: whether a finished group is returned; otherwise it is dropped and does not count. See `rewards_differ`.
+            max_discarded: after this many dropped groups every one is kept. None: four times `min_groups`, or all.
+            episode_timeout_s: an episode fails after this many seconds within `run`, with the turns that it has.
+            environments: without `environment`: `__qualname__` → environment, of episodes from `load_state_dict`.
+            on_error: `mask`: rows of a failed episode are masked; `RolloutFailedError` only if every episode failed.
+                `raise`: `RolloutFailedError` if one failed.
+            progress, timeout_s, fields: as in `generate`.
+
+        Returns:
+            Groups in the order in which they were begun, episodes of a group side by side.
+
+        Raises:
+            ConfigError: options that contradict each other.
+            TypeError: the environment lacks `reset` or `step`, or one of its methods returned a value of another type.
+            KeyboardInterrupt: Ctrl-C, at the end of the step. Then, as after TypeError, this call's episodes are dropped.
+            RolloutFailedError: see `on_error`.
+            Exception: others as `generate`.
+        """
         rounds, player = self._rounds, self._rounds.player
         rounds.refuse_in_group("run")
         check_on_error(on_error)
@@ -202,8 +236,9 @@ class EpisodeRuns:
         with rounds.round("run", timeout_s):
             self._resume(environment, environments or {}, max_turns)
             self._pacer.begin_round(rounds.engine.policy_version)
+            waited_for = min_groups or len(player) + length_hint(drawn)
             goal = PlayGoal(
-                player, drawn, begin, most, min_groups, keep, most_discarded(min_groups, max_discarded),
+                player, drawn, begin, most, min_groups, waited_for, keep, most_discarded(min_groups, max_discarded),
                 lambda: rounds.metrics.add("rollout/groups_discarded"), self._too_old,
             )  # fmt: skip
             player.take_broken()

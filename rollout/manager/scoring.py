@@ -1,4 +1,4 @@
-"""Which groups are worth training on: `rewards_differ`, and how many others a call may discard."""
+"""`generate_scored` of a manager: batches filled with groups that are scored as they finish and worth training on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rollout.manager.rounds import OnError, Rounds, check_on_error
 from rollout.observe.recorder import span
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams, one_each
+from rollout.sampling_params import SamplingParams, one_each, takes_options
 
 MOST_DISCARDED = 4
 """A call discards at most this many times the groups it returns, if `max_discarded` is None."""
@@ -98,51 +98,33 @@ class ScoredBatch(RolloutBatch):
     of `rewards` alone is of prompts that were chosen for being neither solved nor hopeless."""
 
 
+@dataclass(eq=False)
 class ScoredGoal:
-    """The goal of one `generate_scored`.
+    """The goal of one `generate_scored`. Scores groups that finish, discards some, and begins others."""
 
-    Args:
-        groups: in flight, of this call and of earlier ones.
-        rewards: of the samples of groups that have ended and are kept, by group id; filled here.
-        tasks: drawn from while fewer than `most` groups are in flight.
-        begin: submits groups.
-        number: of kept groups that fill the batch.
-        keep: whether a group is worth training on. None: each is.
-        most_discarded: so many groups are discarded, then all are kept.
-        discard: told the rewards of a group that is dropped.
-        too_old: ids of groups that must have ended too; None: not known yet.
-    """
-
-    def __init__(
-        self,
-        groups: GroupLedger,
-        rewards: dict[int, list[float | None]],
-        tasks: Iterator[Any],
-        begin: Callable[[Sequence[Any]], None],
-        number: int,
-        most: int,
-        reward: Reward,
-        keep: Callable[[Sequence[ScoredSample]], bool] | None,
-        most_discarded: float,
-        discard: Callable[[list[float | None]], None],
-        too_old: Callable[[], set[int] | None],
-    ) -> None:
-        self._groups = groups
-        self._rewards = rewards
-        self._tasks = tasks
-        self._begin = begin
-        self.number = number
-        self._most = most
-        self._reward = reward
-        self._keep = keep
-        self._discards_left = most_discarded
-        self._discard = discard
-        self._too_old = too_old
-        self._full = False
+    groups: GroupLedger
+    """Groups in flight, of this call and of earlier ones."""
+    tasks: Iterator[Any]
+    """Drawn from while fewer than `most` groups are in flight."""
+    begin: Callable[[Sequence[Any]], None]
+    """Submits groups."""
+    number: int
+    """Number of kept groups that fill the batch."""
+    most: int
+    reward: Reward
+    keep: Callable[[Sequence[ScoredSample]], bool] | None
+    """Whether a group is worth training on. None: every group is."""
+    discards_left: float
+    """Number of groups that may still be discarded; then all are kept."""
+    discard: Callable[[list[float | None]], None]
+    """Called with the rewards of each discarded group."""
+    too_old: Callable[[], set[int] | None]
+    """Ids of groups that must have finished too; None: not known yet."""
+    _full: bool = False
 
     def ended(self) -> int:
         """How many kept groups have ended."""
-        return len(self._rewards)
+        return len(self.groups.rewards)
 
     def reached(self) -> bool:
         """Scores and discards what has ended, begins new groups; then whether the batch is full, or no group is left."""
@@ -150,37 +132,37 @@ class ScoredGoal:
             # Other ranks may need more steps; what ends in them is scored by the next call.
             return True
         self._score()
-        if len(self._rewards) < self.number:
+        if len(self.groups.rewards) < self.number:
             self._draw()
-            self._full = not self._groups.unfinished
+            self._full = not self.groups.unfinished
         else:
-            must = self._too_old()
-            self._full = must is not None and must.isdisjoint(self._groups.unfinished)
+            must = self.too_old()
+            self._full = must is not None and must.isdisjoint(self.groups.unfinished)
         return self._full
 
     def _score(self) -> None:
-        if len(self._groups) - len(self._groups.unfinished) == len(self._rewards):
+        if len(self.groups) - len(self.groups.unfinished) == len(self.groups.rewards):
             return
-        for group_id in self._groups.complete():
-            if group_id in self._rewards:
+        for group_id in self.groups.complete():
+            if group_id in self.groups.rewards:
                 continue
-            requests = self._groups.results([group_id])
+            requests = self.groups.results([group_id])
             with span("reward"):
-                rewards = rewards_of(requests, self._reward)
+                rewards = rewards_of(requests, self.reward)
             samples = [ScoredSample(*each) for each in zip(requests, rewards, strict=True)]
             # A failed sample has to be seen, not discarded.
             failed = any(sample.error is not None for sample in samples)
-            if self._keep is None or failed or self._discards_left == 0 or self._keep(samples):
-                self._rewards[group_id] = rewards
+            if self.keep is None or failed or self.discards_left == 0 or self.keep(samples):
+                self.groups.rewards[group_id] = rewards
             else:
-                self._discards_left -= 1
-                self._groups.drop([group_id])
-                self._discard(rewards)
+                self.discards_left -= 1
+                self.groups.drop([group_id])
+                self.discard(rewards)
 
     def _draw(self) -> None:
-        drawn = list(islice(self._tasks, max(0, self._most - len(self._groups))))
+        drawn = list(islice(self.tasks, max(0, self.most - len(self.groups))))
         if drawn:
-            self._begin(drawn)
+            self.begin(drawn)
 
 
 def rewards_of(requests: Sequence[DynamicInferenceRequest], reward: Reward) -> list[float | None]:
@@ -220,37 +202,56 @@ def rewards_of(requests: Sequence[DynamicInferenceRequest], reward: Reward) -> l
 
 
 class Scoring:
-    """Scores the groups of one manager.
-
-    Args:
-        generation: the groups in flight.
-    """
+    """Scores the groups of one manager."""
 
     def __init__(self, rounds: Rounds, generation: Generation) -> None:
         self._rounds = rounds
         self._generation = generation
-        self._rewards: dict[int, list[float | None]] = {}
-        """Group id → rewards, of groups that have ended, were kept, and are not handed out."""
 
-    def forget(self) -> None:
-        """Drop all rewards: other groups are in flight."""
-        self._rewards.clear()
-
-    def generate(
+    @takes_options
+    def generate_scored(
         self,
+        /,
         tasks: Iterable[Prompt | PromptTask],
         reward: Reward,
-        sampling_params: SamplingParams | None,
+        sampling_params: SamplingParams | None = None,
         *,
         groups: int,
-        max_groups: int | None,
-        keep: Callable[[Sequence[ScoredSample]], bool] | None,
-        max_discarded: int | None,
-        on_error: OnError,
-        progress: bool | None,
-        timeout_s: float | None,
+        max_groups: int | None = None,
+        keep: Callable[[Sequence[ScoredSample]], bool] | None = rewards_differ,
+        max_discarded: int | None = None,
+        on_error: OnError = "raise",
+        progress: bool | None = None,
+        timeout_s: float | None = None,
+        **fields: Any,
     ) -> ScoredBatch:
-        """See `RolloutManager.generate_scored`."""
+        """Sample and score groups until `groups` of them are worth training on (DAPO's dynamic sampling); blocks until then.
+
+        A group is scored as soon as its last sample finishes, while others are still sampled. A group that `keep` rejects
+        is discarded, and another prompt starts in its place. On several ranks every rank calls it, as `generate`.
+
+        Args:
+            tasks: prompts as in `generate`, or `PromptTask`s. What was not drawn stays in an iterator.
+            reward: gets the list of a group's samples and returns one finite number each. It runs on the stepping thread.
+            sampling_params: of tasks without their own; `n` samples per prompt.
+            groups: size of the batch, unless the tasks run out.
+            max_groups: most groups in flight, kept ones included. Above `groups` the call does not wait for the slowest:
+                groups in flight at its end continue in the next call, after the weight update. None: `groups`.
+            keep: whether a finished group counts. None: each counts. A group with a failed sample always counts.
+            max_discarded: after this many discarded groups every one counts. None: four times `groups`.
+            on_error, progress, timeout_s, fields: as in `generate`.
+
+        Returns:
+            Groups in order of submission. Groups left over when the batch is full begin the next batch.
+
+        Raises:
+            ConfigError: an option is out of its range.
+            TypeError: `reward` does not take one argument.
+            ValueError: `reward` did not return one finite number per sample; the group stays in flight.
+            InvalidRequestError, TypeError, ConfigError: a task can never be served, and is dropped; a note shows it.
+            KeyboardInterrupt: Ctrl-C, at the end of the step; the groups that this call began are aborted.
+            Exception: others as `generate`.
+        """
         rounds, engine = self._rounds, self._rounds.engine
         rounds.refuse_in_group("generate_scored")
         check_on_error(on_error)
@@ -260,8 +261,7 @@ class Scoring:
         discarded: list[float | None] = []
         begun: list[int] = []
         with rounds.round("generate_scored", timeout_s):
-            self._generation.begin_round()
-            self._rewards = {each: known for each, known in self._rewards.items() if each in rounds.groups}
+            too_old = self._generation.begin_round()
             at_once = isinstance(tasks, str | bytes | Mapping | list | tuple) or hasattr(tasks, "ndim")
             drawn = iter(prompts_of(engine.controller, tasks, "tasks") if at_once else tasks)
 
@@ -274,10 +274,7 @@ class Scoring:
                 discarded.extend(rewards)
                 rounds.metrics.add("rollout/groups_discarded")
 
-            goal = ScoredGoal(
-                rounds.groups, self._rewards, drawn, begin, groups, most, reward, keep, bound, discard,
-                self._generation.too_old,
-            )  # fmt: skip
+            goal = ScoredGoal(rounds.groups, drawn, begin, groups, most, reward, keep, bound, discard, too_old)
             try:
                 rounds.loop.run(goal, call="generate_scored", progress=progress, timeout_s=timeout_s)
             except (KeyboardInterrupt, SystemExit):
@@ -289,9 +286,7 @@ class Scoring:
         """Submit the tasks that can be served; then raise for the first that cannot."""
         try:
             prompts, chosen = [each.prompt for each in tasks], [each.sampling_params or params for each in tasks]
-            extras = [each.metadata for each in tasks]
-            rounds = self._rounds
-            return submit(rounds.loop, rounds.backend, rounds.engine.controller.tokenize, prompts, chosen, extras)
+            return submit(self._rounds, prompts, chosen, [each.metadata for each in tasks])
         except (InvalidRequestError, TypeError, ConfigError) as exc:
             if len(tasks) == 1:
                 exc.add_note(f"{tasks[0]!r:.200}")
@@ -307,8 +302,9 @@ class Scoring:
     def _hand_out(self, groups: int, discarded: list[float | None], on_error: OnError) -> ScoredBatch:
         rounds, device = self._rounds, self._rounds.engine.guard.training_device
         with rounds.engine.locked():
-            chosen = [each for each in rounds.groups if each in self._rewards][:groups]
-            rewards = [value for each in chosen for value in self._rewards.pop(each)]
+            known = rounds.groups.rewards
+            chosen = [each for each in rounds.groups if each in known][:groups]
+            rewards = [value for each in chosen for value in known[each]]
             batch = ScoredBatch.from_requests(
                 rounds.groups.results(chosen), rewards=_tensor(rewards, device),
                 discarded_rewards=_tensor(discarded, device), **rounds.batch_options(),

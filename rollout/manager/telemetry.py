@@ -330,8 +330,12 @@ class RolloutMetrics(MetricsRecorder):
         self.observe("rollout/policy_staleness", batch.policy_staleness[sampled])
         self.observe("rollout/kv_staleness", batch.kv_staleness[real])
 
-    def logprob_diff(self, batch: RolloutBatch, logprobs: Tensor) -> None:
-        """Record the distance to the trainer's log-probs of a batch, [N, T] aligned like its own.
+    def observe_logprobs(self, batch: RolloutBatch, logprobs: Tensor) -> None:
+        """Record how far the trainer's log-probs are from the rollout's (metric `rollout/logprob_diff`).
+
+        Args:
+            batch: from `generate`.
+            logprobs: [N, T] of the trainer, aligned like `batch.logprobs`, on any device.
 
         Raises:
             ValueError: another shape.

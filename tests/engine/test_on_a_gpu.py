@@ -377,7 +377,7 @@ def test_a_model_on_the_second_device_is_served_there() -> None:
 @pytest.mark.parametrize("graphs", [True, False])
 def test_exact_mode_is_exact_at_real_depth_and_vocabulary(dtype: torch.dtype, graphs: bool) -> None:
     model = deep_model(dtype, layers=28 if dtype == torch.bfloat16 else 4)
-    engine = engine_of(model, exact=True, cuda_graphs=graphs, max_requests=64, kv_cache_blocks=2048)
+    engine = engine_of(model, exact="experimental", cuda_graphs=graphs, max_requests=64, kv_cache_blocks=2048)
     prompts = [token_ids(length, length) for length in (*range(1, 40), 300, 600)]
     requests = [
         *engine.generate(prompts, at_random(24, temperature=0.7)),

@@ -208,7 +208,7 @@ def test_samples_that_somebody_else_took_are_an_error_and_no_endless_loop(model)
 def test_a_batch_that_cannot_be_built_loses_no_group(model, monkeypatch):
     rollout = make_rollout(model)
     with monkeypatch.context() as patch:
-        patch.setattr("rollout.manager.manager.RolloutBatch.from_requests", lambda *args, **kwargs: 1 / 0)
+        patch.setattr("rollout.manager.generation.RolloutBatch.from_requests", lambda *args, **kwargs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             rollout.generate([[5]], GREEDY)
     assert completions(rollout.generate([], min_groups=1)) == [greedy(model, [5], 6)]

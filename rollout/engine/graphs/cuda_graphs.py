@@ -6,8 +6,9 @@ launches them together. Always true:
   verification, at construction), while the engine's lock is held. A step is padded to the least size that was captured.
 - All graphs read one `DecodeState`, which has room for so many columns of block tables and parts of keys; rows that need
   more room cost all graphs.
-- Graphs fix the addresses of the KV pool, of the weights and of their copies under autocast. They are dropped when one of
-  these is another (`signature_of` looks at the model whenever the trainer may have modified it).
+- Graphs fix the addresses of the KV pool, of the weights and of their copies under autocast, and everything that the forward
+  reads in Python: plain attributes, configurations, functions. They are dropped when one of these is another. Code of other
+  packages may read anything, so a model with such code is captured again after each time the trainer may have modified it.
 - A capture that fails leaves the step to the model's own forward. One that another thread has disturbed is tried again some
   steps later, one without memory after the next suspend; a model that fails at two sizes is not tried again.
 """
@@ -15,7 +16,7 @@ launches them together. Always true:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,14 +29,13 @@ from torch import Tensor, nn
 from rollout.engine.graphs.cuda_capture import Device, Uncapturable, disturbed, no_kept_casts
 from rollout.engine.graphs.decode_kernels import CapturedBatch, DecodeKernels
 from rollout.engine.graphs.decode_state import DecodeInputs, DecodeState
-from rollout.engine.graphs.graph_signature import signature_of
 from rollout.engine.graphs.graph_sizes import GraphMemory, row_sizes
 from rollout.engine.kernels.decode_parts import num_splits
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.triton_attention import num_parts, table_columns
 from rollout.engine.kernels.triton_paged import power_of_two
+from rollout.engine.memory.buffers import lacks_device_memory
 from rollout.engine.memory.kv_cache import KVCache
-from rollout.engine.memory.shortage import lacks_device_memory
 from rollout.engine.models.attention import Installation, forward_with
 from rollout.engine.models.model_support import ModelLayout, has_global_hooks
 from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies
@@ -107,6 +107,7 @@ class GraphedDecode:
         copies: read by the module's captured forward in the place of weights that autocast casts.
 
     Attributes:
+        watched: key of what the modules compute beside their weights; graphs are valid while it stays equal.
         memory: what the graphs take of the device.
         last: the last step, if it was replayed.
     """
@@ -133,6 +134,7 @@ class GraphedDecode:
         self._sizes = row_sizes(max_rows)
         self._columns = table_columns(STATE_LENGTH, cache.block_size)
         self._parts = _least_parts(layout, max_rows)
+        self.watched: Callable[[], Hashable] = tuple
         self.memory = GraphMemory(self._sizes)
         self.last: GraphStep | None = None
         self._state: DecodeState | None = None
@@ -141,7 +143,7 @@ class GraphedDecode:
         self._fixed: object = None
         """Addresses that graphs have fixed beside those of the model."""
         self._module_epoch = -1
-        self._signature: list[object] = []
+        self._signature: object = None
         self._replays = self._wasted = 0
         self._waits: dict[_Precision, int] = {}
         """Steps until missing sizes are captured; negative: not before the next suspend."""
@@ -227,7 +229,7 @@ class GraphedDecode:
             self._forget()
         if module_epoch != self._module_epoch:
             self._module_epoch = module_epoch
-            signature = signature_of(self._model)
+            signature = self.watched(), _addresses_of(self._model)
             if signature != self._signature:
                 self._signature = signature
                 self._change()
@@ -346,7 +348,7 @@ class GraphedDecode:
         self._replays = 0
         self._forget()
         if self._wasted >= MAX_WASTED:
-            self.give_up("its parameters or modules change every few steps")
+            self.give_up("its parameters or modules change every few steps, or may: code of other packages runs in it")
 
     def _say_why_not(self, why: str) -> None:
         _log.warning(
@@ -364,6 +366,11 @@ class GraphedDecode:
         self._logits.clear()
         self._device.forget()
         self._kernels.release()
+
+
+def _addresses_of(model: nn.Module) -> list[object]:
+    tensors = (each for own in model.modules() for each in (*own._parameters.items(), *own._buffers.items()))
+    return [(name, each.data_ptr(), each.dtype, each.shape) for name, each in tensors if each is not None]
 
 
 def _least_parts(layout: ModelLayout, rows: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,10 +30,8 @@ from rollout.engine.training.kernels import kernels_on
 from rollout.engine.training.operations import linear
 from rollout.errors import UnsupportedModelError
 
-_log = logging.getLogger(__name__)
 
-
-def run_exactly(runner: ModelRunner, length: int, graphed_rows: int) -> bool:
+def run_exactly(runner: ModelRunner, length: int, graphed_rows: int, asked: bool | str) -> bool:
     """Have every step of a runner in exact mode run `PagedForward`, if its device has Triton's kernels.
 
     Args:
@@ -50,10 +47,12 @@ def run_exactly(runner: ModelRunner, length: int, graphed_rows: int) -> bool:
     device, cache = runner.layout.device, runner.cache
     if kernels_on(device) is not triton_exact:
         return False
-    _log.warning(
-        "InferenceConfig.exact=True on %s is experimental: its bits were compared in Triton's interpreter, not on a device; "
-        "compare log-probs of the first batch with those inside `with rollout.exact(model)`", device,
-    )  # fmt: skip
+    if asked != "experimental":
+        raise UnsupportedModelError(
+            f"InferenceConfig.exact=True: the model is on {device}, where exact mode is an experiment: its bits were "
+            "compared in Triton's interpreter, never on a device. Give InferenceConfig(exact='experimental'), and compare "
+            "the first batch's log-probs with those in `with rollout.exact(model)`"
+        )
     triton_exact.require(device, runner.layout.vocab_size)
     paged = triton_paged.load(device)
     if paged is None:

@@ -26,10 +26,8 @@ _ALIGNMENT = 256
 """Bytes between the starts of parameters, as of torch's allocator."""
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The name since torch 2.13, and the one before."""
-_OF_STATE = ("_modules", "_mp_policy", "_pre_forward_hook_handle", "_post_forward_hook_handle")
-_OF_GROUP = ("device",)
-_OF_PARAMETER_CLASS = ("all_gather_inputs", "init_dtype_attrs")
-_OF_PARAMETER = ("_orig_size", "_sharded_param_data", "fsdp_placement", "is_dtensor")
+TRIED = ("2.11", "2.12", "2.13")
+"""Versions of torch whose private parts of FSDP2 were tried, on a CPU by gloo; with others FSDP2 gathers by `unshard`."""
 
 
 class Unmappable(Exception):  # noqa: N818 - not an error: FSDP2 gathers the weights itself
@@ -45,24 +43,25 @@ class MappedWeights(ShardedWeights):
         memory: allocates at the same addresses each time.
 
     Raises:
-        Unmappable: names what only FSDP2 itself can gather: parameters that are split by something else too or along another
-            dimension than the first; tensors gathered in a format of their own (float8); units of several modules.
+        Unmappable: this torch is not in `TRIED`, or names what only FSDP2 itself can gather: parameters that are split by
+            something else too or along another dimension than the first; tensors gathered in a format of their own (float8);
+            units of several modules.
         UnsupportedModelError: see `ShardedWeights`.
     """
 
     fixed_addresses = True
 
     def __init__(self, model: nn.Module, memory: PoolMemory) -> None:
+        if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
+            raise Unmappable(f"tried with torch {', '.join(TRIED)}, and this is {torch.__version__}")
         super().__init__(model)
         self._memory = memory
         self._address = 0
         self._whole: dict[Any, nn.Parameter] = {}
         """Gathered parameter of each of FSDP2's; its memory is there while the weights are gathered."""
         self._fsdp_groups = [group for unit in self._units for group in groups_of(state_of(unit)) if group.fsdp_params]
-        for group in self._fsdp_groups:
-            _require(group, _OF_GROUP)
-            for each in group.fsdp_params:
-                _refuse_unlike(each)
+        for each in (each for group in self._fsdp_groups for each in group.fsdp_params):
+            _refuse_unlike(each)
         self._hooks = [_UnitHooks(unit, self.release) for unit in self._units]
 
     @property
@@ -144,7 +143,6 @@ class _UnitHooks:
 
     def __init__(self, unit: nn.Module, give_up: Callable[[], None]) -> None:
         self.fsdp_state = state_of(unit)
-        _require(self.fsdp_state, _OF_STATE)
         if len(self.fsdp_state._modules) != 1:
             raise Unmappable(f"{len(self.fsdp_state._modules)} modules are one unit")
         self._give_up = give_up
@@ -200,16 +198,8 @@ def _show_sharded(group: Any) -> None:
         show_shards(group)
 
 
-def _require(owner: Any, names: tuple[str, ...]) -> None:
-    for name in names:
-        if not hasattr(owner, name):
-            raise Unmappable(f"FSDP2 of torch {torch.__version__} has no {name}")
-
-
 def _refuse_unlike(each: Any) -> None:
     """Refuse a parameter whose gathered shards, one behind the other, are not its values."""
-    _require(type(each), _OF_PARAMETER_CLASS)
-    _require(each, _OF_PARAMETER)
     info = each._module_info
     if each.is_dtensor or not hasattr(each.mesh_info, "shard_process_group"):
         raise Unmappable(f"{info.param_name} is split by more than FSDP2")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,23 +101,56 @@ def score(
         engine.stop()
 
 
-def score_by(
-    engine: DynamicInferenceEngine,
-    rollouts: RolloutBatch | Sequences,
-    *,
-    prompt_lengths: int | Sequence[int] | None = None,
-    temperature: float | None = None,
-    top_k: int = 0,
-    entropy: bool = False,
-    adapter: str | None = None,
-) -> TokenScores:
-    """`RolloutManager.score` with a running engine."""
-    plan = _Plan.of(_sequences(rollouts, engine.model), prompt_lengths, temperature, top_k, entropy)
-    if adapter is not None:
-        plan.adapters = [adapter] * len(plan.tokens)
-    elif plan.batch is not None:
-        plan.adapters = [request.sampling_params.adapter for request in plan.batch]
-    return plan.run(engine, of_own=True)
+class Scorer:
+    """Scores sequences with a running engine.
+
+    Args:
+        ready: a block in which the engine's weights are whole and nothing is sampled.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine, ready: Callable[[], AbstractContextManager[None]]) -> None:
+        self._engine, self._ready = engine, ready
+
+    def score(
+        self,
+        rollouts: RolloutBatch | Sequences,
+        *,
+        prompt_lengths: int | Sequence[int] | None = None,
+        temperature: float | None = None,
+        top_k: int = 0,
+        entropy: bool = False,
+        adapter: str | None = None,
+    ) -> TokenScores:
+        """Log-probs of given sequences under the present weights and adapters; nothing is sampled.
+
+        A prompt that several sequences share is computed once, or not at all if the prefix cache has it. Logits are
+        computed only for the scored tokens, chunk by chunk. Groups in flight are paused meanwhile. For another adapter:
+        `with trainer_hooks.peft.adapter(manager, name)`. Recorded routes of a mixture of experts are not replayed.
+        On several ranks every rank may call it; if the weights are sharded, every rank has to.
+
+        Args:
+            rollouts: a batch, whose `response_mask` is scored; or token ids of each sequence, as lists or as the output of
+                one call of the tokenizer, whose padding is dropped.
+            prompt_lengths: of token ids, one for all or one each: tokens from there on are scored. None: all but the first.
+            temperature: logits are divided by it, and log-probs are of the whole vocabulary. None: 1 for token ids; for a
+                batch the distribution of `batch.logprobs`: a row's own temperature, over its kept tokens.
+            top_k: also return the k most likely tokens.
+            entropy: also return entropies.
+            adapter: name of a loaded LoRA adapter for all rows. None: a row's own, or the model as it is.
+
+        Raises:
+            InvalidRequestError: a sequence cannot be computed: empty, too long, an unknown id or adapter.
+            ConfigError: an argument is out of range; or `temperature` is None and a row was sampled with penalties, or
+                truncated without kept tokens.
+            EngineStateError, WeightsChangedError, DeadlineError: see `generate`.
+        """
+        with self._ready():
+            plan = _Plan.of(_sequences(rollouts, self._engine.model), prompt_lengths, temperature, top_k, entropy)
+            if adapter is not None:
+                plan.adapters = [adapter] * len(plan.tokens)
+            elif plan.batch is not None:
+                plan.adapters = [request.sampling_params.adapter for request in plan.batch]
+            return plan.run(self._engine, of_own=True)
 
 
 def _sequences(rollouts: Any, model: nn.Module) -> Any:

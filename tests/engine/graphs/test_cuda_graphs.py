@@ -30,7 +30,6 @@ from rollout.engine.graphs.cuda_graphs import (
 )
 from rollout.engine.graphs.decode_kernels import TritonDecode
 from rollout.engine.graphs.decode_state import DecodeState
-from rollout.engine.graphs.graph_signature import signature_of
 from rollout.engine.graphs.graph_sizes import row_sizes
 from rollout.engine.kernels import decode_parts
 from rollout.engine.memory.arena import Arena
@@ -91,6 +90,7 @@ def graphed(model: Any, **options: Any) -> tuple[DynamicInferenceEngine, Recorde
     runner.graphs = GraphedDecode(
         runner.model, runner.layout, engine.cache, engine.config.max_requests, recorder, Plain(engine.cache)
     )
+    runner.graphs.watched = engine.parts.watch.modules
     return engine, recorder
 
 
@@ -282,44 +282,61 @@ def test_a_model_that_was_changed_is_captured_anew(change: Callable[[Any], None]
     change(model)
     start(engine)
     engine.weights_updated()
-    finish_exact(engine, model)
+    with engine.stepping():
+        finish_exact(engine, model)
     assert recorder.windows == 2
     assert recorder.forgotten >= 1
 
 
-def test_what_a_graph_fixes_is_in_the_signature_and_what_it_reads_is_not() -> None:
-    model = make_model("qwen3")
-    before = signature_of(model)
-    with torch.no_grad():
-        model.lm_head.weight.add_(1)
-    model.model.layers[0].calls = 7
-    assert [each for each in signature_of(model) if each != ("calls", None)] == before
-    for module in model.modules():
-        if hasattr(module, "gradient_checkpointing"):
-            module.gradient_checkpointing, module._gradient_checkpointing_func = True, print
-    assert [each for each in signature_of(model) if each != ("calls", None)] == before, "it acts in training alone"
-    adapter = model.model.layers[0].mlp.up_proj
-    for name, values in {
-        "merged": (False, True),
-        "scaling": ({"a": 1.0}, {"a": 2.0}),
-        "active": (["a"], ["b"]),
-    }.items():
-        signatures = []
-        for value in values:
-            setattr(adapter, name, value)
-            signatures.append(signature_of(model))
-        assert signatures[0] != signatures[1]
+def scale_by(factor: Callable[[], float]) -> Callable[..., Tensor]:
+    return lambda module, inputs, output: factor() * output
 
 
-def test_a_forward_replaced_on_its_class_is_in_the_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["int", "closure", "class", "config"])
+def test_what_a_captured_forward_has_read_in_python_costs_the_graphs_when_it_changes(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_model("qwen3")
-    before = signature_of(model)
-    kind = type(model.model.layers[0].mlp)
-    own = kind.forward
-    monkeypatch.setattr(kind, "forward", lambda *args: own(*args))
-    assert signature_of(model) != before
-    monkeypatch.undo()
-    assert signature_of(model) == before
+    norm, factor = model.model.norm, [1]
+    norm.times = 1
+
+    def times(self: Any, hidden: Tensor) -> Tensor:
+        return self.times * norm.own(hidden)
+
+    match where:
+        case "int":
+            norm.own = norm.forward
+            norm.forward = times.__get__(norm)
+        case "closure":
+            norm.register_forward_hook(scale_by(lambda: factor[0]))
+        case "config":
+            norm.register_forward_hook(scale_by(lambda: model.config.some_scale))
+            model.config.some_scale = 1
+    engine, recorder = graphed(model)
+    with engine.stepping():
+        start(engine)
+        finish_exact(engine, model)
+    assert recorder.windows == 1
+    norm.times, factor[0], model.config.some_scale = 2, 2, 2
+    if where == "class":
+        own = type(norm).forward
+        monkeypatch.setattr(type(norm), "forward", lambda *args: 2 * own(*args))
+    with engine.stepping():
+        start(engine)
+        finish_exact(engine, model)
+    assert recorder.windows == 2
+
+
+def test_what_acts_in_training_alone_costs_no_graphs() -> None:
+    model = make_model("qwen3")
+    engine, recorder = graphed(model)
+    for _ in range(2):
+        start(engine)
+        finish_exact(engine, model)
+        for module in model.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing, module._gradient_checkpointing_func = True, print
+    assert recorder.windows == 1
 
 
 @pytest.mark.parametrize("served", [0, WORTHWHILE])

@@ -23,7 +23,7 @@ from rollout.engine.graphs import cuda_graphs
 from rollout.engine.graphs.decode_kernels import TritonDecode
 from rollout.engine.kernels import triton_exact, triton_paged
 from rollout.engine.kernels.triton_exact import AttendedRows
-from rollout.engine.sampling.softmax_logprobs import softmax_logprobs
+from rollout.engine.sampling.numerics import softmax_logprobs
 from rollout.engine.training import kernels as exact_kernels
 from rollout.engine.training import operations
 from rollout.engine.training.paged_forward import PagedForward
@@ -211,7 +211,9 @@ def graphed(engine: Any) -> Any:
 def sampled(model: nn.Module) -> list[DynamicInferenceRequest]:
     """Samples after prefix hits, in chunks, decoded by graphs, among others, after suspensions, by a pool that moved."""
     prefix = token_ids(20 if INTERPRETED else 300, seed=1)
-    engine = make_engine(model, exact=True, kv_cache_blocks=48 if INTERPRETED else 400, max_tokens_per_step=12)
+    engine = make_engine(
+        model, exact="experimental", kv_cache_blocks=48 if INTERPRETED else 400, max_tokens_per_step=12
+    )
     graphs = graphed(engine)
     engine.add_request(prefix, at_random(2))
     ended = list(finish(engine).values())
@@ -311,10 +313,17 @@ def test_triton_refuses_sizes_that_it_does_not_serve() -> None:
     with pytest.raises(UnsupportedModelError, match="1,026 is no multiple of 4"), exact(model):
         pass
     with pytest.raises(UnsupportedModelError, match="1,026 is no multiple of 4"):
-        make_engine(model, exact=True)
+        make_engine(model, exact="experimental")
     odd = make_model("qwen3", num_hidden_layers=1, head_dim=6, num_key_value_heads=1, dtype=torch.bfloat16).to(DEVICE)
     with pytest.raises(UnsupportedModelError, match="block_size_tokens=1 a multiple of 8"):
-        make_engine(odd, exact=True, block_size_tokens=1)
+        make_engine(odd, exact="experimental", block_size_tokens=1)
+
+
+@on_the_device
+@pytest.mark.usefixtures("served")
+def test_exact_mode_on_cuda_has_to_be_asked_for_as_an_experiment() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"Give InferenceConfig\(exact='experimental'\)"):
+        make_engine(make_model("qwen3", num_hidden_layers=1).to(DEVICE), exact=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

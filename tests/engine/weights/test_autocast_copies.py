@@ -25,6 +25,7 @@ from rollout.engine.memory.arena import Arena, PoolMemory
 from rollout.engine.weights import fsdp_mapped, source
 from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies, autocast_copies
 from rollout.engine.weights.base import GatheredWeights, Weights
+from rollout.engine.weights.fsdp import ShardedWeights
 from rollout.engine.weights.fsdp_mapped import MappedWeights
 from rollout.errors import ConfigError
 from tests.configs import engine_config
@@ -382,6 +383,19 @@ def test_copies_of_weights_that_fsdp2_gathers_follow_each_gathering(
         assert copies.nbytes == 0
     assert found[:3] == found[3:]
     assert found[0] != found[1] != found[2]
+
+
+def test_fsdp2_of_a_torch_that_was_not_tried_is_gathered_by_itself_and_explain_says_so(
+    one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena(Driver(2**24))
+    monkeypatch.setattr(source, "fixed_memory", lambda device: PoolMemory(arena.take, arena.release))
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cu140")
+    model = fully_shard(small(), mesh=one_rank)
+    engine = make_engine(model)
+    assert type(engine.weights) is ShardedWeights
+    moved = "to other addresses each time: tried with torch 2.11, 2.12, 2.13, and this is 2.99.0+cu140"
+    assert moved in str(engine.explain())
 
 
 # --- the option ---------------------------------------------------------------------------------------------------------
