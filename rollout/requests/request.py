@@ -12,7 +12,8 @@ import copy
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +48,9 @@ _CODECS: dict[str, Codec] = {
 """Type of a field → how it travels. A field of type `X | None` travels as X or None."""
 
 
-def _codecs(kind: type[InferenceRequest]) -> dict[str, Codec]:
+@cache
+def _codecs(kind: Any) -> dict[str, Codec]:
+    """Codec of every field of a kind of request, the older alias left out."""
     types = {each.name: str(each.type) for each in fields(kind) if each.name != "inference_parameters"}
     codecs = {name: _CODECS[written.removesuffix(" | None")] for name, written in types.items()}
     return {name: optional(each) if types[name].endswith(" | None") else each for name, each in codecs.items()}
@@ -111,8 +114,6 @@ class InferenceRequest:
     """[G] rows of (token id, log-prob); empty if not requested."""
     tpot: list[float] = field(default_factory=list)
     """Seconds between one generated token and the next."""
-    _WIRE: ClassVar[dict[str, Codec]]
-    """Codec of every field but the older alias."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.request_id, "__index__"):
@@ -147,7 +148,8 @@ class InferenceRequest:
 
     def serialize(self) -> dict[str, Any]:
         """Encode as a plain dict for `msgpack.packb(…, use_bin_type=True)`."""
-        return encode_fields(self, self._WIRE)
+        kind: Any = type(self)
+        return encode_fields(self, _codecs(kind))
 
     @classmethod
     def deserialize(cls, plain: Any) -> Self:
@@ -156,7 +158,8 @@ class InferenceRequest:
         Raises:
             SerializationError: a field is missing, unknown or malformed; the message names it.
         """
-        decoded = decode_fields(cls.__name__, plain, cls._WIRE)
+        kind: Any = cls
+        decoded = decode_fields(cls.__name__, plain, _codecs(kind))
         try:
             return cls(**decoded)
         except (InvalidRequestError, ConfigError) as exc:
@@ -387,10 +390,6 @@ class VLMInferenceRequest(DynamicInferenceRequest):
         """All tensors of its images and videos; None: it has none."""
         tensors = self.image_inputs if self.imgs is None else {PIXELS: self.imgs, **self.image_inputs}
         return ImageInputs(tensors) if tensors else None
-
-
-for _kind in (InferenceRequest, DynamicInferenceRequest, VLMInferenceRequest):
-    _kind._WIRE = _codecs(_kind)
 
 
 def _decode_request(plain: Any) -> DynamicInferenceRequest:
