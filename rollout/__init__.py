@@ -13,16 +13,29 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # public names
+if TYPE_CHECKING:  # what a training loop uses
+    from rollout.config import InferenceConfig as InferenceConfig
+    from rollout.current import close as close
+    from rollout.current import generate as generate
+    from rollout.current import init as init
+    from rollout.current import metrics as metrics
+    from rollout.current import resume as resume
+    from rollout.current import score as score
+    from rollout.current import submit as submit
+    from rollout.current import suspend as suspend
+    from rollout.current import suspended as suspended
+    from rollout.current import weights_updated as weights_updated
+    from rollout.llm.llm import LLM as LLM
+    from rollout.manager.batch.batch import RolloutBatch as RolloutBatch
+    from rollout.manager.manager import RolloutManager as RolloutManager
+    from rollout.sampling_params import SamplingParams as SamplingParams
+
+if TYPE_CHECKING:  # further public names
     from rollout.config import Advanced as Advanced
     from rollout.config import CoordinatorConfig as CoordinatorConfig
-    from rollout.config import InferenceConfig as InferenceConfig
     from rollout.config import ServerConfig as ServerConfig
     from rollout.config import __version__ as __version__
     from rollout.distributed.client.client import InferenceClient as InferenceClient
-    from rollout.distributed.client.futures import RequestFuture as RequestFuture
-    from rollout.distributed.client.futures import RequestStream as RequestStream
-    from rollout.distributed.client.text_stream import TextDelta as TextDelta
     from rollout.engine.training.exact import exact as exact
     from rollout.engine.training.replay import replay as replay
     from rollout.errors import ConfigError as ConfigError
@@ -45,41 +58,33 @@ if TYPE_CHECKING:  # public names
     from rollout.errors import UnsupportedModelError as UnsupportedModelError
     from rollout.errors import WeightsChangedError as WeightsChangedError
     from rollout.journal.journal import Journal as Journal
-    from rollout.llm.job_llm import JobLLM as JobLLM
-    from rollout.llm.llm import LLM as LLM
     from rollout.llm.llm import AsyncLLM as AsyncLLM
-    from rollout.manager.batch import RolloutBatch as RolloutBatch
+    from rollout.manager.batch.tree import pack_tree as pack_tree
     from rollout.manager.episodes.batch import EpisodeBatch as EpisodeBatch
     from rollout.manager.episodes.environment import Environment as Environment
     from rollout.manager.episodes.environment import EnvironmentTask as EnvironmentTask
     from rollout.manager.episodes.environment import StepResult as StepResult
     from rollout.manager.episodes.environment import mixture as mixture
     from rollout.manager.episodes.episode import Episode as Episode
-    from rollout.manager.keeping import rewards_differ as rewards_differ
-    from rollout.manager.manager import RolloutManager as RolloutManager
-    from rollout.manager.packed import PackedRollouts as PackedRollouts
-    from rollout.manager.scoring.batch import PromptTask as PromptTask
-    from rollout.manager.scoring.batch import ScoredBatch as ScoredBatch
-    from rollout.manager.scoring.batch import ScoredSample as ScoredSample
-    from rollout.manager.token_scores import TokenScores as TokenScores
-    from rollout.manager.token_scores import score as score
+    from rollout.manager.scoring import PromptTask as PromptTask
+    from rollout.manager.scoring import rewards_differ as rewards_differ
     from rollout.manager.traces import trace as trace
-    from rollout.manager.tree import PackedTree as PackedTree
-    from rollout.manager.tree import pack_tree as pack_tree
-    from rollout.reporting.page import report as report
-    from rollout.reporting.run_log import RunLog as RunLog
+    from rollout.observe.page import report as report
+    from rollout.observe.recorder import span as span
+    from rollout.observe.run_log import RunLog as RunLog
     from rollout.requests.request import DynamicInferenceRequest as DynamicInferenceRequest
-    from rollout.sampling_params import SamplingParams as SamplingParams
     from rollout.state import EngineState as EngineState
     from rollout.state import FinishReason as FinishReason
     from rollout.state import KVCacheManagementMode as KVCacheManagementMode
     from rollout.state import StalenessPolicy as StalenessPolicy
     from rollout.structured_output import StructuredOutput as StructuredOutput
-    from rollout.tracing.recorder import span as span
 
-if TYPE_CHECKING:  # parts of the engine and of a job, for tests and for ports of other engines
+if TYPE_CHECKING:  # results, and parts of the engine and of a job, for tests and for ports of other engines
     from rollout.distributed.client.futures import Delta as Delta
+    from rollout.distributed.client.futures import RequestFuture as RequestFuture
+    from rollout.distributed.client.futures import RequestStream as RequestStream
     from rollout.distributed.client.group import GroupResult as GroupResult
+    from rollout.distributed.client.text_stream import TextDelta as TextDelta
     from rollout.distributed.coordinator.launch import CoordinatorHandle as CoordinatorHandle
     from rollout.distributed.coordinator.launch import launch_coordinator as launch_coordinator
     from rollout.distributed.coordinator.process import (
@@ -87,11 +92,17 @@ if TYPE_CHECKING:  # parts of the engine and of a job, for tests and for ports o
     )
     from rollout.distributed.transport.keys import JobKeys as JobKeys
     from rollout.distributed.worker.worker import EngineWorker as EngineWorker
+    from rollout.engine.blocks.allocator import BlockAllocator as BlockAllocator
     from rollout.engine.engine import DynamicInferenceEngine as DynamicInferenceEngine
     from rollout.engine.parts.context import DynamicInferenceContext as DynamicInferenceContext
     from rollout.engine.parts.controller import TextGenerationController as TextGenerationController
-    from rollout.engine.scheduling.block_allocator import BlockAllocator as BlockAllocator
     from rollout.errors import SerializationError as SerializationError
+    from rollout.llm.job_llm import JobLLM as JobLLM
+    from rollout.manager.batch.batch import PackedRollouts as PackedRollouts
+    from rollout.manager.batch.scores import TokenScores as TokenScores
+    from rollout.manager.batch.tree import PackedTree as PackedTree
+    from rollout.manager.scoring import ScoredBatch as ScoredBatch
+    from rollout.manager.scoring import ScoredSample as ScoredSample
     from rollout.requests.block_hash import HASH_BASE as HASH_BASE
     from rollout.requests.block_hash import HASH_PRIME as HASH_PRIME
     from rollout.requests.block_hash import chain_block_hashes as chain_block_hashes
@@ -112,7 +123,7 @@ if TYPE_CHECKING:  # parts of the engine and of a job, for tests and for ports o
 
 
 def _homes() -> list[dict[str, str]]:
-    """Name → module, read from the two blocks of imports above: every name is written once."""
+    """Name → module, read from the three blocks of imports above: every name is written once."""
     blocks = [
         each.body for each in ast.parse(Path(__file__).read_text(encoding="utf-8")).body if isinstance(each, ast.If)
     ]
@@ -122,10 +133,10 @@ def _homes() -> list[dict[str, str]]:
     ]
 
 
-_PUBLIC, _PARTS = _homes()
-_HOME_OF = _PUBLIC | _PARTS
+_FIRST, _FURTHER, _PARTS = _homes()
+_HOME_OF = _FIRST | _FURTHER | _PARTS
 
-__all__ = sorted(_PUBLIC)
+__all__ = [*_FIRST, *sorted(_FURTHER)]
 
 
 def __getattr__(name: str) -> Any:

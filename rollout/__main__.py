@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rollout.config import __version__
 from rollout.errors import ConfigError, RolloutError, did_you_mean
-from rollout.metrics import binary_bytes, short_count
+from rollout.metric_table import binary_bytes, short_count
 
 if TYPE_CHECKING:
     from rollout.config import ServerConfig
@@ -86,11 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif command == "doctor":
             _doctor(rest)
         elif command == "trace":
-            from rollout.tracing.summary import main as trace
+            from rollout.observe.summary import main as trace
 
             trace(rest)
         elif command == "top":
-            from rollout.reporting.top import main as top
+            from rollout.distributed.client.top import main as top
 
             top(rest)
         else:
@@ -156,14 +156,12 @@ def _doctor(arguments: Sequence[str]) -> None:
     _check_folder(options.model_dir)
     model, _ = _load(options.model_dir, None, options.dtype, options.device)
     from rollout.engine.engine import DynamicInferenceEngine
-    from rollout.engine.explain.trial import PROMPT, TOKENS, decode_trial
+    from rollout.engine.explain import decode_trial
 
     engine = DynamicInferenceEngine(model, None, config)
     explanation = engine.explain()
-    if options.measure and engine.parts.max_sequence_length > PROMPT + TOKENS:
-        trial = decode_trial(
-            engine, engine.controller.layout.vocab_size, explanation.kv.max_requests, explanation.kv.tokens
-        )
+    if options.measure:
+        trial = decode_trial(engine.generate, engine.controller.layout.vocab_size, explanation.kv)
         explanation = replace(explanation, trial=trial)
     print(json.dumps(explanation.as_dict(), indent=2) if options.json else explanation, flush=True)
 

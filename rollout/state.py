@@ -14,9 +14,11 @@ Engine:
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
-from typing import Self
+from typing import Self, TypeVar
 
 from rollout.errors import ConfigError
+
+_State = TypeVar("_State", bound=StrEnum)
 
 
 class Status(IntEnum):
@@ -141,69 +143,37 @@ class ControlSignal(StrEnum):
     STOP = "stop"
 
 
-# signal → (source states, target state, states in which it is a no-op)
-COORDINATOR_TRANSITIONS: dict[
-    ControlSignal, tuple[frozenset[CoordinatorState], CoordinatorState, frozenset[CoordinatorState]]
-] = {
-    ControlSignal.PAUSE: (
-        frozenset({CoordinatorState.RUNNING}),
-        CoordinatorState.PAUSED,
-        frozenset({CoordinatorState.PAUSED, CoordinatorState.SUSPENDED}),
-    ),
-    ControlSignal.UNPAUSE: (
-        frozenset({CoordinatorState.PAUSED}),
-        CoordinatorState.RUNNING,
-        frozenset({CoordinatorState.RUNNING}),
-    ),
-    ControlSignal.SUSPEND: (
-        frozenset({CoordinatorState.PAUSED}),
-        CoordinatorState.SUSPENDED,
-        frozenset({CoordinatorState.SUSPENDED}),
-    ),
-    ControlSignal.RESUME: (
-        frozenset({CoordinatorState.SUSPENDED}),
-        CoordinatorState.PAUSED,
-        frozenset({CoordinatorState.PAUSED, CoordinatorState.RUNNING}),
-    ),
-    ControlSignal.STOP: (
-        frozenset({CoordinatorState.PAUSED, CoordinatorState.SUSPENDED}),
-        CoordinatorState.STOPPING,
-        frozenset({CoordinatorState.STOPPING}),
-    ),
-}
+_TRANSITIONS = (
+    # signal, from, through, to, states in which it changes nothing; the coordinator ends in "stopping"
+    ("pause", "running", "pausing", "paused", "paused suspended"),
+    ("unpause", "paused", "unpausing", "running", "running"),
+    ("suspend", "paused", "suspending", "suspended", "suspended"),
+    ("resume", "suspended", "resuming", "paused", "paused running"),
+    ("stop", "paused suspended", "stopping", "stopped", "stopping stopped"),
+)
 
-# signal → (source states, intermediate state, target state, states in which it is a no-op)
-ENGINE_TRANSITIONS: dict[
-    ControlSignal, tuple[frozenset[EngineState], EngineState, EngineState, frozenset[EngineState]]
-] = {
-    ControlSignal.PAUSE: (
-        frozenset({EngineState.RUNNING}),
-        EngineState.PAUSING,
-        EngineState.PAUSED,
-        frozenset({EngineState.PAUSED, EngineState.SUSPENDED}),
-    ),
-    ControlSignal.UNPAUSE: (
-        frozenset({EngineState.PAUSED}),
-        EngineState.UNPAUSING,
-        EngineState.RUNNING,
-        frozenset({EngineState.RUNNING}),
-    ),
-    ControlSignal.SUSPEND: (
-        frozenset({EngineState.PAUSED}),
-        EngineState.SUSPENDING,
-        EngineState.SUSPENDED,
-        frozenset({EngineState.SUSPENDED}),
-    ),
-    ControlSignal.RESUME: (
-        frozenset({EngineState.SUSPENDED}),
-        EngineState.RESUMING,
-        EngineState.PAUSED,
-        frozenset({EngineState.PAUSED, EngineState.RUNNING}),
-    ),
-    ControlSignal.STOP: (
-        frozenset({EngineState.PAUSED, EngineState.SUSPENDED}),
-        EngineState.STOPPING,
-        EngineState.STOPPED,
-        frozenset({EngineState.STOPPING, EngineState.STOPPED}),
-    ),
+
+def _states(kind: type[_State], names: str) -> frozenset[_State]:
+    return frozenset(state for state in kind if state.value in names.split())
+
+
+COORDINATOR_TRANSITIONS = {
+    ControlSignal(signal): (
+        _states(CoordinatorState, before),
+        CoordinatorState(through if to == "stopped" else to),
+        _states(CoordinatorState, idle),
+    )
+    for signal, before, through, to, idle in _TRANSITIONS
 }
+"""Signal → (source states, target state, states in which it changes nothing)."""
+
+ENGINE_TRANSITIONS = {
+    ControlSignal(signal): (
+        _states(EngineState, before),
+        EngineState(through),
+        EngineState(to),
+        _states(EngineState, idle),
+    )
+    for signal, before, through, to, idle in _TRANSITIONS
+}
+"""Signal → (source states, intermediate state, target state, states in which it changes nothing)."""

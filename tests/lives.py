@@ -300,8 +300,7 @@ class Life:
             self.happens(self.step)
         assert set(self.ended) == set(self.wanted) - self.given_up, "a request was lost"
         assert self.engine.context.allocator.num_used == 0, "a block leaked"
-        states = self.engine.context.allocator.states
-        assert states is None or states.num_held == 0, "a state slot leaked"
+        assert self.engine.context.allocator.states.num_held == 0, "a state slot leaked"
         for key in sorted(self.ended):
             self.check(key)
         return self.counts

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from rollout.engine.sampling.random_stream import uniforms
+from rollout.requests.block_hash import stream_key
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
 

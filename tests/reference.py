@@ -19,7 +19,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any, get_type_hints
 
-from rollout import errors, metrics, state
+from rollout import errors, metric_table, state
 from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig
 from rollout.distributed.protocol import messages
 from rollout.distributed.protocol.fields import Rule
@@ -34,7 +34,7 @@ def pages() -> dict[Path, str]:
     """Path of every generated page, and what it must hold."""
     return {
         DOCS / "reference" / "configuration.md": _page("Configuration", _configuration()),
-        DOCS / "reference" / "metrics.md": _page("Metrics", [_METRICS, metrics.describe()]),
+        DOCS / "reference" / "metrics.md": _page("Metrics", [_METRICS, metric_table.describe()]),
         DOCS / "reference" / "errors.md": _page("Errors", _docstring_blocks(errors)),
         DOCS / "reference" / "states.md": _page("States", _docstring_blocks(state)),
         DOCS / "reference" / "protocol.md": _page("Protocol", _protocol()),

@@ -21,7 +21,7 @@ import rollout
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.models.routers import routers_of
 from rollout.errors import UnsupportedModelError
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from tests.engines import at_random, finish, make_engine, pass_suspended, steps, token_ids

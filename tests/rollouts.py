@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from rollout.engine.scheduling.scheduler import ScheduledStep, StepTokens
 from rollout.engine.scheduling.sequences import Sequence
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
-from rollout.metrics import LOGGED
+from rollout.metric_table import LOGGED
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.configs import engine_config

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from rollout.engine.models.routers import routers_of
 from rollout.errors import UnsupportedModelError
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.state import FinishReason, Status
 

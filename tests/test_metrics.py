@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from rollout.manager.recorder import RESERVOIR_SIZE, MetricsRecorder
-from rollout.metrics import LOGGED, METRICS, PHASES, Kind, describe
+from rollout.manager.telemetry import RESERVOIR_SIZE, MetricsRecorder
+from rollout.metric_table import LOGGED, METRICS, PHASES, Kind, describe
 
 
 class Clock:

@@ -12,11 +12,12 @@ import rollout
 WITH_TORCH = (
     "Rollout", "Packed", "DynamicInferenceEngine", "DynamicInferenceContext", "TextGenerationController", "EngineWorker",
     "LLM", "AsyncLLM", "JobLLM", "exact", "pack_tree", "replay", "trace", "EpisodeBatch", "rewards_differ",
-    "TokenScores", "score",
-    "PromptTask", "Scored",
+    "TokenScores", "PromptTask", "Scored", *rollout._FIRST,
 )  # fmt: skip
 NAMES = [*rollout.__all__, *rollout._PARTS]
-VOCABULARY = [name for name in NAMES if not name.startswith(WITH_TORCH)]
+VOCABULARY = [
+    name for name in NAMES if not name.startswith(WITH_TORCH) or name in ("InferenceConfig", "SamplingParams")
+]
 
 
 def run(program: str) -> str:

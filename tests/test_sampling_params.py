@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rollout.config import InferenceConfig
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.errors import ConfigError, SerializationError
-from rollout.manager import token_scores
-from rollout.manager.episodes import rows as episode_rows
+from rollout.manager.batch.scores import _of_set
+from rollout.manager.episodes.batch import _distribution
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import FILTERS, MIN_TEMPERATURE, SamplingParams
 from rollout.server.openai.schema import CompletionRequest
@@ -214,6 +214,6 @@ def test_every_filter_reaches_all_that_depends_on_the_distribution(name: str) ->
     assert getattr(body.sampling_params(max_tokens=1), name) == VALUES[name]
     request = DynamicInferenceRequest(request_id=1, prompt_tokens=[1, 2], sampling_params=params)
     plain = DynamicInferenceRequest(request_id=1, prompt_tokens=[1, 2], sampling_params=SamplingParams())
-    assert episode_rows._distribution(request) != episode_rows._distribution(plain)
+    assert _distribution(request) != _distribution(plain)
     with pytest.raises(ConfigError, match=name):
-        token_scores._of_set(request)
+        _of_set(request)

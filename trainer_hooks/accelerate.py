@@ -54,7 +54,7 @@ class AcceleratorAttachment:
     def log(self, step: int, *metrics: Mapping[str, Any]) -> None:
         """Log the rollout's metrics since the previous call, together with `metrics`, to the Accelerator's trackers.
 
-        Call it on every rank whenever the training loop logs. Names are those of `rollout.metrics`; accelerate logs the
+        Call it on every rank whenever the training loop logs. Names are those of `rollout.metric_table`; accelerate logs the
         values of the main process, which cover that rank only.
 
         Args:

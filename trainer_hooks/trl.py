@@ -1,8 +1,10 @@
-"""Integration with TRL's GRPOTrainer: completions and log-probs come from a rollout.
+"""Integration with TRL's trainers: completions and log-probs come from a rollout.
 
     attach(trainer, manager)                                replaces TRL's vLLM: log-probs correct the loss
     attach(trainer, manager, tree=True)                     ... and the log-prob pass trains each prompt once
+    attach(trainer, manager, keep=rewards_differ)           ... and groups of equal rewards are replaced (DAPO)
     attach(trainer, manager, replay=False)                  ... and truncated sampling is trained on as if it were whole
+    attach(another_trainer, manager)                        its model.generate runs on the engine (`trl_generate`)
     GRPOTrainer(..., rollout_func=rollout_func(manager))    TRL's own interface: log-probs are passed, without correction
 
     a generation      a prompt's group is one request of n samples; KV memory is released afterwards
@@ -17,8 +19,7 @@ against TRL 1.16; TRL itself is not imported.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -26,14 +27,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerState
 
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from rollout.manager.rounds import OnError
 from rollout.state import Mode
-from trainer_hooks.optimizer import Attachment
-from trainer_hooks.transformers import RolloutCallback
+from trainer_hooks.generate import Fallback
 from trainer_hooks.trl_config import (
     check_choices,
     check_trainer,
@@ -43,13 +42,14 @@ from trainer_hooks.trl_config import (
     sampling_params,
     warn_of_shaping,
 )
+from trainer_hooks.trl_follower import Log, follow
 from trainer_hooks.trl_forward import own_forward
+from trainer_hooks.trl_generate import TrlGenerateAttachment, attach_trainer
 from trainer_hooks.trl_images import prompt_groups
+from trainer_hooks.trl_keep import FullBatches, Keep, check_keep
 from trainer_hooks.trl_logprobs import LogprobPass, attach_trees, check_tree
 from trainer_hooks.trl_replay import replayed
 from trainer_hooks.trl_rows import GeneratedRows
-
-Log = bool | Collection[str]
 
 
 class TrlAttachment:
@@ -73,14 +73,20 @@ class TrlAttachment:
         self._failed: list[bool] = []
         self._replays_kept = False
         self._generated: GeneratedRows | None = None
+        self._full: FullBatches | None = None
         self._undo = ExitStack()
         try:
-            self._follow(_Follower(rollout, mode, log, checkpoint))
+            self._follower = follow(trainer, rollout, mode, log, checkpoint, self._undo)
         except BaseException:
             self._undo.close()
             raise
         if on_error == "mask":
             self._put(_calculate_rewards=self._without_failed(trainer._calculate_rewards))
+
+    @property
+    def discarded(self) -> int:
+        """Number of groups of this rank that `keep` has rejected and other prompts have replaced."""
+        return 0 if self._full is None else self._full.discarded
 
     @property
     def steps(self) -> int:
@@ -202,6 +208,14 @@ class TrlAttachment:
         if self._on_error == "mask":
             self._put(rollout_func=lambda prompts, trainer: self.roll_out(prompts))
 
+    def fill_batches(self, keep: Keep) -> None:
+        """Replace groups that `keep` rejects by other prompts."""
+        full = FullBatches(self.trainer, keep, self.trainer._generate_and_score_completions)
+        self._put(
+            _generate_and_score_completions=full, _calculate_rewards=full.rewards(self.trainer._calculate_rewards)
+        )
+        self._full = full
+
     def replace_logprobs(self, *, trees: bool, kept: bool) -> None:
         """Make TRL compute log-probs over prefix trees, over kept tokens, and with the routes that the rollout records."""
         trainer, routes = self.trainer, self.rollout.config.record_routes
@@ -233,27 +247,6 @@ class TrlAttachment:
             else:
                 self._undo.callback(delattr, self.trainer, name)
             setattr(self.trainer, name, value)
-
-    def _follow(self, follower: _Follower) -> None:
-        self._follower = follower
-        trainer, handler = self.trainer, self.trainer.callback_handler
-        # A RolloutCallback of the caller already does all of this.
-        if any(getattr(callback, "rollout", None) is self.rollout for callback in handler.callbacks):
-            return
-        # Placed before reporters, so that they receive the rollout's metrics too. A new list, because the handler may be
-        # iterating over the old one if this runs inside a callback.
-        handler.callbacks = [follower, *handler.callbacks]
-        self._undo.callback(self._unfollow)
-        if trainer.optimizer is not None:
-            state = trainer.state if trainer.is_in_train else TrainerState()
-            follower.on_train_begin(
-                trainer.args, state, trainer.control, model=trainer.model, optimizer=trainer.optimizer
-            )
-
-    def _unfollow(self) -> None:
-        self._follower.detach()
-        handler = self.trainer.callback_handler
-        handler.callbacks = [each for each in handler.callbacks if each is not self._follower]
 
     def _observed(self, scored: dict[str, Any]) -> dict[str, Any]:
         """Record the metric `rollout/logprob_diff` from TRL's log-probs of the last batch; return `scored`."""
@@ -291,8 +284,15 @@ def attach(
     checkpoint: bool = True,
     tree: bool = False,
     replay: bool | None = None,
-) -> TrlAttachment:
-    """Make `trainer` generate with `rollout` and correct its loss by the rollout's log-probs.
+    keep: Keep | None = None,
+    fallback: Fallback = "warn",
+) -> TrlAttachment | TrlGenerateAttachment:
+    """Make `trainer` generate with `rollout`; correct a GRPOTrainer's loss by the rollout's log-probs.
+
+    Of another trainer that calls `model.generate` (RLOO, OnlineDPO, GKD, Distillation, SDPO, SDFT, A2PO, GOLD), that call
+    runs on the engine (`trainer_hooks.generate`), the optimizer is followed, and logs and checkpoints include the rollout.
+    Old log-probs of RLOO and SDPO are the rollout's where that is exact: in float32, without autocast. What follows is of
+    GRPOTrainer.
 
     Requires: a GRPOTrainer of TRL 1.16 with `use_vllm=False`, and a rollout of its model: `RolloutManager(trainer.model,
     tokenizer, ...)`. Call it before `train()`, or in a callback's `on_train_begin`; on several ranks, on each of them. The
@@ -334,18 +334,26 @@ def attach(
             micro-batch are held whole; entropies stay those of the whole vocabulary. None: where one of the first three
             truncates, except with tools, a load-balancing loss or a Liger loss, of which a warning tells. Expert routes are
             replayed in the same log-probs where the rollout records them (`InferenceConfig.record_routes`).
+        keep: whether a group of completions is worth training on (`rollout.rewards_differ`); others are replaced by other
+            prompts of the training set until the batch is full, as in DAPO. At most four times a batch is discarded, then
+            every group counts. TRL's metrics are of all that was sampled. None: every group counts.
+        fallback: of trainers other than GRPOTrainer, see `trainer_hooks.generate.attach`.
 
     Returns:
         The attachment; `detach()` restores the trainer's original state.
 
     Raises:
-        TypeError: `trainer` lacks attributes of TRL 1.16's GRPOTrainer.
-        ConfigError: `mode`, `on_error` or an option of GRPOConfig is unknown or unsupported.
+        TypeError: `trainer` lacks attributes of TRL 1.16's GRPOTrainer, or is not a trainer.
+        ConfigError: `mode`, `on_error` or an option of GRPOConfig is unknown or unsupported; or an option is of GRPOTrainer
+            alone, and the trainer is another.
         UnsupportedModelError: `tree`, and a layer needs more than causal attention, also in a sliding window.
         KeyError: `log` contains an unknown metric.
         ValueError: the trainer trains another model; already generates with vLLM, continuous batching or a
             `rollout_func`; or has tools with `on_error="mask"`. Nothing is attached then.
     """
+    if all(each.__name__ != "GRPOTrainer" for each in type(trainer).__mro__):
+        others = {"on_error": on_error if on_error != "raise" else "", "tree": tree, "replay": replay, "keep": keep}
+        return attach_trainer(trainer, rollout, mode, log, checkpoint, fallback, **others)
     if getattr(trainer, "rollout_func", None) is not None:
         raise ValueError(
             "this trainer has a rollout_func already: build it without, and attach(trainer, manager); or keep "
@@ -359,11 +367,15 @@ def attach(
         refuse_tools(trainer)
     if tree:
         check_tree(trainer)
+    if keep is not None:
+        check_keep(trainer)
     why_not = replayed(trainer, replay, rollout.config.record_routes)
     attachment = TrlAttachment(trainer, rollout, mode, on_error, log, checkpoint)
     try:
         attachment.replace_logprobs(trees=tree, kept=why_not is None)
         attachment.take_vllms_place(correction_mode(trainer, stacklevel=2))
+        if keep is not None:
+            attachment.fill_batches(keep)
     except BaseException:
         attachment.detach()
         raise
@@ -409,42 +421,3 @@ def rollout_func(
         return tied[0].roll_out(prompts)
 
     return generate
-
-
-class _Follower(RolloutCallback):
-    """`RolloutCallback` that is called before the reporters and resumes also without a state file of the rollout."""
-
-    def __init__(self, rollout: RolloutManager, mode: Mode, log: Log, checkpoint: bool) -> None:
-        super().__init__(rollout, mode=mode, log=log, checkpoint=checkpoint)
-        self._manager = rollout
-        self._latest: Attachment | None = None
-
-    @property
-    def steps(self) -> int:
-        return 0 if self._latest is None else self._latest.steps
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        super().on_train_begin(*args, **kwargs)
-        self._latest = self.attachment
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        # Metrics are reported in training logs only, not in evaluation logs or the final summary.
-        if self._log and logs is not None and "loss" in logs:
-            self._join(logs, state)
-
-    def _resume(self, args: Any, state: Any) -> None:
-        if self.rollout.policy_version:
-            # The rollout continues from an earlier training.
-            return
-        file = self._file_to_resume(args, state)
-        if file is not None and file.saved_by_anybody:
-            file.load(self.rollout)
-            return
-        self._manager.engine.weights_updated(state.global_step)
-        warnings.warn(
-            f"the trainer stands at step {state.global_step}, and no state of the rollout is found beside that of the "
-            f"trainer in {', '.join(map(str, self._folders(args, state)))}: the policy version goes on from "
-            f"{state.global_step}, and random streams start from the seed. If another folder has it, give the trainer "
-            "RolloutCallback(manager, resume_from_checkpoint=FOLDER) before attaching",
-            stacklevel=2,
-        )

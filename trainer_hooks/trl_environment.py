@@ -21,7 +21,7 @@ from transformers.utils import get_json_schema
 from rollout.errors import InvalidRequestError
 from rollout.manager.episodes.environment import Play, called
 from rollout.manager.episodes.episode import Episode
-from rollout.requests.chat_messages import plain_arguments
+from rollout.requests.prompt import plain_arguments
 from rollout.server.chat_template.conversation import Conversation, RenderedPrompt
 from rollout.server.chat_template.earlier_ids import ReplyDigest
 
@@ -81,10 +81,11 @@ def _reply(
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
     make = conversation.parser_for(schemas, None)
     parser = None if make is None else make()
-    pieces = [] if parser is None else [*parser.push(text), *parser.finish()]
-    content = text if parser is None else "".join(piece.content for piece in pieces)
-    calls = [{"type": "function", "function": {"name": piece.tool_call.name, "arguments": piece.tool_call.arguments}}
-             for piece in pieces if piece.tool_call is not None]  # fmt: skip
+    (content, found), (rest, more) = ((text, []), ("", [])) if parser is None else (parser.push(text), parser.finish())
+    content += rest
+    calls = [
+        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in found + more
+    ]
     digest = ReplyDigest()
     digest.add(content, calls)
     rollout = {"prompt_token_ids": prompt.token_ids, "prompt_digest": prompt.digest, "token_ids": token_ids,

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from rollout.algorithms import replay_logprobs
 from rollout.engine.training.tree_forward import TreeAttachment
 from rollout.errors import ConfigError
-from rollout.manager.images import BatchImages, ImageLayout
-from rollout.manager.token_logprobs import selected_logprobs, token_entropies
-from rollout.manager.tree import PackedTree, pack_tree
+from rollout.manager.batch.columns import selected_logprobs, token_entropies
+from rollout.manager.batch.images import BatchImages, ImageLayout
+from rollout.manager.batch.tree import PackedTree, pack_tree
 from rollout.requests.images import ImageInputs
 from rollout.sampling_params import PENALTIES, SamplingParams
 from trainer_hooks.trl_images import images_of_rows

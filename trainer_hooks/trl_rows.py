@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollout.engine.training.replay import Routed, RoutedTree, replay
-from rollout.manager.batch import RolloutBatch
-from rollout.manager.tree import PackedTree
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.tree import PackedTree
 
 _IDS, _COUNTS, _ROUTES = "rollout_kept_ids", "rollout_kept_counts", "rollout_routed_experts"
 

@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.metrics import LOGGED, unknown_name
-from rollout.reporting.page import colored
-from rollout.reporting.run_log import version_runs
+from rollout.metric_table import LOGGED, unknown_name
+from rollout.observe.page import colored
+from rollout.observe.run_log import version_runs
 
 if TYPE_CHECKING:
-    from rollout.manager.batch import RolloutBatch
+    from rollout.manager.batch.batch import RolloutBatch
 
 STEP = "train/step"
 """Name of the axis of all metrics."""
@@ -77,7 +77,7 @@ class WandbLogger:
         """Log the dicts together as one point. Values are numbers, numpy or torch scalars.
 
         Raises:
-            KeyError: a name under `rollout/` is not in the table of `rollout.metrics`.
+            KeyError: a name under `rollout/` is not in the table of `rollout.metric_table`.
             ValueError: a name occurs twice, or is that of the axis.
         """
         point: dict[str, Any] = {STEP: step}

@@ -28,28 +28,18 @@ if TYPE_CHECKING:
     from rollout.algorithms.importance import rollout_kl as rollout_kl
     from rollout.algorithms.importance import sequence_importance as sequence_importance
     from rollout.algorithms.importance import staleness_mask as staleness_mask
+    from rollout.algorithms.importance import substitute as substitute
     from rollout.algorithms.importance import token_importance as token_importance
     from rollout.algorithms.replay import replay_logprobs as replay_logprobs
-    from rollout.algorithms.value_substitution import substitute as substitute
 
-_HOME_OF = {
-    "effective_sample_size": "importance",
-    "geometric_importance": "importance",
-    "group_advantages": "advantages",
-    "masked_mean": "importance",
-    "ratio_mask": "importance",
-    "replay_logprobs": "replay",
-    "rollout_kl": "importance",
-    "sequence_importance": "importance",
-    "staleness_mask": "importance",
-    "substitute": "value_substitution",
-    "token_importance": "importance",
-}
-
-__all__ = sorted(_HOME_OF)
+__all__ = [
+    "effective_sample_size", "geometric_importance", "group_advantages", "masked_mean", "ratio_mask", "replay_logprobs",
+    "rollout_kl", "sequence_importance", "staleness_mask", "substitute", "token_importance",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its names are {', '.join(__all__)}")
-    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    home = {"group_advantages": "advantages", "replay_logprobs": "replay"}.get(name, "importance")
+    return getattr(import_module(f"{__name__}.{home}"), name)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rollout.algorithms.arguments import check_above_zero, check_integer, wide
+from rollout.algorithms.importance import check_above_zero, check_integer, wide
 
 
 def group_advantages(

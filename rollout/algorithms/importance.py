@@ -1,26 +1,62 @@
-"""Importance weights between trainer and sampler, masks by ratio and staleness, effective sample size, KL.
+"""Argument checks of the algorithms, and their masked log-prob difference.
 
-Always true: Δ = `logprobs` − `rollout_logprobs` at the positions of the mask; masked positions are 0 or False; an
-unmasked NaN stays NaN, and no mask drops it, so that a missing log-prob is noticed.
+Always true: a message names the tensor, the rule and the cure; shapes and dtypes are checked without a device sync.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rollout.algorithms.arguments import (
-    check_above_zero,
-    check_floating,
-    check_integer,
-    check_mask,
-    log_ratio,
-    row_mean,
-    wide,
-)
+
+def wide(values: Tensor) -> Tensor:
+    return values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
+
+
+def log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, detach: bool) -> Tensor:
+    """[N, T] Δ = `logprobs` − `rollout_logprobs`, 0 where masked out."""
+    check_floating("logprobs", logprobs)
+    check_floating("rollout_logprobs", rollout_logprobs)
+    if mask.ndim != 2:
+        raise ValueError(f"mask has shape {list(mask.shape)}: must be [N, T]; give a single row as mask[None]")
+    check_mask(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    dtype = torch.promote_types(wide(logprobs).dtype, wide(rollout_logprobs).dtype)
+    ours, theirs = (torch.where(mask, each.to(dtype), 0) for each in (logprobs, rollout_logprobs))
+    return (ours - theirs).detach() if detach else ours - theirs
+
+
+def row_mean(delta: Tensor, mask: Tensor) -> Tensor:
+    return delta.sum(1) / mask.sum(1).clamp(min=1)
+
+
+def check_above_zero(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name}={value!r}: must be a number above 0")
+
+
+def check_floating(name: str, values: Tensor) -> None:
+    if not values.is_floating_point():
+        raise ValueError(f"{name} has dtype {values.dtype}: must be floating; convert it with .float()")
+
+
+def check_integer(name: str, values: Tensor) -> None:
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise ValueError(f"{name} has dtype {values.dtype}: must be an integer type, as in the batch")
+
+
+def check_mask(mask: Tensor, **others: Tensor) -> None:
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask has dtype {mask.dtype}: must be bool; convert it with .bool()")
+    for name, values in others.items():
+        if values.shape != mask.shape:
+            raise ValueError(
+                f"{name} has shape {list(values.shape)}, mask {list(mask.shape)}: must be equal, entry for entry; "
+                "log-probs of logits[:, :-1] belong to mask[:, 1:]"
+            )
+
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -230,3 +266,38 @@ def _truncated(delta: Tensor, cap: float) -> Tensor:
     check_above_zero("cap", cap)
     # Clamped before exp as well: a gradient through an infinity would be NaN.
     return delta.clamp(max=math.log(cap) + 1).exp().clamp(max=cap)
+
+
+def substitute(logprobs: Tensor, exact: Tensor, mask: Tensor) -> Tensor:
+    """The values of `exact`, with the gradient of `logprobs`: exact + logprobs − stop_gradient(logprobs).
+
+    For log-probs of the sampler's own arithmetic (`RolloutManager.score`) in a loss that is differentiated through the
+    trainer's forward: the ratio to the log-probs of the rollout is then free of the difference between the two forwards, and
+    1 while the weights are those that sampled. Not computed as that sum, which would round.
+
+    Args:
+        logprobs: floating [N, T], of the trainer's forward, which is differentiated.
+        exact: floating [N, T], of the same weights; no gradient flows to it.
+        mask: bool [N, T].
+
+    Returns:
+        float32 [N, T] (float64 of float64), 0 where masked out.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    check_floating("logprobs", logprobs)
+    check_floating("exact", exact)
+    check_mask(mask, logprobs=logprobs, exact=exact)
+    substituted: Tensor = _Substituted.apply(wide(logprobs), exact.detach())  # type: ignore[no-untyped-call]
+    return torch.where(mask, substituted, 0)
+
+
+class _Substituted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, exact: Tensor) -> Tensor:
+        return exact.to(logprobs.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollout.algorithms.arguments import check_floating, check_integer, check_mask, wide
+from rollout.algorithms.importance import check_floating, check_integer, check_mask, wide
 
 PerRow = float | Tensor
 """One value for all rows, or floating [N]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,18 +14,24 @@ import torch
 from torch import nn
 
 from rollout.config import InferenceConfig
-from rollout.engine.forward.model_runner import ModelRunner
+from rollout.engine.blocks.pages import one_group
+from rollout.engine.forward.model_runner import DecodeRuns, ModelRunner, RunForward
 from rollout.engine.forward.model_watch import ModelWatch
-from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes
-from rollout.engine.kernels import triton_exact
+from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes, verify_model
+from rollout.engine.fused.fused_forward import FusedForward
+from rollout.engine.graphs.cuda_capture import CudaDevice
+from rollout.engine.graphs.cuda_graphs import GraphedDecode
+from rollout.engine.graphs.decode_kernels import TritonDecode
+from rollout.engine.graphs.graphed_runs import GraphedRuns
 from rollout.engine.memory.arena import PoolMemory, pool_memory
 from rollout.engine.memory.block_pool import Allocate, zeros
+from rollout.engine.memory.buffers import plain_tensors
 from rollout.engine.memory.host_pool import HostMemoryError
 from rollout.engine.memory.huge_pages import collapse
 from rollout.engine.memory.kv_cache import KVCache
-from rollout.engine.memory.plain_tensors import plain_tensors
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.models.adapters import LoraAdapters
+from rollout.engine.models.attention import Installation
 from rollout.engine.models.model_support import (
     DEFAULT_LENGTH,
     ModelLayout,
@@ -34,26 +41,22 @@ from rollout.engine.models.model_support import (
 )
 from rollout.engine.models.routers import Routers, routers_of
 from rollout.engine.multimodal.vision import Vision
-from rollout.engine.parts.admission import Admission
 from rollout.engine.parts.context import DynamicInferenceContext, pool_size, spare_bytes, state_slots
 from rollout.engine.parts.control import EngineControl
 from rollout.engine.parts.controller import TextGenerationController
-from rollout.engine.parts.failures import FailureContainment
 from rollout.engine.parts.inspection import Inspection
 from rollout.engine.parts.intake import Intake
 from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
-from rollout.engine.parts.peers import GroupMember, Peers
-from rollout.engine.parts.staleness import Staleness
+from rollout.engine.parts.peers import Peers
 from rollout.engine.parts.stepper import Stepper
-from rollout.engine.training.kernels import kernels_on
 from rollout.engine.training.paged_forward import run_exactly
 from rollout.engine.weights.autocast_copies import autocast_copies
 from rollout.engine.weights.guard import WeightsGuard, dtype_named
 from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError
+from rollout.observe.recorder import EngineTap
 from rollout.state import KVCacheManagementMode
 from rollout.threads.interrupts import interrupt_deferred
-from rollout.tracing.recorder import EngineTap
 
 CUDA_STEP_TOKENS = 8192
 """`InferenceConfig.max_tokens_per_step` on CUDA, if it is None."""
@@ -61,13 +64,7 @@ CUDA_STEP_TOKENS = 8192
 
 @dataclass(frozen=True, eq=False)
 class EngineBase:
-    """The parts of an engine that stay when the others are built again.
-
-    Attributes:
-        adapters: LoRA adapters that requests may name.
-        tokenizer, clock, allocate: as given to the engine.
-        tap: where a trace of this process is told of the engine.
-    """
+    """The parts of an engine that stay when the others are built again; see `DynamicInferenceEngine`."""
 
     config: InferenceConfig
     guard: WeightsGuard
@@ -93,27 +90,18 @@ class EngineBase:
 
 @dataclass(frozen=True, eq=False)
 class EngineParts:
-    """The parts of one engine that depend on its model.
-
-    Attributes:
-        config: the engine's, with the token budget of a step filled in.
-        max_sequence_length: longest prompt with its completion, in tokens.
-        states: states of recurrent layers; None: the model has none.
-    """
+    """The parts of one engine that depend on its model; `max_sequence_length` limits prompt and completion together."""
 
     config: InferenceConfig
     max_sequence_length: int
     cache: KVCache
-    states: StatePool | None
     context: DynamicInferenceContext
     controller: TextGenerationController
-    admission: Admission
     ledger: Ledger
     stepper: Stepper
     intake: Intake
     control: EngineControl
     inspection: Inspection
-    member: GroupMember
     watch: ModelWatch
 
 
@@ -136,12 +124,12 @@ def build(base: EngineBase) -> EngineParts:
     cache, states, context = _memory(base, config, model, layout, longest, routers)
     runner = _runner(base, config, model, layout, longest, routers, cache, states, context)
     controller = TextGenerationController(model, base.tokenizer, layout, runner, config.image_folder)
-    parts = _assemble(base, config, model, longest, cache, states, context, controller)
-    # Kernels of exact mode that do not compile would fail the requests of the first step.
+    parts = _assemble(base, config, model, longest, cache, context, controller)
+    # If kernels of exact mode do not compile, this fails here and not in the first step.
     if config.advanced.verify_model or (config.exact and layout.device.type == "cuda"):
         room = min(longest, cache.num_blocks // cache.num_groups * config.advanced.block_size_tokens)
-        controller.verify_model(room, peers.all_hold)
-    # The pools of a group are of one size, which was agreed on; in lock-step a trial that fails would end the group.
+        verify_model(runner, room, peers.all_hold)
+    # The ranks of a group have agreed on one size of the pool, and a failing trial would end a lock-step group.
     if peers.everyone is None:
         context.keep_free(peak_bytes(runner, config.step_tokens, longest, config.max_requests))
     return parts
@@ -154,12 +142,12 @@ def rebuilt(base: EngineBase, before: EngineParts) -> EngineParts:
     """
     with interrupt_deferred(), base.lifecycle.lock:
         records, cache, runner = before.inspection.snapshot(), before.cache, before.controller.runner
-        # Like the KV, graphs and copies of weights give way to the new parts, which measure what is free.
+        # KV, graphs and copies of weights are freed first, because the new parts measure free memory.
         runner.order.settle()
         runner.release_workspace(graphs=True)
         before.context.suspend(KVCacheManagementMode.RECOMPUTE, keep_prefix_cache=False)
         host_slots = cache.host_slots
-        # The host may not have memory for a second tier next to it, and it is empty now.
+        # The host tier is empty now, and the host may not have memory for a second one.
         cache.release_host_blocks()
         try:
             with plain_tensors(), base.under_autocast():
@@ -214,9 +202,9 @@ def _memory(
     slots = state_slots(config, layout.states, layout.device) if layout.states else 0
     state_bytes = slots * sum(each.num_bytes for each in layout.states)
     groups = layout.groups(longest)
-    # The members of a tensor-parallel group follow the first one's ids of blocks or pages, which stand for memory.
-    if not peers.least(groups is not None):
-        groups = None
+    # Members of a tensor-parallel group use the first rank's ids of pages.
+    if not peers.least(groups.limited):
+        groups = one_group(len(layout.layers))
     blocks = peers.least(pool_size(config, layout, longest, routes, state_bytes, groups))
     memory = _pool_memory(base, layout.device)
     cache = KVCache(
@@ -236,7 +224,7 @@ def _memory(
         # Routes of a whole sequence are read from its blocks at its end.
         context.scheduler.table.read_routes = cache.read_routes
     else:
-        context.scheduler.limit_reach(layout.reach)
+        context.scheduler.blocks.limit_reach(layout.reach)
     return cache, states, context
 
 
@@ -260,45 +248,74 @@ def _runner(
         min(config.step_tokens, longest),
         together=None if peers.leader is None else peers.leader.encode,
     )
-    # Collectives inside a forward are not captured, and neither are addresses that change with each gathering.
-    captured = config.advanced.cuda_graphs and routers is None and peers.everyone is None and weights.fixed_addresses
-    graphed_rows = config.max_requests * captured * (states is None)
+    if config.exact and (weights.collective or weights.tensor_parallel_mesh is not None):
+        raise UnsupportedModelError(
+            f"InferenceConfig.exact=True: the weights of {type(model).__name__} are spread over the ranks (FSDP, "
+            "ZeRO-3, tensor parallelism); exact mode serves whole weights (one rank, or DDP)"
+        )
     runner = ModelRunner(
         model,
         layout,
         cache,
         context.scheduler.table,
         vision,
-        fused=config.advanced.fused_forward,
-        split=peers.everyone is not None or weights.tensor_parallel_mesh is not None,
-        exact=bool(config.exact),
-        graphed_rows=0 if config.exact else graphed_rows,
-        routers=routers,
-        adapters=base.adapters,
-        leader=peers.leader,
-        lockstep=peers.lockstep,
-        autocast=base.autocast,
+        Installation(model, base.autocast),
+        base.adapters,
+        peers.together,
         states=states,
-        asked=base.lifecycle.lock.asked,
+        routers=routers,
+        exact=bool(config.exact),
         copies=autocast_copies(config, weights, layout.device, context.room),
     )
     context.to_come = partial(bytes_to_come, runner)
+    # Collectives inside a forward are not captured, and neither are addresses that change with each gathering.
+    alone = peers.everyone is None
+    captured = config.advanced.cuda_graphs and routers is None and alone and weights.fixed_addresses and states is None
+    graphed_rows = config.max_requests * captured
+    if not (config.exact and run_exactly(runner, longest, graphed_rows, config.exact)):
+        whole = alone and weights.tensor_parallel_mesh is None
+        _choose_forwards(runner, config, routers, base.lifecycle.lock.asked, graphed_rows, whole=whole)
     if config.exact:
-        if weights.collective or weights.tensor_parallel_mesh is not None:
-            raise UnsupportedModelError(
-                f"InferenceConfig.exact=True: the weights of {type(model).__name__} are spread over the ranks (FSDP, "
-                "ZeRO-3, tensor parallelism); exact mode serves whole weights (one rank, or DDP)"
-            )
-        if kernels_on(layout.device) is triton_exact:
-            if config.exact != "experimental":
-                raise UnsupportedModelError(
-                    f"InferenceConfig.exact=True: the model is on {layout.device}, where exact mode is an experiment: its "
-                    "bits were compared in Triton's interpreter, never on a device. Give InferenceConfig(exact="
-                    "'experimental'), and compare the first batch's log-probs with those in `with rollout.exact(model)`"
-                )
-            run_exactly(runner, longest, graphed_rows)
         runner.refuse_inexact()
     return runner
+
+
+def _choose_forwards(
+    runner: ModelRunner,
+    config: InferenceConfig,
+    routers: Routers | None,
+    asked: ctypes.c_int32,
+    graphed_rows: int,
+    *,
+    whole: bool,
+) -> None:
+    """Give a runner the forwards that are faster than the module's own.
+
+    Args:
+        asked: see `DecodeRuns`.
+        whole: this rank has all weights, and computes alone.
+    """
+    module, layout, cache = runner.module, runner.layout, runner.cache
+    maker: RunForward | None = None
+    if module.library is None:
+        runner.without_fused = module.without_library
+    elif not whole:
+        runner.without_fused = "its weights are split over ranks, and the fused forward reads whole matrices"
+    elif routers is not None:
+        runner.without_fused = "it records the experts that its routers choose (InferenceConfig.record_routes)"
+    elif config.advanced.fused_forward:
+        runner.fused = maker = FusedForward(
+            runner.model, layout, cache, module.library, exact=bool(config.exact), states=runner.states
+        )
+    if graphed_rows and module.paged is not None:
+        # `release_workspace` must not free the graphs' workspace, so it is a separate one.
+        decode = TritonDecode(module.paged.with_own_workspace(), cache)
+        runner.graphs = GraphedDecode(
+            runner.model, layout, cache, graphed_rows, CudaDevice(layout.device), decode, copies=runner.copies
+        )
+        maker = GraphedRuns(runner.forward, runner.graphs, layout.device)
+    if maker is not None and not config.exact:
+        runner.runs = DecodeRuns(maker, runner, asked)
 
 
 def _assemble(
@@ -307,7 +324,6 @@ def _assemble(
     model: nn.Module,
     longest: int,
     cache: KVCache,
-    states: StatePool | None,
     context: DynamicInferenceContext,
     controller: TextGenerationController,
 ) -> EngineParts:
@@ -319,22 +335,13 @@ def _assemble(
     if controller.runner.graphs is not None:
         controller.runner.graphs.watched = watch.modules
     ledger = Ledger(scheduler, controller, clock, tap)
-    admission = Admission(config, controller, longest, clock, cache.routes)
-    failures = FailureContainment(context, controller, ledger, admission, lifecycle, clock)
-    staleness = Staleness(config, scheduler, ledger, admission, failures)
-    stepper = Stepper(scheduler, controller, ledger, failures, watch, tap, lifecycle.lock)
+    intake = Intake(config, lifecycle, controller, scheduler, ledger, watch, longest, clock, cache.routes)
+    stepper = Stepper(context, controller, intake, ledger, lifecycle, base.peers, watch, tap, clock)
     control = EngineControl(
-        config, lifecycle, base.guard, base.adapters, watch, controller, context, ledger, staleness, tap, clock
+        config, lifecycle, base.guard, base.adapters, watch, controller, context, ledger, intake, tap, clock
     )
-    inspection = Inspection(
-        config, longest, lifecycle, base.guard, controller, context, cache, states, ledger, staleness, stepper, watch,
-    )  # fmt: skip
-    intake = Intake(lifecycle, controller, scheduler, admission, ledger, watch)
-    member = GroupMember(base.peers, lifecycle, controller, failures)
-    return EngineParts(
-        config, longest, cache, states, context, controller, admission, ledger, stepper, intake, control, inspection, member,
-        watch,
-    )  # fmt: skip
+    inspection = Inspection(config, longest, lifecycle, base.guard, controller, context, ledger, stepper, watch)
+    return EngineParts(config, longest, cache, context, controller, ledger, stepper, intake, control, inspection, watch)
 
 
 def _keep_host_blocks(cache: KVCache, peers: Peers, gib: float) -> None:

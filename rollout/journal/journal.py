@@ -5,33 +5,104 @@
     mark = journal.checkpoint(step)                  start a new segment; save the mark in the trainer's checkpoint
     for group in journal.since(mark): ...            after a restart: groups finished since that checkpoint
 
-A journal is a folder of segment files (`rollout.journal.segment`), one per checkpoint. Always true: every appended group
-is read back in order, exactly once per `since`, or reported in its `damage`; nothing else is read. Segments older than
-the oldest of `keep_checkpoints` checkpoints are removed. Nothing is unpickled.
+A journal is a folder with one segment file per checkpoint. Always true: every appended group is read back in order,
+exactly once per `since`, or reported in its `damage`; nothing else is read, and nothing is unpickled. Segments older
+than the oldest of `keep_checkpoints` checkpoints are removed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from rollout.errors import ConfigError, DamagedHeaderError, JournalError, RolloutError
-from rollout.journal.lock import FolderLock
-from rollout.journal.reader import (
+from rollout.errors import ConfigError, DamagedHeaderError, EngineStateError, JournalError, RolloutError
+from rollout.journal.segment import (
     Damage,
     FinishedGroup,
     GroupReader,
     Place,
+    SegmentName,
+    SegmentWriter,
+    cure_of,
     pack_group,
+    read_body,
+    segments,
     unpack_group,
 )
-from rollout.journal.segment import SegmentName, SegmentWriter, cure_of, read_body, segments
 from rollout.requests.request import DynamicInferenceRequest
+
+FILE = "lock"
+_held: dict[tuple[int, int], int] = {}
+"""(device, inode) of the folders locked here → process id: a POSIX lock does not exclude its own process."""
+
+
+class FolderLock:
+    """Exclusive lock of a folder by one process, held until `release` or the end of the process.
+
+    It ends with the process even if its children live on: a forked data loader inherits open files but not POSIX
+    record locks.
+
+    Raises:
+        EngineStateError: the folder is locked, names the process; or the lock's path is not a regular file.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = path = folder / FILE
+        self._folder = _identity(os.stat(folder))
+        self._owner = 0
+        if _held.get(self._folder) == os.getpid():
+            # Do not open the file: closing any descriptor of it would release this process's lock.
+            raise EngineStateError(f"{folder} is open in this process already: close() the other one first")
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise EngineStateError(f"{path} is no regular file, and so no lock: remove it, or choose another folder")
+        # O_NOFOLLOW: a planted symbolic link must not make this process overwrite another of its files.
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except BaseException as exc:
+            owner = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+            # Closing the file releases the lock.
+            os.close(self._file)
+            if isinstance(exc, BlockingIOError):
+                raise EngineStateError(
+                    f"{folder} is being written by {owner or 'another process'}: end that one first, or give this one a "
+                    "folder of its own (each rank needs one)"
+                ) from exc
+            raise
+        self._owner = _held[self._folder] = os.getpid()
+
+    def release(self) -> None:
+        """Release the lock. Idempotent; no-op in a forked child, which does not hold it."""
+        if self.is_mine():
+            self._owner = 0
+            del _held[self._folder]
+            os.close(self._file)
+
+    def is_mine(self) -> bool:
+        """Whether this process holds the lock."""
+        return self._owner == os.getpid()
+
+    def is_intact(self) -> bool:
+        """Whether the lock's path still leads to the locked file."""
+        try:
+            return _identity(os.stat(self._path, follow_symlinks=False)) == _identity(os.fstat(self._file))
+        except OSError:
+            return False
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
 
 Fsync = Literal["always", "interval", "never"]
 _log = logging.getLogger(__name__)
@@ -43,12 +114,12 @@ class Journal:
     Args:
         folder: created if missing. Exclusive to one writer: every rank needs its own.
         job: name of the run; a folder of another job is rejected.
-        fsync: when appended groups are forced onto the disk. `always`: before `append` returns; `interval`: by the first
-            `append` after `fsync_interval_s`, by `checkpoint` and by `close`; `never`: left to the operating system. It
-            matters for a crash of the machine only: groups survive the end of the process in any case.
+        fsync: when appended groups are forced onto the disk. `always`: before `append` returns; `interval`: by the
+            first `append` after `fsync_interval_s`, by `checkpoint` and by `close`; `never`: left to the operating
+            system. It matters for a crash of the machine only.
         fsync_interval_s: seconds.
-        keep_checkpoints: number of newest checkpoints that `since` supports. At least 2, because the trainer has not yet
-            saved the newest mark when `checkpoint` returns.
+        keep_checkpoints: number of newest checkpoints that `since` supports. At least 2, because the trainer has not
+            yet saved the newest mark when `checkpoint` returns.
         clock: monotonic seconds; replaceable in tests.
 
     Attributes:
@@ -100,8 +171,8 @@ class Journal:
             key: opaque bytes of the caller, returned with the group.
 
         Raises:
-            JournalError: the write failed (disk full, for example): nothing was added, and a later call may succeed. Or
-                the journal is closed, or was opened before a fork.
+            JournalError: the write failed (disk full, for example): nothing was added, and a later call may succeed.
+                Or the journal is closed, or was opened before a fork.
         """
         self._check_mine()
         record = self._writer.append(pack_group(samples, key))
@@ -113,12 +184,8 @@ class Journal:
     def checkpoint(self, step: int) -> str:
         """Start a new segment, just before the trainer saves a checkpoint that covers all groups appended so far.
 
-        Returns:
-            The mark, to be saved in the checkpoint. `since(mark)` returns the groups appended after this call, until
-            `keep_checkpoints` later checkpoints.
-
-        Raises:
-            JournalError: the new file cannot be created; the journal stays as it was.
+        Returns the mark to save in the checkpoint. `since(mark)` returns the groups appended after this call, until
+        `keep_checkpoints` later checkpoints. After a `JournalError` the journal is as before.
         """
         self._check_mine()
         if self._fsync != "never":
@@ -133,10 +200,8 @@ class Journal:
     def since(self, mark: str | None) -> GroupReader:
         """Return a reader of the groups appended after the checkpoint with this mark; None: of all groups.
 
-        All of them stay on the disk until the next `checkpoint`, even if later marks exist.
-
-        Raises:
-            ConfigError: unknown mark; names the known ones.
+        All of them stay on the disk until the next `checkpoint`. An unknown mark raises a `ConfigError` with the known
+        ones.
         """
         names = segments(self.folder)
         if mark is None:
@@ -162,10 +227,8 @@ class Journal:
         return FinishedGroup(samples, key, place)
 
     def sync(self) -> None:
-        """Force all appended groups onto the disk.
-
-        Raises:
-            JournalError: the disk failed; nothing can be appended until the journal is reopened.
+        """Force all appended groups onto the disk. After a `JournalError` nothing can be appended until the journal is
+        reopened.
         """
         self._writer.sync()
         self._synced = self._clock()

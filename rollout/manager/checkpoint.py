@@ -16,8 +16,7 @@ from rollout.errors import ConfigError, SerializationError
 from rollout.manager.backend import Backend
 from rollout.manager.episodes.player import EpisodePlayer
 from rollout.manager.episodes.saved import SAVED_GROUPS, portable
-from rollout.manager.groups import GroupLedger
-from rollout.manager.recovery import GroupJournal
+from rollout.manager.groups import GroupJournal, GroupLedger
 from rollout.requests.codec import INT, STR, Codec, decode_fields, list_of, refuse, unpack_msgpack
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import REQUEST, DynamicInferenceRequest

@@ -1,93 +1,224 @@
-"""`generate`, `submit` and `as_completed` of a manager: groups of samples of one prompt each."""
+"""`generate`, `submit` and `as_completed` of a manager: groups of samples of one prompt each, and their checkpoints."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollout.errors import ConfigError, EngineStateError, RolloutFailedError
+from rollout.engine.parts.controller import TextGenerationController
+from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutFailedError
+from rollout.journal.segment import FinishedGroup
 from rollout.manager import checkpoint
-from rollout.manager.batch import RolloutBatch
-from rollout.manager.rounds import OnError, Rounds, check_on_error, itself
-from rollout.manager.run_loop import GroupGoal
-from rollout.manager.submission import prompts_of, submit
-from rollout.requests.prompt import Prompt
-from rollout.sampling_params import SamplingParams, one_each
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.checkpoint import check_portable
+from rollout.manager.rounds import OnError, Rounds, check_on_error
+from rollout.manager.run_loop import GroupGoal, length_key
+from rollout.requests.prompt import Prompt, has_images
+from rollout.sampling_params import SamplingParams, one_each, takes_options, warn_of_equal_samples
+from rollout.threads.interrupts import uninterrupted
+
+
+def prompts_of(controller: TextGenerationController, prompts: Any, name: str = "prompts") -> list[Any]:
+    """The prompts of one call, without padding.
+
+    Raises:
+        TypeError: it is one prompt instead of a list of prompts.
+        InvalidRequestError: see `unpadded`.
+    """
+    prompts = controller.unpadded(prompts, name)
+    if isinstance(prompts, str | bytes | Mapping):
+        kind = f"one {type(prompts).__name__}"
+    elif getattr(prompts, "ndim", 2) == 1:
+        kind = "one sequence of token ids"
+    elif isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], Mapping) and "role" in prompts[0]:
+        kind = "one list of chat messages"
+    else:
+        return list(prompts)
+    raise TypeError(f"{name} is {kind}: pass a list of prompts, [prompt] for one")
+
+
+def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], extras: list[Any]) -> list[int]:
+    """Queue a group per prompt, the longest expected completions first, or take it finished from the journal.
+
+    The caller holds the engine's lock.
+
+    Returns:
+        Group ids, in the order of the prompts.
+
+    Raises:
+        InvalidRequestError, TypeError, ConfigError: a prompt can never be served; names it. Nothing was queued.
+    """
+    loop, backend = rounds.loop, rounds.backend
+    if len(extras) != len(prompts):
+        raise ConfigError(f"metadata has {len(extras)} entries for {len(prompts)} prompts: pass one each")
+    for index, extra in enumerate(extras):
+        check_portable(f"metadata[{index}]", extra)
+    for each in params:
+        warn_of_equal_samples(each, each.n)
+    first = backend.next_group_id
+    added: list[int] = []
+    finished: dict[int, FinishedGroup] = {}
+    where = "prompts"
+    try:
+        prompts = list(prompts)
+        for position, prompt in enumerate(prompts):
+            if has_images(prompt):
+                where = f"prompts[{position}]"
+                # Prompts with images are told apart by their content.
+                prompts[position] = rounds.engine.controller.tokenize(prompt)
+        keys = [length_key(prompt) for prompt in prompts]
+        journal_keys = [loop.journal.key(*each) for each in zip(prompts, params, extras, strict=True)]
+        for position in loop.lengths.longest_first(keys):
+            where = f"prompts[{position}]"
+            with uninterrupted():
+                if group := loop.journal.submitted(journal_keys[position], first + position):
+                    finished[position] = group
+                    continue
+                added.append(first + position)
+                backend.submit(added[-1], prompts[position], params[position], extras[position])
+        with uninterrupted():
+            for position, key in enumerate(keys):
+                loop.groups.add(first + position, params[position].n, key, journal_keys[position])
+            for group in finished.values():
+                loop.book(group.samples)
+            backend.reserve_group_ids(first + len(prompts))
+            loop.submitted(first, prompts, params)
+    except BaseException as exc:
+        loop.journal.put_back(finished.values())
+        loop.abort(added)
+        if isinstance(exc, InvalidRequestError):
+            raise exc.at(f"{where}: ") from exc
+        if isinstance(exc, TypeError | ConfigError):
+            raise type(exc)(f"{where}: {exc}") from exc
+        raise
+    return list(range(first, first + len(prompts)))
 
 
 class Generation:
-    """The groups in flight of one manager.
-
-    Attributes:
-        pacer: chooses the groups that have to end before an update.
-    """
+    """The groups in flight of one manager. `pacer` chooses those that have to end before an update."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
         self.pacer = rounds.new_pacer()
 
+    @takes_options
     def generate(
         self,
+        /,
         prompts: Iterable[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        min_groups: int | None,
-        metadata: Sequence[Any] | None,
-        on_error: OnError,
-        progress: bool | None,
-        timeout_s: float | None,
+        min_groups: int | None = None,
+        metadata: Sequence[Any] | None = None,
+        on_error: OnError = "raise",
+        progress: bool | None = None,
+        timeout_s: float | None = None,
+        **fields: Any,
     ) -> RolloutBatch:
-        """See `RolloutManager.generate`."""
+        """Sample completions; blocks until they are done.
+
+        On several ranks every rank calls it, with its own prompts or with `[]`, and all ranks return together: a rank that
+        finishes early computes for the others. If it raises on one rank, the others wait until that rank calls again or
+        ends; after `control_timeout_s` they raise a `DeadlineError` that names it. Sharded weights are gathered when all
+        ranks have called it. Threads that call it take turns.
+
+        Args:
+            prompts: texts, token id sequences, lists of chat messages, or what a processor returned for one prompt with
+                images; or the output of one call of the tokenizer, whose padding is dropped by its `attention_mask`.
+            sampling_params: for all prompts, or one per prompt; `n` samples per prompt.
+            min_groups: None: return exactly these prompts. A number: return as soon as that many groups (a prompt with its
+                samples) have finished, earlier calls' groups included. The rest stays in flight and continues in the next
+                call, under the new weights. With `max_staleness`, `generate` also waits for groups that would be too old
+                after the next updates.
+            metadata: one msgpack-able object per prompt, returned in `batch.metadata`.
+            on_error: `raise`: a failed sample raises `RolloutFailedError`, which carries the whole batch. `mask`: its row
+                is masked and named in `batch.errors`.
+            progress: a progress bar. None: on a terminal, once a call takes more than two seconds.
+            timeout_s: raise after this many seconds; what is in flight stays in flight.
+            fields: fields of `SamplingParams` for all prompts, in place of `sampling_params`: `generate(prompts, n=8)`.
+
+        Returns:
+            Samples of a prompt side by side, prompts in order of submission.
+
+        Raises:
+            InvalidRequestError: a prompt can never be served; nothing of this call was queued.
+            EngineStateError: paused, suspended or closed; or the ranks differ in version or calls (raised on all).
+            WeightsChangedError: weights have changed without an optimizer step; names them. Nothing was queued.
+            EngineDeadError: too many steps in a row have failed.
+            DeadlineError: `timeout_s` has passed, or another rank is missing; names it.
+            ConnectionLostError: the coordinator was lost, and none took its place within `control_timeout_s`.
+            JournalError: a finished group cannot be written; it stays in flight, and the next call tries again.
+            RolloutFailedError: see `on_error`.
+            KeyboardInterrupt: Ctrl-C, at the end of the step; this call's prompts are aborted.
+        """
         check_on_error(on_error)
         if min_groups is not None and (type(min_groups) is not int or min_groups < 0):
             raise ConfigError(f"min_groups={min_groups!r}: must be None or an integer of at least 0")
         rounds, loop, groups = self._rounds, self._rounds.loop, self._rounds.groups
         with rounds.round("generate", timeout_s):
-            mine = self.submit(prompts, sampling_params, metadata)
+            mine = self.submit(prompts, sampling_params, metadata=metadata)
             try:
                 if min_groups is None:
-                    goal = GroupGoal(groups.unfinished, mine, len(mine), set)
+                    goal = GroupGoal(groups.unfinished, set(mine), len(mine), set)
                 else:
-                    self.begin_round()
-                    goal = GroupGoal(groups.unfinished, groups, min(min_groups, len(groups)), self.too_old)
+                    number = min(min_groups, len(groups))
+                    goal = GroupGoal(groups.unfinished, set(groups), number, self.begin_round())
                 loop.run(goal, progress=progress, timeout_s=timeout_s)
                 return self._hand_out(mine if min_groups is None else groups.complete(), on_error)
             except (KeyboardInterrupt, SystemExit):
                 loop.abort(mine)
                 raise
 
-    def begin_round(self) -> None:
-        """Tell the pacer that a call begins that leaves groups in flight."""
+    def begin_round(self) -> Callable[[], set[int] | None]:
+        """Begin a call that leaves groups in flight; the result tells which may not be left (None: not known yet)."""
         self.pacer.begin_round(self._rounds.engine.policy_version)
+        return lambda: self._rounds.too_old(self.pacer, self._rounds.groups)
 
-    def too_old(self) -> set[int] | None:
-        """Groups that may not be left in flight; None: not known yet."""
-        return self._rounds.too_old(self.pacer, self._rounds.groups, itself)
-
+    @takes_options
     def submit(
         self,
+        /,
         prompts: Iterable[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        metadata: Sequence[Any] | None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        metadata: Sequence[Any] | None = None,
+        **fields: Any,
     ) -> list[int]:
-        """See `RolloutManager.submit`."""
-        rounds, controller = self._rounds, self._rounds.engine.controller
-        prompts = prompts_of(controller, prompts)
+        """Queue prompts for the next `generate` or `as_completed`; returns their group ids.
+
+        Prompts whose completions were long in earlier calls start first, because a batch ends with its longest sample.
+
+        Raises:
+            InvalidRequestError, TypeError: a prompt can never be served; names it. Nothing of this call was queued.
+        """
+        rounds = self._rounds
+        prompts = prompts_of(rounds.engine.controller, prompts)
         params = one_each(sampling_params, len(prompts))
         extras = [None] * len(prompts) if metadata is None else list(metadata)
         added: list[int] = []
         try:
             with rounds.engine.locked():
-                added = submit(rounds.loop, rounds.backend, controller.tokenize, prompts, params, extras)
+                added = submit(rounds, prompts, params, extras)
         except (KeyboardInterrupt, SystemExit):
             # It came while interrupts were deferred, and takes effect only now.
             rounds.loop.abort(added)
             raise
         return added
 
-    def as_completed(self, group_ids: Iterable[int] | None, on_error: OnError) -> Iterator[RolloutBatch]:
-        """See `RolloutManager.as_completed`."""
+    def as_completed(
+        self, group_ids: Iterable[int] | None = None, *, on_error: OnError = "raise"
+    ) -> Iterator[RolloutBatch]:
+        """Run, and yield each group as it finishes (also groups submitted meanwhile, if `group_ids` is None).
+
+        If the loop ends early, the other groups stay in flight. On several ranks every rank runs such a loop (or a
+        `generate`), and waits for the others at its end. Sharded weights stay gathered until then.
+
+        Raises:
+            WeightsChangedError: at the start of the loop, see `generate`.
+            KeyError: a group id that was never given out, or was handed out already.
+            RolloutFailedError: the group at hand failed, see `generate`; the others stay in flight.
+        """
         check_on_error(on_error)
         if (lockstep := self._rounds.engine.peers.lockstep) is not None:
             raise EngineStateError(
@@ -118,7 +249,7 @@ class Generation:
             if not mine:
                 return None
             rounds.ensure_running()
-            rounds.loop.run(GroupGoal(groups.unfinished, mine, 1, set), alone=True)
+            rounds.loop.run(GroupGoal(groups.unfinished, set(mine), 1, set), alone=True)
             ended = next(each for each in mine if each not in groups.unfinished)
             return self._hand_out([ended], on_error)
 
@@ -128,7 +259,8 @@ class Generation:
         if not rounds.closed and not sys.is_finalizing() and (rounds.loop.attended or not rounds.backend.try_finish()):
             with rounds.turn("as_completed"):
                 rounds.ensure_running()
-                rounds.loop.run(GroupGoal(rounds.groups.unfinished, (), 0, set))
+                rounds.follow_model()
+                rounds.loop.run(GroupGoal(rounds.groups.unfinished, set(), 0, set))
 
     def _hand_out(self, group_ids: Sequence[int], on_error: OnError) -> RolloutBatch:
         rounds = self._rounds
@@ -140,7 +272,7 @@ class Generation:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """See `RolloutManager.state_dict`."""
+        """Everything in flight, with versions and random streams, for torch.save (`weights_only`) or msgpack."""
         rounds = self._rounds
         with rounds.engine.locked():
             rounds.loop.take_ended()
@@ -150,7 +282,17 @@ class Generation:
             )  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `RolloutManager.load_state_dict`."""
+        """Continue what `state_dict` saved. The model must hold the weights of that moment.
+
+        Episodes continue with the next `run`, in new environments (see docs/how-to/agents.md). If this raises, nothing is in
+        flight.
+
+        Raises:
+            EngineStateError: requests are in flight here already.
+            ConfigError: this manager has a later policy version already, or the state is of another model.
+            SerializationError: not a state of this package, another format, or damaged; names the field.
+            InvalidRequestError: a request does not fit this engine (for example, its pool is smaller).
+        """
         rounds, loop, player = self._rounds, self._rounds.loop, self._rounds.player
         with rounds.turn("load_state_dict"):
             loop.take_ended()

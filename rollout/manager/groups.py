@@ -6,10 +6,20 @@ results of groups that are not here (aborted, handed out) are refused.
 
 from __future__ import annotations
 
+import hashlib
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgpack
+
+from rollout.journal.journal import Journal
+from rollout.journal.segment import FinishedGroup, Place
+from rollout.requests.images import images_of
 from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.spans import VersionSpans
+from rollout.sampling_params import SamplingParams
 
 
 @dataclass
@@ -32,6 +42,8 @@ class GroupLedger:
         self.unfinished: set[int] = set()
         """Ids of groups of which samples are missing."""
         self.samples_missing = 0
+        self.rewards: dict[int, list[float | None]] = {}
+        """Rewards of the samples of groups that `generate_scored` keeps."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -86,6 +98,7 @@ class GroupLedger:
         """Remove groups that were handed out or given up. Unknown ids are ignored."""
         for each in group_ids:
             group = self._groups.pop(each, None)
+            self.rewards.pop(each, None)
             if group is not None:
                 self.unfinished.discard(each)
                 self.samples_missing -= group.size - len(group.results)
@@ -96,3 +109,140 @@ class GroupLedger:
             oldest = self._groups[each].oldest_version
             if oldest is not None:
                 yield each, oldest
+
+
+Samples = list[DynamicInferenceRequest]
+_TURN = b"turn:"
+
+
+class GroupJournal:
+    """Writes finished groups to a journal, and gives them out again after a restart.
+
+    Args:
+        journal: None: nothing is written, and nothing was finished earlier.
+    """
+
+    def __init__(self, journal: Journal | None = None) -> None:
+        self._journal = journal
+        self._unwritten: list[tuple[bytes, Samples]] = []
+        self._version = 0
+        self._by_id: dict[int, Place] = {}
+        self._by_key: defaultdict[bytes, deque[Place]] = defaultdict(deque)
+
+    def key(self, prompt: Any, params: SamplingParams, metadata: Any) -> bytes:
+        """`key_of` the group; empty without a journal."""
+        return b"" if self._journal is None else key_of(prompt, params, metadata)
+
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    def write(self, results: Iterable[DynamicInferenceRequest], groups: GroupLedger) -> None:
+        """Append the groups that have ended with these results.
+
+        Raises:
+            JournalError: the disk is full, say; the next call tries again.
+        """
+        if self._journal is None:
+            return
+        for group_id in dict.fromkeys(result.request_id for result in results):
+            if group_id in groups and group_id not in groups.unfinished:
+                samples = groups.results([group_id])
+                if all(sample.error is None for sample in samples):
+                    self._unwritten.append((groups.key(group_id), samples))
+        while self._unwritten:
+            key, samples = self._unwritten[0]
+            self._journal.append(samples, key)
+            del self._unwritten[0]
+
+    def add_turn(self, prompt: Any, params: SamplingParams, turn: DynamicInferenceRequest) -> None:
+        """Have the next `write` append a turn of an episode."""
+        if self._journal is not None:
+            self._unwritten.append((_turn_key(prompt, params), [turn]))
+
+    def checkpoint(self, version: int) -> str:
+        """Begin a new journal file for a checkpoint of this policy version; returns its mark, "" without a journal.
+
+        Raises:
+            JournalError: no new file can be made; the journal goes on as it was.
+        """
+        if self._journal is None:
+            return ""
+        mark = self._journal.checkpoint(version)
+        # What a full disk kept out is in the checkpoint, or was handed out before it.
+        self._unwritten.clear()
+        return mark
+
+    # --- after a restart ----------------------------------------------------------------------------------------
+
+    def restore(self, mark: str, version: int) -> None:
+        """Go on from a checkpoint: its mark, and its policy version.
+
+        Raises:
+            ConfigError: the journal does not know it.
+        """
+        by_id: dict[int, Place] = {}
+        by_key: defaultdict[bytes, deque[Place]] = defaultdict(deque)
+        if self._journal is not None and mark:
+            for group in self._journal.since(mark):
+                if group.samples and not group.key.startswith(_TURN):
+                    by_id[group.samples[0].request_id] = group.place
+                by_key[group.key].append(group.place)
+        self._version, self._by_id, self._by_key = version, by_id, by_key
+
+    def in_flight(self, group_id: int, tokens: list[int], params: SamplingParams) -> Samples | None:
+        """A group that the checkpoint has in flight and that was finished since; None: it has to be computed."""
+        place = self._by_id.get(group_id)
+        group = self._read(place)
+        if place is None or group is None:
+            return None
+        first = group.samples[0]
+        if first.prompt_tokens != tokens or first.sampling_params != params:
+            return None
+        self._by_key[group.key].remove(place)
+        return self._here(group.samples, group_id)
+
+    def submitted(self, key: bytes, group_id: int) -> FinishedGroup | None:
+        """A group of this key that was finished since, from now on under this id; None: it has to be computed."""
+        places = self._by_key.get(key)
+        while places:
+            group = self._read(places.popleft())
+            if group is not None:
+                self._here(group.samples, group_id)
+                return group
+        return None
+
+    def turn(self, prompt: Any, params: SamplingParams, request_id: int) -> DynamicInferenceRequest | None:
+        """A turn of an episode that ended after the checkpoint, from now on under this id; None: it has to be sampled."""
+        group = self.submitted(_turn_key(prompt, params), request_id) if self._by_key else None
+        return None if group is None else group.samples[0]
+
+    def put_back(self, groups: Iterable[FinishedGroup]) -> None:
+        """Return unused groups of `submitted`, in the order they were given out."""
+        for group in reversed(list(groups)):
+            self._by_key[group.key].appendleft(group.place)
+
+    def _read(self, place: Place | None) -> FinishedGroup | None:
+        return None if self._journal is None or place is None else self._journal.read(place)
+
+    def _here(self, samples: Samples, group_id: int) -> Samples:
+        for sample in samples:
+            sample.request_id = group_id
+            sample.policy_version = min(sample.policy_version, self._version)
+            sample.policy_spans = self._known_here(sample.policy_spans.runs)
+            sample.kv_spans = self._known_here(sample.kv_spans.runs)
+        return samples
+
+    def _known_here(self, runs: Iterable[tuple[int, int]]) -> VersionSpans:
+        return VersionSpans((min(version, self._version), count) for version, count in runs)
+
+
+def _turn_key(prompt: Any, params: SamplingParams) -> bytes:
+    # The seed among the parameters is of the episode and the turn.
+    return _TURN + key_of(prompt, params, None)
+
+
+def key_of(prompt: Any, params: SamplingParams, metadata: Any) -> bytes:
+    """SHA-256 of a submitted group: equal where prompt, parameters and metadata are."""
+    plain = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if (images := images_of(prompt)) is not None:
+        plain = [list(prompt), images.digest]
+    return hashlib.sha256(msgpack.packb([plain, params.serialize(), metadata], default=str)).digest()

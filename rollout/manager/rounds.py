@@ -1,32 +1,81 @@
-"""`Rounds`: begins and ends every call of a manager that steps its engine, and owns what these calls share."""
+"""`Rounds`: begins and ends every call of a manager that steps its engine, and owns what these calls share.
+
+Holds of a manager on its engine: `pause` until `unpause` or `resume`, `suspend` until `resume`, `suspended` and the
+optimizer hook until the next `generate`. What a caller stopped explicitly stays stopped whatever the hook does.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
-from rollout.distributed.job.gathering import Gathering
+from rollout.distributed.job.meeting import Gathering
 from rollout.distributed.job.world import World
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.errors import ConfigError, EngineStateError, RolloutFailedError
+from rollout.engine.parts.context import MemoryMove
+from rollout.engine.parts.holds import BLOCK, DIRECT, PAUSE, SUSPEND, UPDATE, HoldLevel
+from rollout.errors import ConfigError, EngineStateError, RolloutFailedError, warn_caller
 from rollout.journal.journal import Journal
 from rollout.manager.backend import Backend
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.images import ImageLayout
 from rollout.manager.episodes.player import EpisodePlayer
-from rollout.manager.groups import GroupLedger
-from rollout.manager.images import ImageLayout
-from rollout.manager.pacing import Groups, StalenessPacer
-from rollout.manager.recovery import GroupJournal
-from rollout.manager.suspension import Suspension
+from rollout.manager.groups import GroupJournal, GroupLedger
+from rollout.manager.parallel import loop_of
 from rollout.manager.telemetry import RolloutMetrics
-from rollout.manager.tensor_parallel import loop_of
-from rollout.state import EngineState
+from rollout.state import EngineState, KVCacheManagementMode, Mode
 from rollout.threads.interrupts import interrupt_deferred
 
 OnError = Literal["raise", "mask"]
 Batch = TypeVar("Batch", bound=RolloutBatch)
+
+
+class Groups(Protocol):
+    """Groups in flight: a `GroupLedger`, or groups of episodes."""
+
+    @property
+    def unfinished(self) -> set[int]:
+        """Ids of unfinished groups."""
+
+    def oldest_versions(self) -> Iterable[tuple[int, int]]:
+        """(group id, oldest version of a returned token) of unfinished groups that have one."""
+
+
+class StalenessPacer:
+    """Chooses the unfinished groups that a `generate` with `min_groups` has to wait for.
+
+    A round is the time between two such calls, and is expected to have as many weight updates as the last one. A group left
+    in flight ages by that many before it can be used, so one that would then exceed the limit has to finish first.
+    """
+
+    def __init__(self, max_staleness: int | None, updates_per_round: int = 1) -> None:
+        self.max_staleness = max_staleness
+        self.updates_per_round = updates_per_round
+        self._version: int | None = None
+
+    def begin_round(self, version: int) -> None:
+        """Begin a call under this policy version, which tells how many updates the last round had."""
+        if self._version is not None and version > self._version:
+            self.updates_per_round = version - self._version
+        self._version = version
+
+    def too_old(self, groups: Groups, staleness: Iterable[tuple[int, int]], version: int) -> set[int]:
+        """Return ids of unfinished groups that may not be left in flight.
+
+        Args:
+            groups: their returned samples count too, because they are handed out with the last one.
+            staleness: (group id, updates since its oldest token was sampled) of samples that have not returned.
+            version: the policy version.
+        """
+        if self.max_staleness is None:
+            return set()
+        oldest = dict.fromkeys(groups.unfinished, 0)
+        returned = ((group_id, version - sampled) for group_id, sampled in groups.oldest_versions())
+        for group_id, age in (*staleness, *returned):
+            if group_id in oldest:
+                oldest[group_id] = max(oldest[group_id], age)
+        return {each for each, age in oldest.items() if age + self.updates_per_round > self.max_staleness}
 
 
 class Rounds:
@@ -35,7 +84,6 @@ class Rounds:
     Attributes:
         loop: steps the engine until a goal is reached.
         player: plays episodes.
-        suspension: pause and suspend, by the trainer's calls and by the optimizer hook.
         closed: whether the manager was closed.
     """
 
@@ -50,7 +98,6 @@ class Rounds:
         self.engine = engine
         self.backend = backend
         self.metrics = RolloutMetrics(engine, clock)
-        self.suspension = Suspension(engine, self.metrics)
         self.closed = False
         gathering = Gathering(engine, backend.barrier, World.of_torch() if engine.weights.collective else None)
         follows = engine.peers.group is not None and not engine.peers.group.leads
@@ -66,8 +113,10 @@ class Rounds:
         return self.loop.groups
 
     def new_pacer(self, updates_per_round: int = 1) -> StalenessPacer:
-        """A pacer of the configured staleness."""
+        """Return a pacer of the configured staleness."""
         return StalenessPacer(self.engine.config.max_staleness, updates_per_round)
+
+    # --- calls --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def turn(self, call: str, timeout_s: float | None = None) -> Iterator[None]:
@@ -82,15 +131,25 @@ class Rounds:
 
     @contextmanager
     def round(self, call: str, timeout_s: float | None = None) -> Iterator[None]:
-        """A turn in which the engine runs with the model as it is now."""
+        """A turn in which the engine runs with the current model."""
         with self.turn(call, timeout_s):
             self.ensure_running()
             self.follow_model()
             self.engine.check_weights()
             yield
 
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """A turn in which the weights are gathered and nothing is sampled."""
+        with self.turn("score"):
+            self.ensure_running()
+            self.follow_model()
+            with self.loop.gathering.held():
+                self.loop.gathering.ensure()
+                yield
+
     def follow_model(self) -> None:
-        """Build the engine again if the trainer has sharded the weights by FSDP2, resized the vocabulary or changed masks.
+        """Rebuild the engine if the trainer has sharded the weights by FSDP2, resized the vocabulary or changed masks.
 
         Every rank calls it.
         """
@@ -106,16 +165,6 @@ class Rounds:
             self.loop.gathering.ensure()
             self.engine.rebuild() if rebuild else self.engine.follow_model()
 
-    def ensure_running(self) -> None:
-        """End the holds of the optimizer hook.
-
-        Raises:
-            EngineStateError: closed, or stopped explicitly.
-        """
-        if self.closed:
-            raise EngineStateError("generating after close(): build another RolloutManager")
-        self.suspension.ensure_running()
-
     def refuse_in_group(self, call: str) -> None:
         """Raises: EngineStateError: other ranks compute every step with this one."""
         if (group := self.engine.peers.everyone) is not None:
@@ -124,13 +173,15 @@ class Rounds:
                 "the other members would not hear of it; generate() serves groups"
             )
 
-    def too_old(self, pacer: StalenessPacer, groups: Groups, owner: Callable[[int], int | None]) -> set[int] | None:
-        """Groups that must end before the next update; None: the ages are not known yet.
+    def too_old(
+        self, pacer: StalenessPacer, groups: Groups, owner: Callable[[int], int | None] = lambda number: number
+    ) -> set[int] | None:
+        """Return the groups that must finish before the next update; None: the ages are not known yet.
 
         Args:
             owner: group of an id in the backend; None: it is in no group.
         """
-        if self.engine.config.max_staleness is None:
+        if pacer.max_staleness is None:
             return set()
         known = self.backend.staleness()
         if known is None:
@@ -138,7 +189,60 @@ class Rounds:
         ages = [(group, age) for number, age in known if (group := owner(number)) is not None]
         return pacer.too_old(groups, ages, self.engine.policy_version)
 
-    # --- batches ----------------------------------------------------------------------------------------------------
+    # --- holds --------------------------------------------------------------------------------------------------------
+
+    def ensure_running(self) -> None:
+        """End the holds of `make_way`. The coordinator may hold the engine still.
+
+        Raises:
+            EngineStateError: closed, stopped explicitly, or inside `suspended`; names the cure.
+        """
+        holds = self.engine.holds
+        if self.closed:
+            raise EngineStateError("generating after close(): build another RolloutManager")
+        if BLOCK in holds:
+            raise EngineStateError("generating inside `with manager.suspended():`: leave the block first")
+        if SUSPEND in holds:
+            raise EngineStateError("generating while suspended: call manager.resume() first")
+        if PAUSE in holds or holds.level(DIRECT) is HoldLevel.PAUSED:
+            raise EngineStateError("generating while paused: call manager.unpause() first")
+        if self.engine.state is not EngineState.STOPPED:
+            self.release(UPDATE, DIRECT)
+
+    def make_way(self, mode: Mode) -> None:
+        """Take the KV cache off the device until the next `ensure_running`, unless it is off already."""
+        if self.engine.state is not EngineState.STOPPED:
+            self.suspend(UPDATE, mode, keep_prefix_cache=False)
+
+    def release(self, *holders: str) -> MemoryMove:
+        """End these holds, and measure a resume."""
+        if not self._suspended():
+            return self.engine.holds.release(*holders)
+        with self.metrics.phase("resume"), interrupt_deferred():
+            move = self.engine.holds.release(*holders)
+            if not self._suspended():
+                # Otherwise the copies would count as generating.
+                self.engine.parts.control.wait_until_restored()
+        if not self._suspended():
+            self.metrics.resumed(move)
+        return move
+
+    def suspend(self, holder: str, mode: Mode, *, keep_prefix_cache: bool) -> MemoryMove:
+        """Hold the engine without its KV cache on the device, and measure the suspend."""
+        chosen = KVCacheManagementMode.parse(mode)
+        self.engine.guard.release()
+        if self._suspended():
+            return self.engine.holds.hold(holder, HoldLevel.SUSPENDED)
+        with self.metrics.phase("suspend"), interrupt_deferred():
+            move = self.engine.holds.hold(holder, HoldLevel.SUSPENDED, chosen, keep_prefix_cache=keep_prefix_cache)
+        self.metrics.enter_phase("train")
+        self.metrics.suspended(move)
+        return move
+
+    def _suspended(self) -> bool:
+        return self.engine.state is EngineState.SUSPENDED
+
+    # --- batches ------------------------------------------------------------------------------------------------------
 
     def batch_options(self) -> dict[str, Any]:
         """Arguments of `RolloutBatch.from_requests` that are the same for every batch."""
@@ -148,9 +252,10 @@ class Rounds:
             "pad_token_id": _pad_token_id(tokenizer, getattr(model, "config", None)),
             "max_staleness": self.engine.config.max_staleness,
             "device": self.engine.guard.training_device,
-            "image_layout": self.image_layout(),
+            "image_layout": self.image_layout,
         }
 
+    @property
     def image_layout(self) -> ImageLayout | None:
         """How the model finds images among its tokens; None: it is of no family that is served images."""
         vision = self.engine.controller.runner.vision
@@ -184,10 +289,13 @@ class Rounds:
             )
         return batch
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give up what is in flight, with a warning, and free the engine's memory. Harmless when repeated."""
+        """Give up the groups in flight (with a warning) and free the engine's memory. Harmless when repeated.
+
+        The model trains on as before; an attached optimizer hook has nothing more to do.
+        """
         if self.closed:
             return
         self.player.refuse_inside("close")
@@ -207,29 +315,18 @@ class Rounds:
         given_up = len(self.groups)
         self.loop.groups = GroupLedger()
         if given_up:
-            warnings.warn(
-                f"close() gives up {given_up} groups in flight; save state_dict() first to continue them later",
-                stacklevel=3,
-            )
+            warn_caller(f"close() gives up {given_up} groups in flight; save state_dict() first to continue them later")
         if episodes:
-            warnings.warn(f"close() gives up {episodes} groups of episodes in play", stacklevel=3)
+            warn_caller(f"close() gives up {episodes} groups of episodes in play")
 
 
 def check_on_error(on_error: str) -> None:
-    """Raises: ConfigError: none of the values of `OnError`."""
+    """Raises: ConfigError: not a value of `OnError`."""
     if on_error not in ("raise", "mask"):
         raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'mask'")
 
 
-def itself(number: int) -> int:
-    """The group of an id in the backend, if every id is a group."""
-    return number
-
-
 def _pad_token_id(*owners: Any) -> int:
-    for owner in owners:
-        for name in ("pad_token_id", "eos_token_id"):
-            value = getattr(owner, name, None)
-            if isinstance(value, int):
-                return value
-    return 0
+    names = ("pad_token_id", "eos_token_id")
+    known = (getattr(owner, name, None) for owner in owners for name in names)
+    return next((value for value in known if isinstance(value, int)), 0)

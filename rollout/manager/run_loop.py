@@ -1,27 +1,121 @@
-"""Steps a manager's backend until groups have ended, and books every sample that ends."""
+"""Progress bar of a `generate`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from rollout.distributed.job.gathering import Gathering
+import numpy as np
+from tqdm import tqdm
+
+from rollout.distributed.job.meeting import Gathering
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import DeadlineError
 from rollout.manager.backend import Backend
-from rollout.manager.episodes.open_samples import OpenSamples
-from rollout.manager.groups import GroupLedger
-from rollout.manager.lengths import LengthBook
-from rollout.manager.progress import ProgressBar
-from rollout.manager.recovery import GroupJournal
+from rollout.manager.groups import GroupJournal, GroupLedger
+from rollout.manager.open_samples import OpenSamples
 from rollout.manager.telemetry import RolloutMetrics
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
 from rollout.threads.interrupts import uninterrupted
+
+BAR_AFTER_S = 2.0
+"""Without `progress=True` a bar is shown only in calls that take longer."""
+
+
+class ProgressBar:
+    """Ended groups out of `total`. Use as a context manager; leaves no trace when it closes.
+
+    Args:
+        total: groups waited for.
+        shown: True or False; None: on a terminal, after `BAR_AFTER_S`.
+    """
+
+    def __init__(self, total: int, shown: bool | None) -> None:
+        self._bar = tqdm(
+            total=total,
+            desc="rollout",
+            unit="group",
+            leave=False,
+            disable=None if shown is None else not shown,
+            delay=BAR_AFTER_S if shown is None else 0.0,
+        )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is, or may later be, written."""
+        return not self._bar.disable
+
+    def show(self, ended: Callable[[], int], running: int) -> None:
+        """Bring the bar up to date.
+
+        Args:
+            ended: counts the ended groups; asked only when there is a bar.
+            running: samples that advance with every step.
+        """
+        if self.enabled:
+            self._bar.set_postfix(running=running, refresh=False)
+            self._bar.update(min(ended(), self._bar.total) - self._bar.n)
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.close()
+
+
+NEWEST_SHARE = 0.5
+"""Of the newest length in a prompt's running mean: the policy changes, and the lengths with it."""
+
+
+class LengthBook:
+    """Running mean of completion lengths, per prompt and over all.
+
+    Args:
+        capacity: prompts remembered; the least recently seen go first.
+    """
+
+    def __init__(self, capacity: int = 1 << 16) -> None:
+        self._capacity = capacity
+        self._means: OrderedDict[Hashable, float] = OrderedDict()
+        self._overall: float | None = None
+
+    def observe(self, prompt: Hashable, length: int) -> None:
+        """Add the completion length of an ended sample to its prompt's mean; `prompt` is its `length_key`."""
+        before = self._means.pop(prompt, None)
+        self._means[prompt] = length if before is None else before + NEWEST_SHARE * (length - before)
+        self._overall = length if self._overall is None else self._overall + 0.01 * (length - self._overall)
+        if len(self._means) > self._capacity:
+            self._means.popitem(last=False)
+
+    def longest_first(self, prompts: Sequence[Hashable]) -> list[int]:
+        """Positions of prompts, the longest expected first; equal ones, and all where nothing is known, in their order.
+
+        A prompt never seen before counts as the mean of all.
+        """
+        overall = self._overall or 0.0
+        expected = np.array([self._means.get(prompt, overall) for prompt in prompts], dtype=float)
+        order: list[int] = np.argsort(-expected, kind="stable").tolist()
+        return order
+
+
+def length_key(prompt: Any) -> Hashable:
+    """Hash of a prompt: equal for equal prompts; a collision only affects the order of starting."""
+    if isinstance(prompt, str):
+        return hash(prompt)
+    if isinstance(prompt, Mapping):
+        prompt = np.ravel(prompt.get("input_ids", ()))
+    try:
+        return hash(tuple(prompt.tolist() if hasattr(prompt, "tolist") else prompt))
+    except TypeError:
+        return hash(repr(prompt))
+
 
 PATIENCE_S = 0.1
 """Longest wait while environments are busy, after which their deadlines are looked at."""
@@ -41,36 +135,30 @@ class Goal(Protocol):
         """Whether enough has ended; asked before every step."""
 
 
+@dataclass(eq=False)
 class GroupGoal:
-    """A number of groups have ended, and then all that are awaited.
+    """A number of groups have finished, and then all that are awaited."""
 
-    Args:
-        unfinished: ids of unfinished groups, kept up to date by their owner.
-        among: ids of the groups that count.
-        number: how many of them must have ended.
-        awaited: ids of groups that must have ended too; asked once the number is reached, until it is not None.
-    """
-
-    def __init__(
-        self, unfinished: set[int], among: Iterable[int], number: int, awaited: Callable[[], set[int] | None]
-    ) -> None:
-        self._unfinished = unfinished
-        self._among = set(among)
-        self.number = number
-        self._awaited = awaited
-        self._must: set[int] | None = None
+    unfinished: set[int]
+    """Ids of unfinished groups, kept up to date by their owner."""
+    among: set[int]
+    """Ids of the groups that count."""
+    number: int
+    awaited: Callable[[], set[int] | None]
+    """Ids of groups that must have finished too; asked once the number is reached, until it is not None."""
+    _must: set[int] | None = None
 
     def ended(self) -> int:
         """How many of the groups have ended."""
-        return len(self._among) - len(self._among & self._unfinished)
+        return len(self.among) - len(self.among & self.unfinished)
 
     def reached(self) -> bool:
         """Whether enough has ended."""
         if self.ended() < self.number:
             return False
         if self._must is None:
-            self._must = self._awaited()
-        return self._must is not None and self._must.isdisjoint(self._unfinished)
+            self._must = self.awaited()
+        return self._must is not None and self._must.isdisjoint(self.unfinished)
 
 
 class _Drive:
@@ -145,7 +233,7 @@ class RunLoop:
         Args:
             call: the manager's method that runs, for messages.
             progress: a progress bar; None: on a terminal, after a while.
-            alone: return at the goal, without steps for other ranks.
+            alone: return at the goal, without steps for other ranks; of a call that has not followed the model.
             patient: wait while environments have nothing to sample.
 
         Raises:
@@ -157,7 +245,7 @@ class RunLoop:
             with self.gathering.held(), ExitStack() as phase:
                 self.gathering.ensure()
                 bar = phase.enter_context(ProgressBar(goal.number, progress))
-                phase.enter_context(self._engine.stepping())
+                phase.enter_context(self._engine.stepping(follow=alone))
 
                 def left() -> float:
                     if (left := deadline - self._clock()) < 0:
@@ -215,7 +303,10 @@ class RunLoop:
             self._take(self._backend.take_ended())
 
     def abort(self, group_ids: Iterable[int]) -> None:
-        """End groups, handing nothing out. Unknown ids are ignored."""
+        """End groups now, handing nothing out. Unknown ids are ignored.
+
+        Their KV blocks are free when this returns; blocks on other ranks, as soon as these have read the message.
+        """
         with uninterrupted(), self._engine.locked():
             for each in list(group_ids):
                 self.groups.drop([each])

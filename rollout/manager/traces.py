@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from rollout.errors import ConfigError
 from rollout.manager.backend import Backend
-from rollout.tracing.recorder import start, stop
-from rollout.tracing.timeline import merged, timeline, write
+from rollout.observe.recorder import start, stop
+from rollout.observe.timeline import merged, timeline, write
 
 
 def trace(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:

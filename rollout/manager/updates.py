@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 from rollout.engine.parts.context import MemoryMove
-from rollout.errors import JournalError
+from rollout.engine.parts.holds import BLOCK, DIRECT, PAUSE, SUSPEND, UPDATE, HoldLevel
+from rollout.errors import EngineStateError, JournalError
 from rollout.manager.rounds import Rounds
+from rollout.observe.recorder import Span, active
 from rollout.state import EngineState, Mode
-from rollout.tracing.recorder import Span, active
 
 
 class Updates:
-    """The calls of one manager between two rounds; `RolloutManager` documents them. Other ranks wait for each other."""
+    """The calls of one manager between two rounds. On several ranks every rank makes them, and they wait for each other."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
-        self._suspension = rounds.suspension
         self._step_began: float | None = None
         """Seconds since the epoch at the last `before_optimizer_step` without a `weights_updated` after it."""
 
@@ -29,38 +29,67 @@ class Updates:
         self._rounds.backend.barrier(call)
 
     def pause(self) -> None:
-        """See `RolloutManager.pause`."""
+        """Stop generating; `generate` raises until `unpause`."""
         with self._together("pause"):
-            self._suspension.pause()
+            self._rounds.engine.holds.hold(PAUSE, HoldLevel.PAUSED)
 
     def unpause(self) -> None:
-        """See `RolloutManager.unpause`."""
-        with self._together("unpause"):
-            self._suspension.unpause()
+        """Allow generating again.
 
-    def suspend(self, mode: Mode, *, keep_prefix_cache: bool) -> MemoryMove:
-        """See `RolloutManager.suspend`."""
+        Raises:
+            EngineStateError: stopped by an explicit `suspend`: call `resume`.
+        """
+        holds = self._rounds.engine.holds
+        with self._together("unpause"):
+            if SUSPEND in holds:
+                raise EngineStateError("unpause() while suspended: call resume() first")
+            holds.release(PAUSE, *[DIRECT] * (holds.level(DIRECT) is HoldLevel.PAUSED))
+
+    def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
+        """Take the KV cache off the device; `generate` raises until `resume`.
+
+        Args:
+            mode: `persist`, `offload` or `recompute`; None: the configuration's.
+            keep_prefix_cache: keep cached blocks that no request holds, too; False before the weights change.
+        """
         with self._together("suspend"):
-            return self._suspension.suspend(mode, keep_prefix_cache=keep_prefix_cache)
+            return self._rounds.suspend(SUSPEND, mode, keep_prefix_cache=keep_prefix_cache)
 
     def resume(self) -> MemoryMove:
-        """See `RolloutManager.resume`."""
+        """Bring the KV cache back and allow generating again, also after `pause`. Harmless when running."""
         with self._together("resume"):
-            return self._suspension.resume()
+            return self._rounds.release(SUSPEND, PAUSE, UPDATE, DIRECT)
 
-    def suspended(self, mode: Mode) -> AbstractContextManager[None]:
-        """See `RolloutManager.suspended`."""
+    @contextmanager
+    def suspended(self, mode: Mode = None) -> Iterator[None]:
+        """A `with` block in which the KV cache is off the device; the first `generate` afterwards brings it back.
+
+        Cached blocks that no request holds are dropped, because the weights are about to change. After an exception inside
+        the next `generate` continues as well.
+        """
         self._rounds.player.refuse_inside("suspended")
-        return self._suspension.suspended(mode)
+        self._rounds.make_way(mode)
+        with self._rounds.engine.holds.held(BLOCK, HoldLevel.SUSPENDED, mode):
+            yield
 
-    def before_optimizer_step(self, mode: Mode) -> None:
-        """See `RolloutManager.before_optimizer_step`."""
+    def before_optimizer_step(self, mode: Mode = None) -> None:
+        """Suspend the KV cache before the weights change; the next `generate` resumes. The optimizer hook calls it.
+
+        Waits until a `generate` of another thread has ended.
+
+        Args:
+            mode: `persist`, `offload` or `recompute`; None: the configured mode.
+        """
         with self._rounds.turn("before_optimizer_step"):
-            self._suspension.make_way(mode)
+            self._rounds.make_way(mode)
         self._step_began = time.time()
 
     def weights_updated(self) -> int:
-        """See `RolloutManager.weights_updated`."""
+        """Announce that the weights have changed: version + 1. The optimizer hook calls it; without one, call it yourself.
+
+        Returns:
+            The policy version. A manager that is closed, or whose engine is dead, counts no more.
+        """
         rounds, engine = self._rounds, self._rounds.engine
         rounds.player.refuse_inside("weights_updated")
         began, self._step_began = self._step_began, None
@@ -69,15 +98,23 @@ class Updates:
         if engine.state is not EngineState.STOPPED:
             with engine.locked():
                 engine.weights_updated()
-                # The weights have moved, whatever becomes of a group: what cannot be written is tried again later.
+                # The weights have moved whatever becomes of a group: what cannot be written is tried again later.
                 with suppress(JournalError):
                     rounds.loop.take_ended()
             rounds.loop.sync_metrics()
         return engine.policy_version
 
     @contextmanager
-    def adapter_switch(self, what: str | None) -> Iterator[None]:
-        """See `RolloutManager.adapter_switch`."""
+    def adapter_switch(self, what: str | None = None) -> Iterator[None]:
+        """A block that changes which adapters of the model act; `trainer_hooks.peft.adapter` is the way to do so.
+
+        Args:
+            what: its name, equal on all ranks; the block's end waits for theirs. None: no other rank is waited for.
+
+        Raises:
+            DeadlineError: some ranks have not done the same; names them.
+            EngineStateError: some have done something else; names them.
+        """
         self._rounds.player.refuse_inside("adapter_switch")
         with self._rounds.engine.parts.control.adapter_switch():
             yield

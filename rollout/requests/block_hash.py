@@ -1,13 +1,12 @@
-"""Chained block hashes of a prompt, one per complete block.
+"""Chained block hashes of a prompt, one per complete block, and seeds of random streams.
 
     token hash of block i    t_i = mix(Σ_j mix(token_j) · HASH_BASE^j  mod 2^64) mod HASH_PRIME
     hash of block i          h_i = (h_{i-1} · HASH_BASE + t_i) mod HASH_PRIME + 1,   h_{-1} = 0, or a hash of the salt
 
-`mix` is the finaliser of splitmix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", 2014)
+`mix` is the finaliser of splitmix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014)
 after adding its golden-ratio constant. It is applied to every token first, because a plain polynomial of the tokens is
-easily made to collide (31k more at j, k less at j+1). The chain is linear modulo a prime, hence injective in the
-parent: once two chains differ, equal later blocks keep them apart. A cache hit is
-still valid only after the tokens themselves compare equal.
+easily made to collide (31k more at j, k less at j+1). The chain is linear modulo a prime, hence injective in the parent:
+once two chains differ, equal later blocks keep them apart. A cache hit still counts only after the tokens compare equal.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ HASH_PRIME = 2305843009213693951
 
 HASH_BASE = 31
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+GOLDEN = 0x9E3779B97F4A7C15
+ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+LAST_SHIFT = 31
 
 
 def compute_block_hashes_batched(
@@ -93,10 +92,10 @@ def _token_hashes(blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = values + _GOLDEN
-    values = (values ^ (values >> np.uint64(30))) * _MIX_1
-    values = (values ^ (values >> np.uint64(27))) * _MIX_2
-    return values ^ (values >> np.uint64(31))
+    values = values + np.uint64(GOLDEN)
+    for shift, factor in ROUNDS:
+        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
+    return values ^ (values >> np.uint64(LAST_SHIFT))
 
 
 def _times_base(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -122,3 +121,18 @@ def integer_array(name: str, values: Any, dimensions: int = 1) -> NDArray[np.int
             f"{name} of dtype {array.dtype} and shape {array.shape}: must be integers of {dimensions} dimension(s)"
         )
     return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def stream_key(seed: int, index: int) -> int:
+    """Key in [0, 2^63) of random stream `index` of `seed`: two rounds of splitmix64.
+
+    A request without a seed gets the stream of its number, its samples get the streams of their index.
+    """
+    return _mixed(_mixed(seed + GOLDEN) + (index + 1) * GOLDEN) >> 1
+
+
+def _mixed(state: int) -> int:
+    state %= 2**64
+    for shift, factor in ROUNDS:
+        state = (state ^ state >> shift) * factor % 2**64
+    return state ^ state >> LAST_SHIFT

@@ -84,6 +84,26 @@ def unpack_msgpack(what: str, packed: bytes | memoryview, **options: Any) -> Any
         ) from exc
 
 
+def unpack_joined(what: str, packed: bytes) -> list[Any]:
+    """Unpack msgpack values that were packed one after another.
+
+    Raises:
+        SerializationError: no value, invalid msgpack, or a last value that is cut off; the message begins with `what`.
+    """
+    reader = msgpack.Unpacker(max_buffer_size=max(1, len(packed)))
+    reader.feed(packed)
+    values: list[Any] = []
+    try:
+        while not values or reader.tell() < len(packed):
+            values.append(reader.unpack())
+    # All other msgpack errors are ValueErrors; a list as a map key is a TypeError.
+    except (msgpack.OutOfData, ValueError, TypeError, RecursionError) as exc:
+        raise SerializationError(
+            f"{what}: {len(packed)} bytes that are no msgpack ({type(exc).__name__}: {exc})"
+        ) from exc
+    return values
+
+
 def optional(codec: Codec) -> Codec:
     """Codec of the same value or None."""
     return Codec(

@@ -21,7 +21,8 @@ CONTEXT = 4
 """Tokens kept when the window moves: at least one byte each, so at least one UTF-8 character of 4 bytes."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 class Tokenizer(Protocol):
@@ -156,16 +157,6 @@ class CompletionText:
         """
         return self._detokenizer.text + self._detokenizer.pending if self._stop is None else self._ended_text
 
-    def stable_text(self) -> str:
-        """The text that a stream may show: without unsettled bytes and without a tail that may become a stop string.
-
-        Recomputed as a whole; use `StableText` to stream it piece by piece.
-        """
-        if self._stop is not None:
-            return self._ended_text
-        text = self._detokenizer.text
-        return text if self._include else text[: len(text) - _held_back(text, self._stops)]
-
     def _find(self, seen: str) -> None:
         searched = self._searched - self._before_tail
         # New matches end behind the searched text. Stops are sorted longest first and `min` takes the first of equals.
@@ -177,7 +168,7 @@ class CompletionText:
 
 
 class StableText:
-    """Streams `CompletionText.stable_text()` piece by piece.
+    """Streams the text that no later token can change: no unsettled bytes, no tail that may become a stop string.
 
     It does not search for stop strings: once the completion has ended, `rest` returns the part of its final text that is
     still to be shown.
@@ -222,3 +213,66 @@ def _begun(text: str, stop: str) -> int:
     while start >= 0 and not stop.startswith(text[start:]):
         start = text.find(stop[0], start + 1)
     return 0 if start < 0 else len(text) - start
+
+
+# --- bytes of single tokens -----------------------------------------------------------------------------------------------
+
+
+class TokenBytes:
+    """Bytes of single tokens, cached.
+
+    Args:
+        tokenizer: of byte-level BPE (GPT-2, Llama 3, Qwen), sentencepiece (Llama 2, Mistral, Gemma), or any whose tokens
+            can be decoded one by one.
+
+    Attributes:
+        special: ids that `decode` omits: the named special tokens, and added tokens marked as special.
+        byte_level: whether token names encode bytes in GPT-2's alphabet.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.special = _special_ids(tokenizer)
+        self.byte_level = _is_byte_level(tokenizer)
+        self._byte_of = _byte_alphabet() if self.byte_level else {}
+        self._bytes: dict[int, bytes] = {}
+
+    def of(self, token: int) -> bytes:
+        """Bytes of a token; of a special one, its name; empty for an id that stands for no token."""
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._read(token)
+        return known
+
+    def _read(self, token: int) -> bytes:
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        if name is None:
+            return b""
+        if match := _BYTE_TOKEN.fullmatch(name):
+            return bytes([int(match[1], 16)])
+        if token in self.special:
+            return str(name).encode()
+        if self.byte_level and all(character in self._byte_of for character in name):
+            return bytes(self._byte_of[character] for character in name)
+        if _WORD_START in name:
+            return str(name).replace(_WORD_START, " ").encode()
+        return str(self._tokenizer.decode([token], skip_special_tokens=False)).encode()
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    marked = (token for token, entry in added.items() if entry.special)
+    return frozenset((*getattr(tokenizer, "all_special_ids", ()), *marked))
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character → byte of GPT-2's alphabet (inverse of `bytes_to_unicode`): printable bytes map to themselves, the others
+    to the characters from U+0100 on, in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

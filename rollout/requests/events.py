@@ -16,7 +16,7 @@ import msgpack
 
 from rollout import errors
 from rollout.errors import RolloutError, SerializationError
-from rollout.requests.codec import FLOAT, OPAQUE, STR, Codec, decode_fields, refuse
+from rollout.requests.codec import FLOAT, OPAQUE, STR, Codec, decode_fields, refuse, unpack_joined
 
 
 class DynamicInferenceEventType(IntEnum):
@@ -163,16 +163,11 @@ def unpack_events(packed: bytes) -> list[DynamicInferenceEvent]:
     Raises:
         SerializationError: the rows are malformed.
     """
-    reader = msgpack.Unpacker(max_buffer_size=max(1, len(packed)))
-    reader.feed(packed)
+    rows = unpack_joined("events", packed) if packed else []
     try:
-        events = [_event(row) for row in reader]
-    # All msgpack errors that a complete buffer can cause are ValueErrors.
-    except (ValueError, TypeError, RecursionError) as exc:
+        return [_event(row) for row in rows]
+    except (ValueError, TypeError) as exc:
         raise SerializationError(f"events: {exc}") from exc
-    if reader.tell() != len(packed):
-        refuse("events", packed, "whole rows of [type, timestamp, payload …]")
-    return events
 
 
 def _event(row: Any) -> DynamicInferenceEvent:

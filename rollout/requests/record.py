@@ -2,7 +2,7 @@
 
 Always true: a segment's prompt is the prompt of the one before plus what that one generated, so the segments cover the
 completion with no gap and no overlap; only the last segment (the live one) changes, except for expert routes
-(`rollout.requests.routes`); `merge` equals an uninterrupted request.
+(`set_routes`); `merge` equals an uninterrupted request.
 
     segment 0   [prompt ······][generated ···]
                                               checkpoint()
@@ -14,7 +14,7 @@ completion with no gap and no overlap; only the last segment (the live one) chan
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -23,9 +23,9 @@ import numpy as np
 
 from rollout.errors import SerializationError
 from rollout.requests.codec import FLOAT, OPAQUE, STR, Codec, decode_fields, encode_fields, list_of, optional, refuse
-from rollout.requests.kept_tokens import KeptTokens
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import KeptTokens, Routes
 from rollout.state import Status
 
 _KINDS = {kind.__name__: kind for kind in (DynamicInferenceRequest, VLMInferenceRequest)}
@@ -107,10 +107,6 @@ class DynamicInferenceRequestRecord:
         needed = len(self.segments[0].prompt_tokens) - 1
         rows = (getattr(segment, name) for segment in self.segments)
         return next((row[:needed] for row in rows if row is not None and len(row) >= needed), None)
-
-    def set_text(self, text: str | None) -> None:
-        """Set the text of the whole completion, over all segments; None: unknown."""
-        self.completion_text = text
 
     def advance_version(self, version: int, policy_only: bool = False) -> None:
         """Advance the live segment to policy version `version`; see `DynamicInferenceRequest.advance_version`."""
@@ -268,69 +264,21 @@ class DynamicInferenceRequestRecord:
         return None if None in texts else "".join(text for text in texts if text is not None)
 
 
-# --- splitting a merged request -----------------------------------------------------------------------------------------
+# --- expert routes --------------------------------------------------------------------------------------------------------
 
 
-def segment_rows(record: DynamicInferenceRequestRecord) -> list[list[int]]:
-    """Segment boundaries for `split`.
-
-    Returns:
-        Per segment [tokens, gaps between them, events, cached and finished prompt tokens, policy version, version, count,
-        version, count, … of its KV].
-    """
-    return [
-        [
-            segment.generated_length, len(segment.tpot), len(segment.events), segment.num_cached_tokens,
-            segment.finished_chunk_token_count, segment.policy_version, *segment.kv_spans.serialize(),
-        ]
-        for segment in record
-    ]  # fmt: skip
+def route_rows(segments: Iterable[DynamicInferenceRequest]) -> int:
+    """Number of positions whose routes these segments have; each begins where the one before it ended."""
+    return sum(len(each.routing_indices) for each in segments if each.routing_indices is not None)
 
 
-def split(whole: DynamicInferenceRequest, rows: list[list[int]]) -> DynamicInferenceRequestRecord:
-    """Split a merged request into its segments; the inverse of `merge`, except for the `ttft` of later segments.
-
-    Args:
-        whole: the merged request; with no rows, the only segment.
-        rows: from `segment_rows`. Events before those that it counts belong to the first segment.
-
-    Raises:
-        SerializationError: the rows do not fit the request.
-    """
-    if not rows:
-        return DynamicInferenceRequestRecord(
-            segments=[whole], latency=whole.latency, completion_text=whole.generated_text
-        )
-    made, gaps, events = (sum(row[column] for row in rows) for column in range(3))
-    if made != whole.generated_length or gaps != len(whole.tpot):
-        refuse("segments", rows, f"rows that add up to {whole!r}")
-    rows = [[*rows[0][:2], rows[0][2] + max(0, len(whole.events) - events), *rows[0][3:]], *rows[1:]]
-    record = DynamicInferenceRequestRecord.from_request(replace(whole, inference_parameters=None))
-    at = gap = event = routed = 0
-    for row in rows:
-        segment = record[0] if row is rows[0] else record.checkpoint()
-        tokens, top_n, length = slice(at, at + row[0]), whole.generated_top_n_logprobs, len(segment.prompt_tokens)
-        segment.generated_tokens = whole.generated_tokens[tokens]
-        segment.generated_log_probs = whole.generated_log_probs[tokens]
-        segment.generated_top_n_logprobs = top_n[tokens]
-        if whole.routing_indices is not None:
-            rows_until = max(routed, length + row[0] - 1) if row[0] else routed
-            segment.routing_indices = whole.routing_indices[routed:rows_until]
-            routed = rows_until
-        if whole.generated_kept_tokens is not None:
-            segment.generated_kept_tokens = whole.generated_kept_tokens[tokens]
-        segment.tpot = whole.tpot[gap : gap + row[1]]
-        segment.events = whole.events[event : event + row[2]]
-        segment.num_cached_tokens, segment.finished_chunk_token_count, segment.policy_version = row[3:6]
-        segment.policy_spans = VersionSpans(whole.policy_spans.window(0, length + row[0]))
-        segment.kv_spans = VersionSpans.deserialize(row[6:])
-        segment.generated_text = segment.finish_reason = segment.stop_reason = segment.error = segment.latency = None
-        segment.status = Status.ACTIVE_AND_GENERATING_TOKENS
-        at, gap, event = at + row[0], gap + row[1], event + row[2]
-    last = record[-1]
-    last.status, last.finish_reason, last.stop_reason = whole.status, whole.finish_reason, whole.stop_reason
-    last.error, record.latency, record.completion_text = whole.error, whole.latency, whole.generated_text
-    return record
+def set_routes(segments: Sequence[DynamicInferenceRequest], routes: Routes) -> None:
+    """Set the routes of all positions from 0 on; the last segment gets all that are left."""
+    start = 0
+    for segment in segments[:-1]:
+        stop = max(start, segment.total_length - 1) if segment.generated_tokens else start
+        segment.routing_indices, start = routes[start:stop], stop
+    segments[-1].routing_indices = routes[start:]
 
 
 def _encode_segment(segment: DynamicInferenceRequest) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The ASGI application over one LLM: routes and OpenAPI description.
+"""Builds the ASGI application over one LLM: routes and OpenAPI description.
 
-    /v1/chat/completions  /v1/responses  /v1/models  …     OpenAI's API, with additional fields
+    /v1/chat/completions  /v1/completions  /v1/models      OpenAI's API, with additional fields
     /inference/v1/generate  /tokenize  /detokenize  …      token ids in and out, as vLLM has them
     /health  /ping                                         for monitoring; require no key
     /metrics  /docs  /openapi.json
@@ -18,7 +18,7 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -36,17 +36,13 @@ from rollout.server.control import (
     WeightVersionRequest,
     add_control_routes,
 )
-from rollout.server.docs_page import docs_page
 from rollout.server.errors import ErrorReply, describe, documented
 from rollout.server.middleware import OPEN_PATHS, Auth, Boundary, HeadAsGet, WholeBody, WithoutSlash, cross_origin
 from rollout.server.openai.chat import add_chat_routes
 from rollout.server.openai.chat_schema import ChatRequest, ChatTokensRequest
 from rollout.server.openai.completions import add_completion_routes
-from rollout.server.openai.responses import add_responses_routes
-from rollout.server.openai.responses_schema import ResponsesRequest
 from rollout.server.openai.schema import CompletionRequest
-from rollout.server.openai.token_generation import GenerateRequest, add_token_routes
-from rollout.server.openai.tokenization import DetokenizeRequest, TokenizeRequest, add_tokenization_routes
+from rollout.server.openai.tokens import DetokenizeRequest, GenerateRequest, TokenizeRequest, add_token_routes
 from rollout.server.prometheus import CONTENT_TYPE, RequestMetrics
 from rollout.server.serving import Serving
 from rollout.state import EngineState
@@ -63,14 +59,13 @@ class ModelReply(ReplyBody):
     """Name of the model in requests."""
     object: str = "model"
     created: int
-    """Construction time of the server, in seconds since 1970."""
     owned_by: str = "rollout"
     max_model_len: int
     """Maximum length of prompt + completion, in tokens."""
     parent: str | None = None
     """The model that a LoRA adapter belongs to; null for the model itself."""
     root: str
-    """Folder of a LoRA adapter; the name of the model itself."""
+    """Folder of a LoRA adapter; of the model itself, its name."""
 
 
 class ModelListReply(ReplyBody):
@@ -87,12 +82,11 @@ class HealthReply(ReplyBody):
     """State of the engine: `running`, `paused`, `suspended` …; `dead` after a permanent failure, `coordinator_lost` if the
     connection to the coordinator is lost."""
     policy_version: int
-    """Policy version of the weights."""
 
 
 _PARSED_BODIES = (
     ChatRequest, ChatTokensRequest, CompletionRequest, GenerateRequest, TokenizeRequest, DetokenizeRequest,
-    ResponsesRequest, AbortRequests, UpdateWeightsRequest, WeightVersionRequest, LoadAdapterRequest, UnloadAdapterRequest,
+    AbortRequests, UpdateWeightsRequest, WeightVersionRequest, LoadAdapterRequest, UnloadAdapterRequest,
 )  # fmt: skip
 """Bodies that endpoints parse themselves."""
 
@@ -118,9 +112,7 @@ def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:
     app = bare_app(serving)
     add_chat_routes(app, serving)
     add_completion_routes(app, serving)
-    add_responses_routes(app, serving)
     add_token_routes(app, serving)
-    add_tokenization_routes(app, serving)
     add_model_routes(app, serving)
     add_watching_routes(app, serving)
     if config.admin:
@@ -134,8 +126,8 @@ def bare_app(serving: Serving) -> FastAPI:
         title="rollout",
         version="1",
         description=_DESCRIPTION,
-        docs_url=None,
         redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
         middleware=[
             *cross_origin(serving.config),
@@ -166,7 +158,7 @@ def add_model_routes(app: FastAPI, serving: Serving) -> None:
         """List the served model and the loaded LoRA adapters."""
         return ModelListReply(data=[described(name) for name in (serving.model_name, *serving.llm.lora_adapters)])
 
-    # Here because the path below would take it for a model of no name.
+    # Otherwise the path below would match with an empty name.
     app.add_api_route("/v1/models/", models, include_in_schema=False)
 
     # A model name may contain slashes, which some clients send unescaped.
@@ -177,23 +169,18 @@ def add_model_routes(app: FastAPI, serving: Serving) -> None:
 
 
 def add_watching_routes(app: FastAPI, serving: Serving) -> None:
-    """Register `/health` and its other name `/ping`, `/metrics` and `/docs`."""
+    """Register `/health` and its other name `/ping`, and `/metrics`."""
 
     gone: dict[int | str, dict[str, Any]] = {503: {"model": HealthReply, "description": "The engine is gone"}}
 
     @app.get("/health", tags=["watching"], responses=gone)
     async def health() -> HealthReply:
-        """200 while the engine is alive, also if paused or suspended; 503 if it is dead. Requires no key."""
+        """200 while the engine is alive, even if paused or suspended; 503 if it is dead. Requires no key."""
         reply, alive = _health(serving.llm)
         return reply if alive else JSONResponse(reply.model_dump(), 503)  # type: ignore[return-value]
 
     for method in ("GET", "POST"):
         app.add_api_route("/ping", health, methods=[method], tags=["watching"], responses=gone)
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        """Describe every route and field, for people."""
-        return HTMLResponse(docs_page(app.openapi()))
 
     @app.get("/metrics", tags=["watching"], response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -222,12 +209,8 @@ class _DescribedApp(FastAPI):
     """FastAPI whose OpenAPI document includes the middleware's statuses, and no 422: an invalid body is a 400 here."""
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document."""
-        if not self.openapi_schema:
-            self.openapi_schema = self._describe()
-        return self.openapi_schema
-
-    def _describe(self) -> dict[str, Any]:
+        if self.openapi_schema:
+            return self.openapi_schema
         document = get_openapi(title=self.title, version=self.version, description=self.description, routes=self.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         for unused in ("HTTPValidationError", "ValidationError"):
@@ -246,6 +229,7 @@ class _DescribedApp(FastAPI):
                 _complete(operation, method, open_to_all=not needs_key or path in OPEN_PATHS)
                 if needs_key and path in OPEN_PATHS:
                     operation["security"] = []
+        self.openapi_schema = document
         return document
 
 
@@ -282,11 +266,7 @@ def _own_name(model: Any) -> str:
 
 
 def _template(given: str | None) -> str | None:
-    """Return a template's text: `given` itself, or the content of the file it names.
-
-    Raises:
-        ConfigError: `given` is neither a template nor a readable file.
-    """
+    """Return a template's text: `given` itself, or the content of the file that it names."""
     if given is None or any(mark in given for mark in "{}\n"):
         return given
     try:

@@ -1,7 +1,7 @@
-"""Parses request bodies with bounded work; large ones in a thread, off the event loop.
+"""Parses request bodies with a bounded number of JSON values; large bodies in a thread, off the event loop.
 
-The number of parsed JSON values is bounded whatever the size of a body. Work in a thread stops when the client
-disconnects. The largest bodies share a few threads of their own, so that smaller ones do not wait for them.
+Work in a thread stops when the client disconnects. The largest bodies share a few threads of their own, so that smaller
+ones do not wait for them.
 """
 
 from __future__ import annotations
@@ -24,25 +24,21 @@ from rollout.server.serving import Serving, or_disconnected
 
 LARGE = 32 * 1024
 """Bytes from which a body is parsed in a thread, so that other clients' streams are not blocked."""
-
 HUGE = 2**20
 """Bytes from which a body is parsed in one of the few threads reserved for such bodies."""
-
 MAX_ITEMS = 1_000_000
 """Maximum items of all lists and objects of a body together: at most half a second of parsing."""
-
 MAX_MEMBERS = 100_000
 """Maximum members of all objects together, and maximum number of lists and objects: each costs as much as ten items."""
-
 MAX_FIELDS = 256
 """Maximum fields of the body itself, unknown ones included."""
 
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
-"""A JSON string, also an unterminated one, so that invalid JSON is scanned only once too."""
+"""A JSON string; may be unterminated, so that invalid JSON is scanned only once."""
 
 
 class ReplyBody(BaseModel):
-    """Base of replies, whose fields are described by the text below them."""
+    """Base of replies."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -52,7 +48,7 @@ def _nulls_allowed(schema: dict[str, Any]) -> None:
 
 
 class Body(BaseModel):
-    """JSON object that refuses unknown fields, unless they are null."""
+    """JSON object whose unknown fields must be null."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -81,39 +77,14 @@ class Amount:
         self.items = self.members = self.containers = 0
 
     def add(self, text: bytes) -> None:
-        """Add the values of one text.
-
-        Raises:
-            ApiError: 413, a limit is exceeded.
-        """
+        """Add the values of one text; raises `ApiError` 413 if a limit is exceeded."""
         before = self.items, self.members, self.containers
-        # First a quick count that includes commas in strings; the exact one only if that exceeds a limit.
-        self._count(text)
-        if not self._too_many():
-            return
-        self.items, self.members, self.containers = before
-        end = 0
-        for string in _STRING.finditer(text):
-            self._count(text[end : string.start()])
-            end = string.end()
-            self._refuse()
-        self._count(text[end:])
-        self._refuse()
-
-    def _count(self, text: bytes) -> None:
-        # Fast path: the text between two strings is nearly always a comma, and there may be a million of them.
-        if text == b",":
-            self.items += 1
-            return
-        self.items += text.count(b",")
-        self.members += text.count(b":")
-        self.containers += text.count(b"[") + text.count(b"{")
-
-    def _too_many(self) -> bool:
-        return self.items > MAX_ITEMS or max(self.members, self.containers) > MAX_MEMBERS
-
-    def _refuse(self) -> None:
-        if self._too_many():
+        # A quick count includes commas in strings; the exact one follows only if that exceeds a limit.
+        if self._exceeded_by(text):
+            self.items, self.members, self.containers = before
+            # More strings than items, members and containers are allowed exceed a limit anyway.
+            if not self._exceeded_by(_STRING.sub(b"", text, count=2 * MAX_ITEMS)):
+                return
             raise ApiError(
                 413,
                 f"the body has more than {MAX_ITEMS} items in lists, {MAX_MEMBERS} members of objects or {MAX_MEMBERS} "
@@ -121,23 +92,20 @@ class Amount:
                 code="body_too_large",
             )
 
+    def _exceeded_by(self, text: bytes) -> bool:
+        self.items += text.count(b",")
+        self.members += text.count(b":")
+        self.containers += text.count(b"[") + text.count(b"{")
+        return self.items > MAX_ITEMS or max(self.members, self.containers) > MAX_MEMBERS
+
 
 def parsed(model: type[Model], text: bytes) -> Model:
-    """Parse and validate a body.
-
-    Args:
-        text: JSON whose values `Amount` has counted.
-
-    Raises:
-        ApiError: 400, naming the invalid field.
-    """
+    """Parse and validate a body whose values `Amount` has counted; raises `ApiError` 400 that names the invalid field."""
     body = _json(text)
     if not isinstance(body, dict):
         raise bad_request("the body must be a JSON object")
     if len(body) > MAX_FIELDS:
-        raise bad_request(
-            f"the body has {len(body)} fields: must have at most {MAX_FIELDS}; see /docs for those there are"
-        )
+        raise bad_request(f"the body has {len(body)} fields: must have at most {MAX_FIELDS}; see /docs for the fields")
     try:
         return model.model_validate(body)
     except ValidationError as exc:
@@ -161,10 +129,10 @@ def _json(text: bytes) -> Any:
 
 
 async def refuse_unread(request: Request) -> None:
-    """Check one request against its route; a dependency of all routes.
+    """Refuse query parameters and fields that the route does not read; a dependency of all routes.
 
     Raises:
-        ApiError: 400, naming the query parameter or field, never its value: secrets travel in queries.
+        ApiError: 400, naming the parameter or field, never its value: queries may contain secrets.
     """
     route: APIRoute = request.scope["route"]
     known = [each.alias for each in route.dependant.query_params]
@@ -190,26 +158,23 @@ class _NoFields(Body):
 
 
 async def body_of(serving: Serving, request: Request, model: type[Model]) -> Model:
-    """Read, parse and validate the body of a request. Raises: as `parsed`, and ClientGoneError."""
+    """Read, parse and validate the body of a request; raises as `parsed`, and `ClientGoneError`."""
     text = await request.body()
     return await off_the_loop(serving, request, len(text), lambda _: parsed(model, text))
 
 
 async def body_or_default(serving: Serving, request: Request, model: type[Model]) -> Model:
-    """As `body_of`, of a request whose body may be left out."""
+    """As `body_of`, for a request whose body may be left out."""
     return await body_of(serving, request, model) if await request.body() else model()
 
 
 async def off_the_loop(serving: Serving, request: Request, size: int, work: Callable[[Stop], T]) -> T:
-    """Run work whose duration grows with the body: inline if the body is small, else in a thread.
+    """Return the result of work whose duration grows with the body: run inline if the body is small, else in a thread.
 
     Args:
         request: its body has been read.
         size: bytes of the body.
         work: called with a `Stop`, which is set when the client disconnects.
-
-    Returns:
-        The result of `work`.
 
     Raises:
         ClientGoneError: the client disconnected.

@@ -1,8 +1,7 @@
-"""HTTP/1.1 connection with limits on header size, header time and unread replies.
+"""uvicorn's HTTP/1.1 connection with what it lacks: limits on header size, header time and unread replies.
 
 When a connection is lost, all its requests are notified, pipelined ones included. An offered protocol upgrade is declined
-and the request is answered over HTTP/1.1. uvicorn and llhttp check the grammar but enforce no such limits. Errors have
-OpenAI's shape.
+and the request is answered over HTTP/1.1. Errors have OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -17,21 +16,16 @@ from rollout.server.errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum bytes of request line and headers; bytes that arrive in the same read as the first one are not counted."""
-
 HEAD_TIMEOUT_S = 30.0
 """Seconds from the start of a connection or request to the end of its headers, after which the connection is cut."""
-
 STALL_TIMEOUT_S = 60.0
 """Seconds for which a client may leave full buffers unread before the connection is cut."""
-
 MAX_AHEAD = 8
 """Pipelined requests up to which the connection keeps reading. Beyond, reading stops (backpressure), and a disconnect is
 not noticed until it resumes."""
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's httptools protocol with limits on headers and unread replies."""
-
     _cycles: tuple[RequestResponseCycle, ...] = ()
     """Requests without a complete reply."""
     _in_head = False
@@ -40,12 +34,10 @@ class Connection(HttpToolsProtocol):
     _stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer of the first request's headers."""
         super().connection_made(transport)
         self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timers and notify all unanswered requests."""
         self._end_head()
         self._end_stall()
         super().connection_lost(exc)
@@ -55,7 +47,6 @@ class Connection(HttpToolsProtocol):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Parse data; refuse the request if its headers exceed `MAX_HEAD_BYTES`."""
         if self._in_head:
             self._head_bytes += len(data)
         self._feed(data)
@@ -63,13 +54,11 @@ class Connection(HttpToolsProtocol):
             self._refuse(ApiError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes: send less"))
 
     def on_message_begin(self) -> None:
-        """Start the header timer of a request."""
         super().on_message_begin()
         if not self._in_head:
             self._begin_head()
 
     def on_headers_complete(self) -> None:
-        """Stop the header timer and register the request."""
         self._end_head()
         super().on_headers_complete()
         self._cycles = (*self._unanswered(), self.cycle)
@@ -78,18 +67,15 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def pause_writing(self) -> None:
-        """Start the stall timer: the client reads slower than the server writes."""
         super().pause_writing()
         self._end_stall()
         self._stall_timer = self.loop.call_later(STALL_TIMEOUT_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Cancel the stall timer: the client has caught up."""
         super().resume_writing()
         self._end_stall()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP with status 400."""
         self._refuse(ApiError(400, msg))
 
     def _feed(self, data: bytes) -> None:

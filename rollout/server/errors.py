@@ -2,8 +2,8 @@
 
     {"error": {"message": …, "type": …, "param": …, "code": …}}
 
-An exception that is not in the table becomes a 500 without internal details. A request's deadline is a 408, not a 504:
-the server has not failed, and monitoring of 5xx should not be triggered.
+An exception that is not in the table becomes a 500 without internal details. A request's deadline is a 408, not a 504: the
+server has not failed, and monitoring of 5xx should not be triggered.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from rollout.errors import (
 
 CLIENT_GONE = 499
 """Status counted for clients that disconnected; never sent."""
-
-
-MAX_MESSAGE = 3000
-MAX_PARAM = 160
+MAX_MESSAGE, MAX_PARAM = 3000, 160
 """Maximum characters of a message and of the name of a field: a client can choose both."""
+MAX_REASONS = 4
+"""Maximum number of union alternatives listed in a message."""
+MAX_NAME = 80
+"""Maximum characters of a field's name in a message."""
 
 
 class ErrorDetail(BaseModel):
@@ -53,13 +54,12 @@ class ErrorDetail(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     message: str
-    """The offending value, the rule and the remedy."""
+    """The invalid value, the rule and the cure."""
     type: str
     """Category of the status."""
     param: str | None
     """Field of the request that is invalid."""
     code: str | None
-    """Machine-readable error code."""
 
 
 class ErrorReply(BaseModel):
@@ -69,15 +69,7 @@ class ErrorReply(BaseModel):
 
 
 class ApiError(Exception):
-    """An error reply of the API.
-
-    Attributes:
-        status: HTTP status.
-        message: the offending value, the rule and the remedy.
-        param: field of the request that is invalid.
-        code: machine-readable error code.
-        headers: additional headers of the reply.
-    """
+    """An error reply of the API, with the fields of `ErrorDetail`."""
 
     def __init__(
         self,
@@ -117,7 +109,7 @@ class ClientGoneError(ApiError):
 
 
 def _cut(text: str, most: int) -> str:
-    """The text, without its middle if it has more than `most` characters: the cure stands at the end."""
+    """The text, without its middle if it has more than `most` characters: the cure is at the end."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[1 - most // 2 :]}"
 
 
@@ -133,9 +125,8 @@ def too_busy(message: str) -> ApiError:
 
 def shutting_down() -> ApiError:
     """Return a 503: the server is shutting down."""
-    return ApiError(
-        503, "the server is shutting down: send the request elsewhere", code="shutting_down", headers=_LATER
-    )
+    message = "the server is shutting down: send the request elsewhere"
+    return ApiError(503, message, code="shutting_down", headers=_LATER)
 
 
 _TYPES = {
@@ -150,7 +141,7 @@ _TYPES = {
 
 _LATER = {"Retry-After": "1"}
 _FINAL = {"x-should-retry": "false"}
-"""Disables automatic retries of OpenAI's client where a retry would fail the same way."""
+"""Disables automatic retries of OpenAI's client if a retry would fail the same way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +156,7 @@ class _Rule:
 STATUS_OF: dict[type[BaseException], _Rule] = {
     InvalidRequestError: _Rule(400),
     ConfigError: _Rule(400),
-    UnicodeEncodeError: _Rule(
-        400, message="a string holds half a surrogate pair, which is no text: send whole characters"
-    ),
+    UnicodeEncodeError: _Rule(400, message="a string contains half a surrogate pair: send whole characters"),
     RecursionError: _Rule(400, message="the request is nested too deeply: flatten it"),
     RequestTimeoutError: _Rule(408, "timeout", _FINAL),
     RequestAbortedError: _Rule(409, "aborted", _FINAL),
@@ -194,7 +183,7 @@ _HTTP_NAMES = {
     "return_kept_tokens": "return_sampling_mask",
     "adapter": "model",
 }
-"""Field of a Python class → the field of a body that it comes from, where the name differs."""
+"""Field of a Python class → the field of a body that it comes from, if the name differs."""
 
 
 def describe(exc: BaseException) -> ApiError:
@@ -222,8 +211,8 @@ def describe(exc: BaseException) -> ApiError:
 def _of_framework(exc: HTTPException) -> ApiError:
     status, headers = exc.status_code, dict(exc.headers or {})
     message = {
-        404: "there is nothing at this path: see /docs for what there is",
-        405: f"this path does not know the method of the request: use {headers.get('Allow', headers.get('allow'))}",
+        404: "there is nothing at this path: see /docs for the routes",
+        405: f"this path does not support the method of the request: use {headers.get('Allow', headers.get('allow'))}",
     }.get(status, str(exc.detail))
     return ApiError(status, message, headers=headers)
 
@@ -235,22 +224,14 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 # --- invalid bodies ---------------------------------------------------------------------------------------------------
 
-MAX_REASONS = 4
-"""Maximum number of union alternatives listed in a message."""
-
 _NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 
 _TAG = re.compile(r"[A-Z][A-Za-z]*$")
 """Location parts that are discriminator tags: the field path continues after them."""
-
-_TAGGED = ("response_format", "format")
-"""Fields whose union is told by its `type`, which follows them in a location."""
-
+_TAGGED = "response_format"
+"""Field of a union that its `type` discriminates; the type follows it in a location."""
 _ALTERNATIVE = re.compile(r"(str|int|float|bool|bytes|none|dict|list)$|.*[\[\]()-]")
 """Location parts that name another union's alternative, or a key: the field path ends before them."""
-
-MAX_NAME = 80
-"""Maximum characters of a field's name in a message."""
 
 _SHOULD = re.compile(r"^[A-Z][a-z]+ should\b")
 
@@ -261,11 +242,12 @@ _SHORT.maxstring = _SHORT.maxother = 60
 def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str | None]:
     """Return (message, field) of the first error; for a union, the message lists what each alternative requires.
 
-    An unknown field is reported before a missing one: it is likely to be the missing one, misspelt.
+    An unknown field is reported before a missing one: it is likely to be the missing one, misspelt. A field of the query is
+    named as vLLM does, `query.mode`.
 
     Args:
-        errors: as returned by `RequestValidationError.errors()`. A field of the query is named as vLLM does, `query.mode`.
-        known: fields of the body; the nearest to an unknown one is given, unless that is inside of another.
+        errors: as returned by `RequestValidationError.errors()`.
+        known: fields of the body, to suggest the nearest one.
     """
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
     first = unknown[0] if unknown and errors[0]["type"] == "missing" else errors[0]
@@ -276,12 +258,12 @@ def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str 
         shape = first["type"] in _NO_OBJECT
         return ("the body must be a JSON object" if shape else f"the body: {_reason(first)}"), None
     if first["type"] == "extra_forbidden":
-        # What is known are the fields of the body itself, not those of the objects in it.
+        # `known` has the fields of the body itself, not of the objects in it.
         near = known if len(first["loc"]) == 2 else ()
-        cure = did_you_mean(field, near, "see /docs for those there are")
+        cure = did_you_mean(field, near, "see /docs for the fields")
         return f"{field}: there is no such field here; {cure}", field
     if first["type"] == "missing":
-        return f"{field}: required, and not there", field
+        return f"{field}: required, and missing", field
     reasons = dict.fromkeys(_reason(error) for error in errors if _field(error) == field)
     value = "" if isinstance(first["input"], (dict, list)) else f"={_SHORT.repr(first['input'])}"
     return f"{field}{value}: {'; or '.join(list(reasons)[:MAX_REASONS])}", field
@@ -298,7 +280,7 @@ def _field(error: Any) -> str | None:
             parts[-1] += f"[{part}]"
         elif not parts or (error["type"] == "extra_forbidden" and position == len(location) - 1):
             parts.append(part if len(part) <= MAX_NAME else f"{part[:MAX_NAME]}…")
-        elif location[position - 1] in _TAGGED:
+        elif location[position - 1] == _TAGGED:
             continue
         elif _ALTERNATIVE.match(part):
             break

@@ -1,13 +1,12 @@
 """ASGI middleware: error boundary, authentication, body limits.
 
     Boundary   converts exceptions to replies, counts replies, refuses requests during shutdown
-    Auth       checks the API key; without one, that no page of another site asks
+    Auth       checks the API key; without one, refuses requests from pages of other sites
     Body       reads the whole body within its size and time limits; refuses what is not JSON text
     HeadAsGet  runs a HEAD request as GET
 
-In front of them `cross_origin`, if pages of other origins are allowed: a preflight has no key.
-
-No byte of a body is read before the key has been checked, and no more is buffered than the limit allows.
+`cross_origin` precedes them if pages of other origins are allowed: a preflight has no key. No byte of a body is read before
+the key has been checked, and no more is buffered than the limit allows.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from email.utils import formatdate
 
 from starlette.datastructures import Headers
@@ -40,19 +37,15 @@ from rollout.server.serving import LOG, SEND_BODY, RequestLog, Serving
 LINGER_S = 2.0
 """Seconds for which the remaining body of a refused request is read and dropped: closing immediately could lose the
 reply."""
-
 UNFINISHED_BODIES = 4
-"""Bytes of all unfinished bodies together, as a multiple of `max_body_mb`."""
-
+"""Maximum size of all unfinished bodies together, as a multiple of `max_body_mb`."""
 PROGRESS_BYTES = 64 * 1024
 STALL_TIMEOUT_S = 30.0
 """Seconds in which `PROGRESS_BYTES` more of a body must arrive, or its end."""
-
 LOGGED_PATH = 200
 """Characters of a path that the request log shows."""
-
 OPEN_PATHS = frozenset({"/health", "/health/", "/ping", "/ping/"})
-"""Paths that require no key: load balancers and container platforms ask them."""
+"""Paths that require no key: load balancers and container platforms request them."""
 
 _log = logging.getLogger(__name__)
 _requests = logging.getLogger("rollout.server.requests")
@@ -60,7 +53,7 @@ _requests = logging.getLogger("rollout.server.requests")
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 _HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
-"""JSON escape of a surrogate: half of a valid pair (emoji), or a lone surrogate, which is not valid text."""
+"""JSON escape of a surrogate: half of a valid pair (emoji), or alone, which is not valid text."""
 
 
 class Boundary:
@@ -120,10 +113,10 @@ class Boundary:
 
 
 class Auth:
-    """Checks the API key. Without one, refuses what a browser sends for a page of another site.
+    """Checks the API key. If there is none, refuses requests that a browser sends for a page of another site.
 
-    Such a page reaches a server on loopback: by a request that needs no preflight, or under a name of its own that
-    resolves to this machine.
+    Such a page reaches a server on loopback by a request that needs no preflight, or under a name of its own that resolves
+    to this machine.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -136,7 +129,7 @@ class Auth:
         """Pass on an authenticated request.
 
         Raises:
-            ApiError: 401, the key is missing or wrong; 403, without a key, `Host` or `Origin` is of another site.
+            ApiError: 401, the key is missing or wrong; 403, there is no key and `Host` or `Origin` is another site's.
         """
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             if self._key is not None:
@@ -148,10 +141,10 @@ class Auth:
     def _check_site(self, headers: Headers) -> None:
         for host in headers.getlist("host"):
             if not (_is_local(host) or _name(host) == self._host):
-                raise ApiError(
-                    403,
-                    f"Host: {host[:80]}: without an API key, must be an address or localhost; use one, or give a key",
+                message = (
+                    f"Host: {host[:80]}: without an API key, must be an address or localhost; use one, or give a key"
                 )
+                raise ApiError(403, message)
         for origin in headers.getlist("origin"):
             if origin not in self._origins and origin.partition("://")[2] not in headers.getlist("host"):
                 raise ApiError(
@@ -174,38 +167,36 @@ class Auth:
 
 
 class WholeBody:
-    """Reads the whole body of a POST request and checks that it is JSON text.
-
-    Args:
-        serving: its `max_body_mb` and `request_timeout_s` limit the body; its `reading` lists the tasks that still read,
-            and `unread` counts the bytes of their bodies.
-    """
+    """Reads the whole body of a POST request, within `max_body_mb` and `request_timeout_s`; checks that it is JSON text."""
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app = app
         self._max_bytes = int(serving.config.max_body_mb * 2**20)
         self._timeout_s = serving.config.request_timeout_s
         self._serving = serving
-        self._reading = serving.reading
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body and pass it on as one message; only a disconnect can follow it.
+        """Read the body and pass it on as one message, which only a disconnect can follow.
 
         Raises:
-            ApiError: 400, not JSON text; 413, too many values. Sent, not raised, while the body still arrives: 408, it is
-                late; 413, it is too large; 503, all unfinished bodies are too large.
+            ApiError: 400, not JSON text; 413, too many values. While the body still arrives, errors are sent, not raised:
+                408, it is late; 413, it is too large; 503, all unfinished bodies are too large.
             ClientGoneError: the client disconnected before the body was complete.
         """
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.reading.add(task)
         try:
-            with self._listed():
-                body = await self._read(headers, receive)
+            body = await self._read(headers, receive)
         except _RefusedBodyError as refused:
             await _refuse(refused.error, receive, send)
             return
+        finally:
+            self._serving.reading.discard(task)
         request = Request(scope, receive)
         await off_the_loop(self._serving, request, len(body), lambda _: _check_text(headers, body))
         first: Message | None = {"type": "http.request", "body": body, "more_body": False}
@@ -216,16 +207,6 @@ class WholeBody:
             return message or await receive()
 
         await self._app(scope, replay, send)
-
-    @contextmanager
-    def _listed(self) -> Iterator[None]:
-        task = asyncio.current_task()
-        assert task is not None
-        self._reading.add(task)
-        try:
-            yield
-        finally:
-            self._reading.discard(task)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
         announced = headers.get("content-length", "")
@@ -272,13 +253,12 @@ class WholeBody:
 
 
 class HeadAsGet:
-    """Runs a HEAD request as GET; the server below, which still sees HEAD, leaves the reply's body out."""
+    """Runs a HEAD request as GET; the server below still has HEAD and leaves the reply's body out."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on one request."""
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
@@ -291,9 +271,9 @@ class HeadAsGet:
 
 
 class WithoutSlash:
-    """Routes a path that no route has again, without its trailing slashes; the default of a router.
+    """Default of a router: routes an unknown path again without its trailing slashes.
 
-    A redirect instead would drop the key of some clients, and the body of others.
+    A redirect would drop the key of some clients, and the body of others.
     """
 
     def __init__(self, router: Router) -> None:
@@ -301,7 +281,6 @@ class WithoutSlash:
         self._not_found = router.default
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         path = scope["path"]
         if scope["type"] == "http" and path.endswith("/") and path.rstrip("/"):
             scope["path"] = path.rstrip("/")
@@ -319,12 +298,7 @@ class _RefusedBodyError(Exception):
 
 
 def _check_text(headers: Headers, body: bytes) -> None:
-    """Check content type, UTF-8, the number of values and lone surrogates of a body.
-
-    Raises:
-        ApiError: 400, 413.
-        UnicodeEncodeError: a string contains a lone surrogate.
-    """
+    """Check content type, UTF-8, number of values and lone surrogates of a body; the last raise `UnicodeEncodeError`."""
     if not body:
         return
     declared = headers.get("content-type", "")
@@ -369,14 +343,14 @@ def _endpoint(scope: Scope) -> str:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's `x-request-id`, if it can stand in a log line, else a new one."""
+    """The client's `x-request-id` if it fits into a log line, else a new one."""
     given = [value for name, value in scope["headers"] if name == b"x-request-id"]
     return given[0].decode() if given and _REQUEST_ID.fullmatch(given[0]) else uuid.uuid4().hex
 
 
 def _line(scope: Scope, status: int, seconds: float, about: RequestLog) -> str:
-    """Line of the request log: client, method, path as it was sent, status, seconds, id, and of a request that generates its
-    model and its tokens (prompt + completion); without query and headers."""
+    """Line of the request log: client, method, path as sent (without query), status, seconds, id; then, if the request
+    generates, its model and its tokens (prompt + completion)."""
     client = "-" if scope.get("client") is None else "{}:{}".format(*scope["client"])
     path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:LOGGED_PATH]
     line = f"{client} {scope['method']} {path} {status or '-'} {seconds:.3f}s {about.request_id}"
@@ -384,7 +358,7 @@ def _line(scope: Scope, status: int, seconds: float, about: RequestLog) -> str:
 
 
 def cross_origin(config: ServerConfig) -> list[Middleware]:
-    """Middleware that lets the pages of `ServerConfig.cors_origins` call the server; none without."""
+    """Middleware that lets the pages of `ServerConfig.cors_origins` call the server; [] if there are none."""
     if not (origins := _origins(config)):
         return []
     return [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])]
@@ -400,7 +374,7 @@ def _name(host: str) -> str:
 
 
 def _is_local(host: str) -> bool:
-    """Whether a `Host` header is an address, or a name that no site on the internet can have: without a dot."""
+    """Whether a `Host` header is an address, or a name without a dot, which no site on the internet can have."""
     name = _name(host).lower().removesuffix(".")
     try:
         return bool(ipaddress.ip_address(name))

@@ -1,7 +1,5 @@
-"""/metrics endpoint in Prometheus' text format.
-
-Every server has its own registry, so that several servers, tests and a trainer's metrics do not collide. Engine
-statistics are read at scrape time; their kinds and help are those of `ENGINE_STATS`.
+"""Metrics in Prometheus' text format. Every server has its own registry, so several servers and a trainer's metrics do not
+collide.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from rollout.errors import RolloutError
-from rollout.metrics import ENGINE_STATS, Kind
+from rollout.metric_table import ENGINE_STATS, Kind
 from rollout.requests.request import DynamicInferenceRequest
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -24,21 +22,15 @@ _TOKENS = tuple(2**power for power in range(18))
 
 
 class EngineNumbers(Collector):
-    """Collector of `llm.stats()`, read at scrape time; a dead engine reports only `rollout_engine_up 0`.
-
-    Args:
-        llm: with `stats()` and `num_open`.
-    """
+    """Collector of `llm.stats()`, read at scrape time; a dead engine reports only `rollout_engine_up 0`."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
     def describe(self) -> Iterable[Metric]:
-        """Return no metrics, so that registration does not query the engine."""
-        return ()
+        return ()  # so that registration does not query the engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's current statistics."""
         try:
             stats = self._llm.stats()
         except RolloutError:
@@ -57,17 +49,13 @@ class EngineNumbers(Collector):
 
 
 class RequestMetrics:
-    """Request counters and latency histograms of one HTTP server.
-
-    Args:
-        llm: its engine statistics are exported in the same registry.
-    """
+    """Request counters and latency histograms of one HTTP server, next to the statistics of its engine."""
 
     def __init__(self, llm: Any) -> None:
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "rollout_http_requests",
-            "replies by path and status; 499: the client went away before",
+            "replies by path and status; 499: the client disconnected before",
             ("endpoint", "status"),
             registry=self._registry,
         )
@@ -89,14 +77,13 @@ class RequestMetrics:
 
         Args:
             endpoint: path of the route, not of the request, to bound the number of label values.
-            status: HTTP status.
-            seconds: time since the request's headers were complete.
+            seconds: since the request's headers were complete.
         """
         self._requests.labels(endpoint, str(status)).inc()
         self._duration.labels(endpoint).observe(seconds)
 
     def finished(self, results: Iterable[DynamicInferenceRequest]) -> None:
-        """Record finished samples. Failed ones are counted in the engine's statistics only."""
+        """Record finished samples; failed ones are counted in the engine's statistics only."""
         for result in results:
             if result.error is not None:
                 continue

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
-import os
 import signal
 import socket
 import threading
@@ -28,14 +27,14 @@ from rollout.server.serving import Serving
 from rollout.threads import forks
 
 START_TIMEOUT_S = 30.0
-
 ABORT_TIMEOUT_S = 5.0
-"""Seconds an aborted request has to send its error reply before its connection is cut."""
-
+"""Seconds that an aborted request has to send its error reply before its connection is cut."""
 KEEP_ALIVE_S = 30
-"""Seconds a connection may be idle between two requests."""
+"""Seconds that a connection may be idle between two requests."""
 
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ENDED = 0
+"""Not the number of a signal: the server has ended."""
 
 
 class Server:
@@ -67,7 +66,7 @@ class Server:
             RuntimeError: the server was never started.
         """
         if self._url is None:
-            raise RuntimeError("this server has no address before start()")
+            raise RuntimeError("this server has no address yet: call server.start() first")
         return self._url
 
     @property
@@ -87,7 +86,7 @@ class Server:
                 return self
             self._loop.refuse_inside("start()")
             if self._life is not None:
-                raise RuntimeError("this server has been stopped: build another")
+                raise RuntimeError("this server has been stopped: build another, Server(llm, config)")
             listener = _listen(self._config.host, self._config.port)
             try:
                 self._url = _url(listener)
@@ -126,7 +125,7 @@ class Server:
             await over
 
     async def _end(self, life: Future[None]) -> None:
-        """Stop uvicorn and wait for its end. Cancelling this (a second Ctrl-C) cuts all connections immediately."""
+        """Stop uvicorn and wait for its end. Cancellation (a second Ctrl-C) cuts all connections immediately."""
         self._uvicorn.stopping.set()
         await asyncio.wrap_future(life)
 
@@ -140,9 +139,10 @@ class Server:
             return
         self._loop.refuse_inside("wait()")
         if threading.current_thread() is threading.main_thread():
-            with _signals() as bell:
-                self._life.add_done_callback(lambda _: bell.ring())
-                bell.wait()
+            with _signals() as (reader, writer):
+                self._life.add_done_callback(lambda _: _ring(writer))
+                while reader.recv(1)[0] not in (*_STOPPING_SIGNALS, _ENDED):
+                    pass
             self.stop()
         with suppress(CancelledError):
             self._life.result()
@@ -173,7 +173,7 @@ def serve(llm: Any, config: ServerConfig | None = None, *, blocking: bool = True
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn with its own shutdown sequence, triggered by an event instead of uvicorn's polling ten times a second."""
+    """uvicorn with our shutdown sequence, triggered by an event instead of uvicorn's polling ten times a second."""
 
     def __init__(self, app: Any, serving: Serving) -> None:
         super().__init__(
@@ -197,12 +197,10 @@ class _Uvicorn(uvicorn.Server):
         self.stopping = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start accepting connections and set `up`."""
         await super().startup(sockets)
         self.up.set()
 
     async def main_loop(self) -> None:
-        """Wait for `stopping`."""
         try:
             await self.stopping.wait()
         except asyncio.CancelledError:
@@ -239,11 +237,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Bound here and not in the loop, so that `start` raises the error.
-
-    Raises:
-        ConfigError: the address cannot be bound.
-    """
+    """Return a listening socket. Bound here and not in the loop, so that `start` raises the `ConfigError`."""
     try:
         found = socket.getaddrinfo(host.removeprefix("[").removesuffix("]"), port, type=socket.SOCK_STREAM)
         family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
@@ -264,50 +258,27 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
 
 
-class _Bell:
-    """Self-pipe that wakes the main thread on a signal or at the end of the server.
-
-    A pipe instead of a `threading.Event`: a signal handler that takes a lock deadlocks if its own thread holds the lock.
-    """
-
-    ENDED = 0
-    """No signal has this number."""
-
-    def __init__(self) -> None:
-        self._reader, self.writer = os.pipe()
-        os.set_blocking(self.writer, False)
-        self._open = True
-        self._closing = threading.Lock()
-
-    def ring(self) -> None:
-        """Signal the end of the server. No-op once closed, because the descriptor may have been reused."""
-        with self._closing:
-            if self._open:
-                os.write(self.writer, bytes([self.ENDED]))
-
-    def wait(self) -> None:
-        """Wait for a stopping signal or the end of the server; other signals with a handler also write to the pipe."""
-        while os.read(self._reader, 1)[0] not in (*_STOPPING_SIGNALS, self.ENDED):
-            pass
-
-    def close(self) -> None:
-        """Close the pipe."""
-        with self._closing:
-            self._open = False
-            os.close(self._reader)
-            os.close(self.writer)
+def _ring(writer: socket.socket) -> None:
+    """Announce the end of the server, unless nobody waits any more."""
+    with suppress(OSError):
+        writer.send(bytes([_ENDED]))
 
 
 @contextmanager
-def _signals() -> Iterator[_Bell]:
-    """Block during which SIGINT and SIGTERM only write to the pipe; restores the previous handlers."""
-    bell = _Bell()
+def _signals() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Block during which SIGINT and SIGTERM only write their number to a pair of sockets; then restores the handlers.
+
+    Sockets instead of a `threading.Event`: a signal handler that takes a lock deadlocks if its own thread holds the lock.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
     before = {number: signal.signal(number, lambda *_: None) for number in _STOPPING_SIGNALS}
-    woken_before = signal.set_wakeup_fd(bell.writer, warn_on_full_buffer=False)
+    woken_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
-        yield bell
+        yield reader, writer
     finally:
         signal.set_wakeup_fd(woken_before)
         for number, handler in before.items():
             signal.signal(number, handler)
-        bell.close()
+        reader.close()
+        writer.close()

@@ -1,8 +1,4 @@
-"""State shared by all endpoints: model name, limits, abortable replies.
-
-A reply is in the table exactly while it is being computed, under the id that its client sees. Independent of tensors and
-request schemas.
-"""
+"""State shared by all endpoints: model name, limits, abortable replies. Independent of tensors and request schemas."""
 
 from __future__ import annotations
 
@@ -39,19 +35,16 @@ PAUSE_WARNING_S = 30.0
 
 TURN_S = 0.005
 """Seconds after which work on one reply lets the others' run."""
-
 HUGE_BODIES_AT_ONCE = 2
 """Threads for bodies of at least `bodies.HUGE` bytes."""
-
-
 SEND_BODY = "rollout.send_body"
-"""Key in a request's scope of the server's own `send`, for the body of a stream: the layers in between only look at the
-start of a response, and cost each of its thousand pieces some microseconds."""
+"""Key in a request's scope of the server's own `send`, for the body of a stream: the layers in between only read the start
+of a response, and would cost each of its pieces some microseconds."""
 
 
 @dataclass(slots=True)
 class RequestLog:
-    """What the log line of a request says beside its HTTP: its id, model and finished tokens."""
+    """Id, model and finished tokens of a request, for its log line."""
 
     request_id: str
     model: str | None = None
@@ -60,48 +53,41 @@ class RequestLog:
 
 
 LOG: ContextVar[RequestLog] = ContextVar("rollout.server.log")
-"""Of the request that the present task handles."""
+"""The record of the request that the current task handles."""
 
 _SAMPLES = "rollout.samples"
 """Key in a request's scope of the number of samples it was admitted with."""
 
 
-def _few_threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(HUGE_BODIES_AT_ONCE, "rollout-body")
-
-
 @dataclass(kw_only=True, eq=False)
 class Serving:
-    """State of one server, shared by its endpoints. Used on the server's event loop only.
-
-    Attributes:
-        llm: an `AsyncLLM`, `LLM` or an object with the same interface.
-        config: the server's options.
-        model_name: the model's name in requests and replies.
-        counters: metrics of requests and results.
-        conversation: renders messages to token ids; None if the model has no tokenizer.
-        created: construction time, in seconds since 1970.
-        stopping: True during shutdown: new requests are refused.
-        shut: True after a pause by `abort` or `wait`: new requests are refused until the engines continue.
-        reading: tasks whose request body is still incomplete.
-        threads_for_huge_bodies: executor for bodies of at least `bodies.HUGE` bytes.
-        unread: bytes of all unfinished bodies.
-        samples: number of open samples, including those whose prompts are still being parsed.
-    """
+    """State of one server, shared by its endpoints. Used on the server's event loop only."""
 
     llm: Any
+    """An `AsyncLLM`, `LLM` or `JobLLM`."""
     config: ServerConfig
     model_name: str
+    """Name of the model in requests and replies."""
     counters: RequestMetrics
     conversation: Conversation | None
+    """Renders messages to token ids; None if the model has no tokenizer."""
     created: int = field(default_factory=lambda: int(time.time()))
+    """Construction time, in seconds since 1970."""
     stopping: bool = False
+    """True during shutdown: new requests are refused."""
     shut: bool = False
+    """True after a pause by `abort` or `wait`: new requests are refused until the engines continue."""
     reading: set[asyncio.Task[Any]] = field(default_factory=set)
-    threads_for_huge_bodies: ThreadPoolExecutor = field(default_factory=_few_threads)
+    """Tasks whose request body is still incomplete."""
+    threads_for_huge_bodies: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(HUGE_BODIES_AT_ONCE, "rollout-body")
+    )
     samples: int = 0
+    """Number of open samples, including those whose prompts are still being parsed."""
     unread: int = 0
+    """Bytes of all unfinished bodies."""
     _computed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Id that the client sees → ids of its requests, of every reply while it is computed."""
     _cut: set[str] = field(default_factory=set)
     _closing: int = 0
     _drained: asyncio.Event = field(default_factory=asyncio.Event)
@@ -110,11 +96,7 @@ class Serving:
     # --- may this request be served? ----------------------------------------------------------------------------
 
     def adapter_of(self, model: str | None) -> str | None:
-        """The LoRA adapter that `model` of a request names; None: it names the served model, or nothing.
-
-        Raises:
-            ApiError: 404, there is no such model.
-        """
+        """The LoRA adapter that `model` of a request names; None: the served model. Raises `ApiError` 404 for others."""
         if model is None or model == self.model_name:
             return None
         adapters = self.llm.lora_adapters
@@ -125,11 +107,7 @@ class Serving:
         return model
 
     def admit(self, request: Request, samples: int, *, wait_while_suspended: bool = True) -> None:
-        """Admit a request: count its samples as open until the request ends.
-
-        Args:
-            samples: prompts times n.
-            wait_while_suspended: False: fail if the engine is not running, instead of waiting until it runs.
+        """Count the samples of a request (prompts times n) as open until the request ends.
 
         Raises:
             ApiError: 503, the server is shutting down; 400, `samples` exceeds `ServerConfig.max_open_requests`.
@@ -140,7 +118,7 @@ class Serving:
         if self.stopping:
             raise shutting_down()
         state = EngineState(self.llm.state)
-        # Closing, the engines still run. Otherwise the program that owns them has let them continue.
+        # If the engines run and no pause is in progress, the program that owns them has let them continue.
         self.shut = self.shut and (bool(self._closing) or state is not EngineState.RUNNING)
         if self.shut:
             raise EngineStateError(
@@ -158,8 +136,8 @@ class Serving:
             )
         if self.samples + samples > limit:
             raise QueueFullError(
-                f"{self.samples} samples are open and the request brings {samples}: at most "
-                f"max_open_requests={limit} may be; try again later"
+                f"{self.samples} samples are open and the request has {samples}: at most max_open_requests={limit} may be "
+                "open; try again later"
             )
         self.samples += samples
         request.scope[_SAMPLES] = request.scope.get(_SAMPLES, 0) + samples
@@ -179,14 +157,14 @@ class Serving:
     # --- pauses ---------------------------------------------------------------------------------------------------
 
     def let_in(self, new_requests: bool) -> None:
-        """Let new requests in, which ends `drained`, or refuse them until the engines continue."""
+        """Admit new requests, which ends `drained`, or refuse them until the engines continue."""
         self.shut = not new_requests
         if new_requests:
             self._drained.set()
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Block that ends with a pause: a server that is shut stays so, although the engines run."""
+        """Block that ends with a pause: a shut server stays shut although the engines run."""
         self._closing += 1
         try:
             yield
@@ -194,7 +172,7 @@ class Serving:
             self._closing -= 1
 
     async def drained(self, timeout_s: float | None) -> None:
-        """Wait until no request is open, new ones are let in again, or the time is over."""
+        """Wait until no request is open, new ones are admitted again, or the time is over."""
         if self.samples:
             self._drained.clear()
             with suppress(TimeoutError):
@@ -202,7 +180,7 @@ class Serving:
                     await self._drained.wait()
 
     def watch_pause(self) -> None:
-        """Log a line in `PAUSE_WARNING_S` if requests are open and the engines have not run until then."""
+        """Log a line in `PAUSE_WARNING_S` if requests are open then and the engines have not run."""
         if self.samples and self._watch is None and self.llm.state != EngineState.RUNNING:
             timer = asyncio.get_running_loop().call_later
             self._watch = timer(PAUSE_WARNING_S, self._tell_of_pause, self._steps())
@@ -225,12 +203,7 @@ class Serving:
 
     @contextmanager
     def computing(self, reply_id: str, request_ids: Iterable[int]) -> Iterator[None]:
-        """Register a reply for `abort(reply_id)` and server shutdown during the block.
-
-        Args:
-            reply_id: id that the client sees, `chatcmpl-…`.
-            request_ids: ids of the groups whose samples form the reply.
-        """
+        """Register a reply for `abort(reply_id)` and server shutdown during the block."""
         self._computed[reply_id] = tuple(request_ids)
         try:
             yield
@@ -239,11 +212,7 @@ class Serving:
             self._cut.discard(reply_id)
 
     def name_of_reply(self, prefix: str, wanted: str | None = None) -> str:
-        """Return the id of a new reply: `wanted`, or one that begins with `prefix`.
-
-        Raises:
-            ApiError: 400, a reply of that id is being computed.
-        """
+        """Return the id of a new reply: `wanted`, which must not be in use, or one that begins with `prefix`."""
         if wanted in self._computed:
             raise bad_request(
                 f"request_id={wanted!r}: a request of that id is open; choose another", param="request_id"
@@ -251,25 +220,17 @@ class Serving:
         return wanted or f"{prefix}-{uuid.uuid4().hex}"
 
     async def abort(self, reply_id: str) -> int:
-        """Abort the requests of a reply.
-
-        Returns:
-            Number of requests that were still open; 0 also for an unknown or finished reply.
-        """
+        """Abort the requests of a reply; returns how many were open: 0 for an unknown or finished reply."""
         if reply_id in self._computed:
             self._cut.add(reply_id)
         return sum([await self.ask(self.llm.abort, request_id) for request_id in self._computed.get(reply_id, ())])
 
     def was_cut(self, reply_id: str) -> bool:
-        """Whether a reply being computed was aborted by a control call: its stream ends with what it has."""
+        """Whether a control call aborted a reply that is being computed: its stream ends with what it has."""
         return reply_id in self._cut and not self.stopping
 
     async def abort_all(self) -> int:
-        """Abort all requests that came over HTTP, and cancel those whose body is incomplete.
-
-        Returns:
-            Number of requests that were still open.
-        """
+        """Abort all requests that came over HTTP, and cancel incomplete ones; returns how many were open."""
         for task in self.reading:
             task.cancel()
         return sum([await self.abort(reply_id) for reply_id in tuple(self._computed)])
@@ -296,13 +257,10 @@ class Turn:
 
 
 async def or_disconnected(request: Request, awaitable: Awaitable[T]) -> T:
-    """Return the result of `awaitable`; cancel it when the client disconnects.
+    """Return the result of `awaitable`; cancel it and raise `ClientGoneError` if the client disconnects first.
 
     Args:
         request: its body has been read.
-
-    Raises:
-        ClientGoneError: the client disconnected first.
     """
     work = asyncio.ensure_future(awaitable)
     gone = asyncio.ensure_future(_disconnected(request))

@@ -1,5 +1,7 @@
 """Methods derived from those of another class: same signature and docstring, called on a part, on a thread or on a loop.
 
+A part is named by its attribute, `"control"`, or by a path of attributes, `"parts.control"`.
+
 class Control:  def load(self, folder): ...                      blocks
 class Async:    load = threaded("control", Control.load)         await it; the caller's loop goes on
                 async def pause(self): ...
@@ -15,7 +17,8 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import wraps
-from inspect import iscoroutinefunction
+from inspect import iscoroutinefunction, unwrap
+from operator import attrgetter
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
@@ -23,24 +26,25 @@ T = TypeVar("T")
 
 
 def called(part: str, verb: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """A method that calls `verb` of the object's attribute `part`; a coroutine method if `verb` is one."""
+    """A method that calls `verb` of a part; a coroutine method if `verb` is one."""
+    find = attrgetter(part)
 
     @wraps(verb)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return verb(getattr(self, part), *args, **kwargs)
+        return verb(find(self), *args, **kwargs)
 
     @wraps(verb)
     async def call_async(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         # Waits here, so that the object lives as long as the call.
-        return await cast("Awaitable[Any]", verb(getattr(self, part), *args, **kwargs))
+        return await cast("Awaitable[Any]", verb(find(self), *args, **kwargs))
 
-    return cast("Callable[Concatenate[Any, P], T]", call_async) if iscoroutinefunction(verb) else call
+    return cast("Callable[Concatenate[Any, P], T]", call_async) if iscoroutinefunction(unwrap(verb)) else call
 
 
 def blocking(
     part: str, verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 ) -> Callable[Concatenate[Any, P], T]:
-    """A method that runs the async `verb` of the object's attribute `part` by `self._run`, which waits for the result."""
+    """A method that runs the async `verb` of a part by `self._run`, which waits for the result."""
 
     @wraps(verb)
     def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -53,7 +57,7 @@ def blocking(
 def threaded(
     part: str, verb: Callable[Concatenate[Any, P], T]
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """A coroutine method that calls the blocking `verb` of the object's attribute `part` by `on_thread`."""
+    """A coroutine method that calls the blocking `verb` of a part by `on_thread`."""
 
     @wraps(verb)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -63,17 +67,17 @@ def threaded(
 
 
 class Read(Generic[T]):
-    """A property of the same name of the object's attribute `part`; made by `read`."""
+    """A property of the same name of a part; made by `read`."""
 
     def __init__(self, part: str, getter: Callable[[Any], T]) -> None:
-        self._part, self._name = part, ""
+        self._find, self._name = attrgetter(part), ""
         self.__doc__ = getter.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, holder: Any, owner: type | None = None) -> T:
-        value: Any = self if holder is None else getattr(getattr(holder, self._part), self._name)
+        value: Any = self if holder is None else getattr(self._find(holder), self._name)
         return value  # type: ignore[no-any-return]
 
     def __set__(self, holder: Any, value: object) -> None:
@@ -81,7 +85,7 @@ class Read(Generic[T]):
 
 
 def read(part: str, getter: Callable[[Any], T]) -> Read[T]:
-    """A property that reads the property `getter` of the object's attribute `part`."""
+    """A property that reads the property `getter` of a part."""
     return Read(part, getter)
 
 

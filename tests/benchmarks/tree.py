@@ -29,7 +29,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rollout import Advanced, InferenceConfig, PackedTree, RolloutBatch, RolloutManager, SamplingParams
-from rollout.manager.tree import pack_tree
+from rollout.manager.batch.tree import pack_tree
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.state import FinishReason, Status
 from tests.benchmarks.common import parse, save

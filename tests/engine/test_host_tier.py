@@ -11,9 +11,9 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.memory.host_pool import HostMemoryError
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.errors import ConfigError, RequestError, UnsupportedModelError
+from rollout.observe import recorder as tracing
+from rollout.observe.timeline import timeline
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.tracing import recorder as tracing
-from rollout.tracing.timeline import timeline
 from tests.configs import engine_config
 from tests.engines import assert_greedy, greedily, make_engine, pass_suspended, token_ids
 

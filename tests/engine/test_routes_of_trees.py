@@ -9,8 +9,8 @@ import torch
 
 import rollout
 from rollout.engine.training.tree_forward import TreeAttachment
-from rollout.manager.batch import RolloutBatch
-from rollout.manager.tree import pack_tree
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.tree import pack_tree
 from rollout.requests.request import DynamicInferenceRequest
 from tests import replay_table
 from tests.engines import make_engine, shared_model, token_ids

@@ -17,7 +17,7 @@ from rollout import LLM, RolloutManager
 from rollout.config import Advanced, InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.scheduling import run_ahead
-from rollout.engine.scheduling.draft_budget import StepCost
+from rollout.engine.scheduling.run_ahead import StepCost
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.configs import engine_config
@@ -193,19 +193,6 @@ def test_a_sample_without_finite_logits_fails_alone_where_it_would() -> None:
     plain, ahead = (results(engine_for(model), each, greedily(20)) for each in (False, True))
     assert ahead == plain
     assert any(len(each[0]) < 20 for each in ahead.values())
-
-
-def test_a_run_ends_with_the_step_it_is_at_when_the_boundary_is_asked_for() -> None:
-    engine = engine_for()
-    engine.add_request(token_ids(5), greedily(60))
-    made = []
-    for asks in (False, False, True, False):
-        if asks:
-            engine.ask_for_boundary()
-        engine.step(ahead=True)
-        made.append(engine.parts.stepper.made)
-    # A prompt; a first step, of which nothing is known; one that was asked for its end; all the others.
-    assert made == [1, 1, 1, 57]
 
 
 def test_what_needs_python_between_two_tokens_makes_one_step_at_a_time() -> None:

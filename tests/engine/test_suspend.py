@@ -79,7 +79,7 @@ def test_the_device_memory_is_given_back_and_taken_again(mode: str) -> None:
     engine.suspend(mode)
     assert engine.cache.device_bytes == 0
     assert not engine.cache.on_device
-    assert not engine.controller.runner.workspace._buffers, "gathered keys are KV too"
+    assert not engine.controller.runner.module.workspace._buffers, "gathered keys are KV too"
     assert engine.stats()["kv_device_bytes"] == 0
     engine.resume()
     assert engine.cache.device_bytes == whole
@@ -125,7 +125,7 @@ def test_offload_copies_the_live_blocks_and_no_other(keep_prefix_cache: bool) ->
 
 def test_after_offload_every_live_value_is_the_same_bit_for_bit() -> None:
     engine = busy_engine()
-    blocks = engine.context.allocator.live_blocks()
+    blocks = engine.context.allocator.pages.live()
     before = [[part[blocks].clone() for part in engine.cache.layer(index)] for index in range(3)]
     tables = {sample.key: engine.context.scheduler.table.held(sample.row).copy() for sample in engine.context.scheduler}
     engine.pause()
@@ -219,7 +219,7 @@ def test_with_less_memory_the_pool_shrinks_and_every_request_that_fits_keeps_its
     device = Device()
     engine = busy_engine(allocate=device.allocate)
     computed = engine.stats()["prefill_tokens_computed"]
-    live = len(engine.context.allocator.live_blocks())
+    live = len(engine.context.allocator.pages.live())
     engine.pause()
     engine.suspend(mode)
     device.leave_room_for(20, engine)
@@ -416,7 +416,7 @@ def test_a_block_that_held_nan_is_not_zeroed_under_its_new_owner_after_a_resume(
     steps(engine, 1)
     engine.context.scheduler.leave(engine.context.scheduler.active()[-1], FinishReason.ERROR, "as if it had met NaN")
     engine.parts.ledger.live.pop(4)
-    assert engine.context.scheduler.blocks.poisoned
+    assert engine.context.scheduler.allocator.pages.poisoned
     engine.pause()
     engine.suspend("offload")
     device.leave_room_for(20, engine)

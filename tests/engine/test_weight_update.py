@@ -413,14 +413,14 @@ def test_what_can_not_start_again_ends_by_name_and_the_update_is_none_the_worse(
     for seed in range(3):
         engine.add_request(token_ids(5, seed), greedily(6))
     ended = steps(engine, 2)
-    from_prompt = engine.parts.admission.from_prompt
+    from_prompt = engine.parts.intake.from_prompt
 
     def refusing(record: DynamicInferenceRequestRecord, *rest: Any) -> Any:
         if record.request_id == 1:
             raise InvalidRequestError("its prompt does not fit any more")
         return from_prompt(record, *rest)
 
-    monkeypatch.setattr(engine.parts.admission, "from_prompt", refusing)
+    monkeypatch.setattr(engine.parts.intake, "from_prompt", refusing)
     assert engine.weights_updated() == 1
     assert engine.stats()["requests_requeued"] == 2
     done = finish(engine, ended)

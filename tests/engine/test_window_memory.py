@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
+from rollout.engine.blocks.pages import LayerGroups, layer_groups, one_group
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.memory.layer_groups import layer_groups
-from rollout.engine.scheduling.layer_pages import PageShape
 from rollout.errors import InvalidRequestError
 from tests.engines import (
     BLOCK,
@@ -63,45 +62,6 @@ def test_a_long_sequence_holds_the_blocks_of_its_window(model, fused, caching):
     assert engine.stats()["preemptions"] == 0
 
 
-def test_what_would_not_fit_whole_runs_without_preemption_and_as_generate_does(model):
-    engine = make_engine(model, kv_cache_blocks=40)
-    for seed in range(4):
-        engine.add_request(token_ids(12, seed), greedily(80))
-    done = finish(engine)
-    assert engine.stats()["preemptions"] == 0
-    for request in done.values():
-        assert_greedy(model, request)
-
-
-def test_samples_of_a_group_give_back_their_common_prompt_and_another_request_finds_it(model):
-    engine = make_engine(model, kv_cache_blocks=100)
-    prompt = token_ids(24)
-    engine.add_request(prompt, greedily(40, n=3))
-    steps(engine, 25)
-    assert engine.context.allocator.num_used <= 3 * NEEDED
-    assert engine.context.allocator.num_cached >= 24 // BLOCK
-    late = engine.add_request(prompt, greedily(30))
-    done = finish(engine)
-    assert done[late, 0].num_cached_tokens == 23
-    for request in done.values():
-        assert_greedy(model, request)
-
-
-@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
-def test_a_sequence_that_gave_blocks_back_is_suspended_and_goes_on(model, mode):
-    engine = make_engine(model)
-    engine.add_request(token_ids(20), greedily(40, n=2))
-    ended = []
-    while engine.has_unfinished:
-        ended += steps(engine, 7)
-        engine.pause()
-        engine.suspend(mode)
-        engine.resume()
-        engine.unpause()
-    for request in finish(engine, ended).values():
-        assert_greedy(model, request)
-
-
 def test_where_every_layer_sees_all_nothing_is_given_back():
     engine = make_engine(make_model("mistral", sliding_window=None))
     engine.add_request(token_ids(20), greedily(30))
@@ -132,7 +92,7 @@ def mixed_model(name: str) -> PreTrainedModel:
 
 def pages_in_use(engine: DynamicInferenceEngine) -> int:
     pages = engine.context.allocator.pages
-    assert pages is not None, "the layers are not split into groups"
+    assert pages.limited, "the layers are not split into groups"
     return len(pages.live())
 
 
@@ -162,7 +122,7 @@ def test_what_would_not_fit_with_all_layers_runs_without_preemption(name):
     pages = make_engine(model).context.allocator.pages
     needed = 3 * pages.shape.needed(-(-92 // BLOCK), 3, BLOCK)
     engine = make_engine(model, kv_cache_blocks=-(-needed // pages.groups) + 1, max_tokens_per_step=12)
-    assert engine.context.allocator.pool_size < 3 * pages.groups * (92 // BLOCK)
+    assert engine.context.allocator.pages.num_pages < 3 * pages.groups * (92 // BLOCK)
     for seed in range(3):
         engine.add_request(token_ids(12, seed), greedily(80))
     done = finish(engine)
@@ -273,7 +233,7 @@ def test_pages_that_a_prefill_gives_back_are_zeroed_before_their_next_use():
     steps(engine, 3)
     scheduler, zeroed = engine.context.scheduler, []
     scheduler.schedule()
-    unverified, runner = list(scheduler.blocks.poisoned), engine.controller.runner
+    unverified, runner = list(scheduler.allocator.pages.poisoned), engine.controller.runner
     assert unverified, "a window has passed blocks whose logits were never looked at"
     runner.zero_blocks, zero = lambda pages: (zeroed.extend(pages), zero(pages)), runner.zero_blocks
     engine.context.scheduler.preemption.checkpoint_all()
@@ -303,15 +263,15 @@ def test_layers_are_split_into_groups_of_equal_size(full, every, expected):
 
 @pytest.mark.parametrize("reaches", [[None, None], [8, 8], [None, 4096]])
 def test_layers_of_one_kind_are_not_split(reaches):
-    assert layer_groups([(64, 64)] * 2, reaches, 4096) is None
+    assert layer_groups([(64, 64)] * 2, reaches, 4096) == one_group(2)
 
 
 def test_layers_of_different_size_keep_whole_blocks():
-    assert layer_groups([(64, 64), (128, 64)], [None, 8], 4096) is None
+    assert layer_groups([(64, 64), (128, 64)], [None, 8], 4096) == one_group(2)
 
 
 @pytest.mark.parametrize("pages", range(3, 60))
 def test_the_longest_sequence_is_the_last_one_that_fits(pages):
-    shape = PageShape(whole=1, limited=2, reach=9)
+    shape = LayerGroups((), (), 1, whole=1, limited=2, reach=9)
     most = shape.most_blocks(pages, 5, 4)
     assert shape.needed(most, 5, 4) <= pages < shape.needed(most + 1, 5, 4)

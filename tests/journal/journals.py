@@ -14,8 +14,7 @@ import pytest
 
 from rollout.journal import segment as journal_file
 from rollout.journal.journal import Journal
-from rollout.journal.reader import read_groups
-from rollout.journal.segment import segments
+from rollout.journal.segment import read_groups, segments
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams

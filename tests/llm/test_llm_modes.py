@@ -17,7 +17,7 @@ from rollout.distributed.job.world import World
 from rollout.engine.weights.folder import load_model
 from rollout.errors import ConfigError, ConnectionLostError, EngineStateError, InvalidRequestError
 from rollout.llm.llm import LLM, AsyncLLM
-from rollout.requests.seeds import stream_key
+from rollout.requests.block_hash import stream_key
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
 from tests.engines import at_random, greedily, make_engine, shared_model, token_ids
@@ -181,9 +181,9 @@ def test_with_a_coordinator_the_configured_deadline_holds_and_a_flush_reaches_it
         assert llm.service._the_client()._control_timeout_s == 7.0
         (sample,) = llm.generate(token_ids(20), SamplingParams(max_tokens=4))
         assert sample.seed == stream_key(5, 0)
-        assert llm.context.allocator.findable_hashes()
+        assert llm.context.allocator.index.current
         assert llm.flush_prefix_cache() > 0
-        assert not llm.context.allocator.findable_hashes()
+        assert not llm.context.allocator.index.current
         assert llm.flush_prefix_cache() == 0
 
 

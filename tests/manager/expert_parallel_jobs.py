@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from rollout.engine.training.replay import replay
 from rollout.llm.llm import LLM
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from tests.manager.tensor_parallel_jobs import DRAWN, GREEDY, PROMPTS, load, said, shown
 from tests.rollouts import logprob_error, make_rollout
 

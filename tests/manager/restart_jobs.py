@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3ForCausal
 
 from rollout.config import Advanced, InferenceConfig
 from rollout.journal.journal import Journal
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from tests.distributed.job.nursery import ROOT
 from trainer_hooks.optimizer import attach

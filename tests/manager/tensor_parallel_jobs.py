@@ -26,7 +26,7 @@ from rollout.config import Advanced, CoordinatorConfig, InferenceConfig
 from rollout.errors import RolloutError
 from rollout.journal.journal import Journal
 from rollout.llm.llm import LLM
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from tests.models import VOCAB, make_model

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout.manager.batch import RolloutBatch
-from rollout.manager.packed import PackedRollouts
+from rollout.manager.batch.batch import PackedRollouts, RolloutBatch
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans

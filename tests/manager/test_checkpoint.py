@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, SerializationError
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from tests.models import greedy, make_model, make_tokenizer

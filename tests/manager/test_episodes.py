@@ -17,8 +17,8 @@ import torch
 
 from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError, RolloutFailedError
 from rollout.manager.episodes.environment import EnvironmentTask, StepResult, mixture
-from rollout.manager.keeping import rewards_differ
 from rollout.manager.manager import RolloutManager
+from rollout.manager.scoring import rewards_differ
 from rollout.sampling_params import SamplingParams
 from tests.models import make_model
 from tests.rollouts import assert_nothing_leaked, logprob_error, make_rollout, tokens, update

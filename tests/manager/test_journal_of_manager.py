@@ -10,7 +10,7 @@ import pytest
 
 from rollout.errors import EngineStateError, InvalidRequestError, JournalError
 from rollout.journal.journal import Journal
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from tests.models import make_model

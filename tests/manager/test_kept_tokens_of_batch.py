@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rollout.errors import InvalidRequestError
-from rollout.manager.batch import RolloutBatch
-from rollout.manager.kept_tokens import KeptSets
-from rollout.requests.kept_tokens import KeptTokens
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.columns import KeptSets
+from rollout.requests.token_columns import KeptTokens
 from rollout.sampling_params import SamplingParams
 from tests.models import make_model
 from tests.rollouts import make_rollout

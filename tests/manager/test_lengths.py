@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rollout.manager.lengths import LengthBook, key
+from rollout.manager.run_loop import LengthBook, length_key
 
 
 def test_without_knowledge_the_order_stays():
@@ -47,9 +47,14 @@ def test_the_book_is_bounded_and_forgets_who_was_not_seen_for_longest():
 
 
 def test_equal_prompts_have_equal_keys_however_they_come():
-    assert key([1, 2, 3]) == key((1, 2, 3)) == key(np.array([1, 2, 3])) == key(torch.tensor([1, 2, 3]))
-    assert key("1 2 3") == key("1 2 3")
-    assert key([1, 2, 3]) != key([3, 2, 1])
+    assert (
+        length_key([1, 2, 3])
+        == length_key((1, 2, 3))
+        == length_key(np.array([1, 2, 3]))
+        == length_key(torch.tensor([1, 2, 3]))
+    )
+    assert length_key("1 2 3") == length_key("1 2 3")
+    assert length_key([1, 2, 3]) != length_key([3, 2, 1])
     chat = [{"role": "user", "content": "hello"}]
-    assert key(chat) == key([{"role": "user", "content": "hello"}])
-    assert key(chat) != key([{"role": "user", "content": "bye"}])
+    assert length_key(chat) == length_key([{"role": "user", "content": "hello"}])
+    assert length_key(chat) != length_key([{"role": "user", "content": "bye"}])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.parts.failures import MAX_FAILED_STEPS
+from rollout.engine.parts.stepper import MAX_FAILED_STEPS
 from rollout.errors import (
     DeadlineError,
     EngineDeadError,
@@ -17,7 +17,7 @@ from rollout.errors import (
     JournalError,
     RolloutFailedError,
 )
-from rollout.manager.recovery import GroupJournal
+from rollout.manager.groups import GroupJournal
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.threads.interrupts import interrupt_deferred
@@ -208,7 +208,7 @@ def test_samples_that_somebody_else_took_are_an_error_and_no_endless_loop(model)
 def test_a_batch_that_cannot_be_built_loses_no_group(model, monkeypatch):
     rollout = make_rollout(model)
     with monkeypatch.context() as patch:
-        patch.setattr("rollout.manager.manager.RolloutBatch.from_requests", lambda *args, **kwargs: 1 / 0)
+        patch.setattr("rollout.manager.generation.RolloutBatch.from_requests", lambda *args, **kwargs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             rollout.generate([[5]], GREEDY)
     assert completions(rollout.generate([], min_groups=1)) == [greedy(model, [5], 6)]

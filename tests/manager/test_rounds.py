@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from rollout.manager.groups import GroupLedger
 from rollout.manager.manager import RolloutManager
-from rollout.manager.pacing import StalenessPacer
+from rollout.manager.rounds import StalenessPacer
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
 from tests.rollouts import (

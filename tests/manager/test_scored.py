@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout import ConfigError, InvalidRequestError, PromptTask, RolloutFailedError, SamplingParams
-from rollout.manager.scoring.goal import rewards_of
+from rollout.manager.scoring import rewards_of
 from rollout.requests.request import DynamicInferenceRequest
 from tests.rollouts import Every, FailingForward, assert_nothing_leaked, make_rollout, tokens, update
 

@@ -12,8 +12,8 @@ from typing import Any
 from rollout.errors import (
     DeadlineError,
 )
-from rollout.manager.progress import ProgressBar
-from rollout.threads.turns import Turns
+from rollout.manager.run_loop import ProgressBar
+from rollout.threads.locks import Turns
 from tests.models import greedy
 from tests.rollouts import (
     GREEDY,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout.manager.token_logprobs import CHUNK_ELEMENTS, selected_logprobs, token_entropies
-from rollout.manager.tree import PackedTree, pack_tree
+from rollout.manager.batch.columns import CHUNK_ELEMENTS, selected_logprobs, token_entropies
+from rollout.manager.batch.tree import PackedTree, pack_tree
 from tests.manager.test_batch import build, failed, request
 
 VOCAB = 11

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rollout.engine.fused import fused_checks
 from rollout.engine.kernels import triton_paged
+from rollout.engine.models import originals
 from rollout.engine.scheduling import run_ahead, scheduler
 from tests.pretended_cuda import graphs, interpreted
 from tests.pretended_cuda.mode import CUDA, PretendedCuda, is_on, put
@@ -174,7 +174,7 @@ def install() -> PretendedCuda:
     _replace_libcuda()
     _follow_threads(mode)
     # No mode but this device's is active.
-    fused_checks._torch_mode_active = lambda: False
+    originals._torch_mode_active = lambda: False
     # A step takes seconds: the interpreter runs the programs of a launch one after the other.
     run_ahead.LONGEST_S, scheduler.MOST = 1e9, 3  # type: ignore[attr-defined]
     triton_paged.PROGRAMS = 3

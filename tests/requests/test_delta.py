@@ -10,10 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import SerializationError
-from rollout.requests.delta import COLUMNS, SampleDelta, pack_top_n, unpack_top_n
-from rollout.requests.kept_tokens import KeptTokens, pack_kept
-from rollout.requests.routes import cut_routes, pack_routes, unpack_routes
+from rollout.requests.delta import COLUMNS, SampleDelta
 from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import (
+    KeptTokens,
+    cut_routes,
+    pack_kept,
+    pack_routes,
+    pack_top_n,
+    unpack_routes,
+    unpack_top_n,
+)
 from rollout.sampling_params import SamplingParams
 
 
@@ -63,12 +70,6 @@ def test_a_restart_drops_what_came_before_it_but_the_events() -> None:
     assert joined.versions == VersionSpans([(4, 2), (5, 1)])
     assert joined.policy_versions() == [4, 4, 5]
     assert (joined.ttft, joined.top_n, joined.text, joined.events) == (0.5, None, "abc", b"ab")
-
-
-def test_joining_changes_no_part() -> None:
-    first, second = delta(2), delta(1, 2)
-    SampleDelta.join([first, second])
-    assert (first, second) == (delta(2), delta(1, 2))
 
 
 def test_a_request_goes_on_from_its_known_tokens_under_their_versions() -> None:

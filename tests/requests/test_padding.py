@@ -13,7 +13,7 @@ from transformers import BatchEncoding
 
 from rollout.errors import InvalidRequestError
 from rollout.llm.llm import LLM
-from rollout.manager.scoring.batch import PromptTask
+from rollout.manager.scoring import PromptTask
 from rollout.requests.prompt import unpadded
 from tests.models import make_model, make_tokenizer
 from tests.rollouts import GREEDY, make_rollout

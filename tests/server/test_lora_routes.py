@@ -89,10 +89,6 @@ def test_requests_name_an_adapter_as_their_model(llm: LLM, http: httpx.Client, f
     for name in folders:
         by_chat = ok(http.post("/v1/chat/completions", json=chat | {"model": name}))
         assert by_chat["model"] == name
-        by_responses = {"model": name, "input": "Hi", "max_output_tokens": 3, "temperature": 0}
-        response = ok(http.post("/v1/responses", json=by_responses))
-        assert response["model"] == name
-        assert response["rollout"]["token_ids"] == by_chat["choices"][0]["message"]["rollout"]["token_ids"]
         by_tokens = ok(http.post("/inference/v1/generate", json=one | {"model": name}))
         assert (by_tokens["choices"][0]["token_ids"], by_tokens["model"]) == (answers[name], name)
     streamed = http.post("/v1/completions", json={"model": "a", "prompt": PROMPT, "max_tokens": 1, "stream": True})

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from rollout import ConfigError, ServerConfig
-from rollout.server.chat_template.reasoning import ReasoningParser
+from rollout.server.chat_template.reply_parser import ReasoningParser
 from rollout.state import EngineState
 from tests.server.chat_templates import QWEN3, QWEN25, byte_level
 from tests.server.fake_llm import served
@@ -113,26 +113,6 @@ def test_with_a_key_every_host_and_origin_may_ask() -> None:
 def test_what_is_no_origin_is_refused(origins: str) -> None:
     with pytest.raises(ConfigError, match=re.escape("ServerConfig.cors_origins=")):
         ServerConfig(cors_origins=origins)
-
-
-# --- the page of routes -----------------------------------------------------------------------------------------------
-
-
-def test_the_page_of_routes_shows_every_route_and_field_and_loads_nothing() -> None:
-    with (
-        served(admin=True, insecure=True) as (_, server),
-        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client,
-    ):
-        reply, document = client.get("/docs"), client.get("/openapi.json").json()
-    page = reply.text
-    assert reply.headers["content-type"].startswith("text/html")
-    assert not re.search(r"<script|<link|<img|@import|url\(|(?:src|href)=.?http", page)
-    for path in document["paths"]:
-        assert path in page
-    for name, schema in document["components"]["schemas"].items():
-        assert f'id="{name}"' in page
-        assert all(f"<code>{field}</code>" in page for field in schema.get("properties", {}))
-    assert set(re.findall(r'href="#([^"]+)"', page)) <= set(document["components"]["schemas"])
 
 
 def test_operations_have_ids_of_their_own(recwarn: pytest.WarningsRecorder) -> None:
@@ -260,16 +240,13 @@ def test_reasoning_comes_back_under_either_name() -> None:
     (QWEN3 + "{{ reasoning_effort or '' }}", "high", "high"), (QWEN3 + "{{ reasoning_effort or '' }}", "none", "none"),
     (QWEN3, "none", "<think>\n\n</think>"), (QWEN25, "none", ""), (QWEN25, None, ""), (QWEN3, "high", None),
 ])  # fmt: skip
-@pytest.mark.parametrize("path", ["chat/completions", "responses"])
-def test_a_reasoning_effort_is_the_templates(template: str, effort: str | None, shown: str | None, path: str) -> None:
+def test_a_reasoning_effort_is_the_templates(template: str, effort: str | None, shown: str | None) -> None:
     with scripted(TOKENIZER, chat_template=template) as (llm, client):
         llm.script = spoken(TOKENIZER, "Yes.")
-        plain: dict[str, Any] = {"model": "fakes/one"}
-        plain |= {"input": "?"} if path == "responses" else {"messages": [{"role": "user", "content": "?"}]}
-        asked = {"reasoning": {"effort": effort}} if path == "responses" else {"reasoning_effort": effort}
-        replies = [
-            httpx.post(f"{client.base_url}{path}", json=body, timeout=PATIENCE_S) for body in (plain, plain | asked)
-        ]
+        plain = {"model": "fakes/one", "messages": [{"role": "user", "content": "?"}]}
+        url = f"{client.base_url}chat/completions"
+        bodies = (plain, plain | {"reasoning_effort": effort})
+        replies = [httpx.post(url, json=body, timeout=PATIENCE_S) for body in bodies]
         prompts = [TOKENIZER.decode(tokens) for tokens, *_ in llm.submitted]
     if shown is None:
         assert replies[1].status_code == 400

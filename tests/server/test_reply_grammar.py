@@ -9,7 +9,7 @@ import pytest
 from rollout.engine.sampling.constraints import Constraints
 from rollout.errors import InvalidRequestError
 from rollout.server.chat_template.reply_grammar import reply_constraint
-from rollout.server.chat_template.tool_calls import ToolCallParser
+from rollout.server.chat_template.reply_parser import ToolCallParser
 from rollout.server.chat_template.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat
 from rollout.structured_output import StructuredOutput
 from tests.server.chat_templates import byte_level
@@ -85,8 +85,7 @@ def test_a_forced_call_is_complete_and_of_an_offered_function(
         constraint = reply_constraint(None, tools, known, forced_prefix=prefix)
         assert accepts(constraint, good.removeprefix(prefix))
         parser = ToolCallParser(known, {"get_weather": schema["properties"]})  # type: ignore[dict-item]
-        (call,) = [each.tool_call for each in parser.push(good) + parser.finish()]
-        assert call is not None
+        assert len(parser.push(good)[1] + parser.finish()[1]) == 1
         for other in ("g", "get_weather2", "get_weathe"):
             wrong = text.format(other, "", "{}")
             told = accepts(constraint, wrong.removeprefix(prefix)) if wrong.startswith(prefix) else False

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout.server.chat_template.reply_parser import ToolCall, ToolCallParser, parser_for, random_hex
 from rollout.server.chat_template.strict_tools import strict_tools
-from rollout.server.chat_template.tool_calls import ChatDelta, ToolCall, ToolCallParser, parser_for, random_hex
 from rollout.server.chat_template.tool_formats import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
@@ -37,11 +37,10 @@ def parse(tool_format: ToolFormat, pieces: Iterable[str]) -> tuple[str, list[Too
     """Content and calls of a reply that arrives in pieces."""
     ids = itertools.count()
     parser = ToolCallParser(tool_format, NAMES, lambda digits: f"{next(ids):0{digits}}")
-    deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
-    assert all(bool(delta.content) != (delta.tool_call is not None) for delta in deltas)
-    calls = [delta.tool_call for delta in deltas if delta.tool_call is not None]
-    assert [call.index for call in calls] == list(range(len(calls))) == list(range(parser.num_calls))
-    return "".join(delta.content for delta in deltas), calls
+    contents, found = zip(*map(parser.push, pieces), parser.finish(), strict=True)
+    calls = [call for each in found for call in each]
+    assert [call.index for call in calls] == list(range(len(calls)))
+    return "".join(contents), calls
 
 
 def read(tool_format: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
@@ -106,7 +105,7 @@ class TestBlocks:
         tool = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
         call = text.format("get_weather", parameters.replace("city", "town"), ARGUMENTS.replace("city", "town"))
         parser = ToolCallParser(known, NAMES, strict=strict_tools([tool]))
-        assert [delta.content for delta in parser.push(call) + parser.finish()] == [call]
+        assert parser.push(call)[0] + parser.finish()[0] == call
 
 
 @pytest.mark.parametrize("signs", [known.signs for known, *_ in BLOCKS])
@@ -146,7 +145,7 @@ def test_every_sample_has_a_parser_of_its_own():
     make = parser_for(QWEN25, [WEATHER])
     assert make is not None
     make().push("<tool_call>")
-    assert make().push("hello") == [ChatDelta(content="hello")]
+    assert make().push("hello") == ("hello", [])
 
 
 @pytest.mark.parametrize(
@@ -242,23 +241,23 @@ def test_python_behind_the_tag_is_content():
 
 def test_text_is_given_out_as_soon_as_it_cannot_be_a_call():
     parser = ToolCallParser(HERMES, NAMES)
-    assert parser.push("Hi <") == [ChatDelta(content="Hi")]
-    assert parser.push("b>") == [ChatDelta(content=" <b>")]
-    assert parser.push(" <tool_") == []
-    assert parser.push("box>") == [ChatDelta(content=" <tool_box>")]
+    assert parser.push("Hi <") == ("Hi", [])
+    assert parser.push("b>") == (" <b>", [])
+    assert parser.push(" <tool_") == ("", [])
+    assert parser.push("box>") == (" <tool_box>", [])
 
 
 def test_a_call_is_given_out_when_its_json_is_complete():
     parser = ToolCallParser(HERMES, NAMES, lambda digits: "0" * digits)
-    assert parser.push(f"<tool_call>\n{CALL[:-1]}") == []
-    assert parser.push("}") == [ChatDelta(tool_call=ToolCall(0, "call_" + "0" * 24, *DONE))]
-    assert parser.push("\n</tool_call>") == parser.finish() == []
+    assert parser.push(f"<tool_call>\n{CALL[:-1]}") == ("", [])
+    assert parser.push("}") == ("", [ToolCall(0, "call_" + "0" * 24, *DONE)])
+    assert parser.push("\n</tool_call>") == parser.finish() == ("", [])
 
 
 def test_ids_differ_and_have_the_shape_that_the_templates_ask_for():
     for tool_format, text in [(HERMES, f"<tool_call>{CALL}" * 9), (MISTRAL, f"[TOOL_CALLS] [{', '.join([CALL] * 9)}]")]:
         parser = ToolCallParser(tool_format, NAMES)
-        ids = {delta.tool_call.id for delta in parser.push(text) if delta.tool_call is not None}
+        ids = {call.id for call in parser.push(text)[1]}
         assert len(ids) == 9
         assert all(len(i) == (29 if tool_format is HERMES else 9) and i.replace("_", "").isalnum() for i in ids)
     assert [len(random_hex(n)) for n in (0, 1, 9, 24)] == [0, 1, 9, 24]

@@ -20,11 +20,10 @@ from peft import (
 from torch import nn
 
 from rollout.config import Advanced, InferenceConfig
+from rollout.engine.blocks.allocator import BlockAllocator
+from rollout.engine.blocks.index import NO_BLOCK, CacheChanges
 from rollout.engine.scheduling import adapters
 from rollout.engine.scheduling.adapters import NO_ADAPTER, AdapterSwitches, described
-from rollout.engine.scheduling.block_allocator import BlockAllocator
-from rollout.engine.scheduling.block_checks import check_blocks
-from rollout.engine.scheduling.prefix_index import NO_BLOCK, CacheChanges
 from rollout.errors import EngineStateError, UnsupportedModelError
 from rollout.llm.llm import LLM
 from rollout.manager.manager import RolloutManager
@@ -288,7 +287,7 @@ def test_a_coordinator_is_told_of_the_present_adapters_blocks_only():
         nonlocal findable
         taken = changes.take()
         findable = (set() if taken.flushed else findable) - taken.removed | taken.added
-        assert findable == set(engine.context.allocator.findable_hashes())
+        assert findable == set(engine.context.allocator.index.current)
         return findable
 
     engine.generate([token_ids(16)], greedily(3))
@@ -307,23 +306,23 @@ def test_shelves_of_several_variants_survive_eviction_and_a_resize():
     tokens = np.arange(4, dtype=np.int32)
     held = {}
     for variant in ("a", "b"):
-        allocator.switch(variant)
+        allocator.index.switch(variant)
         (block,) = allocator.allocate(1)
         held[variant] = allocator.register(block, 77, NO_BLOCK, tokens)
     assert held["a"] != held["b"]
     allocator.release(np.array(list(held.values()), np.int32))
-    mapping = allocator.resize(4)
-    assert mapping is not None
+    assert allocator.pages.resize(4) is not None
     for variant in ("a", "b"):
-        allocator.switch(variant)
-        assert allocator.match([77], tokens[None]) == [mapping[held[variant]]]
-    check_blocks(allocator, [[int(mapping[each])] for each in held.values()])
-    allocator.release(np.array([mapping[held["a"]]], np.int32))
+        allocator.index.switch(variant)
+        assert allocator.index.find([77], tokens[None]) == [held[variant]]
+        allocator.acquire(np.array([held[variant]], np.int32))
+    allocator.check([[each] for each in held.values()])
+    allocator.release(np.array([held["a"]], np.int32))
     allocator.allocate(3)
-    allocator.switch("a")
-    assert allocator.findable_hashes() == []
-    allocator.switch("b")
-    assert allocator.findable_hashes() == [77]
+    allocator.index.switch("a")
+    assert list(allocator.index.current) == []
+    allocator.index.switch("b")
+    assert list(allocator.index.current) == [77]
 
 
 # --- requests in flight -----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from rollout.engine.models.routers import routers_of
 from rollout.errors import ConfigError, RolloutFailedError
 from rollout.manager.manager import RolloutManager
+from rollout.manager.scoring import rewards_differ
 from rollout.state import EngineState
 from tests.models import make_model, make_tokenizer
 from tests.ranks import run_together
@@ -722,8 +723,10 @@ def test_a_masked_failure_is_out_of_the_loss_and_out_of_its_groups_baseline(make
 
 def test_what_cannot_be_attached_is_refused_by_name(make_run):
     run, other = make_run("default"), make_run("rollout_func")
-    with pytest.raises(TypeError, match="Run has no rollout_func, use_vllm"):
+    with pytest.raises(TypeError, match="Run is not a Trainer"):
         attach(run, run.rollout)
+    with pytest.raises(TypeError, match="Run has no rollout_func, use_vllm"):
+        rollout_func(run.rollout)(PROMPTS, run)
     with pytest.raises(ValueError, match=r"trains another Qwen3ForCausalLM .*RolloutManager\(trainer.model"):
         attach(run.trainer, other.rollout)
     with pytest.raises(ValueError, match="has a rollout_func already"):
@@ -809,3 +812,73 @@ def test_the_benchmark_puts_a_step_beside_trls_own(tmp_path, capsys):
     assert set(row["peers"]) == {"ours", "generate"}
     assert row["ratios"]["generate"] > 0
     assert "ours / peer" in capsys.readouterr().out
+
+
+# --- groups that are worth training on --------------------------------------------------------------------------------
+
+
+class EqualOnce:
+    """A reward function: all samples of a prompt with an even number of tokens are equal, and others differ."""
+
+    __name__ = "equal_once"
+
+    def __init__(self) -> None:
+        self.rounds: list[int] = []
+
+    def __call__(self, prompts, completion_ids, **columns: Any) -> list[float]:
+        self.rounds.append(len(prompts))
+        return [float(row % 3) * (len(prompt) % 2) for row, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.7, "vllm_importance_sampling_mode": "sequence_mask"}], ids=str)
+def test_groups_of_equal_rewards_are_replaced_by_other_prompts(make_run, options):
+    prompts = ["abc", "hello there", "xy", "1234", "5", "even"]
+    run = make_run("default", prompts=prompts, max_steps=4, **options)
+    reward = EqualOnce()
+    run.trainer.reward_funcs = [reward]
+    attachment = attach(run.trainer, run.rollout, keep=rewards_differ)
+    batches: list[dict[str, Any]] = []
+    full = run.trainer._generate_and_score_completions
+    run.trainer._generate_and_score_completions = lambda inputs: batches.append(full(inputs)) or batches[-1]
+    run.trainer.train()
+    run.trainer._generate_and_score_completions = full
+    assert len(batches) == 4 < len(reward.rounds)
+    assert attachment.discarded >= len(reward.rounds) - 4
+    for batch in batches:
+        advantages = batch["advantages"].view(-1, GROUP)
+        assert len(advantages) == 2
+        assert (advantages != 0).any(1).all()
+        assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
+        for number in range(2 * GROUP):
+            tokens = batch["prompt_ids"][number][batch["prompt_mask"][number].bool()]
+            assert len(tokens) % 2, "the prompt of a group that differs"
+    # What was joined is what was sampled: its log-probs are those of the trainer.
+    assert max(run.metric("rollout/logprob_diff_max")) < 1e-4
+    assert min(run.metric("grad_norm")) > 1e-3
+    attachment.detach()
+    assert "_calculate_rewards" not in vars(run.trainer)
+
+
+def test_after_four_batches_every_group_counts(make_run):
+    run = make_run("default", prompts=["even", "xy"], max_steps=1)
+    run.trainer.reward_funcs = [reward] = [EqualOnce()]
+    attachment = attach(run.trainer, run.rollout, keep=rewards_differ)
+    run.trainer.train()
+    assert (attachment.discarded, len(reward.rounds)) == (8, 5)
+    assert run.metric("grad_norm") == pytest.approx([0], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("scale_rewards", "batch", "scale_rewards='batch'"),
+        ("multi_objective_aggregation", "normalize_then_sum", "sum_then_normalize"),
+        ("per_device_train_batch_size", 3, "must be a multiple of num_generations=4"),
+    ],
+)
+def test_batches_that_cannot_be_filled_are_refused(make_run, name, value, message):
+    run = make_run("default")
+    setattr(run.trainer.args, name, value)
+    with pytest.raises(ConfigError, match=message):
+        attach(run.trainer, run.rollout, keep=rewards_differ)
+    assert "_generate_and_score_completions" not in vars(run.trainer)

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.manager.batch import RolloutBatch
-from rollout.manager.recorder import MetricsRecorder
-from rollout.metrics import LOGGED, METRICS, Kind
-from rollout.reporting.page import AGES
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.telemetry import MetricsRecorder
+from rollout.metric_table import LOGGED, METRICS, Kind
+from rollout.observe.page import AGES
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
 from rollout.state import FinishReason, Status

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from tests.engine.weights.weights_jobs import sharded
 from tests.models import make_model
 from tests.trees import loss_of, make_batch, padded_logprobs, tree_logprobs

@@ -1,23 +1,24 @@
 """Asyncio client of a coordinator: requests as futures, streams of tokens, awaitable control calls.
 
-Always true: every future ends, with a result or with an error that gives the reason; nothing is polled: a reply resolves
-its future in the same loop iteration; after the connection is lost, every call raises `ConnectionLostError` immediately.
-
-Not thread-safe: a client is bound to one event loop. `rollout.threads.loop_thread` makes it usable from other threads.
+Always true: every future ends, with a result or an error; nothing is polled; after the connection is lost every call
+raises `ConnectionLostError` immediately, and another client is needed. A client belongs to one event loop and is not
+thread-safe.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from rollout.config import Advanced
-from rollout.distributed.client.connection import ClientConnection
-from rollout.distributed.client.futures import Delta, GroupTokens, Readers, RequestFuture, RequestStream
+from rollout.distributed.client.futures import Readers, RequestFuture, RequestStream
 from rollout.distributed.client.group import OpenGroup
-from rollout.distributed.client.submission import Prompt, RequestOptions
+from rollout.distributed.client.session import Call, ClientSession, Prompt, RequestOptions
+from rollout.distributed.client.text_stream import GroupText
+from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.fields import (
     FLUSH_PREFIX_CACHE,
     LOAD_ADAPTER,
@@ -25,10 +26,11 @@ from rollout.distributed.protocol.fields import (
     SET_VERSION,
     UNLOAD_ADAPTER,
 )
-from rollout.distributed.protocol.messages import Shutdown, Stretch
-from rollout.errors import ConfigError
+from rollout.distributed.transport.dealer import Dealer
+from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, SerializationError
 from rollout.sampling_params import SamplingParams
-from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, KVCacheManagementMode, Mode
+from rollout.state import ControlSignal, KVCacheManagementMode, Mode
+from rollout.threads.diagnosis import answer_signal, watch
 
 if TYPE_CHECKING:
     from rollout.distributed.transport.keys import JobKeys
@@ -41,7 +43,7 @@ QUERY_TIMEOUT_S = 30.0
 """Deadline of a query that the coordinator answers without the engines."""
 
 
-class InferenceClient(ClientConnection):
+class InferenceClient:
     """Requests and control calls to a coordinator. No network before `start`; usable as an async context manager.
 
     Args:
@@ -64,18 +66,98 @@ class InferenceClient(ClientConnection):
         deserialize: bool = True,
         control_timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> None:
-        super().__init__(address, name, keys, member)
+        if not isinstance(name, str) or len(name) > 256:
+            raise ConfigError(f"name={name!r}: must be a string of at most 256 characters")
+        if member is not None and (type(member) is not int or member < 0):
+            raise ConfigError(f"member={member!r}: must be None or the number of a rank, from 0")
+        self.address = address
+        self.name = name
+        self._member = member
+        self._dealer = Dealer(address, name, keys=keys, on_message=self._receive, on_lost=self._lost)
+        self._session = ClientSession(self._dealer.send, on_refused=self._refused)
+        self._greeting: asyncio.Future[wire.ConnectAck] | None = None
+        self._welcome: wire.ConnectAck | None = None
+        self._policy_version: int | None = None
+
         self._deserialize = deserialize
         self._control_timeout_s = control_timeout_s
         self._readers = Readers(lambda flush: flush())
+        watch(self)
+        answer_signal()
+
+    def describe_state(self) -> Iterator[str]:
+        """Lines for `rollout.threads.diagnosis`."""
+        how = f"lost ({self.lost})" if self.lost is not None else "connected" if self.connected else "not connected"
+        yield f"client {self.name!r} of {self.address}: {how}; {self._session.waits_for()}"
+
+    async def start(self, timeout_s: float = 30.0) -> None:
+        """Connect and perform the handshake. Idempotent.
+
+        Raises:
+            DeadlineError: no answer within `timeout_s`.
+            ConnectionLostError: the coordinator refused this client, or the connection was lost before; build another
+                client.
+            ConfigError: invalid address.
+        """
+        if self.lost is not None:
+            raise ConnectionLostError(f"{self.lost}; build another client")
+        if self.connected:
+            return
+        if self._greeting is not None:
+            raise RuntimeError(f"client {self.name!r}: start() while another start() waits for the coordinator")
+        self._greeting = asyncio.get_running_loop().create_future()
+        try:
+            self._dealer.open()
+            self._dealer.send(wire.Connect(wire.PROTOCOL_VERSION, self.name, self._member))
+            done, _ = await asyncio.wait((self._greeting,), timeout=timeout_s)
+            if not done:
+                raise DeadlineError(
+                    f"no coordinator answered at {self.address} within timeout_s={timeout_s}; is it running there, and "
+                    "does this client have the keys of its job?"
+                )
+            welcome = self._greeting.result()
+        except BaseException as exc:
+            self._dealer.close("the handshake failed", quietly=isinstance(exc, DeadlineError))
+            raise
+        finally:
+            self._greeting = None
+        self._welcome = welcome
+        self._policy_version = welcome.policy_version
+        self._dealer.heartbeat(welcome.heartbeat_interval_s, welcome.heartbeat_timeout_s)
+
+    async def stop(self) -> None:
+        """Disconnect; open requests and calls fail with `ConnectionLostError`. Idempotent."""
+        self._dealer.close(f"client {self.name!r} has stopped")
+        self._lost(ConnectionLostError(f"{self.address}: client {self.name!r} was stopped"))
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the handshake is done and the connection is alive."""
+        return self._welcome is not None and self.lost is None
+
+    @property
+    def lost(self) -> ConnectionLostError | None:
+        """Why the connection was lost, or None."""
+        return self._session.error
+
+    @property
+    def policy_version(self) -> int | None:
+        """Policy version at the handshake, updated by this client's own calls only; None before `start`."""
+        return self._policy_version
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     def add_request(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        **options: Unpack[RequestOptions],
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> RequestFuture:
         """Submit a group of n samples of a prompt; cancelling the future aborts it.
 
@@ -91,28 +173,18 @@ class InferenceClient(ClientConnection):
         return self._future(self.open_group(prompt, sampling_params, wanted=None, **options))
 
     def add_request_streaming(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> RequestStream[Delta]:
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> RequestStream:
         """Submit a group and stream its deltas, every `interval` tokens (default 1); raises as `add_request` does."""
         options.setdefault("interval", 1)
         group = self.open_group(prompt, sampling_params, wanted=None, **options)
-        stream = RequestStream(self._future(group), GroupTokens(), self._readers)
+        stream = RequestStream(self._future(group), GroupText(group.params, None), self._readers)
         group.on_update = partial(_grown, stream)
         group.on_done = partial(self._ended, stream)
         return stream
 
-    def abort_request(self, request: RequestFuture | RequestStream[Delta] | int) -> bool:
-        """Abort a request; it fails with `RequestAbortedError` unless it has just ended.
-
-        Returns:
-            Whether it was open.
-
-        Raises:
-            ConnectionLostError: not connected.
-        """
+    def abort_request(self, request: RequestFuture | RequestStream | int) -> bool:
+        """Abort a request, which then fails with `RequestAbortedError`; returns False if it had ended."""
         self._refuse_unless_connected()
         return self._session.abort(request if isinstance(request, int) else request.request_id)
 
@@ -124,17 +196,11 @@ class InferenceClient(ClientConnection):
         wanted: Collection[int] | None = None,
         **options: Unpack[RequestOptions],
     ) -> OpenGroup:
-        """Submit a group and return its record; the caller sets `on_update` and `on_done` on it.
-
-        `wanted` as of `ClientSession.submit`; raises as `add_request` does.
+        """Submit a group and return its record, on which the caller sets `on_update` and `on_done`; see
+        `ClientSession.submit`.
         """
         self._refuse_unless_connected()
-        return self._session.submit(
-            prompt,
-            sampling_params or _DEFAULT_PARAMS,
-            wanted=wanted,
-            **options,
-        )
+        return self._session.submit(prompt, sampling_params or _DEFAULT_PARAMS, wanted=wanted, **options)
 
     def _abort(self, request_id: int) -> None:
         if self.connected:
@@ -146,7 +212,7 @@ class InferenceClient(ClientConnection):
         group.on_done = partial(self._ended, future)
         return future
 
-    def _ended(self, listener: RequestFuture | RequestStream[Delta], group: OpenGroup) -> None:
+    def _ended(self, listener: RequestFuture | RequestStream, group: OpenGroup) -> None:
         if group.error is not None:
             listener.fail(group.error)
         else:
@@ -158,11 +224,11 @@ class InferenceClient(ClientConnection):
         """Pause every engine at its next step boundary; returns when all are paused.
 
         Args:
-            timeout_s: deadline, as of every control call; None: this client's `control_timeout_s`.
+            timeout_s: deadline of the call, as for every control call; None: this client's `control_timeout_s`.
 
         Raises:
-            ControlError: not allowed in the coordinator's current state, or some engines failed or did not answer in
-                time; the message and `engines` name them.
+            ControlError: not allowed in the coordinator's state, or some engines failed or did not answer in time; the
+                message and `engines` name them.
             DeadlineError: the coordinator itself did not answer.
             ConnectionLostError: not connected.
         """
@@ -173,13 +239,10 @@ class InferenceClient(ClientConnection):
         await self._signal(ControlSignal.UNPAUSE, None, timeout_s)
 
     async def suspend_engines(self, mode: Mode = None, timeout_s: float | None = None) -> None:
-        """Suspend every paused engine, which releases its KV memory. Also raises as `pause_engines` does.
+        """Suspend every paused engine, which releases its KV memory. Raises as `pause_engines`.
 
         Args:
-            mode: how the KV cache is kept; None: as each engine is configured.
-
-        Raises:
-            ConfigError: unknown mode.
+            mode: how the KV cache is kept; None: as each engine is configured. An unknown one raises `ConfigError`.
         """
         chosen = KVCacheManagementMode.parse(mode)
         await self._signal(ControlSignal.SUSPEND, None if chosen is None else chosen.value, timeout_s)
@@ -187,8 +250,7 @@ class InferenceClient(ClientConnection):
     async def resume_engines(self, timeout_s: float | None = None) -> None:
         """Resume every suspended engine, which restores its KV memory; leads to PAUSED.
 
-        An engine suspended by its own training loop stays suspended until that loop resumes it, and the call succeeds;
-        `status()` has the state of every rank.
+        An engine that its own training loop has suspended stays so until that loop resumes it.
         """
         await self._signal(ControlSignal.RESUME, None, timeout_s)
 
@@ -197,34 +259,27 @@ class InferenceClient(ClientConnection):
         await self._signal(ControlSignal.STOP, None, timeout_s)
 
     async def set_policy_version(self, version: int, timeout_s: float | None = None) -> None:
-        """Set the policy version of every engine's weights.
-
-        Raises:
-            ConfigError: not an integer in [0, 2**63).
-        """
+        """Set the policy version of every engine's weights; `ConfigError` unless it is an integer in [0, 2**63)."""
         if type(version) is not int or not 0 <= version < 2**63:
             raise ConfigError(f"version={version!r}: must be an integer in [0, 2**63)")
         await self._control(SET_VERSION, version, timeout_s)
         self._policy_version = version
 
     async def flush_prefix_cache(self, timeout_s: float | None = None) -> int:
-        """Drop all unreferenced cached blocks of every engine; returns their total number."""
+        """Drop all unreferenced cached blocks of every engine; returns their number."""
         done = await self._control(FLUSH_PREFIX_CACHE, None, timeout_s)
         return int((done or {})["amount"])
 
     async def load_weights(self, folder: str, timeout_s: float | None = None) -> None:
-        """Load the weights of a folder of safetensors into the module of every engine, which the caller has paused.
+        """Load a folder of safetensors into the module of every engine, which the caller has paused.
 
-        Raises:
-            ControlError: the folder does not fit, or is not there, on the engines it names; the others have loaded it.
+        A `ControlError` names the engines where it failed; the others have loaded it.
         """
         await self._control(LOAD_WEIGHTS, folder, timeout_s)
 
     async def load_adapter(self, name: str, folder: str, timeout_s: float | None = None) -> None:
-        """Load the LoRA adapter of a folder into every engine, as `SamplingParams.adapter=name`.
-
-        Raises:
-            ControlError: it does not fit, or is not there, on the engines it names; the others have loaded it.
+        """Load the LoRA adapter of a folder into every engine, as `SamplingParams.adapter=name`; fails as
+        `load_weights`.
         """
         await self._control(LOAD_ADAPTER, f"{name}={folder}", timeout_s)
 
@@ -234,12 +289,7 @@ class InferenceClient(ClientConnection):
         return int((done or {})["amount"])
 
     async def status(self, timeout_s: float = QUERY_TIMEOUT_S) -> dict[str, Any]:
-        """Snapshot of the coordinator: states, queue, ranks, clients, barrier; `parse_status` makes it typed.
-
-        Raises:
-            DeadlineError: no answer within `timeout_s`.
-            ConnectionLostError: not connected.
-        """
+        """Snapshot of the coordinator: states, queue, ranks, clients, barrier; `parse_status` makes it typed."""
         self._refuse_unless_connected()
         return await self._answer(self._session.status(), timeout_s, "status()") or {}
 
@@ -252,7 +302,7 @@ class InferenceClient(ClientConnection):
             what, policy_version: name of the collective call and version of the weights; must agree on all members.
 
         Raises:
-            DeadlineError: some member did not arrive within `timeout_s`. This member's arrival stays registered.
+            DeadlineError: a member did not arrive within `timeout_s`. This member's arrival stays registered.
             EngineStateError: all have arrived, but `what` or `policy_version` differ.
             ConfigError: `index` is not an integer in [0, 2**63).
             ConnectionLostError: not connected.
@@ -261,31 +311,21 @@ class InferenceClient(ClientConnection):
             raise ConfigError(f"index={index!r}: must be an integer in [0, 2**63)")
         self._refuse_unless_connected()
         await self._answer(self._session.barrier(index, what, policy_version), timeout_s, f"barrier({index})")
-        self._next_barrier = max(self._next_barrier, index + 1)
 
     def give_up_barrier(self, index: int) -> None:
-        """Let the arrival at barrier `index` agree with every call of the other members: the own one was given up.
-
-        Raises:
-            ConnectionLostError: not connected.
+        """Make the arrival at barrier `index` agree with every call of the other members, because the own call was
+        given up.
         """
         self._refuse_unless_connected()
         self._session.give_up_barrier(index)
 
     def shutdown_coordinator(self) -> None:
-        """End the coordinator's process; open requests fail with a named error.
-
-        Raises:
-            ConnectionLostError: not connected.
-        """
+        """End the coordinator's process; open requests fail with a named error."""
         self._refuse_unless_connected()
-        self._dealer.send(Shutdown())
+        self._dealer.send(wire.Shutdown())
 
     async def _signal(self, signal: ControlSignal, argument: str | None, timeout_s: float | None) -> None:
         await self._control(signal.value, argument, timeout_s)
-        _, reached, harmless = COORDINATOR_TRANSITIONS[signal]
-        if self._state not in harmless:
-            self._state = reached
 
     async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> dict[str, Any] | None:
         self._refuse_unless_connected()
@@ -293,8 +333,59 @@ class InferenceClient(ClientConnection):
         call = self._session.control(signal, argument, limit)
         return await self._answer(call, limit + ANSWER_MARGIN_S, signal)
 
+    # --- calls --------------------------------------------------------------------------------------------------
 
-def _grown(stream: RequestStream[Delta], _: OpenGroup, stretch: Stretch) -> None:
+    def _refuse_unless_connected(self) -> None:
+        if self.lost is not None:
+            raise ConnectionLostError(str(self.lost))
+        if self._welcome is None:
+            raise ConnectionLostError(f"{self.address}: client {self.name!r} is not connected; await start() first")
+
+    async def _answer(self, call: Call, timeout_s: float, what: str) -> dict[str, Any] | None:
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def wake(_: Call) -> None:
+            if not answered.done():
+                answered.set_result(None)
+
+        call.on_done = wake
+        try:
+            await asyncio.wait((answered,), timeout=timeout_s)
+        finally:
+            answered.cancel()
+            self._session.forget(call)
+        if not call.done:
+            raise DeadlineError(f"{what}: no answer from the coordinator at {self.address} within {timeout_s} s")
+        if call.error is not None:
+            raise call.error
+        return call.value
+
+    # --- what arrives -------------------------------------------------------------------------------------------
+
+    def _receive(self, message: wire.Message) -> None:
+        if self._greeting is None or self._greeting.done():
+            self._session.receive(message)
+        elif not isinstance(message, wire.ConnectAck):
+            raise SerializationError(f"{type(message).__name__} arrived where ConnectAck must: that is no coordinator")
+        else:
+            mismatch = wire.version_mismatch(message.protocol_version, wire.PROTOCOL_VERSION)
+            if mismatch is not None:
+                raise SerializationError(mismatch)
+            self._greeting.set_result(message)
+
+    def _lost(self, error: ConnectionLostError) -> None:
+        self._session.lost(error)
+        if self._greeting is not None and not self._greeting.done():
+            self._greeting.set_exception(error)
+
+    def _refused(self, message: wire.Refused) -> None:
+        # Which frame it was is unknown, so its reply would be waited for in vain.
+        why = f"the coordinator could not take a frame ({message.code}): {message.text}"
+        self._dealer.close(why)
+        self._lost(ConnectionLostError(f"{self.address}: {why}; this is a bug or a mix of versions", final=True))
+
+
+def _grown(stream: RequestStream, _: OpenGroup, stretch: wire.Stretch) -> None:
     for delta in stretch.deltas():
         stream.take(delta)
 

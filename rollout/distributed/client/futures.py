@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import suppress
 from contextvars import Context
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from rollout.distributed.client.text_stream import GroupText, TextDelta
 from rollout.errors import DeadlineError, RequestAbortedError, RolloutError
 from rollout.requests.delta import SampleDelta
 from rollout.requests.request import DynamicInferenceRequest
@@ -22,7 +22,6 @@ from rollout.requests.request import DynamicInferenceRequest
 if TYPE_CHECKING:
     from rollout.distributed.client.group import OpenGroup
 
-D_co = TypeVar("D_co", covariant=True)
 Told = Callable[["RequestFuture"], object]
 Sleeper = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
@@ -30,14 +29,13 @@ Sleeper = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 class RequestFuture(asyncio.Future[Any]):
     """Future of a group's n samples: an `asyncio.Future` that any thread may end and wait for.
 
-    `await` it on any event loop, or call `result()` in a thread. Callbacks run on `get_loop()`, which is also the loop for
-    `asyncio.wait` and its kin. Cancelling it, or a task that awaits it, aborts the request; `asyncio.shield` prevents that.
+    `await` it on any event loop, or call `result()` in a thread. Callbacks run on `get_loop()`. Cancelling it, or a
+    task that awaits it, aborts the request; `asyncio.shield` prevents that.
 
     Args:
         loop: runs the callbacks.
         abort: called with the request's id.
-        refuse_to_block: raises where a blocking `result()` would keep the samples from coming. None: on `loop`, with
-            `asyncio.InvalidStateError`.
+        refuse_to_block: raises if a blocking `result()` would prevent the samples from coming. None: on `loop`.
 
     Attributes:
         request_id: as in the samples.
@@ -69,10 +67,11 @@ class RequestFuture(asyncio.Future[Any]):
         """Return the samples, in order; block this thread until all have ended.
 
         Raises:
-            DeadlineError: they have not within `timeout_s`; they go on.
+            DeadlineError: they have not within `timeout_s`; they continue.
             RolloutError: why the request ended without samples.
             asyncio.CancelledError: it was cancelled.
-            RuntimeError, asyncio.InvalidStateError: it has not ended, and this thread runs the loop that brings its end.
+            RuntimeError, asyncio.InvalidStateError: waiting here would wait for ever, because this thread runs its
+                loop.
         """
         if not self.done():
             self._refuse_to_block()
@@ -104,11 +103,11 @@ class RequestFuture(asyncio.Future[Any]):
         return super().result()
 
     def abort(self) -> None:
-        """Abort the request: it fails with `RequestAbortedError`, unless it ends before. Harmless when it has ended."""
+        """Abort the request: it fails with `RequestAbortedError`, unless it has ended."""
         self._abort(self.request_id)
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Cancel the future, now, and abort the request. Returns False if it had ended."""
+        """Cancel the future and abort the request. Returns False if it had ended."""
         cancelled = self._finish(super().cancel, msg)
         if cancelled:
             self.abort()
@@ -176,51 +175,15 @@ class RequestFuture(asyncio.Future[Any]):
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New tokens of one sample. Lists have one entry per new token."""
-
-    sample_index: int
-    token_ids: list[int]
-    log_probs: list[float]
-    policy_versions: list[int]
-    restarted: bool
-    """Whether the sample was restarted: discard its earlier tokens."""
-
-
-class DeltaReader(Protocol[D_co]):
-    """Turns what arrives of one group into what a stream yields."""
-
-    def take(self, delta: SampleDelta | None, ended: DynamicInferenceRequest | None = None) -> D_co | None:
-        """Return what a stream yields for new tokens of a sample; None: nothing.
-
-        Args:
-            delta: contiguous to the sample's earlier ones, or from 0 where it was restarted. None: `ended` as a whole.
-            ended: the finished sample, with its last tokens.
-        """
-
-
-class GroupTokens:
-    """Builds the `Delta`s of one group."""
-
-    def __init__(self) -> None:
-        self._lengths: dict[int, int] = {}
-
-    def take(self, delta: SampleDelta | None, ended: DynamicInferenceRequest | None = None) -> Delta | None:
-        """As `DeltaReader.take`, for samples that are not whole."""
-        assert delta is not None
-        restarted = delta.start < self._lengths.get(delta.sample_index, 0)
-        self._lengths[delta.sample_index] = delta.start + delta.count
-        if not delta.count and not restarted:
-            return None
-        return Delta(delta.sample_index, delta.token_list(), delta.log_prob_list(), delta.policy_versions(), restarted)
+Delta = TextDelta
+"""What `InferenceClient.add_request_streaming` yields; without text."""
 
 
 class Readers:
     """Wakes the readers of streams: one call into a reader's loop per `flush`, however many streams have news.
 
     Args:
-        schedule: called with `flush` when there is a reader to wake; None: the caller flushes.
+        schedule: called with `flush` if there is a reader to wake; None: the caller flushes.
     """
 
     def __init__(self, schedule: Callable[[Callable[[], None]], object] | None = None) -> None:
@@ -238,7 +201,7 @@ class Readers:
             self._schedule(self.flush)
 
     def flush(self) -> None:
-        """Wake them now."""
+        """Wake the waiting readers."""
         due, self._due = self._due, {}
         for loop, sleepers in due.items():
             # The reader's loop may have ended without it.
@@ -252,11 +215,11 @@ def _wake_all(sleepers: list[asyncio.Future[None]]) -> None:
             sleeper.set_result(None)
 
 
-class RequestStream(Generic[D_co]):
+class RequestStream:
     """Stream of a group's samples: `async for delta in stream`, then `stream.results`.
 
-    One reader, on any loop. Leaving the iteration early aborts the request; use `contextlib.aclosing` to make that
-    immediate where an exception leaves it. A delta is built when it is read, on the reader's thread.
+    One reader, on any loop. Leaving the iteration early aborts the request; with `contextlib.aclosing` that is
+    immediate. A delta is built when it is read, on the reader's thread.
 
     Args:
         future: of the same group.
@@ -265,9 +228,7 @@ class RequestStream(Generic[D_co]):
         whole: yield each sample once, as a whole, when the group has ended.
     """
 
-    def __init__(
-        self, future: RequestFuture, reader: DeltaReader[D_co], readers: Readers, *, whole: bool = False
-    ) -> None:
+    def __init__(self, future: RequestFuture, reader: GroupText, readers: Readers, *, whole: bool = False) -> None:
         self.future = future
         self.whole = whole
         self._reader = reader
@@ -290,28 +251,19 @@ class RequestStream(Generic[D_co]):
 
     @property
     def results(self) -> Any:
-        """The samples, once the stream has ended.
-
-        Raises:
-            RolloutError: why it ended without.
-            RuntimeError: it has not ended.
-        """
+        """The samples; `RolloutError` if the request ended without them, `RuntimeError` before its end."""
         if not self.future.done():
             raise RuntimeError(f"request {self.request_id} has not ended: read the stream to its end first")
         return self.future.result()
 
     result = results
 
-    def take_waiting(self) -> list[D_co]:
-        """Deltas that have come and were not read yet; never waits."""
+    def take_waiting(self) -> list[TextDelta]:
+        """Return the deltas that have arrived and were not read yet; never waits."""
         return list(iter(self._next, None))
 
-    async def __aiter__(self) -> AsyncIterator[D_co]:
-        """Yield the deltas, in order.
-
-        Raises:
-            RolloutError: why the request ended without samples, after its last delta.
-        """
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        """Yield the deltas, in order; then raise the `RolloutError` if the request ended without samples."""
         try:
             while not self._closed:
                 ended = self.future.done()
@@ -324,7 +276,7 @@ class RequestStream(Generic[D_co]):
         finally:
             await self.aclose()
 
-    def _next(self) -> D_co | None:
+    def _next(self) -> TextDelta | None:
         while self._waiting and not self._closed:
             try:
                 delta = self._reader.take(*self._waiting.popleft())
@@ -365,11 +317,11 @@ class RequestStream(Generic[D_co]):
 
     @property
     def wants_more(self) -> bool:
-        """Whether all that has come was read: what comes while the reader is busy may come together."""
+        """Whether the reader has read everything; if not, further tokens may come together."""
         return not self._waiting and not self._closed
 
     def take(self, delta: SampleDelta, ended: DynamicInferenceRequest | None = None) -> None:
-        """Add new tokens of a sample; see `DeltaReader.take`."""
+        """Add new tokens of a sample; see `GroupText.take`."""
         self._waiting.append((delta, ended))
         self._wake()
 

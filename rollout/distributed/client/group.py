@@ -11,18 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from rollout.distributed.protocol.frames import LostFramesError
+from rollout.distributed.protocol.fields import LostFramesError
 from rollout.distributed.protocol.messages import Stretch
 from rollout.distributed.protocol.outcome import Outcome, unpack
-from rollout.distributed.protocol.partial import PartialGroup, oldest_version
+from rollout.distributed.protocol.stretch import PartialGroup, oldest_version
 from rollout.errors import InvalidRequestError, RolloutError, SerializationError
 from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.delta import SampleDelta
 from rollout.requests.events import unpack_events
-from rollout.requests.image_request import with_images
 from rollout.requests.images import ImageInputs
-from rollout.requests.record import DynamicInferenceRequestRecord, split
-from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.request import DynamicInferenceRequest, with_images
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
 from rollout.state import Status as RequestStatus
@@ -77,12 +75,10 @@ class OpenGroup:
 
     @property
     def complete(self) -> bool:
-        """Whether every wanted sample has ended."""
         return not self._open
 
     @property
     def done(self) -> bool:
-        """Whether the group is complete or has failed."""
         return self.complete or self.error is not None
 
     def open_samples(self) -> list[int]:
@@ -90,11 +86,7 @@ class OpenGroup:
         return sorted(self._open)
 
     def want_only(self, wanted: Collection[int]) -> None:
-        """Restrict the wanted samples; of the others, those that have ended stay readable.
-
-        Raises:
-            InvalidRequestError: an index is outside the group.
-        """
+        """Restrict the wanted samples; ended ones stay readable. `InvalidRequestError` for an index outside the group."""
         foreign = [index for index in wanted if type(index) is not int or not 0 <= index < self.params.n]
         if foreign:
             raise InvalidRequestError(f"wanted={foreign}: must be samples in [0, n={self.params.n})")
@@ -125,15 +117,15 @@ class OpenGroup:
             self._ended.update(ended)
 
     def known(self, samples: Collection[int] | None = None) -> list[Stretch]:
-        """Return what was received of these samples, joined to at most one stretch, for `ClientSession.submit(…, known=…)`.
+        """Return everything received of these samples (None: of all), joined to at most one stretch, for `submit(…,
+        known=…)`.
 
-        Args:
-            samples: None: all. Ended ones are included with their outcomes and are not computed again.
+        Ended samples are included with their outcomes and are not computed again.
         """
         return self._tokens.known(self._tokens.lengths if samples is None else samples)
 
     def delta(self, index: int) -> SampleDelta:
-        """Return everything received of a sample as one delta; without tokens if there is none."""
+        """Return everything received of a sample as one delta."""
         if not self._open:
             self._tokens.compact()
         return self._tokens.deltas([index]).get(index) or SampleDelta(self.request_id, index)
@@ -208,16 +200,6 @@ class OpenGroup:
         request.prompt_tokens = self._prompt_list
         return request
 
-    def record(self, index: int) -> DynamicInferenceRequestRecord:
-        """Build the record of an ended sample: one segment per interruption on the engine that finished it.
-
-        Raises:
-            RuntimeError: the sample has not ended.
-            SerializationError: its outcome is malformed.
-        """
-        whole = self.request(index)
-        return split(whole, unpack(self.delta(index).outcome or b"").segments)
-
     def _params_used(self, outcome: Outcome) -> SamplingParams:
         most = outcome.max_tokens
         if most == self.params.max_tokens:
@@ -226,7 +208,7 @@ class OpenGroup:
 
 
 class GroupResult(Sequence[Any]):
-    """The n samples of a group, in order, as requests or as plain dicts; each is built when it is first read.
+    """The n samples of a group, in order, as requests or plain dicts; each is built when it is first read.
 
     All requests share one `prompt_tokens` list.
     """
@@ -249,11 +231,6 @@ class GroupResult(Sequence[Any]):
             request = self._group.request(position)
             self._built[position] = request.serialize() if self._serialized else request
         return self._built[position]
-
-    @property
-    def records(self) -> list[DynamicInferenceRequestRecord]:
-        """The samples' records, in order; rebuilt at each access."""
-        return [self._group.record(index) for index in range(len(self))]
 
     def __repr__(self) -> str:
         return f"GroupResult(request_id={self._group.request_id}, {len(self)} samples)"

@@ -1,43 +1,27 @@
-"""Client side of the protocol as a state machine: open groups and pending control calls. No I/O.
+"""Client side of the protocol as a state machine: checked requests, open groups, pending calls. No I/O.
 
-Always true:
-- an open group ends exactly once, complete or with an error; it stays readable afterwards;
-- a message for an ended group is dropped; one that contradicts the tokens received raises a `SerializationError`, which
-  ends the connection.
+Always true: an open group ends exactly once, complete or with an error, and stays readable; a message for an ended
+group is dropped; one that contradicts the tokens received raises a `SerializationError`, which ends the connection.
 """
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack, get_type_hints
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
 
 from rollout import errors
 from rollout.distributed.client.group import OpenGroup, noop
-from rollout.distributed.client.submission import Prompt, RequestOptions, checked, int32_tokens, packed_params
+from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.fields import GIVEN_UP
 from rollout.distributed.protocol.frames import MAX_REQUEST_BYTES
-from rollout.distributed.protocol.messages import (
-    Abort,
-    Accepted,
-    Barrier,
-    BarrierDone,
-    ConnectAck,
-    Control,
-    ControlDone,
-    Disconnect,
-    Heartbeat,
-    Message,
-    Refused,
-    RequestFailed,
-    Status,
-    StatusQuery,
-    Stretch,
-    Submit,
-    Update,
-    session_end,
-)
 from rollout.errors import (
     ConnectionLostError,
     ControlError,
@@ -49,21 +33,118 @@ from rollout.errors import (
     SerializationError,
 )
 from rollout.requests.codec import refuse
+from rollout.requests.delta import TOKEN_BYTES
 from rollout.requests.images import ImagePrompt, processed_prompt
 from rollout.sampling_params import SamplingParams
+
+TokenIds = bytes | Sequence[int] | NDArray[Any]
+"""Also as little-endian int32 in bytes."""
+Prompt = str | TokenIds | Mapping[str, Any]
+"""Text, token ids, or what a processor returned for one prompt with images."""
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of a group besides its prompt and sampling parameters; all are optional."""
+
+    priority: int
+    """Higher runs first. Default 0."""
+    timeout_s: float | None
+    """Deadline in seconds after arrival. Default None: no deadline while any rank is connected."""
+    interval: int
+    """Tokens per sample between two reports. Default 0 (1 for streams): the coordinator's configured interval."""
+    arrival_time: float | None
+    """Wall-clock seconds. Default None: now."""
+    known: Iterable[wire.Stretch]
+    """Tokens received in another session (`OpenGroup.known`), after which generation continues. Default: none."""
+    min_policy_version: int
+    """Lowest policy version of an engine that may compute it; the group waits for one. Default 0."""
+
+
+_DEFAULTS: RequestOptions = {
+    "priority": 0, "timeout_s": None, "interval": 0, "arrival_time": None, "known": (), "min_policy_version": 0,
+}  # fmt: skip
+_HINTS = get_type_hints(wire.Submit, include_extras=True)
+_RULES = {name: _HINTS[name].__metadata__[0] for name in _DEFAULTS if name != "known"}
+
+
+def checked(options: RequestOptions) -> RequestOptions:
+    """Return the options completed with their defaults.
+
+    Raises:
+        InvalidRequestError: a value that no `Submit` may have, or a `timeout_s` that is not above 0.
+        TypeError: an unknown option.
+    """
+    unknown = [repr(name) for name in options if name not in _DEFAULTS]
+    if unknown:
+        raise TypeError(f"{', '.join(unknown)}: no option of a request; the options are {', '.join(_DEFAULTS)}")
+    complete: RequestOptions = {**_DEFAULTS, **options}
+    values: dict[str, Any] = dict(complete)
+    for name, rule in _RULES.items():
+        if not rule.holds(values[name]):
+            raise InvalidRequestError(f"{name}={values[name]!r}: must be {rule.text}")
+    timeout_s = complete["timeout_s"]
+    if timeout_s is not None and timeout_s <= 0:
+        raise InvalidRequestError(f"timeout_s={timeout_s!r}: must be None or a number above 0")
+    return complete
+
+
+@lru_cache(maxsize=256)
+def packed_params(params: SamplingParams) -> bytes:
+    """Encode as one msgpack value."""
+    packed: bytes = msgpack.packb(params.serialize())
+    return packed
+
+
+def int32_tokens(prompt: TokenIds) -> bytes:
+    """Pack token ids as little-endian int32; `InvalidRequestError` unless they are integers in [0, 2**31), at least
+    one.
+    """
+    if isinstance(prompt, bytes):
+        packed = prompt
+    elif hasattr(prompt, "__array__"):
+        packed = _int32_of_array(np.asarray(prompt))
+    else:
+        packed = _int32_of_list(prompt)
+    if not packed:
+        raise InvalidRequestError("a prompt of no tokens: must have at least one; a BOS token will do")
+    if len(packed) % TOKEN_BYTES:
+        raise InvalidRequestError(f"a prompt of {len(packed)} bytes: must be int32 token ids, {TOKEN_BYTES} bytes each")
+    tokens = np.frombuffer(packed, "<i4")
+    if tokens.min() < 0:
+        raise InvalidRequestError(f"prompt token {tokens.min()}: must lie in [0, 2**31)")
+    return packed
+
+
+def _int32_of_array(tokens: NDArray[Any]) -> bytes:
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise InvalidRequestError(
+            f"a prompt of shape {tokens.shape} and dtype {tokens.dtype}: must be integers in a row"
+        )
+    for bound in (tokens.min(), tokens.max()) if len(tokens) else ():
+        if not 0 <= bound < 2**31:
+            raise InvalidRequestError(f"prompt token {bound}: must lie in [0, 2**31)")
+    return tokens.astype("<i4").tobytes()
+
+
+def _int32_of_list(prompt: Sequence[int]) -> bytes:
+    try:
+        return struct.pack(f"<{len(prompt)}i", *prompt)
+    except TypeError as exc:
+        raise InvalidRequestError(f"prompt of type {type(prompt).__name__}: must be text or token ids ({exc})") from exc
+    except struct.error as exc:
+        bad = next((token for token in prompt if not _is_int32(token)), None)
+        raise InvalidRequestError(f"prompt token {bad!r}: must lie in [0, 2**31) and be an integer") from exc
+
+
+def _is_int32(token: Any) -> bool:
+    return hasattr(token, "__index__") and -(2**31) <= token < 2**31
+
 
 SMALLER = "let the processor make smaller images, or have every rank compute its own prompts (coordinator=False)"
 
 
 class Call:
-    """Pending call to the coordinator: control, status or barrier.
-
-    Attributes:
-        done: whether it was answered.
-        value: the reply's content, if it has any.
-        error: why it failed.
-        on_done: called with the call when it is answered.
-    """
+    """Pending call to the coordinator: control, status or barrier. `on_done` is called with it when it is answered."""
 
     def __init__(self, call_id: int) -> None:
         self.call_id = call_id
@@ -73,7 +154,6 @@ class Call:
         self.on_done: Callable[[Call], object] = noop
 
     def finish(self, error: RolloutError | None = None, value: dict[str, Any] | None = None) -> None:
-        """Complete the call and invoke `on_done`."""
         self.done, self.error, self.value = True, error, value
         self.on_done(self)
 
@@ -85,6 +165,8 @@ class ClientSession:
         send: called with every message to the coordinator.
         clock: wall-clock seconds, for arrival times.
         on_refused: called when the coordinator rejects a frame without ending the session.
+
+    Every request to the coordinator raises `ConnectionLostError` after the session has ended.
     """
 
     def waits_for(self) -> str:
@@ -95,10 +177,10 @@ class ClientSession:
 
     def __init__(
         self,
-        send: Callable[[Message], None],
+        send: Callable[[wire.Message], None],
         *,
         clock: Callable[[], float] = time.time,
-        on_refused: Callable[[Refused], object] = noop,
+        on_refused: Callable[[wire.Refused], object] = noop,
     ) -> None:
         self.error: ConnectionLostError | None = None
         """Why the session has ended, or None."""
@@ -135,7 +217,6 @@ class ClientSession:
 
         Raises:
             InvalidRequestError: a value is out of range, or `known` is inconsistent; nothing was sent.
-            ConnectionLostError: the session has ended.
             TypeError: unknown option.
         """
         self._refuse_when_lost()
@@ -146,7 +227,7 @@ class ClientSession:
         priority, timeout_s, interval = chosen["priority"], chosen["timeout_s"], chosen["interval"]
         arrived = self._clock() if chosen["arrival_time"] is None else float(chosen["arrival_time"])
         group = OpenGroup(self._next_request_id, packed, params, priority, arrived)
-        message = Submit(
+        message = wire.Submit(
             group.request_id, packed, params.n, packed_params(params), params.seed, priority, arrived, timeout_s, interval,
             min_policy_version=chosen["min_policy_version"],
         )  # fmt: skip
@@ -177,45 +258,38 @@ class ClientSession:
     def abort(self, request_id: int) -> bool:
         """Request that a group is aborted; it ends with `RequestAbortedError`, or with its result if that came first.
 
-        Returns:
-            Whether the group was open.
-
-        Raises:
-            ConnectionLostError: the session has ended.
+        Returns False if the group was not open.
         """
         self._refuse_when_lost()
         if request_id not in self._open:
             return False
-        self._send(Abort(request_id))
+        self._send(wire.Abort(request_id))
         return True
 
     def control(self, signal: str, argument: int | str | None, timeout_s: float) -> Call:
         """Send a control call; it completes when all engines have answered, or fails after `timeout_s`."""
         call = self._call()
-        self._send(Control(call.call_id, signal, argument, timeout_s))
+        self._send(wire.Control(call.call_id, signal, argument, timeout_s))
         return call
 
     def status(self) -> Call:
         """Request a status snapshot; the call's value is the table."""
         call = self._call()
-        self._send(StatusQuery(call.call_id))
+        self._send(wire.StatusQuery(call.call_id))
         return call
 
     def barrier(self, index: int, what: str = "", policy_version: int = 0) -> Call:
-        """Report arrival at barrier `index`; the call completes when every member has arrived there or at a later one.
-
-        It fails with an `EngineStateError` if `what` (the collective call) or the version differ between members.
-        """
+        """Report arrival at barrier `index`; the call completes when every member has arrived there or at a later one."""
         self._refuse_when_lost()
         call = Call(-1)
         self._barriers.setdefault(index, []).append(call)
-        self._send(Barrier(index, what, policy_version))
+        self._send(wire.Barrier(index, what, policy_version))
         return call
 
     def give_up_barrier(self, index: int) -> None:
         """Report that the call behind the arrival at barrier `index` was given up; the arrival stays registered."""
         self._refuse_when_lost()
-        self._send(Barrier(index, GIVEN_UP, 0))
+        self._send(wire.Barrier(index, GIVEN_UP, 0))
 
     def forget(self, call: Call) -> None:
         """Drop a pending call; its reply is ignored."""
@@ -237,19 +311,15 @@ class ClientSession:
 
     # --- answers ------------------------------------------------------------------------------------------------
 
-    def receive(self, message: Message) -> None:
-        """Handle a message of the coordinator.
-
-        Raises:
-            SerializationError: it contradicts the tokens received, or is not a client's message; the connection must end.
-        """
+    def receive(self, message: wire.Message) -> None:
+        """Handle a message of the coordinator; a `SerializationError` means that the connection must end."""
         handler = self._HANDLERS.get(type(message))
         if handler is None:
             raise SerializationError(f"{type(message).__name__}: no message for a client")
         handler(self, message)
 
     def lost(self, error: ConnectionLostError) -> None:
-        """Handle the loss of the connection: fail all open groups and calls with `error`. Idempotent."""
+        """Fail all open groups and calls with `error`, because the connection was lost. Idempotent."""
         if self.error is not None:
             return
         self.error = error
@@ -262,12 +332,12 @@ class ClientSession:
         for call in calls:
             call.finish(ConnectionLostError(str(error)))
 
-    def _accepted(self, message: Accepted) -> None:
+    def _accepted(self, message: wire.Accepted) -> None:
         group = self._open.get(message.request_id)
         if group is not None:
             group.prompt_tokens = message.prompt
 
-    def _update(self, message: Update) -> None:
+    def _update(self, message: wire.Update) -> None:
         for stretch in message.stretches:
             group = self._open.get(stretch.request_id)
             if group is None:
@@ -280,7 +350,7 @@ class ClientSession:
                     refuse("Update", group.request_id, "the tokens of its prompt, before its result,")
                 self._end(group)
 
-    def _failed(self, message: RequestFailed) -> None:
+    def _failed(self, message: wire.RequestFailed) -> None:
         group = self._open.get(message.request_id)
         if group is not None:
             group.error = exception_named(message.error, message.text, message.request_id)
@@ -296,13 +366,13 @@ class ClientSession:
         group.on_done = group.on_update = noop
         on_done(group)
 
-    def _control_done(self, message: ControlDone) -> None:
+    def _control_done(self, message: wire.ControlDone) -> None:
         error = None
         if message.error is not None:
             error = exception_named(message.error, message.text, engines=tuple(message.engines))
         self._answer(message.call_id, error, {"amount": message.amount})
 
-    def _status(self, message: Status) -> None:
+    def _status(self, message: wire.Status) -> None:
         self._answer(message.call_id, None, message.table)
 
     def _answer(self, call_id: int, error: RolloutError | None, value: dict[str, Any] | None) -> None:
@@ -310,7 +380,7 @@ class ClientSession:
         if call is not None:
             call.finish(error, value)
 
-    def _barrier_done(self, message: BarrierDone) -> None:
+    def _barrier_done(self, message: wire.BarrierDone) -> None:
         error = None
         if message.differences:
             error = EngineStateError(
@@ -321,29 +391,29 @@ class ClientSession:
             for call in self._barriers.pop(index):
                 call.finish(error)
 
-    def _refused(self, message: Refused | Disconnect) -> None:
-        error = session_end(message)
+    def _refused(self, message: wire.Refused | wire.Disconnect) -> None:
+        error = wire.session_end(message)
         if error is not None:
             self.lost(error)
-        elif isinstance(message, Refused):
+        elif isinstance(message, wire.Refused):
             self._on_refused(message)
 
-    _HANDLERS: ClassVar[dict[type[Message], Callable[[ClientSession, Any], None]]] = {
-        Update: _update,
-        Accepted: _accepted,
-        RequestFailed: _failed,
-        ControlDone: _control_done,
-        Status: _status,
-        BarrierDone: _barrier_done,
-        Refused: _refused,
-        Disconnect: _refused,
-        Heartbeat: lambda session, message: None,
-        ConnectAck: lambda session, message: None,
+    _HANDLERS: ClassVar[dict[type[wire.Message], Callable[[ClientSession, Any], None]]] = {
+        wire.Update: _update,
+        wire.Accepted: _accepted,
+        wire.RequestFailed: _failed,
+        wire.ControlDone: _control_done,
+        wire.Status: _status,
+        wire.BarrierDone: _barrier_done,
+        wire.Refused: _refused,
+        wire.Disconnect: _refused,
+        wire.Heartbeat: lambda session, message: None,
+        wire.ConnectAck: lambda session, message: None,
     }
 
 
 def exception_named(name: str, text: str, request_id: int | None = None, engines: tuple[str, ...] = ()) -> RolloutError:
-    """Build the exception that a message names; an unknown name becomes a `RequestError` or `ControlError` with it.
+    """Build the exception that a message names; an unknown name becomes a `RequestError` or `ControlError`.
 
     Args:
         request_id: of the failed request; None for a control call.
@@ -357,7 +427,7 @@ def exception_named(name: str, text: str, request_id: int | None = None, engines
     return kind(text, engines) if issubclass(kind, ControlError) else kind(text)
 
 
-def _continue(group: OpenGroup, stretch: Stretch) -> None:
+def _continue(group: OpenGroup, stretch: wire.Stretch) -> None:
     try:
         stretch.check()
         group.take(stretch)

@@ -1,20 +1,17 @@
 """Incremental detokenisation of a group's new tokens: text, log-probs and finish reasons per sample.
 
-Always true:
-- the concatenated text of a sample's deltas since its last restart is its final text;
-- emitted text is final: incomplete UTF-8 sequences and possible beginnings of a stop string are held back;
-- the work per token is constant, independent of the completion's length.
+Always true: the text of a sample's deltas since its last restart is its final text; incomplete UTF-8 and possible
+beginnings of a stop string are held back, so emitted text is final; the work per token is constant.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout.requests.delta import SampleDelta, TopN
+from rollout.requests.delta import SampleDelta
 from rollout.requests.detokenizer import StableText, Tokenizer
-from rollout.requests.kept_tokens import KeptTokens
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.routes import Routes, unpack_routes
+from rollout.requests.token_columns import KeptTokens, Routes, TopN, unpack_routes
 from rollout.sampling_params import SamplingParams
 
 
@@ -52,12 +49,12 @@ class TextDelta:
 class GroupText:
     """Builds the text deltas of one group.
 
-    If the engine's final text differs from what was emitted, the last delta is `restarted` and holds the whole sample with
-    the engine's text.
+    If the engine's final text differs from what was emitted, the last delta is `restarted` and holds the whole sample
+    with the engine's text.
 
     Args:
         params: the group's sampling parameters.
-        tokenizer: the engine's tokenizer; None: a sample's text, if any, comes in its last delta.
+        tokenizer: the engine's; None: a sample's text, if any, comes in its last delta.
     """
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
@@ -66,7 +63,12 @@ class GroupText:
         self._samples: dict[int, _Decoder] = {}
 
     def take(self, delta: SampleDelta | None, ended: DynamicInferenceRequest | None = None) -> TextDelta | None:
-        """Return the text delta of a sample's new tokens; None: there is nothing new. See `DeltaReader.take`."""
+        """Return what a stream yields for new tokens of a sample; None: nothing.
+
+        Args:
+            delta: follows the sample's earlier ones, or starts at 0 if it was restarted. None: `ended` as a whole.
+            ended: the finished sample, with its last tokens.
+        """
         if delta is None:
             return None if ended is None else whole(ended)
         sample = self._samples.get(delta.sample_index)
@@ -139,10 +141,8 @@ class _Decoder:
             return ""
 
     def end(self, tokens: list[int], text: str | None) -> str | None:
-        """Return the remaining text; None: the emitted text is not a prefix of `text`.
-
-        Args:
-            text: of the whole completion, if the engine detokenises.
+        """Return the remaining text, given the engine's text of the whole; None: the emitted text is not a prefix of
+        it.
         """
         if self._text is None:
             return text or ""

@@ -3,10 +3,8 @@
     launcher                                        child (`python -m rollout.distributed.coordinator`)
     stdin   ── length, msgpack of options and keys ──▶   kept open: it closes when the launcher dies
     stdout  ◀── msgpack of the address, or an error ─    then closed
-    stderr  inherited
 
-Secrets are sent through the pipe only, because other users can read arguments and environment. Encoding and decoding of
-both messages are in this module.
+Secrets are sent through the pipe only, because other users can read arguments and environment.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import msgpack
 
@@ -30,7 +28,6 @@ from rollout.requests.codec import unpack_msgpack
 from rollout.threads import forks
 
 LENGTH_BYTES = 8
-
 STOP_TIMEOUT_S = 10.0
 
 
@@ -43,11 +40,10 @@ class CoordinatorHandle:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is running."""
         return self.process.poll() is None
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Terminate the process in order: open requests fail with a named error. It is killed after `timeout_s`.
+        """Terminate the process in order, or kill it after `timeout_s`; open requests fail with a named error.
 
         Returns:
             The exit code: 0, or minus the signal that killed it.
@@ -63,23 +59,12 @@ class CoordinatorHandle:
         cast(IO[bytes], self.process.stdin).close()
 
     def kill(self) -> int:
-        """Kill the process.
-
-        Returns:
-            The exit code.
-        """
+        """Kill the process; returns the exit code."""
         self.process.kill()
         return self.wait(STOP_TIMEOUT_S)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait until the process has ended.
-
-        Returns:
-            The exit code.
-
-        Raises:
-            DeadlineError: it still runs after `timeout_s`.
-        """
+        """Wait until the process has ended; returns the exit code. `DeadlineError` if it still runs after `timeout_s`."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired as exc:
@@ -121,7 +106,9 @@ def launch_coordinator(
     timer.daemon = True
     timer.start()
     try:
-        address = _exchange(process, config, keys)
+        with suppress(BrokenPipeError):
+            write_orders(cast(IO[bytes], process.stdin), config, keys)
+        address = read_answer(cast(IO[bytes], process.stdout))
     except BaseException as exc:
         process.kill()
         code = process.wait()
@@ -137,12 +124,6 @@ def launch_coordinator(
     return CoordinatorHandle(address, process)
 
 
-def _exchange(process: subprocess.Popen[bytes], config: CoordinatorConfig, keys: JobKeys | None) -> str:
-    with suppress(BrokenPipeError):
-        write_orders(cast(IO[bytes], process.stdin), config, keys)
-    return read_answer(cast(IO[bytes], process.stdout))
-
-
 def _environment() -> dict[str, str]:
     """Environment of the child: the launcher's, with this package importable and numeric thread pools disabled."""
     paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -152,7 +133,8 @@ def _environment() -> dict[str, str]:
 
 def write_orders(pipe: IO[bytes], config: CoordinatorConfig, keys: JobKeys | None) -> None:
     """Send options and keys to the child; the pipe stays open."""
-    options = {name: _plain(getattr(config, name)) for name in config.names()}
+    values = {name: getattr(config, name) for name in config.names()}
+    options = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
     orders = msgpack.packb([options, None if keys is None else keys.serialize()])
     unsent = memoryview(len(orders).to_bytes(LENGTH_BYTES, "little") + orders)
     while unsent:
@@ -193,7 +175,3 @@ def read_answer(pipe: IO[bytes]) -> str:
     if error is not None:
         raise ConfigError(error)
     return str(address)
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Enum) else value

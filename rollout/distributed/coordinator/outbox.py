@@ -1,7 +1,6 @@
-"""Outgoing frames: one bounded queue per peer, several frames per message (backpressure).
+"""Outgoing frames: one bounded queue per peer, several frames per message.
 
-Always true: a peer receives its frames in order; a peer that does not read holds at most `limit_bytes` and does not delay
-other peers.
+Always true: a peer receives its frames in order; one that does not read holds at most `limit_bytes` and delays nobody.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import zmq
 MAX_FRAMES_PER_MESSAGE = 512
 MAX_BYTES_PER_MESSAGE = 1 << 20
 """Maximum size of several frames in one message; a longer frame is sent alone."""
-
 FRAME_OVERHEAD_BYTES = 64
 """Memory overhead counted per queued frame."""
 
@@ -59,11 +57,9 @@ class Outgoing:
 
     @property
     def waiting(self) -> bool:
-        """Whether any frame is queued."""
         return bool(self._queues)
 
     def put(self, peer: bytes, frame: bytes) -> None:
-        """Queue a frame for a peer."""
         queue = self._queues.get(peer)
         if queue is None:
             queue = self._queues[peer] = _Queue()
@@ -74,8 +70,7 @@ class Outgoing:
         """Send as many frames as the peers' pipes accept, without blocking.
 
         Returns:
-            (identity, reason) of peers that are gone or exceed the limit; their queues are dropped. Later frames for a peer
-            that exceeded the limit are still tried, but no longer queued.
+            (identity, reason) of peers that are gone or exceed the limit; their queues are dropped.
         """
         lost = []
         for peer, queue in list(self._queues.items()):

@@ -1,33 +1,126 @@
-"""The coordinator as a thread or a process of its own, and its routing decisions for inspection."""
+"""The coordinator as a thread or a process: a ROUTER socket, timers, a tokenizer and the schedule file around the
+core.
+
+One turn: poll → receive → tokenizer results → timers → send → schedule file.
+
+Always true: a turn blocks only in its poll, which a frame, a text, a signal or a deadline ends; work and memory of a
+turn are bounded, and libzmq receives fairly from its peers; a peer that does not read is dropped after
+`max_backlog_mb`, a killed one at the next heartbeat to it. A ROUTER gives no reliable event when a full pipe empties,
+so while frames are queued for a peer, and only then, sending is retried every `RETRY_S`.
+"""
 
 from __future__ import annotations
 
 import gc
+import math
+import os
 import resource
 import select
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
+import zmq
 
 from rollout import state
 from rollout.config import CoordinatorConfig
-from rollout.distributed.coordinator.loop import CoordinatorLoop
-from rollout.distributed.protocol.messages import Message
-from rollout.distributed.transport.keys import JobKeys
-from rollout.errors import DeadlineError
+from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
+from rollout.distributed.coordinator.outbox import Outgoing
+from rollout.distributed.coordinator.schedule_file import ScheduleFile
+from rollout.distributed.coordinator.tokenizer_threads import TextCodec, TextWorker
+from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, decode, encode
+from rollout.distributed.protocol.messages import Heartbeat, Message
+from rollout.distributed.transport.keys import Context, Gatekeeper, JobKeys, Socket, is_loopback
+from rollout.errors import ConfigError, DeadlineError, SerializationError
 from rollout.requests.block_hash import compute_block_hashes_batched
+from rollout.threads.diagnosis import watch
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.synchronize import Event
 
+PIPE_MESSAGES = 16
+"""Messages that libzmq queues for a peer to send."""
+READ_AHEAD_MESSAGES = 1
+"""Complete messages of a peer that libzmq holds until they are read, while it receives another one."""
+GOODBYE_S = 1.0
+"""Deadline for sending the last frames when the process ends."""
+HANDSHAKE_S = 10
+"""Timeout of the ZMTP handshake."""
+PENDING_CONNECTIONS = 4096
 
-class DataParallelInferenceCoordinator(CoordinatorLoop):
+
+def router_socket(context: Context, config: CoordinatorConfig, keys: JobKeys | None, ipv6: bool) -> Socket:
+    """Return a ROUTER socket that is not bound yet."""
+    router: Socket = context.socket(zmq.ROUTER)
+    router.router_mandatory = True
+    # A peer may reconnect before this side has noticed that its connection broke.
+    router.router_handover = True
+    router.maxmsgsize = MAX_FRAME_BYTES + (64 << 10)
+    router.sndhwm, router.rcvhwm = PIPE_MESSAGES, READ_AHEAD_MESSAGES
+    router.linger = int(GOODBYE_S * 1000)
+    router.ipv6 = ipv6
+    router.backlog = PENDING_CONNECTIONS
+    router.handshake_ivl = HANDSHAKE_S * 1000
+    router.heartbeat_ivl = math.ceil(config.heartbeat_interval_s * 1000)
+    router.heartbeat_timeout = math.ceil(config.heartbeat_timeout_s * 1000)
+    if keys is not None:
+        keys.secure_server(router)
+    return router
+
+
+def listen(router: Socket, interface: str, config: CoordinatorConfig) -> str:
+    """Bind a socket; returns its `tcp://address:port`. `ConfigError`: the port is taken, or the address is not this
+    machine's.
+    """
+    port = config.inference_coordinator_port
+    host = f"[{interface}]" if ":" in interface else interface
+    try:
+        router.bind(f"tcp://{host}:{'*' if port is None else port}")
+    except zmq.ZMQError as exc:
+        if exc.errno == zmq.EADDRINUSE:
+            raise ConfigError(
+                f"CoordinatorConfig.inference_coordinator_port={port}: another process listens there on "
+                f"{config.host}; end it, choose another port, or None for a free one"
+            ) from exc
+        raise ConfigError(
+            f"CoordinatorConfig.host={config.host!r}: cannot listen there ({exc}); give an address of this machine"
+        ) from exc
+    return router.get_string(zmq.LAST_ENDPOINT)
+
+
+def resolved(host: str) -> str:
+    """Resolve a host name to an address, because libzmq binds to addresses only."""
+    bare = host.removeprefix("[").removesuffix("]")
+    if bare == "*":
+        return bare
+    try:
+        return str(socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as exc:
+        raise ConfigError(
+            f"CoordinatorConfig.host={host!r}: no such address ({exc}); give one of this machine"
+        ) from exc
+
+
+FRAMES_PER_TURN = 64
+BYTES_PER_TURN = 32 << 20
+"""Maximum input of a turn: small, so that ranks and clients get their messages early."""
+TURN_S = 0.02
+"""Time after its first message in which a turn receives further ones. An abort that follows the longest prompt comes
+within it, so that the prompt is sent to no rank."""
+MAX_FRAMES_PER_MESSAGE = 512
+MAX_BYTES_TOGETHER = 2 << 20
+"""Maximum size of a message's frames besides the longest. A larger one is refused undecoded: libzmq is fair per message."""
+RETRY_S = 0.02
+LONGEST_WAIT_S = 60.0
+
+
+class DataParallelInferenceCoordinator:
     """Routes the requests of a job to its ranks, over the messages of `rollout.distributed.protocol.messages`.
 
     Use `start()` and `stop()` for a thread of this process, or `bind()` and `run()`. The methods about ranks and hashes
@@ -44,8 +137,201 @@ class DataParallelInferenceCoordinator(CoordinatorLoop):
     """States of the job."""
 
     def __init__(self, config: CoordinatorConfig, keys: JobKeys | None = None) -> None:
-        super().__init__(config, keys)
+        self._interface = resolved(config.host)
+        if keys is None and not config.insecure and not is_loopback(self._interface):
+            raise ConfigError(
+                f"CoordinatorConfig.host={config.host!r}: off loopback keys are needed; pass JobKeys.generate() to the "
+                "coordinator and its client_side() to all other processes, or set insecure=True if no other user can "
+                "reach the port"
+            )
+        self._config = config
+        self._keys = keys
+        self._core = CoordinatorCore(config, os.urandom(8).hex())
+        self._codec = TextCodec(config.tokenizer)
+        self._texts = TextWorker(self._codec, self._wake)
+        self._wake_end, self._woken = socket.socketpair()
+        self._wake_end.setblocking(False)
+        self._woken.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._woken, select.POLLIN)
+        self._launcher: int | None = None
+        self._orphaned = False
+        self._stop_reason: str | None = None
+        self._context: Context | None = None
+        self._schedule: ScheduleFile | None = None
+        self._gatekeeper: Gatekeeper | None = None
+        self._router: Socket
+        self._outgoing: Outgoing
         self._thread: threading.Thread | None = None
+        watch(self)
+
+    def describe_state(self) -> Iterator[str]:
+        """Lines for `rollout.threads.diagnosis`: state, queue, ranks, clients, and what a barrier waits for."""
+        table = self._core.status()
+        yield (
+            f"coordinator: {table['state']}, policy version {table['policy_version']}, {table['queued_samples']} samples "
+            "queued"
+        )
+        yield f"  barrier waits for {table['barrier_waits_for']}"
+        for rank in table["ranks"]:
+            yield (
+                f"  rank {rank['name']!r}: {rank['state']}, version {rank['policy_version']}, "
+                f"{rank['assigned_samples']} samples assigned, {rank['running']} running; silent for "
+                f"{rank['silent_for_s']:.1f} s, progress {rank['since_progress_s']:.1f} s ago"
+            )
+        for client in table["clients"]:
+            yield f"  client {client['name']!r}: {client['open_requests']} open requests"
+
+    def bind(self) -> str:
+        """Open the socket and the schedule file.
+
+        Returns:
+            `tcp://address:port`; the address is a wildcard when listening on all interfaces.
+
+        Raises:
+            ConfigError: the port is taken, the address is not this machine's, or the schedule file cannot be created.
+        """
+        config = self._config
+        if config.schedule_output_path is not None:
+            self._schedule = ScheduleFile(
+                config.schedule_output_path, self._core.dispatcher.policy, config.data_parallel_size
+            )
+        # Not the global context: a context has one ZAP handler.
+        self._context = Context()
+        if self._keys is not None:
+            self._gatekeeper = Gatekeeper(self._context, self._keys)
+            self._poll.register(self._gatekeeper.socket.fileno(), select.POLLIN)
+        self._router = router_socket(self._context, config, self._keys, ":" in self._interface)
+        self._poll.register(self._router.fileno(), select.POLLIN)
+        self._outgoing = Outgoing(
+            # copy=False: libzmq reads frames of more than 64 KiB where they are.
+            lambda parts: self._router.send_multipart(parts, zmq.NOBLOCK, copy=False),
+            config.max_backlog_mb << 20,
+        )
+        return listen(self._router, self._interface, config)
+
+    def close(self) -> None:
+        """Close sockets and files; `run` does so itself. Idempotent."""
+        self._texts.close()
+        if self._schedule is not None:
+            self._schedule.close()
+        if self._context is not None:
+            self._context.destroy(linger=int(GOODBYE_S * 1000))
+        self._woken.close()
+        self._wake_end.close()
+
+    def _loop(self) -> None:
+        while not self._over():
+            self._turn()
+        self._say_goodbye()
+
+    def _over(self) -> bool:
+        deserted = self._orphaned and not (self._config.outlive_launcher and len(self._core.peers))
+        return self._core.finished or self._stop_reason is not None or deserted
+
+    def _ask_to_stop(self, why: str) -> None:
+        self._stop_reason = why
+        self._wake()
+
+    def _wake(self) -> None:
+        # A full pipe will wake the loop anyway; a closed one belongs to a loop that has ended.
+        with suppress(BlockingIOError, OSError):
+            self._wake_end.send(b"\0")
+
+    # --- one turn ---------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        self._wait()
+        now = time.monotonic()
+        if self._gatekeeper is not None:
+            self._gatekeeper.answer()
+        self._receive(now)
+        for job_id, result in self._texts.take_results():
+            if isinstance(result, list):
+                self._core.detokenized(job_id, result, now)
+            else:
+                self._core.tokenized(job_id, result, now)
+        if now >= self._core.next_deadline():
+            self._core.tick(now)
+        self._send(now)
+        for job in self._core.take_text_jobs():
+            self._texts.put(job)
+        decisions = self._core.take_decisions()
+        if self._schedule is not None:
+            self._schedule.append(decisions)
+
+    def _wait(self) -> None:
+        seconds = min(self._core.next_deadline() - time.monotonic(), LONGEST_WAIT_S)
+        if self._outgoing.waiting:
+            seconds = min(seconds, RETRY_S)
+        # The descriptors are edge-triggered: pending input must be queried.
+        if _has_input(self._router) or (self._gatekeeper is not None and _has_input(self._gatekeeper.socket)):
+            seconds = 0.0
+        for descriptor, _ in self._poll.poll(math.ceil(max(0.0, seconds) * 1000)):
+            if descriptor == self._woken.fileno():
+                with suppress(BlockingIOError):
+                    self._woken.recv(4096)
+            elif descriptor == self._launcher:
+                self._poll.unregister(descriptor)
+                self._orphaned = True
+
+    def _receive(self, now: float) -> None:
+        room, frames_left = BYTES_PER_TURN, FRAMES_PER_TURN
+        end = math.inf
+        while frames_left > 0 and room > 0 and time.monotonic() < end:
+            try:
+                address, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            frames_left -= max(1, len(frames))
+            room -= self._take_message(address.bytes, frames, now)
+            end = min(end, time.monotonic() + TURN_S)
+
+    def _take_message(self, peer: bytes, frames: Sequence[zmq.Frame], now: float) -> int:
+        sizes = [len(frame) for frame in frames]
+        if len(frames) > MAX_FRAMES_PER_MESSAGE or sum(sizes) - max(sizes, default=0) > MAX_BYTES_TOGETHER:
+            text = f"message of {len(frames)} frames and {sum(sizes)} bytes: at most {MAX_FRAMES_PER_MESSAGE} are taken"
+            text += f", with at most {MAX_BYTES_TOGETHER} bytes besides the longest; send several messages"
+            self._core.refuse(peer, "malformed", text)
+        else:
+            for frame in frames:
+                self._take(peer, frame.buffer, now)
+        return sum(sizes)
+
+    def _take(self, peer: bytes, frame: memoryview, now: float) -> None:
+        try:
+            sequence, message = decode(frame)
+        except SerializationError as exc:
+            self._core.unreadable(peer, str(exc))
+        else:
+            self._core.receive(peer, sequence, message, now)
+
+    def _send(self, now: float) -> None:
+        while True:
+            for peer, sequence, message in self._core.take_outbox():
+                frame = encode(sequence, message)
+                if len(frame) > MAX_FRAME_BYTES:
+                    self._core.too_long(peer, message, len(frame), now)
+                    frame = encode(sequence, Heartbeat())
+                self._outgoing.put(peer, frame)
+            # Their samples are requeued or cancelled, which may queue further messages.
+            for peer, why in self._outgoing.flush():
+                self._core.unreachable(peer, why, now)
+            if not self._core.peers.has_more_to_say:
+                return
+
+    def _say_goodbye(self) -> None:
+        now = time.monotonic()
+        if not self._core.finished:
+            self._core.shutdown(self._stop_reason or "the process that started the coordinator has ended", now)
+        self._send(now)
+        progress = select.poll()
+        progress.register(self._router.fileno(), select.POLLIN)
+        while self._outgoing.waiting and time.monotonic() < now + GOODBYE_S:
+            progress.poll(RETRY_S * 1000)
+            self._send(now)
+
+    # --- its thread or process -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Serve until shut down, `stop()`, `idle_exit_s` without peers, or the end of the launcher and all peers."""
@@ -55,18 +341,14 @@ class DataParallelInferenceCoordinator(CoordinatorLoop):
             self.close()
 
     def start(self) -> str:
-        """Bind, and serve in a daemon thread.
-
-        Returns:
-            The address, as of `bind`.
-        """
+        """Bind, and serve in a daemon thread; returns the address."""
         address = self.bind()
         self._thread = threading.Thread(target=self.run, name="coordinator", daemon=True)
         self._thread.start()
         return address
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Stop serving: disconnect all peers; open requests fail with a named error. Call it from another thread.
+        """Stop serving and disconnect all peers; open requests fail with a named error. Call it from another thread.
 
         Raises:
             DeadlineError: it still runs after `timeout_s`.
@@ -130,7 +412,7 @@ class DataParallelInferenceCoordinator(CoordinatorLoop):
 
     def get_best_data_parallel_rank(self, hashes: Sequence[int]) -> str | None:
         """Rank that a request with these block hashes would go to; None if no rank has room."""
-        placements = self._core.router.place(hashes, 1)
+        placements = self._core.dispatcher.router.place(hashes, 1)
         return placements[0].rank if placements else None
 
     def compute_request_hashes(self, prompt: str | Sequence[int]) -> list[int]:
@@ -149,19 +431,23 @@ class DataParallelInferenceCoordinator(CoordinatorLoop):
         return self._codec.detokenize([np.asarray(token_ids, "<i4").tobytes()])[0]
 
     def _update_rank_hashes(self, name: str, hashes: Sequence[int]) -> None:
-        self._core.router.reported(name, hashes, (), False)
+        self._core.dispatcher.router.reported(name, hashes, (), False)
 
     def _remove_engine(self, name: str) -> None:
-        identity = self._core.peers.rank_named(name).identity
+        identity = self._core.peers.by_name[name].identity
         self._core.unreachable(identity, "it was removed", time.monotonic())
 
     def _send_to_engine(self, name: str, message: Message) -> bool:
         """Send a message to a rank; returns whether the rank is still connected."""
-        if not self._core.peers.has_rank(name):
+        if name not in self._core.peers.by_name:
             return False
-        self._core.peers.say(self._core.peers.rank_named(name), message)
+        self._core.peers.say(self._core.peers.by_name[name], message)
         self._send(time.monotonic())
-        return self._core.peers.has_rank(name)
+        return name in self._core.peers.by_name
+
+
+def _has_input(router: Socket) -> bool:
+    return bool(int(router.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _allow_many_connections() -> None:

@@ -1,7 +1,7 @@
 """Collective calls of the ranks: counted, met at the coordinator's barrier, and survived by a rank that was cut off.
 
-Always true: every collective call ends on all ranks with the same count, which is published in the store, so that a rank
-that is disconnected at the end of a call does not wait in it forever.
+Always true: every collective call ends on all ranks with the same count, which is published in the store, so that a
+rank that is disconnected at the end of a call does not wait in it forever.
 """
 
 from __future__ import annotations
@@ -85,10 +85,8 @@ class CollectiveCalls:
         return None if world.rank else [world.wait_for(key, self._timeout_s) for key in keys]
 
     def try_finish(self) -> bool:
-        """Arrive at the barrier that ends `generate`, without waiting; returns whether every rank has arrived.
-
-        Raises:
-            EngineStateError: the ranks are in different calls or have different policy versions.
+        """Arrive at the barrier that ends `generate`, without waiting; returns whether every rank has arrived. Raises
+        as `meet`.
         """
         if self.ended_elsewhere:
             self._barrier = None

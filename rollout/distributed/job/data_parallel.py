@@ -4,10 +4,9 @@
     own results complete         keep stepping for the other ranks until all arrive at the barrier
     between two generates        no steps; the worker's threads keep the sessions alive
 
-Always true:
-- every submitted group is recorded here, token by token: losing a rank loses no received token, and neither does losing
-  the coordinator: rank 0 starts another and every rank resubmits its open groups;
-- the samples of a group do not depend on the rank that computes them: its seed is set before it is submitted.
+Always true: every received token is recorded here, so losing a rank or the coordinator loses none (rank 0 starts
+another and every rank resubmits its open groups); a group's seed is set before it is submitted, so its samples do not
+depend on the rank.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from rollout.config import CoordinatorConfig
@@ -25,21 +25,121 @@ from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.job.collective import CollectiveCalls
 from rollout.distributed.job.job_coordinator import START_TIMEOUT_S, JobCoordinator
 from rollout.distributed.job.member import JobMember
-from rollout.distributed.job.own_groups import EarlierTokens, OwnGroup
 from rollout.distributed.job.world import World
-from rollout.distributed.protocol.messages import Stretch
-from rollout.distributed.protocol.partial import stretch_of
-from rollout.distributed.protocol.status import JobStatus, parse_status
+from rollout.distributed.protocol.messages import JobStatus, Stretch, parse_status
+from rollout.distributed.protocol.stretch import oldest_version, stretch_of
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.parts.admission import prompt_of
-from rollout.errors import ConnectionLostError, RolloutError
+from rollout.engine.parts.intake import prompt_of
+from rollout.errors import ConnectionLostError, RequestAbortedError, RolloutError, SerializationError
+from rollout.requests.block_hash import stream_key
+from rollout.requests.delta import SampleDelta
+from rollout.requests.images import images_of
 from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
-from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.seeds import stream_key
+from rollout.requests.request import DynamicInferenceRequest, with_images
 from rollout.sampling_params import SamplingParams
+from rollout.state import FinishReason, Status
 from rollout.threads.loop_thread import LoopThread
+
+ASK_AGAIN_S = 0.01
+"""Seconds between two status requests while other ranks are behind."""
+
+
+@dataclass(eq=False)
+class OwnGroup:
+    """A group submitted by this rank, until each of its samples has been handed out."""
+
+    group_id: int
+    prompt: list[int]
+    text: str | None
+    params: SamplingParams
+    metadata: Any
+    arrival_time: float
+    missing: set[int]
+    """Samples that have not been handed out."""
+    saved: list[Stretch]
+    """Tokens known before it was sent."""
+    open: OpenGroup | None = None
+    """Tokens received since; None until it was sent."""
+    error: RolloutError | None = None
+    """Why the missing samples have no result."""
+    priority: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether no rank computes it any more: complete or failed."""
+        return self.error is not None or (self.open is not None and self.open.complete)
+
+    def known(self) -> list[Stretch]:
+        """All tokens known so far, as stretches."""
+        return self.saved if self.open is None else self.open.known()
+
+    def oldest_version(self) -> int | None:
+        """Lowest policy version of any token of an unfinished sample; None: no token yet."""
+        if self.open is not None:
+            return self.open.oldest_version()
+        return oldest_version(delta for stretch in self.saved for delta in stretch.deltas())
+
+    def interrupted(self) -> list[DynamicInferenceRequest]:
+        """Requests of the samples that have not been handed out, with the tokens known so far."""
+        known = {delta.sample_index: delta for stretch in self.known() for delta in stretch.deltas(self.missing)}
+        requests = []
+        for index in sorted(self.missing):
+            delta = known.get(index) or SampleDelta(self.group_id, index)
+            request = delta.to_request(
+                self.group_id, self.prompt, self.params, priority=self.priority, arrival_time=self.arrival_time
+            )
+            request.prompt, request.metadata = self.text, self.metadata
+            requests.append(with_images(request, images_of(self.prompt)))
+        return requests
+
+    def failed(self, index: int) -> DynamicInferenceRequest:
+        """Request of a sample that failed with the group's error, with the tokens known so far."""
+        (request,) = [each for each in self.interrupted() if each.sample_index == index]
+        error = self.error
+        request.status = Status.FAILED
+        request.finish_reason = FinishReason.ABORT if isinstance(error, RequestAbortedError) else FinishReason.ERROR
+        request.error = f"{type(error).__name__}: {error}"
+        request.add_event_fail()
+        return request
+
+
+class EarlierTokens:
+    """Whether every rank has reached a policy version, and so has reported all tokens of earlier versions.
+
+    Args:
+        ask: requests the job's status after so many seconds; returns None without a connection.
+    """
+
+    def __init__(self, ask: Callable[[float], Future[JobStatus] | None]) -> None:
+        self._ask = ask
+        self._asked: Future[JobStatus] | None = None
+        self._known_before = 0
+
+    def are_known(self, version: int) -> bool:
+        """Return immediately. False: a status request is pending, or some rank is behind; call again later."""
+        if self._known_before == version:
+            return True
+        asked, self._asked = self._asked, None
+        if asked is None or not asked.done():
+            self._asked = asked or self._ask(0.0)
+            return False
+        error = asked.exception()
+        if isinstance(error, SerializationError):
+            raise error
+        if error is None and _all_have_reached(version, asked.result()):
+            self._known_before = version
+            return True
+        self._asked = self._ask(ASK_AGAIN_S)
+        return False
+
+
+def _all_have_reached(version: int, status: JobStatus) -> bool:
+    awaited = status.barrier_waits_for
+    behind = [rank.name for rank in status.ranks if rank.policy_version < version]
+    # A rank that waits at the end of the call while others do not will not reach this version within it.
+    return all(awaited and name not in awaited for name in behind)
 
 
 class DataParallelBackend:
@@ -47,8 +147,7 @@ class DataParallelBackend:
 
     Args:
         engine: this rank's.
-        config: of the coordinator; None: defaults. Size and block size are set from the job, and so is a loopback host if
-            the ranks are on several hosts.
+        config: of the coordinator; None: defaults. See `JobCoordinator`.
         world: the ranks.
 
     Raises:
@@ -91,7 +190,6 @@ class DataParallelBackend:
 
     @property
     def next_group_id(self) -> int:
-        """Id of the next group."""
         return self._next_group_id
 
     def submit(self, group_id: int, prompt: Prompt, params: SamplingParams, metadata: Any) -> None:
@@ -101,10 +199,9 @@ class DataParallelBackend:
             params = params.replace(seed=stream_key(self._base_seed, group_id))
         text = prompt if isinstance(prompt, str) else None
         self._next_group_id = max(self._next_group_id, group_id + 1)
-        self._open(group_id, tokens, text, params, metadata, time.time(), range(params.n), [])
+        self._open(OwnGroup(group_id, tokens, text, params, metadata, time.time(), set(range(params.n)), []))
 
     def reserve_group_ids(self, until: int) -> None:
-        """Ids below `until` are taken."""
         self._next_group_id = max(self._next_group_id, until)
 
     def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
@@ -116,32 +213,15 @@ class DataParallelBackend:
         for group_id, of_group in by_group.items():
             first = of_group[0][0]
             params = first.sampling_params.replace(seed=first.seed)
-            self._open(
-                group_id,
-                prompt_of(first),
-                first.prompt,
-                params,
-                first.metadata,
-                first.arrival_time,
-                [record.sample_index for record in of_group],
-                [stretch_of(record) for record in of_group if record[-1].completion_tokens],
-                first.priority,
-            )
+            known = [stretch_of(record) for record in of_group if record[-1].completion_tokens]
+            group = OwnGroup(
+                group_id, prompt_of(first), first.prompt, params, first.metadata, first.arrival_time,
+                {record.sample_index for record in of_group}, known, priority=first.priority,
+            )  # fmt: skip
+            self._open(group)
 
-    def _open(
-        self,
-        group_id: int,
-        tokens: list[int],
-        text: str | None,
-        params: SamplingParams,
-        metadata: Any,
-        arrival_time: float,
-        samples: Iterable[int],
-        known: list[Stretch],
-        priority: int = 0,
-    ) -> None:
-        group = OwnGroup(group_id, tokens, text, params, metadata, arrival_time, set(samples), known, priority=priority)
-        self._groups[group_id] = group
+    def _open(self, group: OwnGroup) -> None:
+        self._groups[group.group_id] = group
         self._loop.call_soon(self._send, group)
 
     # --- on the loop's thread ---------------------------------------------------------------------------------------
@@ -191,11 +271,9 @@ class DataParallelBackend:
 
     @property
     def idle(self) -> bool:
-        """False: other ranks may have work for this one, which `wait` waits for."""
         return False
 
     def wake(self) -> None:
-        """End a `wait` on another thread."""
         self._happened = True
         self._member.wake()
 
@@ -261,15 +339,12 @@ class DataParallelBackend:
         return sum(self._engine.load)
 
     def try_finish(self) -> bool:
-        """Whether every rank has finished its groups (the barrier is passed); this one computes for the others until then.
-
-        Raises:
-            EngineStateError: the ranks are in different calls or have different policy versions.
+        """Whether every rank has finished its groups (the barrier is passed); this one computes for the others until
+        then.
         """
         return self._calls.try_finish()
 
     def barrier(self, what: str) -> None:
-        """Barrier: wait until all ranks have made the same call."""
         self._calls.meet(f"{what}()")
 
     @property
@@ -278,10 +353,8 @@ class DataParallelBackend:
         return self._member.coordinator
 
     def gather(self, what: str, value: bytes) -> list[bytes] | None:
-        """The values of all ranks in their order, on rank 0; None on the others. Every rank calls it.
-
-        Raises:
-            DeadlineError, EngineStateError: some ranks have not made the call; names them.
+        """The values of all ranks in their order, on rank 0; None on the others. Every rank calls it; raises as
+        `CollectiveCalls.meet`.
         """
         return self._calls.gather(what, value)
 

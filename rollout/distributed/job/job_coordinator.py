@@ -1,29 +1,106 @@
 """Launches the coordinator on rank 0 and publishes its address in the job's store for the other ranks.
 
-Keys come from the launcher's secret, if there is one. Without one they are published, too, where the ranks are on several
-hosts, and a warning says so.
+Every process derives the job's keys from the launcher's secret, if there is one: rank 0 publishes its address with a
+salt and a tag, an HMAC over both, and nothing secret. Without one the keys themselves are published if the ranks are
+on several hosts, and a warning says so.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
+import os
+import secrets
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
 
 import msgpack
 
 from rollout.config import CoordinatorConfig, InferenceConfig
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.coordinator.launch import CoordinatorHandle, launch_coordinator
-from rollout.distributed.job.job_secret import SECRET, SECRET_FILE, JobSecret
 from rollout.distributed.job.world import World
 from rollout.distributed.transport.keys import JobKeys, is_loopback
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError
 from rollout.requests.codec import refuse, unpack_msgpack
 
-_log = logging.getLogger(__name__)
+SECRET, SECRET_FILE = "ROLLOUT_JOB_SECRET", "ROLLOUT_JOB_SECRET_FILE"
+"""Environment variables with the secret, or with the path of a file that contains it."""
+SHORTEST = 32
+"""Characters. Captured handshakes allow offline guesses, so that the secret must be random, not a password."""
+SALT_BYTES = 16
+_MAKE = "make one with `openssl rand -hex 32`"
 
+
+@dataclass(frozen=True)
+class JobSecret:
+    """The launcher's secret. Excluded from the repr. Keys are HMAC-SHA256 of a salt under it."""
+
+    value: bytes = field(repr=False)
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
+        """Read it from the environment or from the file named there; None: neither variable is set.
+
+        Raises:
+            ConfigError: both are set, the file cannot be read, or the secret is shorter than `SHORTEST`.
+        """
+        value, path = environment.get(SECRET), environment.get(SECRET_FILE)
+        if value is not None and path is not None:
+            raise ConfigError(f"{SECRET} and {SECRET_FILE} are both set: leave one out")
+        source = SECRET if path is None else f"{SECRET_FILE}={path}"
+        if path is not None:
+            try:
+                value = Path(path).read_text()
+            except (OSError, UnicodeDecodeError) as exc:
+                raise ConfigError(f"{source}: {exc}; every host of the job needs this file") from exc
+        if value is None:
+            return None
+        secret = value.strip()
+        if len(secret) < SHORTEST:
+            raise ConfigError(
+                f"{source}: {len(secret)} characters; a secret has at least {SHORTEST}, and is random: {_MAKE}"
+            )
+        return cls(secret.encode())
+
+    @staticmethod
+    def new_salt() -> bytes:
+        """Random bytes, public, for `keys` and `tag`."""
+        return secrets.token_bytes(SALT_BYTES)
+
+    def keys(self, salt: bytes) -> JobKeys:
+        """The job's keys, with the server's secret; equal for equal secrets and salts."""
+        return JobKeys.of_secrets(self._derived(b"server", salt), self._derived(b"client", salt))
+
+    def tag(self, salt: bytes, address: str) -> bytes:
+        """HMAC of the coordinator's address, 32 bytes."""
+        return self._derived(b"address " + address.encode(), salt)
+
+    def proven_keys(self, proof: object, address: str) -> JobKeys:
+        """Return a client's keys, if `proof` ([salt, tag], not checked yet) shows that the address was published under
+        this secret.
+
+        Raises:
+            ConfigError: it was published under another secret, or changed since.
+        """
+        match proof:
+            case [bytes(salt), bytes(tag)] if len(salt) == SALT_BYTES:
+                if hmac.compare_digest(tag, self.tag(salt, address)):
+                    return self.keys(salt).client_side()
+        raise ConfigError(
+            f"the coordinator's address {address} was not published under this process's job secret: set the same "
+            f"{SECRET} or {SECRET_FILE} on all ranks"
+        )
+
+    def _derived(self, purpose: bytes, salt: bytes) -> bytes:
+        return hmac.digest(self.value, b"rollout job 1 " + salt + purpose, "sha256")
+
+
+_log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
 """Deadline for all ranks to connect: they may load their models one after the other."""
 
@@ -32,12 +109,9 @@ class JobCoordinator:
     """Address and keys of the job's coordinator, and its process on rank 0.
 
     Args:
-        config: the user's options; size, block size and seed are set from the job, and so is a loopback host if the ranks
-            are on several hosts.
+        config: the user's options; size, block size and seed are set from the job, and so is a loopback host if the
+            ranks are on several hosts. `ConfigError` if an option contradicts the job.
         world: the ranks; None: this process alone.
-
-    Raises:
-        ConfigError: an option contradicts the engine's configuration or the number of ranks.
 
     Attributes:
         address: of the current coordinator.
@@ -65,8 +139,8 @@ class JobCoordinator:
 
         Raises:
             DeadlineError: rank 0 published no address, or the coordinator did not listen in time.
-            ConfigError, ConnectionLostError: it cannot listen as configured, or ended immediately; or the launcher's secret
-                is malformed, or not that of rank 0. The other ranks raise a `ConfigError` that says so.
+            ConfigError, ConnectionLostError: it cannot listen as configured, or ended immediately; or the launcher's
+                secret is malformed, or not that of rank 0. The other ranks raise a `ConfigError` that says so.
         """
         key = self._key(self._incarnation + 1)
         # Let the other ranks fail now instead of at their deadline. Later, this one may try again.
@@ -79,12 +153,7 @@ class JobCoordinator:
         self._incarnation += 1
 
     def client(self, name: str, control_timeout_s: float) -> InferenceClient:
-        """A client of the current coordinator that is no member of the job: no barrier waits for it. Not started yet.
-
-        Args:
-            name: shown in logs and in the coordinator's status.
-            control_timeout_s: default deadline of its control calls.
-        """
+        """A client of the current coordinator that is no member of the job: no barrier waits for it. Not started yet."""
         return InferenceClient(self.address, name=name, keys=self.keys, control_timeout_s=control_timeout_s)
 
     @property
@@ -95,7 +164,8 @@ class JobCoordinator:
     def _launch(self) -> None:
         config = self._config
         if self.address:
-            config = config.replace(schedule_append=True)
+            if config.schedule_output_path is not None:
+                config = config.replace(schedule_output_path=f"{config.schedule_output_path}.{self._incarnation + 1}")
             # The same port: peers that still use the old address are refused and reconnect immediately.
             with suppress(ConfigError):
                 port = int(self.address.rpartition(":")[2])

@@ -1,7 +1,8 @@
-"""Ranks of one command on this host: starts a process for each, joins their process group, ends them with this process.
+"""Ranks of one command on this host: starts a process for each, joins their process group, ends them with this
+process.
 
-This process is rank 0 and holds the store of the process group, on loopback. Each of the others reads its standard
-input, whose other end this process holds: at the end of this process, however it comes, theirs follows.
+This process is rank 0 and holds the store of the process group, on loopback. The other ranks read their standard
+input, whose other end this process holds, so they end when it ends.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from rollout.engine.explain.machine import usable_cores
+from rollout.engine.explain import usable_cores
 from rollout.errors import EngineDeadError
 
 JOIN_TIMEOUT = timedelta(hours=1)
@@ -29,19 +30,12 @@ JOIN_TIMEOUT = timedelta(hours=1)
 POLL_S = 0.05
 END_TIMEOUT_S = 30.0
 """Seconds that the ranks have to end by themselves."""
-
 _HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRank:
-    """Place of this process among the ranks of its command.
-
-    Attributes:
-        rank: from 0.
-        size: number of ranks.
-        port: of the store, on loopback.
-    """
+    """Place of this process among the ranks of its command; `port` is the store's, on loopback."""
 
     rank: int
     size: int
@@ -101,11 +95,7 @@ class LocalRanks:
             raise
 
     def join(self) -> None:
-        """Wait until every rank is ready, and join the process group.
-
-        Raises:
-            EngineDeadError: one has ended before.
-        """
+        """Wait until every rank is ready, and join the process group; `EngineDeadError` if one has ended before."""
         ready = [_ready(rank) for rank in self._processes]
         while not self._store.check(ready):
             for rank, process in self._processes.items():

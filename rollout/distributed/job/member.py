@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.job.job_coordinator import JobCoordinator
-from rollout.distributed.protocol.status import JobStatus, parse_status
+from rollout.distributed.protocol.messages import JobStatus, parse_status
 from rollout.distributed.transport.keys import JobKeys
 from rollout.distributed.worker.worker import EngineWorker
 from rollout.engine.engine import DynamicInferenceEngine
@@ -18,7 +18,6 @@ from rollout.errors import ConnectionLostError, DeadlineError
 from rollout.threads.loop_thread import LoopThread
 
 _log = logging.getLogger(__name__)
-
 JOIN_TIMEOUT_S = 60.0
 """Deadline for the coordinator's first answer; it listens before its address is published, so it is busy or has ended."""
 ATTEMPT_S = 5.0
@@ -70,7 +69,8 @@ class JobMember:
         self.engine = engine
 
     def start(self, *, idle: bool = False) -> None:
-        """Launch or find the coordinator, and connect worker and client. After an exception `leave` and `close` are due.
+        """Launch or find the coordinator, and connect worker and client. After an exception `leave` and `close` are
+        due.
 
         Args:
             idle: the rank reports itself as idle until the first step.
@@ -115,11 +115,7 @@ class JobMember:
 
     @property
     def worker(self) -> EngineWorker:
-        """Makes the engine's steps.
-
-        Raises:
-            ConnectionLostError: `start` has not found the coordinator.
-        """
+        """Makes the engine's steps; `ConnectionLostError` if `start` has not found the coordinator."""
         if self._worker is None:
             raise ConnectionLostError(f"{self.name}: the coordinator was never found")
         return self._worker
@@ -131,11 +127,7 @@ class JobMember:
 
     @property
     def client(self) -> InferenceClient:
-        """This rank's client.
-
-        Raises:
-            ConnectionLostError: it has left.
-        """
+        """This rank's client; `ConnectionLostError` if it has left."""
         if self._client is None:
             raise ConnectionLostError(f"{self.name}: there is no connection to the coordinator; it was closed")
         return self._client
@@ -158,11 +150,7 @@ class JobMember:
         return self.worker.lost or (None if self._client is None else self._client.lost)
 
     def status(self) -> JobStatus:
-        """The job as the coordinator sees it.
-
-        Raises:
-            ConnectionLostError, DeadlineError: no answer.
-        """
+        """The job as the coordinator sees it; `ConnectionLostError` or `DeadlineError` without an answer."""
         return parse_status(self.loop.run_sync(self.client.status(), self._timeout_s))
 
     def recover(self, why: Exception) -> None:
@@ -230,10 +218,8 @@ class JobMember:
                 self._worker.stop()
 
     def close(self, stop_timeout_s: float | None = None) -> None:
-        """Release the coordinator's process, which ends after its last peer.
-
-        Args:
-            stop_timeout_s: terminate it instead, and kill it after so many seconds.
+        """Release the coordinator's process, which ends after its last peer, or terminate it and kill it after
+        `stop_timeout_s`.
         """
         handle = self.coordinator.handle
         if handle is not None and stop_timeout_s is None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
 from rollout.distributed.transport.keys import is_loopback
@@ -27,25 +27,6 @@ LOOK_S = 5.0
 """Polling interval for a failed rank or Ctrl-C while waiting for the other ranks."""
 HOSTS_TIMEOUT_S = 120.0
 """Deadline for all ranks to publish their hosts, or the leaders of their groups."""
-
-
-class Store(Protocol):
-    """Subset of `torch.distributed.Store` that is used."""
-
-    def set(self, key: str, value: Any) -> object:
-        """Store a value."""
-
-    def get(self, key: str) -> bytes:
-        """Return the value of a key; blocks until it exists."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys exist."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Atomically replace `expected` (empty: no value) by `desired`; returns the resulting value."""
-
-    def wait(self, keys: list[str], timeout: timedelta) -> object:
-        """Wait until all keys exist; raises after `timeout`."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +60,7 @@ class World:
         return replace(world, one_host=world._share_a_host())
 
     def within(self, ranks: Sequence[int], name: str) -> World:
-        """The world of some of its ranks, of which this one is; its rank is the place in `ranks`.
+        """The world of some of its ranks, this one included; its rank is the place in `ranks`.
 
         Args:
             name: of its keys, different for every such world of this one.
@@ -87,14 +68,7 @@ class World:
         return replace(self, rank=ranks.index(self.rank), size=len(ranks), prefix=f"{self.prefix}/{name}")
 
     def leaders(self, leader: int) -> list[int]:
-        """The ranks that lead a group, in order; every rank calls it.
-
-        Args:
-            leader: of this rank's group.
-
-        Raises:
-            DeadlineError: a rank does not come.
-        """
+        """The ranks that lead a group, in order, given the leader of this rank's group; every rank calls it."""
         self.publish(f"leader/{self.rank}", str(leader).encode())
         return sorted({int(self.wait_for(f"leader/{rank}", HOSTS_TIMEOUT_S)) for rank in range(self.size)})
 
@@ -104,13 +78,12 @@ class World:
         return all(self.wait_for(f"host/{rank}", HOSTS_TIMEOUT_S) == mine for rank in range(self.size))
 
     def publish(self, key: str, value: bytes) -> None:
-        """Publish a value to the other ranks."""
-        self.store.set(f"{self.prefix}/{key}", value)
+        self.store.set(f"{self.prefix}/{key}", value)  # type: ignore[arg-type]  # the stub lacks bytes
 
     def is_published(self, key: str) -> bool:
         """Whether a key has a value; False if the store's process has ended."""
         try:
-            return self.store.check([f"{self.prefix}/{key}"])
+            return bool(self.store.check([f"{self.prefix}/{key}"]))
         except dist.DistError:
             return False
 
@@ -119,10 +92,8 @@ class World:
         self.store.compare_set(f"{self.prefix}/{key}", "", value.decode())
 
     def wait_until(self, key: str, timeout_s: float) -> bool:
-        """Wait for a key; returns whether it has a value within `timeout_s`.
-
-        Raises:
-            ConnectionLostError: the store's process has ended.
+        """Wait for a key; returns whether it has a value within `timeout_s`. `ConnectionLostError`: the store's
+        process has ended.
         """
         full = f"{self.prefix}/{key}"
         try:
@@ -189,10 +160,8 @@ class World:
         return bytes(self.store.get(f"{self.prefix}/{key}"))
 
     def address_for_others(self) -> str:
-        """Return this host's address as reachable from the job's other hosts.
-
-        Raises:
-            ConfigError: it cannot be determined.
+        """Return this host's address as reachable from the job's other hosts; `ConfigError` if it cannot be
+        determined.
         """
         master = os.environ.get("MASTER_ADDR", "")
         try:
@@ -213,11 +182,7 @@ class World:
         return mine
 
     def reachable(self, address: str) -> str:
-        """Replace a wildcard host in `tcp://host:port` by an address that the other ranks can connect to.
-
-        Raises:
-            ConfigError: it cannot be determined.
-        """
+        """Replace a wildcard host in `tcp://host:port` by an address that the other ranks can connect to."""
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         if host not in WILDCARDS:
             return address
@@ -226,9 +191,9 @@ class World:
 
 
 def loopback_identity() -> str:
-    """A text that is equal for two processes only if they have one loopback device: host name, boot, network namespace.
+    """A text that is equal for two processes only if they share a loopback device: host name, boot, network namespace.
 
-    Containers of different hosts may have the same name. What the system does not tell is left out.
+    Containers of different hosts may have the same name.
     """
     parts = [socket.gethostname()]
     with suppress(OSError):

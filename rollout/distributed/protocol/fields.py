@@ -6,28 +6,28 @@ Checks use `type()` and not `isinstance()`: True is no integer on the wire.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
+from rollout.errors import SerializationError
 from rollout.requests.delta import TOKEN_BYTES
 from rollout.state import ControlSignal, CoordinatorState, EngineState
 
 SET_VERSION = "set_version"
 """Control call that sets the policy version, given as its argument; not a lifecycle signal."""
 GIVEN_UP = "given up"
-"""`Barrier.what` of a member whose call ended by an exception: its arrival counts, and agrees with every call."""
+"""`Barrier.what` of a member whose call ended by an exception: its arrival agrees with every call."""
 FLUSH_PREFIX_CACHE = "flush_prefix_cache"
 """Control call that drops all unreferenced cached blocks of every engine, in any state."""
 LOAD_WEIGHTS = "load_weights"
-"""Control call that loads the weights of the folder given as its argument into every engine's module, in any state; the
-version is set by `SET_VERSION` afterwards."""
+"""Control call that loads the weights of the folder given as its argument into every engine, in any state."""
 LOAD_ADAPTER = "load_adapter"
 """Control call that loads a LoRA adapter, given as `NAME=FOLDER`, into every engine, in any state."""
 UNLOAD_ADAPTER = "unload_adapter"
 """Control call that unloads the adapter of this name from every engine, and ends its requests there, in any state."""
 UPKEEP = (FLUSH_PREFIX_CACHE, LOAD_WEIGHTS, LOAD_ADAPTER, UNLOAD_ADAPTER)
 """Control calls that change no engine's state."""
-
 Check = Callable[[Any], bool]
 
 
@@ -139,6 +139,10 @@ Priority = Annotated[
 ]
 
 
+class LostFramesError(SerializationError):
+    """A frame or token came out of sequence: earlier ones were lost with a connection."""
+
+
 class Message:
     """Base class of all messages."""
 
@@ -147,3 +151,21 @@ class Message:
     """The message's number on the wire."""
     way: ClassVar[str]
     """Sender → receiver."""
+
+
+MESSAGES: dict[int, type[Message]] = {}
+"""Header → message."""
+M = TypeVar("M", bound=Message)
+
+
+@dataclass_transform(field_specifiers=(field,))
+def message(header: int, way: str) -> Callable[[type[M]], type[M]]:
+    """Class decorator: a dataclass that travels under a header."""
+
+    def register(kind: type[M]) -> type[M]:
+        made = dataclass(slots=True)(kind)
+        made.header, made.way = header, way
+        MESSAGES[header] = made
+        return made
+
+    return register

@@ -1,6 +1,6 @@
 """Encoding and decoding of messages as msgpack frames, with sequence numbers per connection.
 
-Decoding validates every field; a malformed frame raises a `SerializationError` that names the field.
+Decoding checks every field; a malformed frame raises a `SerializationError` that names the field.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 import msgpack
 
-from rollout.distributed.protocol.fields import Rule, is_count
+from rollout.distributed.protocol.fields import LostFramesError, Rule, is_count
 from rollout.distributed.protocol.messages import MESSAGES, PROTOCOL_VERSION, Assign, Message, Stretch, Submit
 from rollout.errors import SerializationError
 from rollout.requests.codec import refuse, unpack_msgpack
@@ -28,7 +28,7 @@ SMALL_BYTES = 1 << 17
 LONG_BYTES = 1 << 18
 """Prompts and images from this size on are encoded without copying them twice."""
 MAX_STRETCHES = 1 << 11
-"""Maximum per frame: a stretch costs as much as fifty numbers, and 2,048 some ten milliseconds."""
+"""Maximum per frame: a stretch costs as much as fifty numbers."""
 MAX_ITEMS = 1 << 19
 """Maximum number of list and map values in a frame, some tens of milliseconds; long number columns travel as buffers."""
 MAX_KEYS = 1 << 10
@@ -101,11 +101,7 @@ def _looked_at(row: list[Any]) -> Stretch:
 
 
 def _surely_right(row: list[Any]) -> bool:
-    """Fast path: whether a stretch of the most common form passes every rule. False: check it field by field.
-
-    Nearly all stretches have one version run per sample. Checking all their numbers together takes half
-    the time.
-    """
+    """Fast path for stretches with one version run per sample, in half the time. False: check it field by field."""
     try:
         number, attempt, indices, starts, counts, token_ids, log_probs, versions, optional = row
         columns = [indices, starts, counts, versions, *optional.values()]
@@ -131,11 +127,7 @@ _ROWS = {header: _Row(kind) for header, kind in MESSAGES.items()}
 
 
 def encode(sequence: int, message: Message) -> bytes:
-    """Encode a message as one frame.
-
-    Args:
-        sequence: number of this frame in its direction of the connection, from 0.
-    """
+    """Encode a message as one frame; `sequence` is its number in its direction of the connection, from 0."""
     row = [message.header, sequence, *_ROWS[message.header].plain(message)]
     if (type(message) is Assign or type(message) is Submit) and max(
         len(message.prompt), len(message.images)
@@ -160,7 +152,7 @@ def _joined(row: list[Any]) -> bytes:
 
 
 def decode(frame: bytes | memoryview) -> tuple[int, Message]:
-    """Decode a frame to (sequence, message); the inverse of `encode`.
+    """Decode a frame to (sequence, message).
 
     Raises:
         SerializationError: longer than `MAX_FRAME_BYTES`, not msgpack, an unknown header, or a malformed field.
@@ -180,7 +172,7 @@ def decode(frame: bytes | memoryview) -> tuple[int, Message]:
 
 
 def _limits() -> dict[str, Any]:
-    """msgpack options for a large frame: bound the number of objects, since one byte can become an object of 100 bytes."""
+    """msgpack options that bound the objects of a large frame: one byte can become an object of 100 bytes."""
     left = MAX_ITEMS
 
     def count(items: Any) -> Any:
@@ -191,10 +183,6 @@ def _limits() -> dict[str, Any]:
         return items
 
     return {"list_hook": count, "object_hook": count, "max_array_len": MAX_ITEMS, "max_map_len": MAX_KEYS}
-
-
-class LostFramesError(SerializationError):
-    """A frame arrived out of sequence: earlier frames were lost with a connection."""
 
 
 class Sequencer:
@@ -216,11 +204,7 @@ class Sequencer:
         self._received += 1
 
     def accept(self, sequence: int) -> bool:
-        """Whether a received frame is new; False for a duplicate.
-
-        Raises:
-            LostFramesError: earlier frames are missing.
-        """
+        """Whether a received frame is new; False for a duplicate. `LostFramesError` if earlier frames are missing."""
         if sequence < self._received:
             return False
         if sequence > self._received:

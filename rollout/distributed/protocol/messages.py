@@ -1,53 +1,166 @@
-"""Messages between clients, the coordinator and ranks: one dataclass per header.
+"""Messages between clients, the coordinator and ranks: one dataclass per header, each field with its check.
 
-    frame      msgpack [header, sequence, field, field, …], fields in the order of the dataclass
-    message    one ZMQ message carries one or more frames
+A frame is msgpack [header, sequence, field, field, …], fields in the order of the dataclass; a ZMQ message carries one
+or more frames.
 
 Always true: nothing is unpickled; token ids travel as raw little-endian int32, log-probs as float32, block hashes as
-int64; each direction of a connection numbers its frames from 0, so that duplicates are dropped and gaps are detected
-(`rollout.distributed.protocol.frames`, which also encodes and decodes). Independent of encoding and sockets.
+int64; each direction of a connection numbers its frames from 0, so that duplicates are dropped and gaps are detected.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated, Any, get_type_hints
 
 from rollout.distributed.protocol import fields as wire
+from rollout.distributed.protocol.fields import MESSAGES as MESSAGES
+from rollout.distributed.protocol.fields import CoordinatorStateName, Count, Name, Names, Rule, Seconds, message
 from rollout.distributed.protocol.fields import Message as Message
-from rollout.distributed.protocol.request import Abort as Abort
-from rollout.distributed.protocol.request import Accepted as Accepted
-from rollout.distributed.protocol.request import Assign as Assign
-from rollout.distributed.protocol.request import Cancel as Cancel
-from rollout.distributed.protocol.request import Decline as Decline
-from rollout.distributed.protocol.request import Progress as Progress
-from rollout.distributed.protocol.request import RequestFailed as RequestFailed
-from rollout.distributed.protocol.request import Submit as Submit
-from rollout.distributed.protocol.request import Update as Update
 from rollout.distributed.protocol.stretch import Stretch as Stretch
-from rollout.errors import ConnectionLostError
+from rollout.distributed.protocol.stretch import Stretches
+from rollout.errors import ConnectionLostError, SerializationError
+from rollout.requests.codec import refuse
 
-PROTOCOL_VERSION = 4
+
+@message(20, "client → coordinator")
+class Submit(Message):
+    """New group of n samples of one prompt."""
+
+    request_id: wire.Count
+    """Client-side id; increases with every message."""
+    prompt: wire.Prompt
+    n: wire.Count
+    params: wire.Blob
+    """msgpack of `SamplingParams.serialize()`."""
+    seed: wire.OptionalCount = None
+    """Seed of the random streams; None: derived from the coordinator's seed and the order of arrival."""
+    priority: wire.Priority = 0
+    arrival_time: wire.OptionalSeconds = None
+    """Wall-clock time; None: now."""
+    timeout_s: wire.OptionalSeconds = None
+    """Deadline in seconds after arrival. None: no deadline while any rank is connected."""
+    interval: wire.Count = 0
+    """Tokens per sample between two reports; 0: the coordinator's interval."""
+    known: Stretches = field(default_factory=list)
+    """Tokens known of a continued group (`request_id` and `attempt` are ignored)."""
+    wanted: wire.Counts = field(default_factory=list)
+    """Samples to compute if the others have ended; empty: all."""
+    min_policy_version: wire.Count = 0
+    """Lowest policy version of an engine that may compute it: that of the client's weights."""
+    images: wire.Blob = b""
+    """msgpack of the tensors of its images by name; empty: a prompt of text."""
+    keyed: wire.Tokens = b""
+    """The prompt with a key of its image in place of every placeholder, from which block hashes are made. Empty: the
+    prompt itself or, with images, no hashes."""
+
+
+@message(21, "coordinator → client")
+class Accepted(Message):
+    """Token ids of a prompt that was submitted as text."""
+
+    request_id: wire.Count
+    prompt: wire.Tokens
+
+
+@message(22, "coordinator → rank")
+class Assign(Message):
+    """Samples assigned to one rank."""
+
+    request_id: wire.Count
+    """Coordinator-side id."""
+    attempt: wire.Count
+    """Unique, increasing id of the assignment; reports with an older attempt are discarded."""
+    indices: wire.Counts
+    prompt: wire.Tokens
+    params: wire.Blob
+    seed: wire.Count
+    priority: wire.Priority
+    arrival_time: wire.Seconds
+    interval: wire.Count
+    known: Stretches
+    """Tokens computed by earlier ranks, in order; generation continues after them."""
+    images: wire.Blob = b""
+    """As submitted."""
+
+
+@message(23, "rank → coordinator")
+class Progress(Message):
+    """Report of a rank since its previous one: tokens, prefix cache changes, load."""
+
+    stretches: Stretches
+    blocks_added: wire.Hashes = b""
+    """int64 hashes of newly cached blocks; applied after `blocks_removed`."""
+    blocks_removed: wire.Hashes = b""
+    """int64 hashes of evicted blocks."""
+    flushed: wire.Flag = False
+    """Whether the cache was flushed before `blocks_added`."""
+    running: wire.Count = 0
+    waiting: wire.Count = 0
+    """All samples of the engine, including those not assigned by the coordinator."""
+
+
+@message(24, "coordinator → client")
+class Update(Message):
+    """New tokens and ended samples of a client's requests."""
+
+    stretches: Stretches
+
+
+@message(25, "coordinator → client")
+class RequestFailed(Message):
+    """Failure of a whole group."""
+
+    request_id: wire.Count
+    error: wire.Name
+    """Name of an exception in `rollout.errors`."""
+    text: wire.Text
+
+
+@message(26, "client → coordinator")
+class Abort(Message):
+    """Abort a group; answered by `RequestFailed` unless the group has just ended."""
+
+    request_id: wire.Count
+
+
+@message(27, "coordinator → rank")
+class Cancel(Message):
+    """Cancel an assignment whose result is no longer needed."""
+
+    request_id: wire.Count
+    attempt: wire.Count
+
+
+@message(28, "rank → coordinator")
+class Decline(Message):
+    """Rejection of an assignment that the engine can never serve."""
+
+    request_id: wire.Count
+    attempt: wire.Count
+    error: wire.Name
+    text: wire.Text
+
+
+PROTOCOL_VERSION = 5
 
 
 # --- session ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
+@message(0, "client → coordinator")
 class Connect(Message):
     """Handshake: a client's first frame."""
 
-    header, way = 0, "client → coordinator"
     protocol_version: wire.Count
     name: wire.Name
     member: wire.OptionalCount = None
     """Rank in [0, data_parallel_size) whose training loop this client is; barriers wait for it. None: not a member."""
 
 
-@dataclass(slots=True)
+@message(1, "coordinator → client")
 class ConnectAck(Message):
     """Handshake reply to a client: state of the job and heartbeat intervals."""
 
-    header, way = 1, "coordinator → client"
     protocol_version: wire.Count
     instance: wire.Name
     """Unique id of this run of the coordinator."""
@@ -59,11 +172,10 @@ class ConnectAck(Message):
     """First barrier that has not been passed."""
 
 
-@dataclass(slots=True)
+@message(2, "rank → coordinator")
 class Register(Message):
     """Handshake: a rank's first frame, with the engine's capacity and state."""
 
-    header, way = 2, "rank → coordinator"
     protocol_version: wire.Count
     name: wire.Name
     max_requests: wire.Count
@@ -75,11 +187,10 @@ class Register(Message):
     """Hashes of the blocks in its prefix cache under the current version."""
 
 
-@dataclass(slots=True)
+@message(3, "coordinator → rank")
 class RegisterAck(Message):
     """Handshake reply to a rank: state and version to reach before any work; a `Command` follows for each step."""
 
-    header, way = 3, "coordinator → rank"
     protocol_version: wire.Count
     instance: wire.Name
     state: wire.CoordinatorStateName
@@ -90,20 +201,17 @@ class RegisterAck(Message):
     """Tokens per sample between two progress reports."""
 
 
-@dataclass(slots=True)
+@message(4, "any → any")
 class Heartbeat(Message):
     """Liveness signal, sent when nothing else was sent for the heartbeat interval."""
 
-    header, way = 4, "any → any"
 
-
-@dataclass(slots=True)
+@message(5, "coordinator → any")
 class Refused(Message):
     """Rejection of a frame. The sender's other requests are unaffected unless `over`."""
 
-    header, way = 5, "coordinator → any"
     code: wire.Name
-    """`malformed` or `not_yours`. With `over`: one of `TRY_AGAIN`, or a final code: `malformed`, `version`, `full`,
+    """`malformed` or `not_yours`. With `over`: one of `TRY_AGAIN`, or final: `malformed`, `version`, `full`,
     `stopping`, `replaced` (another process registered under the same name)."""
     text: wire.Text
     over: wire.Flag
@@ -114,29 +222,25 @@ TRY_AGAIN = frozenset({"unknown_peer", "lost_frames", "silent"})
 """`Refused` codes after which the peer may open another session."""
 
 
-@dataclass(slots=True)
+@message(60, "any → any")
 class Disconnect(Message):
     """Orderly end of the session."""
 
-    header, way = 60, "any → any"
     reason: wire.Name = ""
 
 
-@dataclass(slots=True)
+@message(61, "client → coordinator")
 class Shutdown(Message):
     """Request to end the coordinator's process; open requests fail with a named error."""
-
-    header, way = 61, "client → coordinator"
 
 
 # --- control ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
+@message(40, "client → coordinator")
 class Control(Message):
     """A call that ends with `ControlDone`."""
 
-    header, way = 40, "client → coordinator"
     call_id: wire.Count
     signal: wire.Signal
     argument: wire.Argument
@@ -144,35 +248,32 @@ class Control(Message):
     timeout_s: wire.Seconds
 
 
-@dataclass(slots=True)
+@message(41, "coordinator → rank")
 class Command(Message):
     """A control call's part for one engine."""
 
-    header, way = 41, "coordinator → rank"
     command_id: wire.Count
     signal: wire.Signal
     argument: wire.Argument
 
 
-@dataclass(slots=True)
+@message(42, "rank → coordinator")
 class CommandAck(Message):
     """Result of a `Command`."""
 
-    header, way = 42, "rank → coordinator"
     command_id: wire.Count
     state: wire.EngineStateName
     policy_version: wire.Count
     error: wire.OptionalText = None
     amount: wire.Count = 0
-    """Number of blocks dropped by `flush_prefix_cache`, of tensors loaded by `load_weights`, of layers changed
-    by `load_adapter`, of samples ended by `unload_adapter`."""
+    """Number of blocks dropped, tensors loaded, layers changed or samples ended, by `flush_prefix_cache`,
+    `load_weights`, `load_adapter` or `unload_adapter`."""
 
 
-@dataclass(slots=True)
+@message(43, "coordinator → client")
 class ControlDone(Message):
     """Result of a control call: `error` is None, or an exception name with the engines concerned."""
 
-    header, way = 43, "coordinator → client"
     call_id: wire.Count
     error: wire.OptionalText = None
     text: wire.Text = ""
@@ -182,22 +283,20 @@ class ControlDone(Message):
     """Sum of the engines' amounts."""
 
 
-@dataclass(slots=True)
+@message(44, "rank → coordinator")
 class EngineMoved(Message):
     """Change of state, policy version or idleness made by the rank's own training loop."""
 
-    header, way = 44, "rank → coordinator"
     state: wire.EngineStateName
     policy_version: wire.Count
     resting: wire.Flag = False
     """Whether the engine is idle: the training loop is outside `generate`."""
 
 
-@dataclass(slots=True)
+@message(45, "client → coordinator")
 class Barrier(Message):
     """Arrival of this member at barrier `index`."""
 
-    header, way = 45, "client → coordinator"
     index: wire.Count
     what: wire.Name = ""
     """Name of the collective call that ends at the barrier."""
@@ -205,48 +304,32 @@ class Barrier(Message):
     """Policy version of the member's weights."""
 
 
-@dataclass(slots=True)
+@message(46, "coordinator → client")
 class BarrierDone(Message):
     """Barrier `index` passed: every member has arrived there or at a later one."""
 
-    header, way = 46, "coordinator → client"
     index: wire.Count
     differences: wire.Text = ""
     """Members with their call and version, where these differ; empty: all agree."""
 
 
-@dataclass(slots=True)
+@message(47, "client → coordinator")
 class StatusQuery(Message):
     """Request for a `Status`."""
 
-    header, way = 47, "client → coordinator"
     call_id: wire.Count
 
 
-@dataclass(slots=True)
+@message(48, "coordinator → client")
 class Status(Message):
     """Snapshot of the coordinator; `JobStatus` reads the fields that decisions depend on."""
 
-    header, way = 48, "coordinator → client"
     call_id: wire.Count
     table: wire.Table
 
 
-# --- all messages -----------------------------------------------------------------------------------------------------
-
-
-_KINDS: tuple[type[Message], ...] = (
-    *(Connect, ConnectAck, Register, RegisterAck, Heartbeat, Refused),
-    *(Submit, Accepted, Assign, Progress, Update, RequestFailed, Abort, Cancel, Decline),
-    *(Control, Command, CommandAck, ControlDone, EngineMoved, Barrier, BarrierDone, StatusQuery, Status),
-    *(Disconnect, Shutdown),
-)
-MESSAGES: dict[int, type[Message]] = {kind.header: kind for kind in _KINDS}
-"""Header → message."""
-
-
 def session_end(message: Message) -> ConnectionLostError | None:
-    """Return the error a message ends the session with, regardless of its sequence number; None: it continues."""
+    """Return the error with which a message ends the session, whatever its sequence number; None: it continues."""
     if isinstance(message, Refused) and message.over:
         text = f"the coordinator has ended the session ({message.code}): {message.text}"
         return ConnectionLostError(text, final=message.code not in TRY_AGAIN)
@@ -256,8 +339,56 @@ def session_end(message: Message) -> ConnectionLostError | None:
 
 
 def version_mismatch(coordinator: int, peer: int) -> str | None:
-    """Return why a peer of another protocol version than the coordinator's is refused, for the peer; None: it is not."""
+    """Return why a peer of another protocol version is refused, in words for the peer; None: the versions agree."""
     if coordinator == peer:
         return None
     older = "the coordinator" if coordinator < peer else "this side"
     return f"the coordinator speaks protocol version {coordinator} and this side {peer}; upgrade {older}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One rank as the coordinator sees it."""
+
+    name: Name
+    policy_version: Count
+    """Version that the rank has reported."""
+    assigned_samples: Count
+    """Samples assigned to the rank that have not ended."""
+    running: Count
+    """Samples that its engine computes at present."""
+    since_progress_s: Seconds
+    """Seconds since its last progress report."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """State of the job and its ranks, and the members that the furthest barrier waits for."""
+
+    state: CoordinatorStateName
+    barrier_waits_for: Names
+    """Names of connected members; the last entry may count those that have not connected."""
+    ranks: Annotated[list[RankStatus], Rule("a list of ranks", lambda value: type(value) is list)]
+
+
+def parse_status(table: object) -> JobStatus:
+    """Read the table of a `Status` message, ignoring further fields; `SerializationError` names a missing or malformed
+    one.
+    """
+    job = _checked(JobStatus, table)
+    job["ranks"] = [RankStatus(**_checked(RankStatus, each)) for each in job["ranks"]]
+    return JobStatus(**job)
+
+
+def _checked(kind: type, table: object) -> dict[str, Any]:
+    if type(table) is not dict:
+        refuse(kind.__name__, table, "a table")
+    values = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if name not in table:
+            raise SerializationError(f"{kind.__name__}.{name}: missing")
+        rule: Rule = hint.__metadata__[0]
+        if not rule.holds(table[name]):
+            refuse(f"{kind.__name__}.{name}", table[name], rule.text)
+        values[name] = table[name]
+    return values

@@ -1,11 +1,9 @@
 """A ZMQ DEALER socket on an asyncio loop: ordered frames, heartbeats, and detection of lost connections.
 
-Always true: `on_lost` is called at most once per connection, with the reason, and no message is delivered after it; a
-sent message is handed to ZMQ in the loop's next iteration; frames that cannot be written are queued and counted
-(`unsent_bytes`). The queue is unbounded: the coordinator bounds a client's requests
-(`CoordinatorConfig.max_open_requests`), and a coordinator that stops reading is detected by its silence.
-
-Not thread-safe: every method must be called on the thread of the loop that `open` was called on.
+Always true: `on_lost` is called at most once per connection, and no message is delivered after it; a sent message
+reaches ZMQ in the loop's next iteration. The queue of unsent frames is unbounded: the coordinator bounds a client's
+requests, and one that stops reading is detected by its silence. Every method must be called on the thread of the loop
+of `open`.
 """
 
 from __future__ import annotations
@@ -44,12 +42,11 @@ class Dealer:
 
     Args:
         address: `tcp://host:port`; an IPv6 host in brackets.
-        identity_name: prefix of the ZMQ identity. Eight random bytes follow, new for each `open`, so that connections are
-            never confused.
+        identity_name: prefix of the ZMQ identity. Eight random bytes follow, new for each `open`.
         keys: of the job, to encrypt and authenticate the socket; None: plain.
         on_message: called with each message in order, except heartbeats and those that end the session.
-        on_lost: called with the reason when the connection is lost: ended by the coordinator, missing frames, a malformed
-            frame, or a heartbeat timeout. Not called for `close`.
+        on_lost: called with the reason when the connection is lost: ended by the coordinator, missing frames, a
+            malformed frame, or a heartbeat timeout. Not called for `close`.
     """
 
     def __init__(
@@ -120,11 +117,7 @@ class Dealer:
         socket.connect(self.address)
 
     def send(self, message: Message) -> None:
-        """Queue a message; messages of one loop iteration are sent together.
-
-        Raises:
-            ConnectionLostError: the connection is not open.
-        """
+        """Queue a message, sent together with others of this loop iteration; `ConnectionLostError` if it is not open."""
         if self._socket is None:
             raise ConnectionLostError(f"{self.address}: {self._end}")
         self._queue(message)
@@ -137,12 +130,11 @@ class Dealer:
         self._set_timer()
 
     def close(self, reason: str, *, quietly: bool = False) -> None:
-        """Send a `Disconnect` and close. Idempotent.
+        """Send a `Disconnect` with the reason, cut to 256 characters, and close. Idempotent.
 
         Args:
-            reason: sent to the coordinator, cut to 256 characters.
-            quietly: send nothing and drop queued frames: an unanswered handshake must not reach the next coordinator at
-                this address after a newer handshake.
+            quietly: send nothing and drop queued frames: an unanswered handshake must not reach the next coordinator
+                at this address after a newer handshake.
         """
         self._shut(None if quietly else reason, f"the connection was closed ({reason})")
 

@@ -1,10 +1,8 @@
 """CURVE keys of a job and their authentication.
 
-    server pair    of the coordinator; its public half authenticates the coordinator to clients and ranks
-    client pair    shared by all clients and ranks of the job; the only public key that is admitted
-
-The job's first rank generates them, or all ranks derive them from the launcher's secret (`JobSecret`); all processes but
-the coordinator get `client_side()`. Secrets are excluded from the repr, so that none appears in a log or a traceback.
+The coordinator's server pair authenticates it to clients and ranks; these share one client pair, whose public key is
+the only one admitted. All processes but the coordinator get `client_side()`. No secret appears in a repr, log or
+traceback.
 """
 
 from __future__ import annotations
@@ -23,10 +21,8 @@ from rollout.requests.codec import refuse
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
-
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 """Endpoint of libzmq's authentication requests (ZMQ RFC 27)."""
-
 ZAP_DOMAIN = b"rollout"
 
 
@@ -52,21 +48,13 @@ class JobKeys:
 
     @classmethod
     def generate(cls) -> JobKeys:
-        """Generate new keys.
-
-        Raises:
-            ConfigError: libzmq was built without CURVE.
-        """
+        """Generate new keys; `ConfigError` if libzmq was built without CURVE."""
         _refuse_without_curve()
         return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
 
     @classmethod
     def of_secrets(cls, server: bytes, client: bytes) -> JobKeys:
-        """The keys of two secret numbers, 32 bytes each.
-
-        Raises:
-            ConfigError: libzmq was built without CURVE.
-        """
+        """Make the keys from two secret numbers of 32 bytes each; `ConfigError` if libzmq was built without CURVE."""
         _refuse_without_curve()
         server, client = z85.encode(server), z85.encode(client)
         return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
@@ -81,11 +69,7 @@ class JobKeys:
 
     @classmethod
     def deserialize(cls, plain: Mapping[str, Any]) -> JobKeys:
-        """Read a plain dict; the inverse of `serialize`.
-
-        Raises:
-            SerializationError: malformed. The message contains no key material.
-        """
+        """Read a plain dict. A malformed one raises a `SerializationError`, whose message contains no key material."""
         if not isinstance(plain, Mapping) or set(plain) != set(cls.__slots__):
             refuse("JobKeys", type(plain).__name__, f"a dict of {', '.join(cls.__slots__)}")
         try:
@@ -94,11 +78,7 @@ class JobKeys:
             raise SerializationError(str(exc)) from exc
 
     def secure_server(self, socket: Socket) -> None:
-        """Configure a socket as CURVE server, before it binds. Needs a `Gatekeeper` in its context to admit peers.
-
-        Raises:
-            ConfigError: the server's secret is missing.
-        """
+        """Configure a socket as CURVE server, before it binds; a `Gatekeeper` in its context admits the peers."""
         if self.server_secret is None:
             raise ConfigError(
                 "JobKeys.server_secret=None: a server needs it; give the coordinator the keys as they were "

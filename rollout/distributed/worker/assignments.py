@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 
 from rollout.distributed.protocol.messages import Assign, Stretch
 from rollout.distributed.protocol.outcome import outcome, pack
-from rollout.requests.delta import TOKEN_BYTES, SampleDelta
-from rollout.requests.growth import growth
+from rollout.requests.delta import TOKEN_BYTES, SampleDelta, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 
 Key = tuple[int, int]
 """(the engine's request id, sample index)."""
 Known = tuple[int, int, int]
 """(completion tokens sent, policy version of the prompt sent with them, events sent)."""
-
 UNKNOWN: Known = (0, 0, 0)
 
 
@@ -54,7 +52,6 @@ class Assignments:
         return len(self.of_sample)
 
     def clear(self) -> None:
-        """Forget all samples."""
         for table in (self.of_attempt, self.of_number, self.of_sample, self._paces):
             table.clear()
 
@@ -68,7 +65,6 @@ class Assignments:
             pace.known[number, index] = known.get(index, UNKNOWN)
 
     def close(self, assignment: Assignment, index: int) -> None:
-        """Remove a sample."""
         assignment.open.discard(index)
         pace = self._paces[assignment.interval]
         del pace.known[assignment.number, index]
@@ -100,9 +96,9 @@ class Assignments:
     def last_deltas(
         self, ended: Iterable[DynamicInferenceRequestRecord], due: dict[Key, Known]
     ) -> tuple[dict[int, list[SampleDelta]], list[DynamicInferenceRequestRecord]]:
-        """Partition ended records: last deltas of assigned samples by engine request id, and records of other callers.
+        """Split ended records: last deltas of assigned samples by engine request id, and records of other callers.
 
-        The assigned ones are removed from `due`.
+        The assigned samples are removed from `due`.
         """
         grown: dict[int, list[SampleDelta]] = {}
         foreign = []
@@ -119,7 +115,7 @@ class Assignments:
         return grown, foreign
 
     def stretch(self, number: int, deltas: list[SampleDelta]) -> Stretch:
-        """Return new tokens of an assignment as columns; its tokens count as sent, and ended samples are removed."""
+        """Return new tokens of an assignment as columns. They count as sent, and ended samples are removed."""
         assignment = self.of_number[number]
         known = self._paces[assignment.interval].known
         for delta in deltas:

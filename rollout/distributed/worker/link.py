@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from rollout.distributed.protocol.messages import (
-    PROTOCOL_VERSION,
-    Assign,
-    Cancel,
-    Message,
-    Refused,
-    RegisterAck,
-    version_mismatch,
-)
+from rollout.distributed.protocol import messages as wire
 from rollout.distributed.transport.dealer import Dealer
 from rollout.distributed.worker.session import RankSession
 from rollout.errors import ConnectionLostError
@@ -25,13 +17,13 @@ SAMPLES_AT_ONCE = 256
 
 @dataclass(eq=False)
 class Link:
-    """A session and its inbox. `put` may be called beside the other methods, which need the engine's lock."""
+    """A session and its inbox. Every method but `put` needs the engine's lock."""
 
     address: str
     name: str
     dealer: Dealer
     session: RankSession
-    inbox: deque[Message | ConnectionLostError] = field(default_factory=deque)
+    inbox: deque[wire.Message | ConnectionLostError] = field(default_factory=deque)
     cancelled: set[int] = field(default_factory=set)
     """Attempts whose `Cancel` is in the inbox."""
     cut: bool = False
@@ -44,47 +36,50 @@ class Link:
         """Whether the coordinator has accepted the rank and the session is not ending."""
         return self.session.entered and not self.cut
 
-    def put(self, item: Message | ConnectionLostError) -> None:
+    def transmit(self, message: wire.Message) -> None:
+        """Send a message unless the connection was closed meanwhile; on the loop's thread."""
+        if self.dealer.is_open:
+            self.dealer.send(message)
+
+    def put(self, item: wire.Message | ConnectionLostError) -> None:
         """Queue a message, or the loss of the connection."""
         self.cut = self.cut or isinstance(item, ConnectionLostError)
-        if isinstance(item, Cancel):
+        if isinstance(item, wire.Cancel):
             self.cancelled.add(item.attempt)
         self.inbox.append(item)
 
     def apply(self, foreign: list[DynamicInferenceRequestRecord]) -> None:
-        """Apply the messages that are here now, up to `SAMPLES_AT_ONCE` new samples.
+        """Apply the messages that are here now, up to `SAMPLES_AT_ONCE` new samples; raises if the session is lost or
+        the engine cannot follow it.
 
         Args:
-            foreign: takes the records of other callers' requests that they ended.
-
-        Raises:
-            Exception: the session is lost, or the engine cannot follow it.
+            foreign: takes the ended records of other callers' requests.
         """
         taken_in = 0
         for _ in range(len(self.inbox)):
             if taken_in >= SAMPLES_AT_ONCE:
                 break
             item = self.inbox.popleft()
-            taken_in += len(item.indices) if isinstance(item, Assign) else 0
+            taken_in += len(item.indices) if isinstance(item, wire.Assign) else 0
             if isinstance(item, ConnectionLostError):
                 raise item
             if not self.cut:
                 foreign += self._receive(item)
 
-    def _receive(self, message: Message) -> list[DynamicInferenceRequestRecord]:
-        if isinstance(message, RegisterAck):
-            mismatch = version_mismatch(message.protocol_version, PROTOCOL_VERSION)
+    def _receive(self, message: wire.Message) -> list[DynamicInferenceRequestRecord]:
+        if isinstance(message, wire.RegisterAck):
+            mismatch = wire.version_mismatch(message.protocol_version, wire.PROTOCOL_VERSION)
             if mismatch is not None:
                 raise ConnectionLostError(f"{self.address}: {mismatch}")
-        if isinstance(message, Refused):
+        if isinstance(message, wire.Refused):
             raise ConnectionLostError(
                 f"{self.address}: the coordinator could not take a frame of worker {self.name!r} ({message.code}): "
                 f"{message.text}; this is a bug or a mix of versions",
                 final=True,
             )
-        if isinstance(message, Assign) and message.attempt in self.cancelled:
+        if isinstance(message, wire.Assign) and message.attempt in self.cancelled:
             self.session.forgo(message)
             return []
-        if isinstance(message, Cancel):
+        if isinstance(message, wire.Cancel):
             self.cancelled.discard(message.attempt)
         return self.session.receive(message)

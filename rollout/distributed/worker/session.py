@@ -1,16 +1,11 @@
-"""Worker side of the protocol as a state machine: assignments in, progress reports out. No I/O.
+"""Worker side of the protocol as a state machine: assignments in, progress reports out. No sockets, threads or clock.
 
-Always true:
+Always true, while the caller holds the engine at a step boundary (`DynamicInferenceEngine.locked`):
 - every assigned sample ends exactly once: reported, cancelled, declined, or dropped with the session;
 - the tokens of a sample are sent contiguously, each once; the last ones together with its outcome;
-- an engine error for one request declines that request only;
 - state and version are sent (`EngineMoved`, `CommandAck`) before any token computed under them;
-- control calls are a hold of `COORDINATOR` on the engine, which outlives the session: the next one replaces it,
-  and `EngineWorker.stop` releases it.
-
-Every assignment gets its own request id of the engine, so that the engine can serve other callers too, and results of an
-older attempt are never mistaken for a newer one's. No sockets, threads or clock: the caller holds the engine at a step
-boundary (`DynamicInferenceEngine.locked`).
+- control calls are a hold of `COORDINATOR` on the engine, which outlives the session: the next one replaces it;
+- each assignment has its own request id of the engine, so results of an older attempt are never mistaken for a newer one's.
 """
 
 from __future__ import annotations
@@ -21,38 +16,29 @@ from typing import cast
 
 import numpy as np
 
+from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.fields import (
     FLUSH_PREFIX_CACHE,
     LOAD_ADAPTER,
     LOAD_WEIGHTS,
     SET_VERSION,
     UNLOAD_ADAPTER,
+    LostFramesError,
 )
-from rollout.distributed.protocol.frames import MAX_STRETCHES, LostFramesError
-from rollout.distributed.protocol.messages import (
-    Assign,
-    Cancel,
-    Command,
-    CommandAck,
-    Decline,
-    EngineMoved,
-    Message,
-    Progress,
-    RegisterAck,
-)
-from rollout.distributed.protocol.partial import PartialGroup
+from rollout.distributed.protocol.frames import MAX_STRETCHES
+from rollout.distributed.protocol.stretch import PartialGroup
 from rollout.distributed.worker.assignments import Assignments, Key, Known
+from rollout.engine.blocks.index import CacheChanges
+from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.holds import COORDINATOR, HoldLevel
-from rollout.engine.parts.rank_engine import RankEngine
-from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.errors import EngineDeadError, EngineStateError, SerializationError
+from rollout.observe.recorder import mark
 from rollout.requests.codec import unpack_msgpack
-from rollout.requests.image_request import with_images
 from rollout.requests.images import ImageInputs, ImagePrompt
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import with_images
 from rollout.sampling_params import SamplingParams
 from rollout.state import COORDINATOR_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, CoordinatorState, Mode
-from rollout.tracing.recorder import mark
 
 Records = list[DynamicInferenceRequestRecord]
 
@@ -64,20 +50,20 @@ class RankSession:
         engine: called at a step boundary.
         send: called with every message to the coordinator, in order.
         progress_interval: steps between two reports if the assignment sets no interval.
-        follows_version: set the engine to the version in `RegisterAck`. False: a training loop beside it counts its own
-            updates, and its version is never raised from outside.
+        follows_version: set the engine to the version in `RegisterAck`. False: the training loop beside it counts
+            updates.
         idle: whether no thread steps the engine.
 
     Attributes:
         entered: the engine has reached the state and version of `RegisterAck`; nothing is sent before.
         stopped: the coordinator has stopped the engine.
-        changes: of the engine's prefix cache, not sent yet.
+        changes: changes of the engine's prefix cache, not sent yet.
     """
 
     def __init__(
         self,
-        engine: RankEngine,
-        send: Callable[[Message], None],
+        engine: DynamicInferenceEngine,
+        send: Callable[[wire.Message], None],
         progress_interval: int = 16,
         follows_version: bool = True,
         idle: Callable[[], bool] = lambda: False,
@@ -96,7 +82,6 @@ class RankSession:
 
     @property
     def num_open(self) -> int:
-        """Number of assigned samples that have not ended."""
         return len(self._assignments)
 
     @property
@@ -106,27 +91,23 @@ class RankSession:
 
     # --- messages of the coordinator --------------------------------------------------------------------------------
 
-    def receive(self, message: Message) -> Records:
-        """Handle a message; messages that are not for a rank are ignored.
-
-        Returns:
-            Records of requests from other callers that it ended (`stop` ends all).
-        """
-        if isinstance(message, Assign):
+    def receive(self, message: wire.Message) -> Records:
+        """Handle a message for a rank; returns the records of other callers' requests that it ended (`stop` ends all)."""
+        if isinstance(message, wire.Assign):
             self._assign(message)
-        elif isinstance(message, Cancel):
+        elif isinstance(message, wire.Cancel):
             self._cancel(message)
-        elif isinstance(message, Command):
+        elif isinstance(message, wire.Command):
             return self._command(message)
-        elif isinstance(message, RegisterAck):
+        elif isinstance(message, wire.RegisterAck):
             return self._enter(message)
         return []
 
-    def forgo(self, message: Assign) -> None:
+    def forgo(self, message: wire.Assign) -> None:
         """Handle an assignment that is already cancelled: end the attempts it supersedes and start nothing."""
         self._supersede(message)
 
-    def _assign(self, message: Assign) -> None:
+    def _assign(self, message: wire.Assign) -> None:
         wanted = self._supersede(message)
         if not wanted:
             return
@@ -148,12 +129,12 @@ class RankSession:
                 samples=wanted, tokens_known=sum(each[0] for each in known.values()),
             )  # fmt: skip
 
-    def _decline(self, message: Assign, number: int, exc: Exception) -> None:
+    def _decline(self, message: wire.Assign, number: int, exc: Exception) -> None:
         # The engine's request id has no meaning to the client.
         text = str(exc).removeprefix(f"request {number}: ")
-        self._send(Decline(message.request_id, message.attempt, type(exc).__name__, text))
+        self._send(wire.Decline(message.request_id, message.attempt, type(exc).__name__, text))
 
-    def _supersede(self, message: Assign) -> list[int]:
+    def _supersede(self, message: wire.Assign) -> list[int]:
         """End older attempts at the samples of an assignment; returns the samples without a newer attempt."""
         wanted = []
         for index in dict.fromkeys(message.indices):
@@ -165,7 +146,7 @@ class RankSession:
                 self._assignments.close(before, index)
         return wanted
 
-    def _queue(self, message: Assign, number: int, wanted: list[int]) -> dict[int, Known]:
+    def _queue(self, message: wire.Assign, number: int, wanted: list[int]) -> dict[int, Known]:
         params = _params(message.params).replace(seed=message.seed)
         prompt: list[int] = np.frombuffer(message.prompt, "<i4").tolist()
         images = ImageInputs.unpack(message.images) if message.images else None
@@ -193,7 +174,7 @@ class RankSession:
             )
         return known
 
-    def _cancel(self, message: Cancel) -> None:
+    def _cancel(self, message: wire.Cancel) -> None:
         assignment = self._assignments.of_attempt.get(message.attempt)
         if assignment is None or assignment.request_id != message.request_id:
             return
@@ -208,7 +189,7 @@ class RankSession:
 
     # --- control ----------------------------------------------------------------------------------------------------
 
-    def _command(self, message: Command) -> Records:
+    def _command(self, message: wire.Command) -> Records:
         mark(message.signal, track=COORDINATOR, argument=message.argument)
         error, foreign, amount = None, [], 0
 
@@ -233,7 +214,7 @@ class RankSession:
         except Exception as exc:  # noqa: BLE001 - any error is reported to the coordinator
             error = f"{type(exc).__name__}: {exc}"
         self._note_state()
-        self._send(CommandAck(message.command_id, *self._said(), error, amount))
+        self._send(wire.CommandAck(message.command_id, *self._said(), error, amount))
         return foreign
 
     def _signal(self, signal: str, argument: int | str | None) -> Records:
@@ -261,7 +242,7 @@ class RankSession:
         self.stopped = True
         return ended
 
-    def _enter(self, message: RegisterAck) -> Records:
+    def _enter(self, message: wire.RegisterAck) -> Records:
         self._interval = message.progress_interval or self._interval
         # Changes since registration are sent below, after the engine has reached the requested state.
         self._note_state()
@@ -303,7 +284,7 @@ class RankSession:
             everything: include tokens that are not due yet.
 
         Returns:
-            Records of `ended` that were not assigned by the coordinator.
+            Records of `ended` that the coordinator did not assign.
         """
         if not self.entered:
             return list(ended)
@@ -311,7 +292,9 @@ class RankSession:
         return self._report(ended, self._assignments.all_due() if everything else self._assignments.due(steps))
 
     def moved(self) -> None:
-        """Send `EngineMoved` if the engine's state, version or idleness changed by itself; transient states are skipped."""
+        """Send `EngineMoved` if the engine's state, version or idleness changed by itself; transient states are
+        skipped.
+        """
         now = (self._engine.state, self._engine.policy_version)
         same = now == self._sent_state and self._idle() is self._sent_idle
         if self.entered and not same and now[0] in STABLE_ENGINE_STATES:
@@ -321,7 +304,7 @@ class RankSession:
     def report_idle(self) -> None:
         """Send all tokens known so far, and that the rank is idle: its waiting samples may be reassigned."""
         self.report([], everything=True)
-        self._send(Progress([], b"", b"", False, *self._load()))
+        self._send(wire.Progress([], b"", b"", False, *self._load()))
 
     def lost(self) -> None:
         """End the session: abort all assigned samples and send nothing more."""
@@ -338,7 +321,7 @@ class RankSession:
 
     def _send_state(self) -> None:
         self._sent_idle = self._idle()
-        self._send(EngineMoved(*self._said(), self._sent_idle))
+        self._send(wire.EngineMoved(*self._said(), self._sent_idle))
 
     def _load(self) -> tuple[int, int]:
         """(running, waiting) samples; all of them wait while no thread steps the engine."""
@@ -354,9 +337,9 @@ class RankSession:
         if stretches or changes.added or changes.removed or changes.flushed:
             added, removed = _hashes(changes.added), _hashes(changes.removed)
             while len(stretches) > MAX_STRETCHES:
-                self._send(Progress(stretches[:MAX_STRETCHES], b"", b"", False, *self._load()))
+                self._send(wire.Progress(stretches[:MAX_STRETCHES], b"", b"", False, *self._load()))
                 del stretches[:MAX_STRETCHES]
-            self._send(Progress(stretches, added, removed, changes.flushed, *self._load()))
+            self._send(wire.Progress(stretches, added, removed, changes.flushed, *self._load()))
         return foreign
 
 

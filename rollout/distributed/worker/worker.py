@@ -1,30 +1,340 @@
-"""Makes an engine's steps for a coordinator and for other callers, and reports the results after each."""
+"""A rank of a coordinator: connects an engine, steps it, applies messages at step boundaries, and reports results.
+
+    loop thread     socket I/O; heartbeats continue while the engine steps or suspends
+    apply thread    applies messages at the next step boundary, also while the training loop is busy
+
+Always true: a session is used only under the engine's lock; nothing of an ended session is sent, messages for it are
+dropped, and its samples are aborted, because the coordinator assigns them to another rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+import threading
+import time
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
-from rollout.distributed.worker.connection import RankConnection
+import numpy as np
+import torch
+
+from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Message, Register, RegisterAck
+from rollout.distributed.transport.dealer import Dealer
 from rollout.distributed.worker.link import Link
-from rollout.errors import ConnectionLostError, EngineDeadError, EngineStateError
+from rollout.distributed.worker.session import RankSession
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.parts.holds import COORDINATOR
+from rollout.errors import ConnectionLostError, DeadlineError, EngineDeadError, EngineStateError
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import EngineState
+from rollout.threads.diagnosis import watch
 from rollout.threads.interrupts import interrupt_pending
+from rollout.threads.loop_thread import LoopThread
+
+if TYPE_CHECKING:
+    from rollout.distributed.transport.keys import JobKeys
+
+CLOSE_TIMEOUT_S = 10.0
+"""Deadline for closing the socket and joining the apply thread."""
+FIRST_ATTEMPT_S = 1.0
+LONGEST_ATTEMPT_S = 10.0
+"""Timeout of one connection attempt, doubling from the first to the longest. The first is short because it may reach a
+coordinator that is about to end."""
+FIRST_RETRY_S = 0.05
+LONGEST_RETRY_S = 2.0
+"""Backoff between two attempts, doubling from the first to the longest."""
 
 
-class EngineWorker(RankConnection):
+class EngineWorker:
     """One rank of a coordinator: connects an engine to it and makes the engine's steps.
 
-    The engine may also serve other callers: they call `wake` after queueing requests, and get the records that ended in
-    this worker's steps from `take_ended`. No step is made while the engine is held (`Holds.forbid_steps`).
+    The engine may also serve other callers: they call `wake` after queueing requests, and get the records that ended
+    in this worker's steps from `take_ended`. No step is made while the engine is held (`Holds.forbid_steps`).
+
+    Args:
+        engine: may also serve other callers.
+        address: of the coordinator, `tcp://host:port`.
+        name: of this rank; a later process with the same name replaces it.
+        keys: of the job, if the coordinator requires them.
+        loop: event loop for the socket; None: one is created.
+        reconnect_timeout_s: how long `reconnect` looks for a lost coordinator.
+        on_lost: called with the reason when a session is lost; on a thread of the worker, so it must not block.
+        follows_version: see `RankSession`.
+
+    Attributes:
+        lost: why the session was lost; None: connected, not started, or stopped.
     """
 
-    def step(self) -> bool:
-        """Make one engine step and report its results.
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        address: str,
+        *,
+        name: str,
+        keys: JobKeys | None = None,
+        loop: LoopThread | None = None,
+        reconnect_timeout_s: float = 60.0,
+        on_lost: Callable[[Exception], None] | None = None,
+        follows_version: bool = True,
+    ) -> None:
+        self.engine = engine
+        self.address = address
+        self.name = name
+        self.lost: Exception | None = None
+        self.reconnect_timeout_s = reconnect_timeout_s
+        self._keys = keys
+        self._on_lost = on_lost
+        self._follows_version = follows_version
+        self._owns_loop = loop is None
+        self._loop = loop
+        self._link: Link | None = None
+        self._thread: threading.Thread | None = None
+        self._ended: list[DynamicInferenceRequestRecord] = []
+        self._idle = False
+        # Serialises starting and ending sessions.
+        self._connecting = threading.Lock()
+        # Guards the fields below and the inbox. A leaf lock: its holder acquires no other, least of all the engine's.
+        self._changed = threading.Condition()
+        self._engine_moved = False
+        self._closed = False
+        watch(self)
 
-        Returns:
-            Whether a step was made; False: no work, or the engine is not RUNNING.
+    def describe_state(self) -> Iterator[str]:
+        """Lines for `rollout.threads.diagnosis`."""
+        link = self._link
+        how = f"lost ({self.lost})" if self.lost is not None else "no session" if link is None else "in a session"
+        yield (
+            f"worker {self.name!r} of {self.address}: {how}{', idle' if self._idle else ''}"
+            f"{', closed' if self._closed else ''}; {len(self._ended)} ended samples to take"
+        )
+
+    def start(self, timeout_s: float = 30.0) -> None:
+        """Register with the coordinator and start accepting its assignments.
+
+        Raises:
+            DeadlineError: no answer within `timeout_s`.
+            ConnectionLostError: the coordinator refused: another protocol version or block size, or it is stopping.
+            ConfigError: invalid address.
+            EngineStateError: started before.
+        """
+        if self._thread is not None or self._closed:
+            raise EngineStateError(f"worker {self.name!r}: start() again; build another, or reconnect()")
+        if self._loop is None:
+            self._loop = LoopThread(f"rollout-worker-{self.name}")
+        self.engine.lifecycle.on_move = self._note_move
+        self._thread = threading.Thread(target=self._apply_forever, name=f"rollout-apply-{self.name}", daemon=True)
+        self._thread.start()
+        try:
+            self._connect(timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Disconnect and release the coordinator's hold on the engine; other ranks compute its unfinished samples.
+        Idempotent.
+
+        Raises:
+            Exception: what resuming the engine raises; the worker is stopped.
+        """
+        with self._changed:
+            if self._thread is None or self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        with self._connecting, self.engine.locked():
+            if (link := self._link) is not None:
+                self._report(link, link.session.take_ended(), everything=True)
+                self._drop(link, "the worker was stopped")
+            self.engine.lifecycle.on_move = None
+            self.engine.track_prefix_cache(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_TIMEOUT_S)
+        if self._owns_loop:
+            self._its_loop().close()
+        with self.engine.locked():
+            # No coordinator could release it any more.
+            if COORDINATOR in self.engine.holds and self.engine.state is not EngineState.STOPPED:
+                self.engine.holds.release(COORDINATOR)
+
+    def reconnect(
+        self, address: str | None = None, keys: JobKeys | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Start a new session with the same or another coordinator, ending the old one; retries with backoff.
+
+        Args:
+            address, keys: of another coordinator; None: unchanged.
+            timeout_s: deadline for all attempts; None: `reconnect_timeout_s`.
+
+        Raises:
+            ConnectionLostError: no session within that time.
+            EngineStateError: stopped, or never started.
+        """
+        self.address = self.address if address is None else address
+        self._keys = self._keys if keys is None else keys
+        limit = self.reconnect_timeout_s if timeout_s is None else timeout_s
+        deadline, attempt, pause = time.monotonic() + limit, FIRST_ATTEMPT_S, FIRST_RETRY_S
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._connect(max(0.0, min(left, attempt)))
+            except (ConnectionLostError, DeadlineError) as exc:
+                if left <= attempt and deadline - time.monotonic() <= 0:
+                    raise ConnectionLostError(
+                        f"{self.address}: no session of worker {self.name!r} within {limit} s; the last attempt: {exc}"
+                    ) from exc
+            else:
+                return
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, max(0.0, min(pause, deadline - time.monotonic())))
+            attempt = min(2 * attempt, LONGEST_ATTEMPT_S)
+            pause = min(2 * pause, LONGEST_RETRY_S)
+
+    def _connect(self, timeout_s: float) -> None:
+        with self._connecting:
+            if self._thread is None or self._closed:
+                raise EngineStateError(f"worker {self.name!r}: reconnect() before start() or after stop()")
+            before = self._link
+            if before is not None:
+                with self.engine.locked():
+                    self._drop(before, "it reconnects")
+            link = self._open()
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: link.session.entered or link.error is not None or self._closed, timeout_s
+                )
+            with self.engine.locked():
+                if link.error is None and not link.session.entered:
+                    self._lose(
+                        link,
+                        DeadlineError(
+                            f"{self.address}: no coordinator has answered worker {self.name!r} within {timeout_s:g} s; is "
+                            "it running, and is this its address?"
+                        ),
+                    )
+            if link.error is not None:
+                raise link.error
+
+    def _open(self) -> Link:
+        engine, loop = self.engine, self._its_loop()
+        dealer = Dealer(
+            self.address,
+            self.name,
+            keys=self._keys,
+            on_message=lambda message: self._arrived(link, message),
+            on_lost=lambda error: self._arrived(link, error),
+        )
+        session = RankSession(
+            engine, lambda message: self._send(link, message), follows_version=self._follows_version,
+            idle=lambda: self._idle,
+        )  # fmt: skip
+        link = Link(self.address, self.name, dealer, session)
+
+        async def open_dealer() -> None:
+            dealer.open()
+
+        loop.run_sync(open_dealer(), CLOSE_TIMEOUT_S)
+        with engine.locked():
+            hashes = engine.track_prefix_cache(session.changes)
+            self._link, self.lost = link, None
+            self._send(
+                link,
+                Register(
+                    PROTOCOL_VERSION,
+                    self.name,
+                    engine.config.max_requests,
+                    engine.config.advanced.block_size_tokens,
+                    engine.state.value,
+                    engine.policy_version,
+                    np.asarray(hashes, "<i8").tobytes(),
+                ),
+            )
+        return link
+
+    def _drop(self, link: Link, reason: str, quietly: bool = False) -> None:
+        """End a session on this side. The caller holds the engine's lock."""
+        link.session.lost()
+        if not link.cut:
+            link.cut = True
+            self._its_loop().call_soon(lambda: link.dealer.close(reason, quietly=quietly))
+
+    def _its_loop(self) -> LoopThread:
+        if self._loop is None:
+            raise EngineStateError(f"worker {self.name!r}: start() it first")
+        return self._loop
+
+    # --- on the loop's thread ---------------------------------------------------------------------------------------
+
+    def _arrived(self, link: Link, item: Message | ConnectionLostError) -> None:
+        if isinstance(item, RegisterAck):
+            link.dealer.heartbeat(item.heartbeat_interval_s, item.heartbeat_timeout_s)
+        with self._changed:
+            link.put(item)
+            self._changed.notify_all()
+
+    def _send(self, link: Link, message: Message) -> None:
+        if not link.cut:
+            self._its_loop().call_soon(link.transmit, message)
+
+    # --- on the apply thread ----------------------------------------------------------------------------------------
+
+    def _note_move(self) -> None:
+        with self._changed:
+            self._engine_moved = True
+            self._changed.notify_all()
+
+    def _apply_forever(self) -> None:
+        device = self.engine.controller.layout.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: (
+                        self._closed
+                        or self._engine_moved
+                        or ((link := self._link) is not None and link.error is None and bool(link.inbox))
+                    )
+                )
+                if self._closed:
+                    return
+                self._engine_moved = False
+            with self.engine.locked():
+                lost = self._apply()
+            with self._changed:
+                self._changed.notify_all()
+            if lost is not None and self._on_lost is not None:
+                self._on_lost(lost)
+
+    def _apply(self) -> Exception | None:
+        """Apply the inbox; returns why the session was lost, or None."""
+        link = self._link
+        if link is None or link.error is not None:
+            return None
+        try:
+            link.apply(self._ended)
+            if link.live and not link.session.stopped:
+                self.engine.lifecycle.refuse_when_stopped()
+        except Exception as exc:  # noqa: BLE001 - the engine cannot follow the session: end it
+            return self._lose(link, exc)
+        if link.live:
+            self._report(link, link.session.take_ended())
+        return None
+
+    def _report(
+        self, link: Link, ended: list[DynamicInferenceRequestRecord], *, steps: int = 0, everything: bool = False
+    ) -> None:
+        self._ended += link.session.report(ended, steps=steps, everything=everything)
+
+    def _lose(self, link: Link, error: Exception) -> Exception:
+        self._drop(link, f"{type(error).__name__}: {error}", quietly=isinstance(error, DeadlineError))
+        link.error = self.lost = error
+        return error
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Make one engine step and report its results; returns False without work, or if the engine is not RUNNING.
 
         Raises:
             EngineDeadError: the engine has died; the session is ended and the coordinator reassigns its requests.
@@ -36,11 +346,9 @@ class EngineWorker(RankConnection):
             return True
 
     def steps(self) -> bool:
-        """Make engine steps until there is no work, another thread wants the engine, or Ctrl-C is pending.
+        """Make engine steps until there is no work, another thread wants the engine, or Ctrl-C is pending; as `step`.
 
         The module counts as unchanged between the steps, until the last step is reported.
-
-        Returns, raises: as `step`.
         """
         with self.engine.locked():
             if not self._has_work():
@@ -69,7 +377,7 @@ class EngineWorker(RankConnection):
             self._ended += ended
 
     def report_active(self) -> None:
-        """Report this rank as active: steps are made until `report_idle`."""
+        """Report this rank as active, until `report_idle`."""
         if self._idle:
             with self.engine.locked():
                 self._idle = False
@@ -99,9 +407,7 @@ class EngineWorker(RankConnection):
         return not engine.holds.forbid_steps and engine.state is EngineState.RUNNING and engine.has_unfinished
 
     def run(self) -> None:
-        """Step whenever there is work, until `stop` is called by another thread or the engine stops.
-
-        Reconnects when a session is lost.
+        """Step and reconnect until `stop` is called by another thread or the engine stops.
 
         Raises:
             ConnectionLostError: no coordinator for `reconnect_timeout_s`, or another process uses this rank's name.
@@ -129,13 +435,11 @@ class EngineWorker(RankConnection):
                 raise
 
     def wait_for_work(self, timeout_s: float, *, or_when: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until there is work, the session is lost, or the worker or engine has stopped.
+        """Wait until there is work, the session is lost, or the worker or engine has stopped; returns False after
+        `timeout_s`.
 
         Args:
             or_when: additional condition; `wake` must be called when it becomes true. It must not block.
-
-        Returns:
-            False after `timeout_s`.
         """
         with self._changed:
             return self._changed.wait_for(
@@ -156,7 +460,7 @@ class EngineWorker(RankConnection):
         self.engine.ask_for_boundary()
 
     def take_ended(self) -> list[DynamicInferenceRequestRecord]:
-        """Return ended records of requests that were not assigned by the coordinator, each once."""
+        """Return ended records of requests that the coordinator did not assign, each once."""
         with self.engine.locked():
             ended, self._ended = self._ended, []
             return ended

@@ -1,12 +1,13 @@
 """Forwards of one step of a model with recurrent states.
 
-Its layers tell sequences apart by rows only: all decodes run together, and prefill chunks of equal length together. Where
-kernels of the model's own know the borders of packed sequences, all prompts that begin lie in one row.
+Its layers tell sequences apart by rows only, so the packed positions of a step are split into batches [B, L]: all decodes
+run together, and prefill chunks of equal length together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,13 +17,12 @@ from torch import Tensor
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import upload, upload_together
 from rollout.engine.memory.state_pool import StatePool
-from rollout.engine.models.length_groups import length_groups
 from rollout.engine.models.model_support import ModelLayout
-from rollout.engine.models.recurrent_states import PackedStates, StateRows, States
+from rollout.engine.models.recurrent_states import StateRows
 from rollout.engine.multimodal.step_images import StepImages
 
 IntArray = NDArray[np.int64]
-Forward = Callable[[IntArray, PagedRows, IntArray, States, StepImages | None], Tensor]
+Forward = Callable[[IntArray, PagedRows, IntArray, StateRows, StepImages | None], Tensor]
 """Logits [B, C, V] of token ids [B, L], of their rows, at columns [C], with states and images."""
 
 
@@ -36,20 +36,17 @@ def forward_by_length(
     states: NDArray[np.int32],
     images: StepImages | None,
 ) -> Tensor:
-    """Logits [len(keep), V] at packed positions `keep`; the states in `pool` go on.
+    """Logits [len(keep), V] at packed positions `keep`; advances the states in `pool`.
 
     Args:
-        forward: of the model.
+        forward: the model's.
         ids: [P] token ids.
-        states: [R], slot of each sequence.
-        images: of the step; None: it has none.
+        states: [R] slot of each sequence.
+        images: those of the step; None: it has none.
     """
     parts, places = [], []
-    for group in length_groups(rows, keep, continues=layout.continues, packs=layout.packs and images is None):
-        slots = states[group.members]
-        cache: States = StateRows(pool, slots, begins=group.begins)
-        if group.packed:
-            cache = PackedStates(pool, slots, group.rows.offsets)
+    for group in length_groups(rows, keep, continues=layout.continues):
+        cache = StateRows(pool, states[group.members], begins=group.begins)
         pictured = None if images is None else images.part(group.positions.ravel())
         logits = forward(ids[group.positions], group.rows, group.columns, cache, pictured)
         cache.flush()
@@ -58,3 +55,73 @@ def forward_by_length(
         places.append(group.places)
     order = np.argsort(np.concatenate(places), kind="stable")
     return torch.cat(parts).index_select(0, upload(order, layout.device))
+
+
+@dataclass(frozen=True, eq=False)
+class LengthGroup:
+    """One forward: pieces of B sequences, of L positions each."""
+
+    members: IntArray
+    """[B] index of each sequence in the step."""
+    positions: IntArray
+    """[B, L] packed positions."""
+    rows: PagedRows
+    """Rows of these positions."""
+    columns: IntArray
+    """[C], at least one: columns whose logits are computed."""
+    places: IntArray
+    """[K] indices of the step's kept positions that are computed here."""
+    row: IntArray
+    """[K] their rows."""
+    column: IntArray
+    """[K] their indices in `columns`."""
+    begins: bool
+    """Whether each piece is the first of its sequence, and longer than a token."""
+
+
+def length_groups(rows: PagedRows, keep: IntArray, *, continues: bool) -> Iterator[LengthGroup]:
+    """Groups of pieces of equal length; every piece comes after the earlier ones of its sequence.
+
+    First pieces are apart from others. Some layers compute a prompt's beginning by another function than the rest, and the
+    choice must not depend on a sequence's neighbours.
+
+    Args:
+        keep: [K] packed positions whose logits are wanted.
+        continues: whether a chunk of several tokens continues from the state before it; if not, such chunks that are not
+            the first of their sequence are computed token by token.
+    """
+    member, begin, length, turn = _pieces(rows, continues)
+    piece_of = np.searchsorted(begin, keep, side="right") - 1
+    begins = (rows.positions[begin] == 0) & (length > 1)
+    for now, size, first in sorted(set(zip(turn.tolist(), length.tolist(), begins.tolist(), strict=True))):
+        chosen = np.flatnonzero((turn == now) & (length == size) & (begins == first))
+        places = np.flatnonzero(np.isin(piece_of, chosen))
+        positions = begin[chosen, None] + np.arange(size)
+        columns, column = np.unique(keep[places] - begin[piece_of[places]], return_inverse=True)
+        yield LengthGroup(
+            members=member[chosen],
+            positions=positions,
+            rows=PagedRows(
+                np.arange(len(chosen) + 1) * size,
+                rows.positions[positions.ravel()],
+                rows.tables[member[chosen]],
+                rows.block_size,
+                others=tuple(tables[member[chosen]] for tables in rows.others),
+            ),
+            columns=columns if len(columns) else np.array([size - 1]),
+            places=places,
+            row=np.searchsorted(chosen, piece_of[places]),
+            column=column,
+            begins=first,
+        )
+
+
+def _pieces(rows: PagedRows, continues: bool) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Sequence, first packed position, length and turn of each piece, in packed order."""
+    counts, starts = rows.counts, rows.positions[rows.offsets[:-1]]
+    single = (starts > 0) & (counts > 1) & (not continues)
+    pieces = np.where(single, counts, 1)
+    member = np.repeat(np.arange(len(rows)), pieces)
+    first = np.cumsum(pieces) - pieces
+    turn = np.arange(len(member)) - first[member]
+    return member, rows.offsets[member] + turn, np.where(single, 1, counts)[member], turn

@@ -1,68 +1,166 @@
-"""Forwards of a model runner that serve no request: logits to verify a model by, and the memory of a full step.
+"""Forwards of a model runner that serve no request: they verify a model, and measure the memory of a full step.
 
 All blocks and state slots of the pool are free, and zero afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.engine.forward.choices import Replayed, Routes
 from rollout.engine.forward.model_runner import ModelRunner
+from rollout.engine.forward.module_forward import VERIFY_TOKENS
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.memory.shortage import lacks_device_memory
+from rollout.engine.memory.buffers import lacks_device_memory
+from rollout.engine.models.originals import foreign_part
+from rollout.engine.models.routers import Topk
 from rollout.engine.sampling.sampler import token_logprobs
+from rollout.errors import UnsupportedModelError
+
+FOREIGN_TOKENS = 4096
+"""Most tokens of a verification if parts of the model are not transformers' own."""
+SAME_ATTENTION = 1e-2
+"""Largest relative difference between a replayed step and the same forward by the same kernels without a graph."""
+
+
+# --- verification ---------------------------------------------------------------------------------------------------------
+
+
+def verify_model(runner: ModelRunner, room: int, all_ranks: Callable[[bool], bool] = bool) -> None:
+    """Compare tokens in chunks through the paged path with the model's own forward, along the same routes.
+
+    This finds state that travels between positions by other ways than attention. On a GPU it also finds kernels and graphs
+    that compute something else, since the last token is a decode step. Attention or positions that are not transformers'
+    own may differ from ours only far into a sequence, or next to a long one, so both are compared too. A graph or fused
+    forward that differs is given up; a graph is compared with the same forward without one, which is a closer look.
+
+    Args:
+        room: most tokens of a sequence.
+        all_ranks: whether something holds on each of the ranks that compute a forward together; all of them ask at once.
+
+    Raises:
+        UnsupportedModelError: they differ, here or on one of those ranks.
+    """
+    short = min(room, VERIFY_TOKENS)
+    _verify(runner, short, all_ranks)
+    foreign = foreign_part(runner.model, runner.layout.layer_of)
+    if foreign is not None and room > short:
+        longest = min(room, FOREIGN_TOKENS)
+        # Recurrent layers take sequences of one length together; the other sequence takes a block.
+        if not runner.layout.states and longest >= short + runner.table.block_size:
+            _verify(runner, short, all_ranks, foreign, longest - 1)
+        _verify(runner, longest, all_ranks, foreign)
+
+
+def _verify(
+    runner: ModelRunner, length: int, all_ranks: Callable[[bool], bool], foreign: str = "", beside: int | None = None
+) -> None:
+    if length < 2:
+        return
+    name, layout = type(runner.model).__name__, runner.layout
+    tokens = [(7 * position + 3) % layout.vocab_size for position in range(length)]
+    cuts = [length - length // 2]
+    alone = bool(layout.states) or all_ranks(runner.module.paged is not None or runner.graphs is not None)
+    if alone and length > cuts[0] + 1:
+        # Recurrent layers and Triton's kernels compute a single token by other code than a chunk.
+        cuts.append(length - 1)
+    tolerance = 2e-3 if layout.narrowest_dtype == torch.float32 else 1e-1
+
+    if beside is None and all_ranks(runner.graphs is not None):
+        replayed = paged_logits(runner, tokens, *cuts)
+        with _without(runner, "graphs") as graphs:
+            differs = _relative(replayed, paged_logits(runner, tokens, *cuts))
+        if not all_ranks(differs <= min(tolerance, SAME_ATTENTION)):
+            graphs.give_up(f"a replayed step differs from an eager one by {differs:.3g} of the largest logit")
+
+    def fine(found: float) -> bool:
+        return all_ranks(found <= tolerance)
+
+    worst = difference(runner, tokens, cuts, fine, beside)
+    passed = fine(worst)
+    if not passed and not runner.exact and all_ranks(runner.fused is not None):
+        with _without(runner, "fused") as fused:
+            rest = difference(runner, tokens, cuts, fine, beside)
+        if passed := fine(rest):
+            fused.give_up(f"the fused forward differs from the forward by {worst:.3g} of the largest logit")
+        else:
+            worst = rest
+    if passed:
+        return
+    if worst <= tolerance:
+        raise UnsupportedModelError(
+            f"{name}: on another rank of the group the paged path differs from the model's own forward; the error of that "
+            "rank says by how much"
+        )
+    if foreign:
+        where = f"{length} tokens" if beside is None else f"{length} tokens beside a sequence of {beside + 1}"
+        raise UnsupportedModelError(
+            f"{name}: {foreign} is not transformers' own, and the model's forward of {where} differs from ours by "
+            f"{worst:.3g} of the largest logit (allowed: {tolerance:g}). The engine serves causal attention, in windows "
+            "that the mask or an argument shows, and rotary positions that are the same in sequences of any length: load "
+            "the model with attn_implementation='sdpa', or lower InferenceConfig.max_sequence_length to where they are the "
+            "same"
+        )
+    implementation = getattr(getattr(runner.model, "config", None), "_attn_implementation", None)
+    raise UnsupportedModelError(
+        f"{name}: {length} tokens in chunks through the paged path differ from the model's own forward by {worst:.3g} of "
+        f"the largest logit (allowed: {tolerance:g}). Either some layer keeps state that the engine does not see, or the "
+        f"model's own attention ({implementation!r}) leaves out what the layers ask for (sdpa ignores soft-capping in some "
+        "versions of transformers: load the model with attn_implementation='eager'). If you know better: "
+        "InferenceConfig(advanced=Advanced(verify_model=False))"
+    )
 
 
 def difference(
     runner: ModelRunner,
     tokens: list[int],
     cuts: Sequence[int],
-    own: Callable[[list[int]], Tensor],
     fine: Callable[[float], bool],
     beside: int | None = None,
 ) -> float:
-    """Largest difference between the logits after `tokens`, in chunks that end at `cuts`, and `own(tokens)`, over the
-    largest of these (at least 1).
+    """Largest difference between the logits after `tokens`, in chunks that end at `cuts`, and the model's own.
+
+    It is relative to the largest of the model's own logits (at least 1). If it is not `fine` and the model has routers, the
+    model's own forward takes the routes of the chunks: two experts may score so alike that rounding decides between them.
+    Then the routers' scores count too, by how much the chosen ones are lower, relative to the largest score.
 
     Args:
         beside: see `paged_logits`.
-
-    If that is not `fine` and the model has routers, the two are compared along the same routes, with `own` taking those of
-    the chunks, whose scores count too: by how much the chosen ones are lower, over the largest score.
     """
-    found = over_largest(paged_logits(runner, tokens, *cuts, beside=beside), own(tokens))
+    found = _relative(paged_logits(runner, tokens, *cuts, beside=beside), runner.module.own_logits(tokens))
     if fine(found):
         return found
-    routes = Routes()
-    paged = paged_logits(runner, tokens, *cuts, routes=routes)
-    if not (given := routes.joined()):
+    chunks: list[list[Tensor]] = []
+    paged = paged_logits(runner, tokens, *cuts, routes=chunks)
+    if len(set(map(len, chunks))) != 1 or not chunks[0]:
         return found
-    with Replayed(given) as choices:
-        expected = own(tokens)
-    return float(np.maximum(choices.worst, over_largest(paged, expected)))
-
-
-def over_largest(logits: Tensor, expected: Tensor) -> float:
-    """Largest difference between two rows of logits, over the largest of `expected` (at least 1)."""
-    expected = expected.float()
-    return float((logits.float() - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+    # A choice whose k differs between chunks stays the live one.
+    joined = [
+        torch.cat(each) if len({part.shape[1] for part in each}) == 1 else None for each in zip(*chunks, strict=True)
+    ]
+    with _Replayed(joined) as choices:
+        expected = runner.module.own_logits(tokens)
+    return float(np.maximum(choices.worst, _relative(paged, expected)))
 
 
 def paged_logits(
-    runner: ModelRunner, tokens: list[int], *cuts: int, routes: Routes | None = None, beside: int | None = None
+    runner: ModelRunner,
+    tokens: list[int],
+    *cuts: int,
+    routes: list[list[Tensor]] | None = None,
+    beside: int | None = None,
 ) -> Tensor:
     """[V] logits after `tokens`, in chunks that end at `cuts`, in the first blocks and state slot (all free).
 
     Args:
-        routes: gets the routes of all tokens; None: they are not recorded.
+        routes: gets a list for each chunk, of the experts [L, k] in the order of the choices; None: they are not recorded.
         beside: position of a token of another sequence that every forward computes too; None: it computes none.
     """
     size = runner.table.block_size
@@ -73,36 +171,92 @@ def paged_logits(
         count, tables, positions, ids = end - start, blocks[None], np.arange(start, end), tokens[start:end]
         offsets = np.array([0, count])
         if beside is not None:
-            # What it attends to is of no interest.
+            # Its logits are not read, so its keys may be anything.
             width = max(len(blocks), beside // size + 1)
             tables = np.full((2, width), len(blocks), np.int64)
             tables[0, : len(blocks)] = blocks
             offsets, positions, ids = np.append(offsets, count + 1), np.append(positions, beside), [*ids, 0]
         rows = _rows(runner, offsets, positions, tables)
-        with nullcontext() if routes is None else routes.of_forward(runner):
+        if routes is not None:
+            routes.append([])
+        with nullcontext() if routes is None else _recorded(runner, routes[-1]):
             logits = runner.forward(np.asarray(ids, np.int64), rows, np.array([count - 1]))[0]
     _zero(runner, blocks if beside is None else np.append(blocks, len(blocks)))
     return logits.clone()
 
 
-def _rows(
-    runner: ModelRunner, offsets: NDArray[np.int64], positions: NDArray[np.int64], blocks: NDArray[np.int64]
-) -> PagedRows:
-    """Rows in these blocks [R, width]; where the memory of a block is several pages, they lie side by side."""
-    count = runner.cache.num_groups
-    tables, *others = (blocks * count + group for group in range(count))
-    return PagedRows(offsets, positions, tables, runner.table.block_size, others=tuple(others))
+def _relative(logits: Tensor, expected: Tensor) -> float:
+    expected = expected.float()
+    return float((logits.float() - expected).abs().max()) / max(1.0, float(expected.abs().max()))
 
 
-def _zero(runner: ModelRunner, blocks: NDArray[np.int64]) -> None:
-    count = runner.cache.num_groups
-    runner.cache.zero_blocks((blocks.ravel()[:, None] * count + np.arange(count)).ravel().tolist())
+@contextmanager
+def _without(runner: ModelRunner, lane: str) -> Iterator[Any]:
+    """A block in which a runner has no `graphs`, or no `fused`."""
+    faster = getattr(runner, lane)
+    setattr(runner, lane, None)
+    try:
+        yield faster
+    finally:
+        setattr(runner, lane, faster)
+
+
+@contextmanager
+def _recorded(runner: ModelRunner, chosen: list[Tensor]) -> Iterator[None]:
+    """A block whose forward appends the routers' choices; every choice of a router is a `topk`."""
+    fused = runner.fused if runner.why_not_fused() is None else None
+
+    def keep(scores: Tensor, live: Tensor) -> None:
+        chosen.append(live.flatten(0, -2))
+
+    # A replay records nothing.
+    with _without(runner, "graphs"):
+        if fused is None:
+            with Topk(keep):
+                yield
+            return
+        fused.record = lambda index, experts: chosen.append(experts)
+        try:
+            yield
+        finally:
+            fused.record = None
+
+
+class _Replayed(Topk):
+    """Answers the choices of one forward of all chunks with given ones.
+
+    Args:
+        given: [rows, k] per choice; a choice of another shape stays the live one.
+
+    Attributes:
+        worst: largest distance in a row between the lowest score that would be chosen and the lowest of those given,
+            relative to the row's largest score: how far the given choices are from what rounding can explain.
+    """
+
+    def __init__(self, given: Sequence[Tensor | None]) -> None:
+        super().__init__(self._next)
+        self._given = iter(given)
+        self.worst = 0.0
+
+    def _next(self, scores: Tensor, live: Tensor) -> Tensor | None:
+        given = next(self._given, None)
+        if given is None or given.numel() != live.numel() or live.shape[:-1] != scores.shape[:-1]:
+            return None
+        chosen = given.view_as(live).to(scores.device)
+        least, got = (scores.gather(-1, each).float().amin(-1) for each in (live, chosen))
+        largest = scores.float().nan_to_num(0.0, 0.0, 0.0).abs().amax(-1)
+        short = torch.where(least == got, 0.0, (least - got) / largest)
+        self.worst = float(torch.maximum(short.max(), torch.tensor(self.worst, device=short.device)))
+        return chosen
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------------
 
 
 def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int:
-    """Device memory that a step takes beside weights and pool, measured by a prefill of `tokens` tokens; 0 on a CPU.
+    """Device memory that a step takes next to weights and pool, measured by a prefill of `tokens` tokens; 0 on a CPU.
 
-    All blocks of the pool are free. What the device has no memory for is not measured.
+    If the device has no memory for them, fewer are measured. All blocks of the pool are free.
 
     Args:
         longest: most tokens of one sequence.
@@ -129,16 +283,13 @@ def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int
 
 
 def bytes_to_come(runner: ModelRunner) -> int:
-    """Device memory that CUDA graphs and copies of weights will take beside what they hold, and beside a step's peak."""
+    """Device memory that CUDA graphs and copies of weights will still take, next to a step's peak."""
     graphs = 0 if runner.graphs is None else runner.graphs.bytes_to_come
     return graphs + runner.copies.bytes_to_come
 
 
 def run_prefill(runner: ModelRunner, tokens: int, longest: int, rows: int) -> None:
-    """Prefill `tokens` tokens, or as many as the pool holds, in sequences of at most `longest`, and score `rows` logits.
-
-    They lie in the pool's first blocks, which are zero afterwards.
-    """
+    """Prefill `tokens` tokens, or as many as the pool holds, in sequences of at most `longest`, and score `rows` logits."""
     size = runner.table.block_size
     width = -(-min(tokens, longest) // size)
     room = runner.cache.num_blocks // runner.cache.num_groups
@@ -154,3 +305,17 @@ def run_prefill(runner: ModelRunner, tokens: int, longest: int, rows: int) -> No
     logits = runner.forward(np.zeros(count * length, np.int64), _rows(runner, offsets, positions, blocks), keep)
     token_logprobs(logits, torch.zeros(len(keep), dtype=torch.int64, device=logits.device), 0)
     _zero(runner, blocks)
+
+
+def _rows(
+    runner: ModelRunner, offsets: NDArray[np.int64], positions: NDArray[np.int64], blocks: NDArray[np.int64]
+) -> PagedRows:
+    """Rows in these blocks [R, width]; if a block is several pages, one per group of layers, they are neighbours."""
+    count = runner.cache.num_groups
+    tables, *others = (blocks * count + group for group in range(count))
+    return PagedRows(offsets, positions, tables, runner.table.block_size, others=tuple(others))
+
+
+def _zero(runner: ModelRunner, blocks: NDArray[np.int64]) -> None:
+    count = runner.cache.num_groups
+    runner.cache.zero_blocks((blocks.ravel()[:, None] * count + np.arange(count)).ravel().tolist())

@@ -9,15 +9,13 @@ import torch
 from torch import nn
 
 from rollout.engine.fused.families import FAMILIES, Family
-from rollout.engine.fused.fused_checks import PEFT_LORA, Checks, Unfusable, address, is_of, require
-from rollout.engine.fused.fused_delta import delta_net
-from rollout.engine.fused.fused_parts import Parts, base_of, is_conv
-from rollout.engine.fused.rotary_tables import rotary_numbers, rotary_tables
+from rollout.engine.fused.fused_parts import Parts, base_of, is_conv, rotary_numbers, rotary_tables
 from rollout.engine.kernels.cpu_attention import MAX_GROUP
 from rollout.engine.kernels.cpu_forward import DeltaNet, Experts, Layer, Model, Norm
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.models.model_support import AttentionCall, ModelLayout
+from rollout.engine.models.originals import PEFT_LORA, Checks, Unfusable, address, is_of, require
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
@@ -27,18 +25,18 @@ class Bound:
     """Addresses of everything that the C++ forward reads.
 
     Args:
-        exact: refuse what exact mode has no training forward for.
-        states: of recurrent layers; None: the model has none.
+        exact: refuse models that exact mode has no training forward for.
+        states: states of recurrent layers; None: the model has none.
 
     Attributes:
-        causal_lm: the …ForCausalLM, out of PEFT's wrappers.
-        family: the row of the table that it was verified by.
-        decoder: its decoder, with the layers.
-        dtype: of its parameters.
-        mixtures: of experts, in the order of their layers.
+        causal_lm: the …ForCausalLM, without PEFT's wrappers.
+        family: the row of `FAMILIES` that it was verified by.
+        decoder: the module with the layers.
+        dtype: dtype of its parameters.
+        mixtures: mixtures of experts, in the order of their layers.
 
     Raises:
-        Unfusable, Replaced, AttributeError: why the C++ forward does not compute what this model does.
+        Unfusable, AttributeError: the C++ forward does not compute this model; the message says why.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class Bound:
         self._states = states
         self._layout = layout
         for name in ("linear", "silu", "embedding", "softmax", "layer_norm", "dropout", "gelu"):
-            self._checks.originals.function(nn.functional, name)
+            self._checks.function(nn.functional, name)
         self.causal_lm: Any = self._without_lora(model)
         self.family = self._family_of(self.causal_lm)
         self._widths: list[int] = []
@@ -125,7 +123,7 @@ class Bound:
         rotary_dim, rotary_wide = self._rotation()
         final_softcap = None
         if family.capped_logits:
-            final_softcap = self._checks.originals.value(model.config, "final_logit_softcapping")
+            final_softcap = self._checks.value(model.config, "final_logit_softcapping")
         return Model(
             layers=ctypes.addressof(self._layers),
             embedding=address(self._embedded, "weight", self.dtype),
@@ -163,14 +161,13 @@ class Bound:
         served = [each for each in FAMILIES if each.exact or not self._exact]
         family = next((each for each in served if is_of(model, each.name + each.names.causal_lm)), None)
         if family is None:
-            known = (
-                f"of {'exact mode' if self._exact else 'the fused forward'}: {', '.join(each.name for each in served)}"
-            )
-            raise Unfusable(f"{type(model).__name__} is none of the families {known}")
+            mode = "exact mode" if self._exact else "the fused forward"
+            known = ", ".join(each.name for each in served)
+            raise Unfusable(f"{type(model).__name__} is none of the families of {mode}: {known}")
         return family
 
     def _buffers_now(self) -> tuple[object, ...]:
-        """Where the buffers are that numbers were computed from, and their versions."""
+        """Addresses and versions of the buffers that numbers were computed from."""
         found: list[object] = []
         for layer_type in self._rotated:
             frequencies, scaling = rotary_numbers(self._rotary, layer_type)
@@ -180,14 +177,14 @@ class Bound:
         return tuple(found)
 
     def _pools_now(self, cache: KVCache) -> tuple[int, ...]:
-        """Where the pools are that addresses were read of, and their sizes, which part-major addresses depend on."""
+        """Addresses and sizes of the pools; the addresses of their parts depend on both."""
         found = cache.layer(0)[0].data_ptr(), cache.num_blocks
         if self._states is None:
             return found
         return *found, self._states.state(self._states.shapes[0].key).data_ptr(), self._states.num_blocks
 
     def _rotation(self) -> tuple[int, bool]:
-        """How many elements of a head are rotated, and whether by tables that are wider than the model's dtype."""
+        """Number of elements of a head that are rotated, and whether the tables are wider than the model's dtype."""
         found = {(table.shape[1], table.dtype) for tables in self._tables.values() for table in tables}
         if not found:
             return 0, False
@@ -202,7 +199,7 @@ class Bound:
         known = is_of(embedding, kind) if self.family.scaled_embedding else type(embedding) is nn.Embedding
         require(known, f"its embedding is {type(embedding).__name__}")
         self._checks.plain(embedding)
-        self._checks.originals.methods(nn.Embedding, "forward")
+        self._checks.methods(nn.Embedding, "forward")
         require(embedding.max_norm is None, "its embedding has a max_norm")
         self._embedded = embedding
         self.dtype = embedding.weight.dtype
@@ -211,7 +208,7 @@ class Bound:
         self.narrow = int(self.dtype == torch.bfloat16)
 
     def _attention_in_common(self, config: Any, first: Any, count: int) -> None:
-        read = self._checks.originals.value
+        read = self._checks.value
         _require_known_attention(config, self._layout)
         require(read(config, "num_hidden_layers") == count, "its configuration leaves out some of its layers")
         self._scaling = read(first, "scaling")
@@ -241,9 +238,7 @@ class Bound:
         if mixer != names.attention:
             if self._states is None:
                 raise Unfusable("it has recurrent layers, which only the C++ forward on a CPU computes")
-            out.delta, out.output = delta_net(
-                getattr(layer, mixer), index, family, self._parts, self._checks, self._states
-            )
+            out.delta, out.output = self._parts.delta_net(getattr(layer, mixer), index, self._states)
         else:
             self._fill_attention(out, getattr(layer, mixer), cache)
         if family.experts and is_of(layer.mlp, f"{family.name}SparseMoeBlock"):
@@ -258,7 +253,7 @@ class Bound:
         if family.rotary is not None and mixer == names.attention:
             layer_type = None
             if family.rotary_by_type:
-                layer_type = self._checks.originals.value(layer.self_attn.config, "layer_types")[index]
+                layer_type = self._checks.value(layer.self_attn.config, "layer_types")[index]
             self._rotated.setdefault(layer_type, []).append(out)
 
     def _fill_attention(self, out: Layer, attention: Any, cache: KVCache) -> None:
@@ -284,7 +279,7 @@ class Bound:
 
     def _require_numbers(self, attention: Any, head_dim: int, call: AttentionCall) -> None:
         """Check that a layer's numbers equal those of the layout."""
-        read, family = self._checks.originals.value, self.family
+        read, family = self._checks.value, self.family
         require(read(attention, "scaling") == self._scaling, "its attention layers scale their scores differently")
         require(read(attention, "head_dim") == head_dim, "the head size of a layer was changed")
         place = {"none": None, "config": attention.config, "attention": attention}[family.window]
@@ -320,7 +315,7 @@ class Bound:
 
 
 def _delta_width(layer: Layer) -> int:
-    """Elements of a position that the projections of a gated delta rule make; 0: it is none."""
+    """Outputs per position of a gated delta rule's projections; 0: the layer has none."""
     delta: DeltaNet = layer.delta
     keys, values = int(delta.key_heads * delta.key_dim), int(delta.value_heads * (delta.value_dim + 1))
     return 2 * (keys + values)

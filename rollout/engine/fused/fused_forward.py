@@ -1,10 +1,9 @@
 """C++ forward of a decoder on a CPU, over the module's own parameters.
 
-Served models: those whose layers are exactly known classes of transformers (`families.FAMILIES`), without hooks, replaced
-forwards or quantised layers, of one dtype, and with all functions as transformers defines them. LoRA layers of PEFT take
-part, and FSDP2 is looked through while the weights are whole. Everything is checked again whenever the trainer may have
-modified the module, and functions, hooks and numbers before every step; a model that fails a check runs its own forward.
-Parameters are never copied or packed: a weight update is seen by the next step.
+It serves models whose layers are exactly known classes of transformers (`families.FAMILIES`) of one dtype, without hooks,
+replaced forwards or quantised layers. PEFT's LoRA layers are part of it, and FSDP2's classes while the weights are whole.
+Everything is checked again whenever the trainer may have modified the module, and functions, hooks and numbers before every
+step. Parameters are never copied, so the next step reads a weight update.
 """
 
 from __future__ import annotations
@@ -19,27 +18,25 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rollout.engine.fused.fused_binding import Bound
-from rollout.engine.fused.fused_checks import Unfusable, bypassed
 from rollout.engine.kernels.cpu_draw import Draw
 from rollout.engine.kernels.cpu_forward import Decode, Step
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.models.model_support import ModelLayout
-from rollout.engine.models.originals import Replaced
+from rollout.engine.models.originals import Unfusable, bypassed
 from rollout.engine.models.routers import Record
-from rollout.engine.sampling.sampling_table import SamplingRows
+from rollout.engine.sampling.sampling_table import DecodeRun
 
 _log = logging.getLogger(__name__)
 
 
 class BoundForward(ABC):
-    """A forward over the module's own parameters that stands in for the module's while nothing differs from transformers'.
+    """A forward over the module's own parameters that replaces the module's while its code is transformers' own.
 
     Args:
-        cache: holds K and V.
-        exact: serve only what exact mode has a training forward for.
-        states: of recurrent layers; None: the model has none.
+        exact: serve only models that exact mode has a training forward for.
+        states: states of recurrent layers; None: the model has none.
     """
 
     def __init__(
@@ -58,9 +55,9 @@ class BoundForward(ABC):
         self._states = states
         self._bound: Bound | None = None
         self._module_epoch = -1
-        self._why = ""
+        self._why = self._given_up = ""
         self.record: Record | None = None
-        """Gets what the routers choose in every forward; None: it is not recorded."""
+        """Gets the routers' choices in every forward; None: they are not recorded."""
 
     def ready(self, module_epoch: int) -> bool:
         """Whether the model, in its current state, can go through `run`.
@@ -71,7 +68,7 @@ class BoundForward(ABC):
         if module_epoch != self._module_epoch or (self._bound is not None and not self._bound.reads(self._cache)):
             self._module_epoch = module_epoch
             self._bind()
-        return self._bound is not None and self._bypassed() is None
+        return self._bound is not None and not self._given_up and bypassed(self._layout.device) is None
 
     @property
     def has_states(self) -> bool:
@@ -81,7 +78,12 @@ class BoundForward(ABC):
     @property
     def why_not(self) -> str:
         """Why the last `ready` was False."""
-        return self._why or self._bypassed() or ""
+        return self._given_up or self._why or bypassed(self._layout.device) or ""
+
+    def give_up(self, why: str) -> None:
+        """Serve no further step."""
+        self._given_up = why
+        _log.warning("%s runs its own forward: %s; please report it", type(self._model).__name__, why)
 
     @abstractmethod
     def run(
@@ -96,7 +98,7 @@ class BoundForward(ABC):
         Args:
             ids: [P] token ids.
             rows: the P positions.
-            states: [R] state slot of each sequence, whose states go on; None: the model has none.
+            states: [R] state slot of each sequence, whose states are advanced; None: the model has none.
         """
 
     @abstractmethod
@@ -107,14 +109,11 @@ class BoundForward(ABC):
         try:
             bound = Bound(self._model, self._layout, self._cache, exact=self._exact, states=self._states)
             self._bound, why = bound, ""
-        except (Unfusable, Replaced, AttributeError) as exc:
+        except (Unfusable, AttributeError) as exc:
             self._bound, why = None, str(exc)
         if why and why != self._why:
             _log.info("%s runs its own forward: %s", type(self._model).__name__, why)
         self._why = why
-
-    def _bypassed(self) -> str | None:
-        return bypassed(self._layout.device)
 
 
 class FusedForward(BoundForward):
@@ -122,9 +121,7 @@ class FusedForward(BoundForward):
 
     Args:
         library: see `cpu_library.load`.
-        cache: holds K and V.
-        exact: serve only what exact mode has a training forward for.
-        states: of recurrent layers; None: the model has none.
+        exact, states: see `BoundForward`.
     """
 
     def __init__(
@@ -140,8 +137,7 @@ class FusedForward(BoundForward):
         super().__init__(model, layout, cache, exact=exact, states=states)
         self._library = library
         library.rollout_workspace_bytes.restype = library.rollout_decode.restype = ctypes.c_int64
-        self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._logits = torch.empty(0, device="cpu")
+        self._workspace = self._logits = torch.empty(0, device="cpu")
 
     def run(
         self,
@@ -150,7 +146,6 @@ class FusedForward(BoundForward):
         keep: NDArray[np.int64],
         states: NDArray[np.int32] | None = None,
     ) -> Tensor:
-        """Logits [len(keep), V]; see `BoundForward`."""
         bound = self._bound
         assert bound is not None
         step, held = self._step(bound, ids, rows, keep, states)
@@ -165,51 +160,26 @@ class FusedForward(BoundForward):
                 self.record(index, torch.from_numpy(experts[: len(ids) * mixture.chosen]).view(-1, mixture.chosen))
         return self._logits[: len(keep) * bound.model.vocabulary].view(len(keep), bound.model.vocabulary)
 
-    def decode(
-        self,
-        ids: NDArray[np.int64],
-        rows: PagedRows,
-        states: NDArray[np.int32] | None,
-        params: SamplingRows,
-        counters: NDArray[np.int64],
-        stop_ids: NDArray[np.int32],
-        steps: int,
-        asked: ctypes.c_int32,
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Make decode steps in one call, each of them with what the one before has drawn.
-
-        The step in which a row draws a token that ends it, or has no finite logit, is the last.
-
-        Args:
-            ids, rows: of the first step, one position per row, and block tables wide enough for all; overwritten.
-            states: see `run`.
-            params: of the R rows, which are `plain`.
-            counters: [R] positions in the rows' random streams; overwritten.
-            stop_ids: [R, S], padded with what is no token.
-            steps: the most to make.
-            asked: no further step is made once it is not 0; another thread may set it meanwhile.
-
-        Returns:
-            Tokens [R, M] and log-probs [R, M] of the M steps made; NaN of a row without a finite logit.
-        """
-        bound, count = self._bound, len(ids)
+    def decode(self, run: DecodeRun) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Make decode steps in one call of C++; see `RunForward`. A step in which a row ends or fails is the last."""
+        bound, count, params = self._bound, len(run.ids), run.params
         assert bound is not None
         keep, vocabulary = np.arange(count), bound.model.vocabulary
-        step, (slots, *held) = self._step(bound, ids, rows, keep, states, steps)
+        step, (slots, *held) = self._step(bound, run.ids, run.rows, keep, run.states, run.steps)
         temperature, keys, greedy = (each.contiguous() for each in (params.temperature, params.key, params.greedy))
         token, peak, log_sum, score = (np.empty(count, dtype) for dtype in ("q", "f", "d", "f"))
         draw = Draw(
-            step.logits, temperature.data_ptr(), keys.data_ptr(), counters.ctypes.data, greedy.data_ptr(),
+            step.logits, temperature.data_ptr(), keys.data_ptr(), run.counters.ctypes.data, greedy.data_ptr(),
             token.ctypes.data, peak.ctypes.data, log_sum.ctypes.data, score.ctypes.data,
             None, None, None, count, vocabulary, vocabulary,
         )  # fmt: skip
-        tokens, logprobs = np.empty((count, steps), np.int64), np.empty((count, steps), np.float32)
-        run = Decode(
-            ids.ctypes.data, rows.positions.ctypes.data, slots.ctypes.data, counters.ctypes.data, stop_ids.ctypes.data,
-            ctypes.addressof(asked), tokens.ctypes.data, logprobs.ctypes.data, slots.size // count, stop_ids.shape[1],
-            steps,
+        tokens, logprobs = np.empty((count, run.steps), np.int64), np.empty((count, run.steps), np.float32)
+        ahead = Decode(
+            run.ids.ctypes.data, run.rows.positions.ctypes.data, slots.ctypes.data, run.counters.ctypes.data,
+            run.stop_ids.ctypes.data, ctypes.addressof(run.asked), tokens.ctypes.data, logprobs.ctypes.data,
+            slots.size // count, run.stop_ids.shape[1], run.steps,
         )  # fmt: skip
-        made = self._library.rollout_decode(*map(ctypes.byref, (bound.model, step, draw, run)), bound.narrow)
+        made = self._library.rollout_decode(*map(ctypes.byref, (bound.model, step, draw, ahead)), bound.narrow)
         del held  # `step` points to them.
         return tokens[:, :made], logprobs[:, :made]
 
@@ -222,14 +192,11 @@ class FusedForward(BoundForward):
         states: NDArray[np.int32] | None,
         steps: int = 1,
     ) -> tuple[Step, tuple[NDArray[np.int64], ...]]:
-        """What C++ reads of a step, and of those that may follow it, with the arrays that it points to."""
+        """C++'s description of `steps` steps, with the arrays that it points to."""
         bound.reach(int(rows.positions.max()) + steps)
-        threads, kept = torch.get_num_threads(), len(keep)
+        kept = len(keep)
         need = self._library.rollout_workspace_bytes(
-            ctypes.byref(bound.model),
-            ctypes.c_int64(len(ids)),
-            ctypes.c_int64(kept),
-            bound.narrow,
+            ctypes.byref(bound.model), ctypes.c_int64(len(ids)), ctypes.c_int64(kept), bound.narrow
         )
         if self._workspace.numel() < need:
             self._workspace = torch.empty(need, dtype=torch.uint8, device="cpu")
@@ -243,10 +210,8 @@ class FusedForward(BoundForward):
         return Step(
             ids.ctypes.data, rows.positions.ctypes.data, slots.ctypes.data, rows.offsets.ctypes.data,
             tables.ctypes.data, keep.ctypes.data, places.ctypes.data, self._logits.data_ptr(), self._workspace.data_ptr(),
-            None, len(ids), len(rows), rows.tables.shape[1], rows.block_size, kept, threads,
+            None, len(ids), len(rows), rows.tables.shape[1], rows.block_size, kept, torch.get_num_threads(),
         ), (slots, tables, places)  # fmt: skip
 
     def release(self) -> None:
-        """Release buffers that the next step allocates again."""
-        self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._logits = torch.empty(0, device="cpu")
+        self._workspace = self._logits = torch.empty(0, device="cpu")

@@ -1,33 +1,38 @@
-"""Parts of decoder layers for the fused forward: each is verified, and its addresses and numbers are read."""
+"""Parts of decoder layers for the fused forward: each is verified, and its addresses and numbers are read.
+
+Rotary tables have the same bits for every reader. A vectorised cosine may round an element of a short tensor otherwise than
+the same element of a long one, so tables are computed in parts of a fixed size, on the CPU, and kept as long as the module.
+"""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import activations, pytorch_utils
 from transformers.integrations import moe
 
 from rollout.engine.fused.families import Family
-from rollout.engine.fused.fused_checks import PEFT_LORA, Checks, address, is_of, require
-from rollout.engine.kernels.cpu_forward import Activation, Adapter, Experts, Linear, Norm, NormKind
+from rollout.engine.kernels.cpu_forward import MAX_TAPS, Activation, Adapter, DeltaNet, Experts, Linear, Norm, NormKind
+from rollout.engine.memory.state_pool import StateKey, StatePool
+from rollout.engine.models.originals import PEFT_LORA, Checks, address, is_of, require
+
+_SPLIT, _INTERLEAVED = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")
 
 
 class Parts:
-    """Reads the parts of one model.
+    """Reads the parts of one model. Methods raise `Unfusable` or `AttributeError` for a part that C++ does not compute.
 
     Args:
-        dtype: of all parameters but adapters.
+        dtype: dtype of all parameters except adapters'.
         exact: refuse live adapters.
 
     Attributes:
-        dtype: as given.
-        epsilons, activations: of all norms and MLPs that were read.
-        ranks: of all adapters, and 0.
-
-    Every method raises `Unfusable`, `Replaced` or `AttributeError` for a part that the C++ forward does not compute.
+        epsilons, activations: those of all norms and MLPs that were read.
+        ranks: ranks of all adapters, and 0.
     """
 
     def __init__(self, checks: Checks, family: Family, dtype: torch.dtype, *, exact: bool) -> None:
@@ -40,21 +45,18 @@ class Parts:
         self.ranks = [0]
 
     def norm(self, module: Any) -> Norm:
-        """A norm, whose epsilon is among `epsilons`."""
+        """A norm; its epsilon goes to `epsilons`."""
         kind = self._family.norm
-        known = (
-            type(module) is nn.LayerNorm
-            if kind is NormKind.LAYER_NORM
-            else is_of(module, f"{self._family.name}RMSNorm")
-        )
+        layer_norm = kind is NormKind.LAYER_NORM
+        known = type(module) is nn.LayerNorm if layer_norm else is_of(module, f"{self._family.name}RMSNorm")
         require(known, "a norm is of another class")
         self._checks.plain(module)
         if kind is NormKind.RMS_OF_ONE_PLUS_WEIGHT:
-            self._checks.originals.methods(type(module), "_norm")
+            self._checks.methods(type(module), "_norm")
         older = kind in (NormKind.RMS, NormKind.RMS_ROUNDED_ONCE)
-        self.epsilons.add(self._checks.originals.value(module, "variance_epsilon" if older else "eps"))
+        self.epsilons.add(self._checks.value(module, "variance_epsilon" if older else "eps"))
         weight = address(module, "weight", self.dtype)
-        biased = kind is NormKind.LAYER_NORM and module.bias is not None
+        biased = layer_norm and module.bias is not None
         return Norm(weight, address(module, "bias", self.dtype) if biased else None)
 
     def activation(self, module: Any) -> None:
@@ -64,7 +66,7 @@ class Parts:
             self.activations.add(Activation.SILU)
             return
         if type(module) is activations.GELUTanh:
-            function = self._checks.originals.value(module, "act")
+            function = self._checks.value(module, "act")
             plain = isinstance(function, partial) and function.func is nn.functional.gelu and not function.args
             require(plain and function.keywords == {"approximate": "tanh"}, "its GELU is not torch's")
         else:
@@ -72,7 +74,7 @@ class Parts:
         self.activations.add(Activation.GELU_TANH)
 
     def dropouts(self, module: Any, names: tuple[str, ...]) -> None:
-        """Dropouts among the children of a module, which do nothing in a rollout."""
+        """Check the dropouts among a module's children, which do nothing in a rollout."""
         for name in names:
             dropout = getattr(module, name)
             require(type(dropout) is nn.Dropout, f"{name} is {type(dropout).__name__}")
@@ -109,10 +111,9 @@ class Parts:
 
     def _adapter(self, module: Any, *, lora: bool) -> Adapter:
         """The active adapter of a LoRA layer; all zeros: it has none."""
-        originals = self._checks.originals
         self._checks.unhooked(module)
         for name in ("_disable_adapters", "_active_adapter"):
-            originals.value(module, name)
+            self._checks.value(module, name)
         require(not module.merged, "LoRA is merged into a projection")
         active = active_adapters(module)
         if not active:
@@ -131,12 +132,12 @@ class Parts:
         self.ranks.append(down.weight.shape[0])
         return Adapter(
             address(down, "weight", dtype), address(up, "weight", dtype), down.weight.shape[0],
-            originals.item(module.scaling, name), bool(self.dtype == torch.bfloat16 and dtype == torch.float32),
+            self._checks.item(module.scaling, name), bool(self.dtype == torch.bfloat16 and dtype == torch.float32),
         )  # fmt: skip
 
     def experts(self, block: Any) -> Experts:
         """A mixture's router and experts."""
-        family, read = self._family, self._checks.originals.value
+        family, read = self._family, self._checks.value
         beside = ("shared_expert", "shared_expert_gate") if family.shared_expert else ()
         self._checks.plain(block, "gate", "experts", *beside)
         router, experts = block.gate, block.experts
@@ -160,24 +161,71 @@ class Parts:
             bool(normalised), family.shares_wide,
         )  # fmt: skip
 
+    def delta_net(self, layer: Any, index: int, states: StatePool) -> tuple[DeltaNet, Linear]:
+        """A GatedDeltaNet of transformers (arXiv 2412.06464), and the projection of its outputs.
+
+        Args:
+            index: index of the layer in its model.
+            states: holds the inputs of its convolution and the state of its recurrence.
+        """
+        interleaved, dtype, read = self._family.delta == "interleaved", self.dtype, self._checks.value
+        names = _INTERLEAVED if interleaved else _SPLIT
+        require(is_of(layer, f"{self._family.name}GatedDeltaNet"), "a layer of linear attention is of another class")
+        self._checks.plain(layer, *names, "conv1d", "norm", "out_proj")
+        key_heads, value_heads, key_dim, value_dim, kernel = (
+            read(layer, name) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size")
+        )
+        keys, values = key_heads * key_dim, value_heads * value_dim
+        sizes = (read(layer, "key_dim"), read(layer, "value_dim"), read(layer, "layer_idx"))
+        require(sizes == (keys, values, index), "the numbers of a layer of linear attention were changed")
+        require(value_heads % key_heads == 0 and key_dim % 2 == 0, "its heads of linear attention have another shape")
+        channels = 2 * keys + values
+        norm, convolution = layer.norm, layer.conv1d
+        require(is_of(norm, f"{self._family.name}RMSNormGated"), "a gated norm is of another class")
+        self._checks.plain(norm)
+        for module in (layer, norm):
+            name = read(module, "activation")
+            kind = self._checks.item(activations.ACT2FN, name)
+            known = name in ("silu", "swish") and kind in (nn.SiLU, activations.SiLUActivation)
+            require(known, f"its activation is {name}")
+        self.epsilons.add(read(norm, "variance_epsilon"))
+        require(type(convolution) is nn.Conv1d and convolution.bias is None, "a convolution is of another kind")
+        self._checks.plain(convolution)
+        fits = tuple(convolution.weight.shape) == (channels, 1, kernel) and 1 < kernel <= MAX_TAPS
+        require(fits, "a convolution is too long")
+        inputs, state = states.state(StateKey(index, "conv")), states.state(StateKey(index, "recurrent"))
+        require(inputs.dtype == dtype and state.dtype == torch.float32, "the dtypes of its states are others")
+        shapes = inputs.shape[1:] == (channels, kernel) and state.shape[1:] == (value_heads, key_dim, value_dim)
+        require(shapes, "its states have another shape")
+        require(inputs.stride(1) == 1 and state[0].is_contiguous(), "its states lie otherwise")
+        wide = [channels + values, 2 * value_heads] if interleaved else [channels, values, value_heads, value_heads]
+        projections = [self.linear(getattr(layer, name), size)[0] for name, size in zip(names, wide, strict=True)]
+        qkv, z, b, a = (projections[0], Linear(), projections[1], Linear()) if interleaved else projections
+        (output,) = self.linear(layer.out_proj)
+        return DeltaNet(
+            qkv, z, b, a,
+            address(convolution, "weight", dtype), address(layer, "A_log", dtype), address(layer, "dt_bias", dtype),
+            address(norm, "weight", dtype), inputs.data_ptr(), state.data_ptr(), inputs.stride(0), state.stride(0),
+            key_heads, value_heads, key_dim, value_dim, kernel, interleaved,
+        ), output  # fmt: skip
+
     def _require_known_experts(self, experts: Any) -> None:
         """Check that transformers' own functions compute a layer's experts, in the layout that the C++ forward reads."""
-        originals = self._checks.originals
-        layout = {name: originals.value(experts, name) for name in ("is_transposed", "has_bias", "_is_expert_parallel")}
-        wrong = [name for name, value in layout.items() if value]
+        checks = self._checks
+        wrong = [name for name in ("is_transposed", "has_bias", "_is_expert_parallel") if checks.value(experts, name)]
         require(not wrong, f"the experts of a layer have {', '.join(wrong)}")
         require(
             experts.has_gate and experts.is_concatenated, "the experts of a layer have no gate, or an interleaved one"
         )
-        originals.function(moe, "_default_apply_gate")
+        checks.function(moe, "_default_apply_gate")
         require(
-            originals.value(type(experts), "_apply_gate") is moe._default_apply_gate, "the gate of experts was replaced"
+            checks.value(type(experts), "_apply_gate") is moe._default_apply_gate, "the gate of experts was replaced"
         )
-        way = originals.value(experts.config, "_experts_implementation")
+        way = checks.value(experts.config, "_experts_implementation")
         if way in ("grouped_mm", "batched_mm"):
-            originals.function(moe, f"{way}_experts_forward")
+            checks.function(moe, f"{way}_experts_forward")
             known = getattr(moe, f"{way}_experts_forward")
-            require(originals.item(moe.ALL_EXPERTS_FUNCTIONS, way) is known, f"the experts' {way} was replaced")
+            require(checks.item(moe.ALL_EXPERTS_FUNCTIONS, way) is known, f"the experts' {way} was replaced")
         else:
             require(way in (None, "eager"), f"its experts run by {way}")
 
@@ -195,3 +243,52 @@ def active_adapters(module: Any) -> list[str]:
 def is_conv(module: Any) -> bool:
     """Whether a projection is GPT-2's Conv1D, whose weight is transposed."""
     return type(module) is pytorch_utils.Conv1D
+
+
+PART = 64
+"""Positions per call: few enough that torch computes them on one thread."""
+
+
+class _Tables(NamedTuple):
+    frequencies: Tensor
+    """A copy of the frequencies that the tables were computed from."""
+    key: tuple[float, torch.dtype]
+    """Scaling, and the dtype asked for."""
+    cosines: Tensor
+    sines: Tensor
+
+
+_kept: WeakKeyDictionary[nn.Module, dict[str | None, _Tables]] = WeakKeyDictionary()
+
+
+def rotary_numbers(rotary: Any, layer_type: str | None = None) -> tuple[Tensor, float]:
+    """Frequencies and scaling of a rotary embedding for layers of a type; None: all layers have the same."""
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    return getattr(rotary, f"{prefix}inv_freq"), getattr(rotary, f"{prefix}attention_scaling")
+
+
+def rotary_tables(rotary: Any, dtype: torch.dtype, length: int, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [at least max(`length`, 1), D] of the first positions, contiguous, on the CPU.
+
+    Args:
+        dtype: dtype of the hidden states, and of the tables unless the module keeps them in float32.
+        layer_type: type of the layers that they are for; None: all layers have the same.
+    """
+    frequencies, scaling = rotary_numbers(rotary, layer_type)
+    of_types = _kept.setdefault(rotary, {})
+    kept = of_types.get(layer_type)
+    cosines, sines, start = [], [], 0
+    if kept is not None and kept.key == (scaling, dtype) and torch.equal(kept.frequencies, frequencies):
+        cosines, sines, start = [kept.cosines], [kept.sines], len(kept.cosines)
+        if start >= length:
+            return kept.cosines, kept.sines
+    types = () if layer_type is None else (layer_type,)
+    with torch.inference_mode(False), torch.no_grad():
+        like = torch.empty(1, 1, 1, dtype=dtype, device="cpu")
+        for first in range(start, max(length, 1), PART):
+            part = rotary(like, torch.arange(first, first + PART, device="cpu")[None], *types)
+            cosines.append(part[0][0])
+            sines.append(part[1][0])
+        whole = torch.cat(cosines), torch.cat(sines)
+        of_types[layer_type] = _Tables(frequencies.clone(), (scaling, dtype), *whole)
+    return whole

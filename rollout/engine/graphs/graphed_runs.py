@@ -6,7 +6,6 @@ than `LEAD` ahead: so it sees soon that a row has ended, or that the run is aske
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Callable
 
@@ -19,7 +18,7 @@ from rollout.engine.graphs.cuda_graphs import GraphedDecode
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import downloading, upload
 from rollout.engine.sampling.sampler import sample
-from rollout.engine.sampling.sampling_table import SamplingRows
+from rollout.engine.sampling.sampling_table import DecodeRun
 
 LEAD = 2
 """Steps queued before the tokens of an earlier one are read. With one, a host that is late leaves the device idle."""
@@ -47,29 +46,19 @@ class GraphedRuns:
         """Whether steps of the model may be replayed; the first one of a run says whether they are."""
         return not self._graphs.why_not
 
-    def decode(
-        self,
-        ids: NDArray[np.int64],
-        rows: PagedRows,
-        states: NDArray[np.int32] | None,
-        params: SamplingRows,
-        counters: NDArray[np.int64],
-        stop_ids: NDArray[np.int32],
-        steps: int,
-        asked: ctypes.c_int32,
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def decode(self, run: DecodeRun) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Make decode steps; see `RunForward`. A step that was not replayed is the only one."""
-        logits = self._forward(ids, rows, np.arange(len(ids)))
+        logits = self._forward(run.ids, run.rows, np.arange(len(run.ids)))
         step = self._graphs.last
-        most = 1 if step is None else 1 + step.room(steps - 1)
-        counts = upload(counters, self._device)
+        most = 1 if step is None else 1 + step.room(run.steps - 1)
+        counts = upload(run.counters, self._device)
         coming, came = deque[Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]](), []
         for made in range(1, most + 1):
-            drawn = sample(logits, params, counts)
+            drawn = sample(logits, run.params, counts)
             coming.append(downloading(drawn.token_ids, drawn.logprobs))
             if len(coming) > LEAD:
                 came.append(coming.popleft()())
-            if step is None or made == most or asked.value or (came and _ends(*came[-1], stop_ids)):
+            if step is None or made == most or run.asked.value or (came and _ends(*came[-1], run.stop_ids)):
                 break
             counts = counts + 1
             logits = step.follow(drawn.token_ids)

@@ -1,9 +1,10 @@
-"""Buffers reused across steps, and uploads of numpy arrays to a device."""
+"""Buffers reused across steps, uploads of numpy arrays to a device, and what else tensors need in several places."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -14,6 +15,30 @@ BLOCK = 128
 """Vocabulary entries per block of the two-level search in a draw: first the block, then the token."""
 ALIGNMENT = 64
 """Bytes. Triton compiles a kernel separately for addresses that are no multiple of 16: packed arrays avoid those."""
+
+
+_OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED")
+
+
+def lacks_device_memory(exc: BaseException) -> bool:
+    """Whether an operation failed because the device has no memory left, so that it may succeed with more.
+
+    Torch's allocator raises `torch.OutOfMemoryError`; the driver (when a graph is instantiated or a kernel loaded), cuBLAS
+    and Triton raise a RuntimeError whose message says so.
+    """
+    if isinstance(exc, torch.OutOfMemoryError):
+        return True
+    return isinstance(exc, RuntimeError) and any(each in str(exc) for each in _OUT_OF_MEMORY)
+
+
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Leave inference mode: tensors created inside can be trained and changed in place later."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Scratch:

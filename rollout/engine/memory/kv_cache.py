@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.blocks.pages import LayerGroups, one_group
 from rollout.engine.memory.block_pool import Allocate, BlockPool, zeros
 from rollout.engine.memory.buffers import upload
-from rollout.engine.memory.layer_groups import LayerGroups
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class KVCache(BlockPool):
         allocate: makes K and V of each layer; raises `torch.OutOfMemoryError` when it cannot (replaceable in tests).
         release: gives their memory back, after they were dropped; None: dropping them does.
         routes: keep expert routes of this shape beside K and V; None: none.
-        groups: of the layers; a block of this pool is then a page of one group. None: it holds all layers.
+        groups: groups of the layers: a block of this pool is a page of one group. None: all layers are one group.
 
     Attributes:
         addresses: of K and V of each layer, K first, which captured graphs have fixed; empty without a pool.
@@ -78,14 +78,12 @@ class KVCache(BlockPool):
     ) -> None:
         self.block_size = block_size
         self.routes = routes
-        self._groups = groups
+        self._groups = groups or one_group(len(layers))
         self._shapes = [(s.num_kv_heads, width) for s in layers for width in (s.head_dim, s.value_dim)]
         self._layers: list[tuple[Tensor, Tensor]] = []
         self.addresses: tuple[int, ...] = ()
-        widths = [block_size * heads * width for heads, width in self._shapes]
-        if groups is not None:
-            # The layers of a group are as many as the places, and all of one size.
-            widths = widths[: 2 * groups.places]
+        # Several groups have layers of one size, as many as there are places.
+        widths = [block_size * heads * width for heads, width in self._shapes[: 2 * self._groups.places]]
         self._num_parts = len(widths)
         if routes is not None:
             widths.append(routes.block_bytes(block_size, dtype) // dtype.itemsize)
@@ -104,11 +102,11 @@ class KVCache(BlockPool):
     @property
     def num_groups(self) -> int:
         """Groups of layers, and pages of a block that is there in every layer."""
-        return 1 if self._groups is None else self._groups.count
+        return self._groups.count
 
     def group_of(self, layer: int) -> int:
         """Group whose block tables and slots a layer uses."""
-        return 0 if self._groups is None else self._groups.group_of[layer]
+        return self._groups.group_of[layer]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """K [num_blocks, block_size, Hkv, D] and V [num_blocks, block_size, Hkv, Dv] of one layer, contiguous."""
@@ -121,9 +119,7 @@ class KVCache(BlockPool):
             torch.OutOfMemoryError: not enough device memory; nothing has changed.
         """
         super().materialize(num_blocks)
-        kv_parts = self._parts[: self._num_parts]
-        if self._groups is not None:
-            kv_parts = [kv_parts[2 * place + half] for place in self._groups.place_of for half in range(2)]
+        kv_parts = [self._parts[2 * place + half] for place in self._groups.place_of for half in range(2)]
         shaped = [
             part.view(num_blocks, self.block_size, heads, width)
             for part, (heads, width) in zip(kv_parts, self._shapes, strict=True)

@@ -1,39 +1,188 @@
-"""LoRA adapters that requests name: which are loaded, which sequence has which, and their part of a forward.
+"""LoRA adapters that requests name: read from folders, which sequence has which, and their part of a forward.
 
-Nothing is injected into the model: while a forward with adapters runs, the `forward` of the layers concerned is replaced,
-and put back before any other forward. Always true: sequences without an adapter are computed by a forward of their own,
-exactly as if there were no adapters; all others of a step share one forward, each position with its own adapter.
+    y = W x + s · B (A x),   s = alpha / r, or alpha / √r with rsLoRA        (Hu et al. 2021, arXiv:2106.09685)
+
+Only while a forward with adapters runs, the `forward` of the layers concerned is replaced. Always true: sequences without an
+adapter are computed by a forward of their own, exactly as if there were no adapters. All others of a step share one forward.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import upload
-from rollout.engine.weights.lora_folder import LoraAdapter, LoraLayer, read_adapter
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+MAX_RANK = 512
+
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the base weights as they are."""
+_REFUSED = {
+    "use_dora": "DoRA changes the norm of every weight",
+    "use_qalora": "QALoRA pools the inputs",
+    "lora_bias": "it has biases",
+    "fan_in_fan_out": "its matrices are transposed",
+    "modules_to_save": "whole modules were trained beside it",
+    "target_parameters": "it acts on parameters that are no linear layers",
+    "trainable_token_indices": "embeddings were trained beside it",
+    "layer_replication": "it repeats layers",
+    "alora_invocation_tokens": "it acts from certain tokens on only",
+    "arrow_config": "it routes among adapters",
+    "use_bdlora": "its matrices are block diagonal",
+    "kasa_config": "it changes the base weights",
+    "monteclora_config": "its weights are drawn",
+}
+"""Options of PEFT's `LoraConfig` that change the computation → how."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoraLayer:
+    """The low-rank update of one linear layer."""
+
+    down: Tensor
+    """A, [r, in]."""
+    up: Tensor
+    """B, [out, r]."""
+    scaling: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., out] of x [..., in], in the dtype that PEFT computes in."""
+        down, up = self.down.to(x.device), self.up.to(x.device)
+        return linear(linear(x.to(down.dtype), down), up) * self.scaling
+
+
+@dataclass(frozen=True, eq=False)
+class LoraAdapter:
+    """A LoRA adapter: updates by the names of the modules they belong to."""
+
+    folder: str
+    layers: dict[str, LoraLayer]
+
+
+def read_adapter(model: nn.Module, folder: str | PathLike[str]) -> LoraAdapter:
+    """Read an adapter, as PEFT's `save_pretrained` leaves it, and check it against a model.
+
+    Tensors keep their dtype, in which PEFT computes too, and go to the device of their layer.
+
+    Raises:
+        ConfigError: a file is missing or malformed; the adapter is not plain LoRA; or a layer is missing, not linear or of
+            another shape.
+    """
+    where = f"adapter {str(folder)!r}"
+    config = _config(Path(folder), where)
+    _refuse_other_kinds(config, where)
+    modules: dict[str, Any] = dict(model.named_modules())
+    embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = embeddings()
+    pairs: dict[str, dict[str, Tensor]] = {}
+    try:
+        tensors = load_file(Path(folder) / WEIGHTS)
+    except (OSError, SafetensorError) as exc:
+        raise ConfigError(f"{where}: {WEIGHTS} cannot be read: {exc}") from exc
+    for name, tensor in tensors.items():
+        found = _TENSOR.fullmatch(name)
+        if found is None:
+            raise ConfigError(f"{where}: {name!r} is no lora_A or lora_B of a linear layer; train such layers alone")
+        pairs.setdefault(found["module"], {})[found["part"]] = tensor
+    if not pairs:
+        raise ConfigError(f"{where}: {WEIGHTS} is empty")
+    for name, pair in pairs.items():
+        _check_layer(modules.get(name), head, pair, f"{where}: {name!r}")
+    return LoraAdapter(
+        str(folder), {name: _layer(config, name, pair, modules[name].weight) for name, pair in pairs.items()}
+    )
+
+
+def _config(folder: Path, where: str) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        (folder / WEIGHTS).stat()
+    except OSError as exc:
+        raise ConfigError(f"{where}: must be a folder with {CONFIG} and {WEIGHTS}: {exc}") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{where}: {CONFIG} is malformed: {exc}") from exc
+    if not isinstance(config, dict):
+        raise ConfigError(f"{where}: {CONFIG} is malformed: it holds no object")
+    return config
+
+
+def _refuse_other_kinds(config: dict[str, Any], where: str) -> None:
+    if config.get("peft_type") != "LORA":
+        raise ConfigError(f"{where}: peft_type={config.get('peft_type')!r}: must be 'LORA'")
+    for name, why in _REFUSED.items():
+        if config.get(name):
+            raise ConfigError(f"{where}: {name}={config[name]!r}: {why}; merge it and load the weights instead")
+    if config.get("bias", "none") != "none":
+        raise ConfigError(f"{where}: bias={config['bias']!r}: must be 'none'; merge it and load the weights instead")
+    if config.get("init_lora_weights") not in _PLAIN_INITS:
+        raise ConfigError(
+            f"{where}: init_lora_weights={config['init_lora_weights']!r} has changed the base weights: save it with "
+            "path_initial_model_for_weight_conversion, or merge it and load the weights instead"
+        )
+    for name in ("lora_alpha", "r"):
+        if not isinstance(config.get(name), int | float) or config[name] <= 0:
+            raise ConfigError(f"{where}: {name}={config.get(name)!r}: must be a number above 0")
+
+
+def _check_layer(module: nn.Module | None, head: nn.Module | None, pair: dict[str, Tensor], where: str) -> None:
+    if not isinstance(module, nn.Linear) or module is head:
+        kind = "there is no such module" if module is None else f"it is {type(module).__name__}"
+        kind = "it is the output layer" if module is not None and module is head else kind
+        raise ConfigError(f"{where}: must be a linear layer inside this model's decoder: {kind}")
+    if set(pair) != {"A", "B"}:
+        raise ConfigError(f"{where}: lora_{'B' if 'A' in pair else 'A'} is not there")
+    down, up = pair["A"], pair["B"]
+    rank = down.shape[0] if down.ndim == 2 else 0
+    if list(down.shape) != [rank, module.in_features] or list(up.shape) != [module.out_features, rank]:
+        raise ConfigError(
+            f"{where}: lora_A {list(down.shape)} and lora_B {list(up.shape)} do not fit a layer of "
+            f"{module.in_features} inputs and {module.out_features} outputs"
+        )
+    if not 1 <= rank <= MAX_RANK or not (down.is_floating_point() and up.is_floating_point()):
+        raise ConfigError(f"{where}: rank {rank} of {down.dtype}: must be of floats, of rank 1 to {MAX_RANK}")
+
+
+def _layer(config: dict[str, Any], name: str, pair: dict[str, Tensor], weight: Tensor) -> LoraLayer:
+    rank = pair["A"].shape[0]
+    alpha = next(
+        (value for key, value in (config.get("alpha_pattern") or {}).items() if re.match(rf"(.*\.)?({key})$", name)),
+        config["lora_alpha"],
+    )
+    scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return LoraLayer(pair["A"].to(weight.device), pair["B"].to(weight.device), scaling)
+
+
 MAX_ADAPTERS = 64
-"""Adapters loaded at a time."""
+"""Most adapters loaded at a time."""
 
 IntArray = NDArray[np.int64]
 Names = Sequence[str | None]
-"""Adapter of each sequence of a step."""
+"""Adapter of each sequence of a step; None: the sequence has none."""
 Forward = Callable[[IntArray, PagedRows, IntArray], Tensor]
 """Logits [len(keep), V] of (ids, rows, keep), as `ModelRunner.forward` takes them."""
 _Part = tuple[LoraLayer, Tensor | None]
-"""An update, and which positions it is for; None: all."""
+"""An update, and the positions that it is for; None: all."""
 
 
 class LoraAdapters:
@@ -54,7 +203,7 @@ class LoraAdapters:
         """Load an adapter, in place of one of the same name.
 
         Returns:
-            Whether there has been another adapter of this name, of which there may be cached KV.
+            Whether there has been another adapter of this name, so that its KV may be in the prefix cache.
 
         Raises:
             ConfigError: it does not fit the model, or there are too many; nothing was changed.
@@ -68,7 +217,7 @@ class LoraAdapters:
         return known
 
     def unload(self, name: str) -> None:
-        """Forget an adapter, which no sequence has any more. Harmless when repeated."""
+        """Forget an adapter, which no sequence uses any more. Harmless when repeated."""
         if self._loaded.pop(name, None) is not None:
             self._unloaded.add(name)
 
@@ -157,22 +306,17 @@ class LoraAdapters:
 
 
 def _updated(forward: Callable[[Tensor], Tensor], path: str, updates: list[_Part], positions: int, x: Tensor) -> Tensor:
-    """Output of a linear layer with the low-rank updates of the positions that have one, in the dtypes PEFT computes in."""
+    """Output of a linear layer with the low-rank updates of the positions that have one."""
     base = forward(x)
     inputs, outputs = x.flatten(0, -2), base.flatten(0, -2)
     for layer, index in updates:
         if index is None:
-            return (base + _update(layer, x)).to(base.dtype)
+            return (base + layer(x)).to(base.dtype)
         if len(inputs) != positions:
             raise UnsupportedModelError(
                 f"{path} computes {len(inputs)} of {positions} positions, so several adapters cannot be told apart there: "
                 "ask for one adapter at a time, or train it without this layer"
             )
-        mixed = outputs.index_select(0, index) + _update(layer, inputs.index_select(0, index))
+        mixed = outputs.index_select(0, index) + layer(inputs.index_select(0, index))
         outputs = outputs.index_copy(0, index, mixed.to(base.dtype))
     return outputs.view_as(base)
-
-
-def _update(layer: LoraLayer, x: Tensor) -> Tensor:
-    down, up = layer.down.to(x.device), layer.up.to(x.device)
-    return linear(linear(x.to(down.dtype), down), up) * layer.scaling

@@ -29,14 +29,14 @@ from rollout.threads.interrupts import interruptible, uninterrupted
 IMPLEMENTATION = "rollout_paged"
 BATCH_ARGUMENT = "rollout_batch"
 TREE_PREFIX = "rollout_tree_"
-"""Of the names of implementations in a model that tree attention is attached to; that of the model's own follows."""
+"""If tree attention is attached to a model, prefix of its own implementation's name."""
 SINKS = "s_aux"
 """Argument by which layers pass their attention sinks, [H]."""
 
 _carried: ContextVar[AttentionBatch | None] = ContextVar("rollout_batch", default=None)
 """Batch of the current thread's forward."""
 _in_forward: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
-"""Held in a forward of ours, as two engines of one model may step in two threads."""
+"""Lock of each model's forwards: two engines of one model may step in two threads."""
 
 
 def is_rollout_forward() -> bool:
@@ -45,11 +45,7 @@ def is_rollout_forward() -> bool:
 
 
 def refuse_inside_forward() -> None:
-    """Refuse to run requests inside of a forward of an engine, on its thread.
-
-    Raises:
-        EngineStateError: names the cure.
-    """
+    """Raises: EngineStateError: this thread runs a forward of an engine, inside of which no request can run."""
     if is_rollout_forward():
         raise EngineStateError(
             "generate or score inside a forward of the model (a forward hook?), in the middle of a step: keep in the hook "
@@ -92,7 +88,7 @@ def rollout_attention(
             f"{IMPLEMENTATION!r} is the engine's own attention implementation: set the model's to 'sdpa'"
         )
     if torch.is_autocast_enabled(query.device.type):
-        # As the trainer's attention does: rotary embeddings leave queries and keys in a wider type than values.
+        # Rotary embeddings leave queries and keys in a wider type than values; the trainer's attention casts them too.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if attention_mask is not None:
@@ -122,7 +118,7 @@ def forward_with(batch: AttentionBatch, model: nn.Module, **inputs: Any) -> Any:
 
 @contextmanager
 def carried(batch: AttentionBatch) -> Iterator[None]:
-    """A block whose forwards of this thread are of the engine, also where they are not passed the batch."""
+    """A block in which this thread's forwards get the batch even if they drop keyword arguments."""
     token = _carried.set(batch)
     try:
         yield
@@ -132,28 +128,22 @@ def carried(batch: AttentionBatch) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class PagedBatch:
-    """`AttentionBatch` of one step over the paged cache.
-
-    Args:
-        cache: holds K and V.
-        layer_of: index of each attention module's layer in the cache.
-        slots: of each group of layers, [B * P] int64 slot mapping: token slot (block * block_size + offset) of each of the
-            forward's positions.
-        attention: the kernel, for this step, of each group of layers.
-        windows: sliding windows of layers that do not pass one themselves.
-        chunks: of the layers whose attention is in chunks.
-        write: writes K and V into their slots.
-        unwindowed: like `attention`, of layers without a window, where what they see differs beside; None: the same.
-    """
+    """`AttentionBatch` of one step over the paged cache."""
 
     cache: KVCache
     layer_of: dict[nn.Module, int]
+    """Index of each attention module's layer in the cache."""
     slots: Sequence[Tensor]
+    """[B * P] int64 per group of layers: token slot (block * block_size + offset) of each of the forward's positions."""
     attention: Sequence[PagedAttention]
+    """Kernel of each group of layers, for this step."""
     windows: Mapping[nn.Module, int | None]
+    """Sliding windows of layers that do not pass one themselves."""
     chunks: Mapping[nn.Module, int]
+    """Chunk sizes of the layers whose attention is in chunks."""
     write: CacheWrite = write_slots
     unwindowed: Sequence[PagedAttention] | None = None
+    """Like `attention`, for layers without a window; None: they have the same kernels."""
 
     def attend(
         self,
@@ -164,7 +154,6 @@ class PagedBatch:
         scaling: float | None,
         arguments: dict[str, Any],
     ) -> Tensor:
-        """Write K and V into their slots, then attend over the blocks."""
         layer = self.layer_of[module]
         (key_cache, value_cache), group = self.cache.layer(layer), self.cache.group_of(layer)
         keys, values = (each.transpose(1, 2).flatten(0, 1) for each in (key, value))
@@ -189,12 +178,12 @@ class PagedBatch:
 class Installation:
     """The engine's use of the trainer's model: `with installation` spans many forwards, and may be nested.
 
+    Between two forwards in the block the model is as the trainer left it, for the trainer's code that runs in the block (a
+    reward function) and for other threads.
+
     Args:
         autocast: dtype that forwards are autocast to; None: the caller's autocast applies.
-        implementation: the name that the attention is registered under.
-
-    Between two forwards in the block nothing is changed that anybody else could notice: not for the trainer's code that
-    runs in it (a reward function), nor for other threads.
+        implementation: name that the attention is registered under.
     """
 
     def __init__(
@@ -208,7 +197,7 @@ class Installation:
         self._modules: list[nn.Module] = []
         self._configs: list[Any] = []
         self.module_epoch = 0
-        """Incremented whenever the trainer may have modified the module; caches keyed on it are invalidated."""
+        """Incremented whenever the trainer may have modified the module."""
 
     @property
     def active(self) -> bool:
@@ -219,7 +208,7 @@ class Installation:
         with uninterrupted():
             if not self._depth:
                 self._modules, self._configs = list(self._model.modules()), configs_of(self._model)
-                # Casts that autocast made before may be outdated; those of the block last until its end.
+                # Earlier casts of autocast may be outdated; the block's own stay valid until its end.
                 torch.clear_autocast_cache()
                 torch.autocast_increment_nesting()
                 self.module_epoch += 1
@@ -245,10 +234,8 @@ class Installation:
     def forward(self) -> Iterator[None]:
         """A block of inference in which the modules run: with our attention, uncompiled, training behaviour off.
 
-        On leaving, every flag is as before, also after an exception. Restored: the attention implementation of every
-        configuration object of the model, and the `training` flag of every module (a trainer may keep some in eval).
-        Gradient checkpointing acts only while `training` is set, and `use_cache` is an argument of the forward: neither is
-        touched. Other threads see the flags of `training`, and no other change.
+        At the end, even after an exception, the attention implementation of every configuration object and the `training`
+        flag of every module are as before. Other threads see the `training` flags, and no other change.
         """
         with self.inference(), self._alone, ExitStack() as stack:
             try:
@@ -265,7 +252,7 @@ class Installation:
             stack.callback(setattr, config, _IMPLEMENTATION_FIELD, own)
             setattr(config, _IMPLEMENTATION_FIELD, _Switched.of(own, self._implementation))
         if any(_is_compiled(module) for module in self._modules):
-            # Dynamo would trace the attention's Python: a graph break in every layer, a compilation for every shape.
+            # Dynamo would break the graph in every layer, and compile for every shape.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         training = [module for module in self._modules if module.training]
         stack.callback(_set_training, training, True)
@@ -273,9 +260,9 @@ class Installation:
 
 
 class _Switched(str):
-    """The name of a model's own attention implementation, which equals that of ours in a forward of an engine.
+    """The name of a model's own attention implementation, which equals ours to a thread inside of an engine's forward.
 
-    Only to the thread of that forward. A copy is the own name.
+    A copy is the own name.
     """
 
     ours: str
@@ -320,18 +307,17 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _set_training(modules: list[nn.Module], value: bool) -> None:
     for module in modules:
-        # As `nn.Module.__setattr__` would, in a tenth of the time: this is done in every forward.
+        # A tenth of the time of `nn.Module.__setattr__`, in every forward.
         vars(module)["training"] = value
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """Every configuration object with an attention implementation, without duplicates; those of vision and audio towers,
-    whose attention is not paged, are left out."""
+    """Every configuration object with an attention implementation, except those of vision and audio towers."""
     found: dict[int, Any] = {}
     own = getattr(model, "config", None)
     towers = tuple({type(getattr(own, name)) for name in _TOWERS if getattr(own, name, None) is not None})
     for module in model.modules():
-        # A module asks its wrapped ones for an attribute that it lacks, which takes long in a model with adapters.
+        # `getattr` of a PEFT module searches the modules that it wraps, which is slow.
         config = vars(module).get("config")
         if hasattr(config, _IMPLEMENTATION_FIELD) and not isinstance(config, towers):
             found[id(config)] = config

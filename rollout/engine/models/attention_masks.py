@@ -1,8 +1,7 @@
 """Learns a layer's attention window or chunk from transformers' mask functions, or refuses the mask.
 
-Many models pass a layer's window to its attention as an argument; some only apply it in the mask. While the model is
-probed, `probe_mask` is registered with transformers' `AttentionMaskInterface`: its result keeps the mask function it was
-called with, from which `limits_of` reads the window or the chunk, however large.
+Some models apply a window only in the mask. While a model is probed, `probe_mask` makes its masks: each keeps the mask
+function it was made from, from which `limits_of` reads the window or the chunk, however large.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class Limits:
     """Which positions up to its own a query sees."""
 
     window: int | None = None
-    """The last so many, its own included; None: all."""
+    """Number of the last positions, its own included; None: all."""
     chunk: int | None = None
-    """Those of its own chunk of so many; None: all."""
+    """Size of the chunks; a query sees its own chunk. None: all."""
 
     def firsts(self, positions: Tensor) -> Tensor:
         """The first position that each of `positions` sees."""
@@ -66,10 +65,10 @@ def limits_of(function: MaskFunction, length: int, device: torch.device) -> Limi
     """Which of the first `length` positions each of them sees.
 
     Args:
-        device: of tensors that the function may hold.
+        device: device of tensors that the function may hold.
 
     Raises:
-        OtherMask: neither a window nor chunks; the message shows the first position that differs from a window.
+        OtherMask: it is neither a window nor chunks; the message shows the first position that differs from a window.
     """
     positions = torch.arange(length, device=device)
     window = int(_seen(function, positions[-1], positions).sum())
@@ -89,7 +88,7 @@ def limits_of(function: MaskFunction, length: int, device: torch.device) -> Limi
 
 
 def _compare(function: MaskFunction, positions: Tensor, limits: Limits) -> None:
-    """Raise `OtherMask` unless the mask has these limits: whole rows of some positions, the edges of all of them."""
+    """Raise `OtherMask` unless whole rows of some positions, and the edges of all of them, have these limits."""
     length, firsts = len(positions), limits.firsts(positions)
     dense = range(min(length, _DENSE))
     for query in sorted({*dense, length // 2, length - 1}):

@@ -1,17 +1,17 @@
 """Checks at construction that a model can be served exactly; `UnsupportedModelError` names layer and reason.
 
 A few tokens go through the model with an attention that records its calls (modules, shapes, arguments, mask functions) and,
-where the configuration names recurrent or convolutional layers, a cache that records their states. Layers that keep state
-elsewhere (a bypassed interface) are missing from both; layers that need more than causal attention with a window, chunks, a
-cap or sinks (a position bias, an unknown argument) show it in theirs.
+if the configuration names recurrent or convolutional layers, a cache that records their states. Layers that keep state
+elsewhere appear in neither. Layers that need more than causal attention with a window, chunks, a cap or sinks show it in
+their arguments.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules import module as torch_module
 
+from rollout.engine.blocks.pages import LayerGroups, layer_groups
 from rollout.engine.memory.kv_cache import LayerShape
-from rollout.engine.memory.layer_groups import LayerGroups, layer_groups
 from rollout.engine.memory.state_pool import StateShape
 from rollout.engine.models.attention import SINKS, Installation, carried, forward_with
 from rollout.engine.models.attention_masks import PROBE, Limits, MaskFunction, OtherMask, function_of, limits_of
-from rollout.engine.models.recurrent_layers import RecurrentLayers
-from rollout.engine.models.recurrent_probes import continues, packs
+from rollout.engine.models.recurrent_layers import RecurrentLayers, continues
 from rollout.engine.models.recurrent_states import ProbedStates
 from rollout.errors import UnsupportedModelError
 
@@ -73,20 +72,18 @@ class ModelLayout:
     """Chunk of the mask, for layers whose attention is in chunks."""
     kv_dtype: torch.dtype
     narrowest_dtype: torch.dtype
-    """Narrowest dtype of keys and values, which differ under a trainer's autocast."""
+    """Narrowest dtype of keys and values; under a trainer's autocast it may differ from `kv_dtype`."""
     device: torch.device
     vocab_size: int
     max_position_embeddings: int | None
     described: str
     """Architecture in words, to tell checkpoints of different models apart."""
     states: tuple[StateShape, ...] = ()
-    """Of recurrent and convolutional layers."""
+    """States of recurrent and convolutional layers."""
     cache_argument: str = "past_key_values"
     """Argument of the forward that takes the cache of these states."""
     continues: bool = True
-    """Whether a chunk of several tokens goes on from recurrent states (Mamba 1 begins anew); one token always does."""
-    packs: bool = False
-    """Whether kernels of the model's own keep the states of several prompts in one row apart."""
+    """Whether a chunk of several tokens continues from recurrent states (Mamba 1 starts again); one token always does."""
 
     @property
     def reach(self) -> int | None:
@@ -100,17 +97,26 @@ class ModelLayout:
         """What the masks of the attention layers let a query see."""
         return self.layer_of, self.mask_windows, self.chunks, [(call.window, call.chunk) for call in self.calls]
 
-    def groups(self, length: int) -> LayerGroups | None:
-        """Groups of layers that keep KV for differently long, for sequences of up to `length` tokens; None: there is one."""
+    def groups(self, length: int) -> LayerGroups:
+        """Groups of layers that keep KV for equally long, for sequences of up to `length` tokens."""
         widths = [(each.num_kv_heads * each.head_dim, each.num_kv_heads * each.value_dim) for each in self.layers]
         return layer_groups(widths, [call.reach for call in self.calls], length)
 
 
+class _Call(NamedTuple):
+    module: nn.Module
+    shape: LayerShape
+    dtype: torch.dtype
+    arguments: dict[str, Any]
+    asked: AttentionCall
+    mask: MaskFunction | None
+
+
 class _Watcher:
+    """`AttentionBatch` that records the calls of one forward."""
+
     def __init__(self) -> None:
-        self.calls: list[tuple[nn.Module, LayerShape, torch.dtype, dict[str, Any]]] = []
-        self.asked: list[AttentionCall] = []
-        self.masks: list[MaskFunction | None] = []
+        self.calls: list[_Call] = []
         self.dtypes: set[torch.dtype] = set()
         self.lengths: set[int] = set()
 
@@ -123,16 +129,15 @@ class _Watcher:
         scaling: float | None,
         arguments: dict[str, Any],
     ) -> Tensor:
-        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
-        mask = arguments.get("attention_mask")
-        self.masks.append(None if mask is None else function_of(mask))
-        if self.masks[-1] is not None:
+        given = arguments.get("attention_mask")
+        mask = None if given is None else function_of(given)
+        if mask is not None:
             del arguments["attention_mask"]
-        self.calls.append((module, shape, key.dtype, arguments))
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         window, softcap, sinks = (arguments.get(name) for name in ("sliding_window", "softcap", SINKS))
         asked = AttentionCall(query.shape[1], scaling, window, softcap, sinks=sinks is not None)
-        self.asked.append(asked)
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        self.calls.append(_Call(module, shape, key.dtype, arguments, asked, mask))
         self.dtypes |= {key.dtype, value.dtype}
         self.lengths |= {query.shape[2], key.shape[2]}
         groups = query.shape[1] // key.shape[1]
@@ -177,41 +182,38 @@ def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> M
     shapes = () if states is None else states.shapes
     names = {module: name for name, module in model.named_modules()}
     _refuse_unwatched(model, text_config, watcher, names, shapes, recurrent)
-    for (module, _, _, arguments), asked in zip(watcher.calls, watcher.asked, strict=True):
-        _refuse_arguments(names[module], module, arguments, asked.num_heads)
-    modules = [module for module, _, _, _ in watcher.calls]
+    for each in watcher.calls:
+        _refuse_arguments(names[each.module], each)
+    modules = [each.module for each in watcher.calls]
     positions = getattr(text_config, "max_position_embeddings", None)
-    calls = tuple(watcher.asked)
+    calls = tuple(each.asked for each in watcher.calls)
     # FlashAttention gets the window as an argument and no mask.
     if not str(implementation).startswith("flash"):
         length = max_sequence_length or positions or DEFAULT_LENGTH
-        limits = _mask_limits([names[module] for module in modules], watcher.masks, calls, length, first.device)
-        calls = tuple(
-            replace(call, window=each.window, chunk=each.chunk) for call, each in zip(calls, limits, strict=True)
-        )
+        calls = tuple(_limited(names, watcher.calls, length, first.device))
+    layers = {getattr(module, "layer_idx", None) for module in modules} | {each.key.layer for each in shapes}
     return ModelLayout(
-        layers=tuple(shape for _, shape, _, _ in watcher.calls),
+        layers=tuple(each.shape for each in watcher.calls),
         calls=calls,
         layer_of={module: index for index, module in enumerate(modules)},
         mask_windows={
-            module: call.window
-            for module, call, asked in zip(modules, calls, watcher.asked, strict=True)
-            if call.window != asked.window
+            each.module: call.window
+            for each, call in zip(watcher.calls, calls, strict=True)
+            if call.window != each.asked.window
         },
         chunks={module: call.chunk for module, call in zip(modules, calls, strict=True) if call.chunk is not None},
-        kv_dtype=watcher.calls[0][2] if watcher.calls else first.dtype,
+        kv_dtype=watcher.calls[0].dtype if watcher.calls else first.dtype,
         narrowest_dtype=min(watcher.dtypes or {first.dtype}, key=lambda dtype: dtype.itemsize),
         device=first.device,
         vocab_size=int(text_config.vocab_size),
         max_position_embeddings=positions,
         described=(
-            f"{getattr(text_config, 'model_type', 'model')} of {_count_layers(watcher, shapes)} layers, a width of "
+            f"{getattr(text_config, 'model_type', 'model')} of {len(layers) if shapes else len(modules)} layers, a width of "
             f"{getattr(text_config, 'hidden_size', None)} and {text_config.vocab_size} tokens"
         ),
         states=shapes,
         cache_argument=recurrent.cache_argument,
         continues=continues(model, first.device, shapes, recurrent.cache_argument),
-        packs=packs(model, first.device, shapes, recurrent.cache_argument),
     )
 
 
@@ -235,15 +237,6 @@ def refuse_several_devices(model: nn.Module) -> None:
 def has_global_hooks() -> bool:
     """Whether torch has hooks on every module's forward, so that only the module's own forward is correct."""
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
-
-
-def _count_layers(watcher: _Watcher, states: Sequence[StateShape]) -> int:
-    """Layers with attention, recurrent states, or both."""
-    if not states:
-        return len(watcher.calls)
-    return len(
-        {getattr(module, "layer_idx", None) for module, *_ in watcher.calls} | {each.key.layer for each in states}
-    )
 
 
 def _watch(model: nn.Module, device: torch.device, cache: Mapping[str, ProbedStates]) -> _Watcher:
@@ -302,29 +295,25 @@ def _innermost(model: nn.Module, exc: BaseException) -> str:
     return found
 
 
-def _mask_limits(
-    names: Sequence[str],
-    masks: Sequence[MaskFunction | None],
-    calls: Sequence[AttentionCall],
-    length: int,
-    device: torch.device,
-) -> list[Limits]:
-    """Limits of each layer: those of its mask, or, without a mask, the window it passes."""
+def _limited(
+    names: Mapping[nn.Module, str], calls: Sequence[_Call], length: int, device: torch.device
+) -> Iterator[AttentionCall]:
+    """The calls with the limits of their masks; without a mask, with the window that the layer passes."""
     known: dict[MaskFunction, Limits] = {}
-    found = []
-    for name, mask, call in zip(names, masks, calls, strict=True):
+    for each in calls:
+        mask, asked = each.mask, each.asked
         if mask is not None and mask not in known:
             try:
                 known[mask] = limits_of(mask, length, device)
             except OtherMask as exc:
                 raise UnsupportedModelError(
-                    f"attention layer {name!r}: {exc}; the engine serves causal attention, also in a window or in chunks"
+                    f"attention layer {names[each.module]!r}: {exc}; the engine serves causal attention, also in a window "
+                    "or in chunks"
                 ) from exc
-        limits = Limits(call.window) if mask is None else known[mask]
+        limits = Limits(asked.window) if mask is None else known[mask]
         # A window of at least `length` equals no window.
-        same = (call.window or length) >= length and (limits.window or length) >= length
-        found.append(replace(limits, window=call.window) if same else limits)
-    return found
+        same = (asked.window or length) >= length and (limits.window or length) >= length
+        yield replace(asked, window=asked.window if same else limits.window, chunk=limits.chunk)
 
 
 def _refuse_without_weights(model: nn.Module) -> None:
@@ -348,8 +337,8 @@ def _refuse_unknown_layers(model: nn.Module, config: Any, recurrent: RecurrentLa
 def refuse_growing_rope(model: nn.Module, max_sequence_length: int) -> None:
     """Refuse sequences longer than the model's positions allow.
 
-    Some rotary variants change every position once a sequence grows past the original context; a model without rotary
-    positions has a table of fixed length. Other rotary models degrade, which is logged as a warning.
+    Some rotary variants change every position once a sequence grows past the original context, and a model without rotary
+    positions has a table of fixed length. Other models only get worse, which is logged as a warning.
 
     Raises:
         UnsupportedModelError: `max_sequence_length` exceeds the limit past which cached keys would be wrong.
@@ -366,11 +355,8 @@ def refuse_growing_rope(model: nn.Module, max_sequence_length: int) -> None:
         _log.warning(
             "max_sequence_length=%d and %s has max_position_embeddings=%d: beyond these its tokens are worse than it was "
             "trained for; set InferenceConfig.max_sequence_length <= %d unless you mean it",
-            max_sequence_length,
-            type(model).__name__,
-            rows,
-            rows,
-        )
+            max_sequence_length, type(model).__name__, rows, rows,
+        )  # fmt: skip
     for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         if each.get("rope_type") not in ("dynamic", "longrope"):
             continue
@@ -383,16 +369,16 @@ def refuse_growing_rope(model: nn.Module, max_sequence_length: int) -> None:
 
 
 def refuse_packed_temperature(model: nn.Module, longest: int) -> None:
-    """Refuse Llama 4's attention temperature where it would be wrong.
+    """Refuse sequences or steps for which Llama 4's attention temperature would be wrong.
 
-    Its layers without rotary positions scale a query by its place in the forward's input, which is that in its sequence
-    only if the sequence is alone there. Below `floor_scale` the scale is 1 at every place.
+    Its layers without rotary positions scale a query by its place in the forward's input, and several sequences share one
+    input. Below `floor_scale` the scale is 1 at every place.
 
     Args:
         longest: most positions of a sequence or of a step.
 
     Raises:
-        UnsupportedModelError: a position could be scaled by that of another.
+        UnsupportedModelError: a position could be scaled by another one's place.
     """
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     floor = getattr(config, "floor_scale", None)
@@ -412,14 +398,13 @@ def _refuse_unwatched(
     states: Sequence[StateShape],
     recurrent: RecurrentLayers,
 ) -> None:
-    seen: set[nn.Module] = set()
-    for module, _, _, _ in watcher.calls:
-        if module in seen:
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: attention layer {names[module]!r} runs twice in one forward; "
-                "the engine keeps one KV per layer"
-            )
-        seen.add(module)
+    modules = [each.module for each in watcher.calls]
+    seen = set(modules)
+    if twice := next((module for module in seen if modules.count(module) > 1), None):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: attention layer {names[twice]!r} runs twice in one forward; the engine keeps one KV "
+            "per layer"
+        )
     if watcher.lengths - {PROBE_TOKENS}:
         raise UnsupportedModelError(
             f"{type(model).__name__}: attention sees {max(watcher.lengths)} positions for {PROBE_TOKENS} tokens, so the "
@@ -429,16 +414,17 @@ def _refuse_unwatched(
         recurrent.refuse_missing(model, seen, states)
         return
     expected = getattr(config, "num_hidden_layers", None)
-    if not watcher.calls or (expected is not None and len(seen) != expected):
+    if not modules or (expected is not None and len(seen) != expected):
         raise UnsupportedModelError(
             f"{type(model).__name__}: {len(seen)} of {expected} layers go through transformers' attention interface "
-            f"(first seen: {names[watcher.calls[0][0]] if watcher.calls else 'none'!r}); layers that compute attention "
+            f"(first seen: {names[modules[0]] if modules else 'none'!r}); layers that compute attention "
             "themselves or keep other state (recurrent, convolutional) are not supported"
         )
 
 
-def _refuse_arguments(name: str, module: nn.Module, arguments: dict[str, Any], num_heads: int) -> None:
-    if not getattr(module, "is_causal", True) or arguments.get("is_causal") is False:
+def _refuse_arguments(name: str, call: _Call) -> None:
+    arguments, num_heads = call.arguments, call.asked.num_heads
+    if not getattr(call.module, "is_causal", True) or arguments.get("is_causal") is False:
         raise UnsupportedModelError(
             f"attention layer {name!r} is bidirectional (is_causal=False); only causal is served"
         )

@@ -1,9 +1,8 @@
-"""Identity checks of functions as transformers, torch and PEFT define them, for the fused forward.
+"""Checks that the parts of a model are what transformers, torch and PEFT define, and nothing more.
 
 Liger, Unsloth and others replace the `forward` of a class, or a function of the module that defines it, before or after a
 model is built. A function is original if its code was compiled from the file that defines its class or module, under the
-name it is found by, whatever the import order. Once checked, it is compared by identity, which costs a microsecond for
-every twenty functions.
+name it is found by. Once checked, it is compared by identity, which costs a microsecond for every twenty functions.
 """
 
 from __future__ import annotations
@@ -17,20 +16,29 @@ from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._device import DeviceContext
+from torch.utils.hooks import RemovableHandle
 
 from rollout.engine.models.attention import TREE_PREFIX, attention_of
+from rollout.engine.models.model_support import has_global_hooks
 
 PACKAGES = ("transformers", "torch", "peft")
 """Packages whose functions and decorators count as original."""
+PEFT_LORA = "peft.tuners.lora."
 
 
-class Replaced(Exception):  # noqa: N818 - names what was replaced; the caller decides what follows
-    """A function is not the one that its package defines."""
+class Unfusable(Exception):  # noqa: N818 - not an error: the module's own forward runs
+    """The reason why a model runs its own forward."""
 
 
-class Originals:
-    """Checked functions and values, to be compared by identity later."""
+class Checks:
+    """Checked parts of one model: functions and values that were found, and whether they are still the same objects.
+
+    Methods raise `Unfusable` for a part that is not original; the message names it.
+    """
 
     def __init__(self) -> None:
         self._methods: set[tuple[type, str]] = set()
@@ -39,21 +47,31 @@ class Originals:
         self._names: list[str] = []
         self._values: list[object] = []
         self._items: list[tuple[Mapping[str, Any], str, object]] = []
+        self._dicts: list[dict[str, Any]] = []
+        self._hooks_ever = RemovableHandle.next_id
+        self._attributes: list[int] = []
 
-    def intact(self) -> bool:
-        """Whether every recorded attribute and item is still the same object."""
-        return all(map(is_, map(getattr, self._owners, self._names, repeat(None)), self._values)) and all(
-            mapping.get(key) is value for mapping, key, value in self._items
+    def seal(self) -> None:
+        """End the checks: attributes that a module gets from now on are changes."""
+        self._attributes = list(map(len, self._dicts))
+
+    def hold(self) -> bool:
+        """Whether a quick check finds no change."""
+        return (
+            RemovableHandle.next_id == self._hooks_ever
+            and all(map(is_, map(getattr, self._owners, self._names, repeat(None)), self._values))
+            and all(mapping.get(key) is value for mapping, key, value in self._items)
+            and list(map(len, self._dicts)) == self._attributes
         )
 
     def item(self, mapping: Mapping[str, Any], key: str) -> Any:
-        """Record and return an item (None if missing); any other object in its place counts as a change."""
+        """Record and return an item (None if missing); any other object in its place is a change."""
         value = mapping.get(key)
         self._items.append((mapping, key, value))
         return value
 
     def value(self, owner: object, name: str) -> Any:
-        """Record and return an attribute (None if missing); any other object in its place counts as a change."""
+        """Record and return an attribute (None if missing); any other object in its place is a change."""
         value = getattr(owner, name, None)
         if (id(owner), name) not in self._places:
             self._places.add((id(owner), name))
@@ -63,11 +81,7 @@ class Originals:
         return value
 
     def methods(self, kind: type, *names: str) -> None:
-        """Check and record methods of a class, with the functions of their files that they call.
-
-        Raises:
-            Replaced: names the first that is not original.
-        """
+        """Check and record methods of a class, with the functions of their files that they call."""
         for name in names:
             if (kind, name) in self._methods:
                 continue
@@ -77,31 +91,44 @@ class Originals:
             module = sys.modules.get(definer.__module__)
             code = None if module is None else _own_code(function, module)
             if code is None or code.co_qualname.rpartition(".")[0] != definer.__qualname__:
-                raise Replaced(f"{kind.__name__}.{name} is not the one that {definer.__module__} defines")
+                raise Unfusable(f"{kind.__name__}.{name} is not the one that {definer.__module__} defines")
             self._called(code, module)
 
     def function(self, module: ModuleType, name: str) -> None:
-        """Check and record a function of a module, with those of its file that it calls.
-
-        Raises:
-            Replaced: names the first that is not original.
-        """
+        """Check and record a function of a module, with those of its file that it calls."""
         if (id(module), name) in self._places:
             return
         function = self.value(module, name)
         if isinstance(function, BuiltinFunctionType):
             return
-        code = _own_code(function, module)
-        if code is None:
-            # An imported function: not from another model, since models of transformers do not share functions.
-            home = sys.modules.get(str(getattr(function, "__module__", None)))
-            code = None if home is None or ".models." in home.__name__ else _own_code(function, home)
-            if code is None or code.co_qualname != name:
-                raise Replaced(f"{name} in {module.__name__} is not the one that was defined there")
-            return
-        if code.co_qualname != name:
-            raise Replaced(f"{name} in {module.__name__} is not the one that was defined there")
-        self._called(code, module)
+        code, home = _own_code(function, module), sys.modules.get(str(getattr(function, "__module__", None)))
+        imported = code is None
+        if imported and home is not None and ".models." not in home.__name__:
+            # Models of transformers do not share functions, so one of another model is a replacement.
+            code = _own_code(function, home)
+        if code is None or code.co_qualname != name:
+            raise Unfusable(f"{name} in {module.__name__} is not the one that was defined there")
+        if not imported:
+            self._called(code, module)
+
+    def plain(self, module: nn.Module, *children: str) -> None:
+        """Check that a module has these children, and nothing that `unhooked` finds."""
+        self.unhooked(module)
+        name = type(module).__name__
+        require(set(module._modules) == set(children), f"{name} has other parts than {', '.join(children) or 'none'}")
+
+    def unhooked(self, module: nn.Module) -> None:
+        """Check that a module has no hooks, no parametrisation and no replaced forward."""
+        name = type(module).__name__
+        require(
+            "forward" not in module.__dict__ and "__call__" not in module.__dict__,
+            f"the forward of {name} was replaced",
+        )
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            require(_only_gathers(hook) or only_marks(hook), f"{name} has forward hooks")
+        require(not is_parametrized(module), f"{name} is parametrised")
+        self.methods(_kind(module), "forward", "__call__")
+        self._dicts.append(module.__dict__)
 
     def _called(self, code: CodeType, module: ModuleType | None) -> None:
         for name in names_in(code):
@@ -109,11 +136,56 @@ class Originals:
                 self.function(module, name)
 
 
-def foreign_part(model: nn.Module, attention_layers: Iterable[nn.Module]) -> str | None:
-    """What decides which positions attend to which, and how, and is not transformers' own; None: nothing.
+def require(ok: bool, why: str) -> None:
+    """Raise `Unfusable` unless `ok`."""
+    if not ok:
+        raise Unfusable(why)
 
-    That is: an attention function, the forward of an attention layer or of a module around it, or the forward of a module
-    without parameters, as a rotary embedding is. Projections, norms and experts see one position at a time.
+
+def address(module: nn.Module, name: str, dtype: torch.dtype) -> int:
+    """Address of a parameter, which must be contiguous and of that dtype."""
+    parameter = module._parameters.get(name)
+    if type(parameter) is not nn.Parameter or parameter.dtype != dtype or not parameter.is_contiguous():
+        raise Unfusable(f"a parameter is not a contiguous {dtype} nn.Parameter")
+    return parameter.data_ptr()
+
+
+def is_of(module: Any, name: str, package: str = "transformers.models.") -> bool:
+    """Whether a module is of the class of that name in a package."""
+    kind = _kind(module)
+    return kind.__name__ == name and kind.__module__.startswith(package)
+
+
+def only_marks(hook: Any) -> bool:
+    """Whether a hook is the one of `gradient_checkpointing_enable`, which sets `requires_grad` of the embedding's output."""
+    home, name = str(getattr(hook, "__module__", "")), getattr(hook, "__name__", "")
+    return home.startswith(("transformers.", "peft.")) and name in (
+        "make_inputs_require_grads",
+        "make_inputs_require_grad",
+    )
+
+
+def bypassed(device: torch.device) -> str | None:
+    """Something that acts on every module on `device` now, and that a fused forward would bypass; None: there is nothing."""
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on"
+    if has_global_hooks():
+        return "torch has hooks on every module"
+    return "a torch dispatch or function mode is active" if _torch_mode_active() else None
+
+
+def _torch_mode_active() -> bool:
+    """Whether a torch dispatch or function mode is active, device contexts excepted."""
+    count, at = torch._C._len_torch_function_stack(), torch._C._get_function_stack_at
+    modes = (at(index) for index in range(count))
+    return bool(torch._C._len_torch_dispatch_stack()) or any(type(mode) is not DeviceContext for mode in modes)
+
+
+def foreign_part(model: nn.Module, attention_layers: Iterable[nn.Module]) -> str | None:
+    """A part that decides which positions attend to which, and how, and is not transformers' own; None: there is none.
+
+    Such parts are attention functions, the forwards of attention layers and of modules around them, and the forwards of
+    modules without parameters, as a rotary embedding is. Projections, norms and experts process each position alone.
     """
     layers = set(attention_layers)
     for layer in layers:
@@ -127,12 +199,42 @@ def foreign_part(model: nn.Module, attention_layers: Iterable[nn.Module]) -> str
         if container or (any(True for _ in module.parameters()) and layers.isdisjoint(module.modules())):
             continue
         try:
-            if not _packaged(module.forward):
-                raise Replaced
-            Originals().methods(type(module), "forward")
-        except Replaced:
+            require(_packaged(module.forward), "")
+            Checks().methods(type(module), "forward")
+        except Unfusable:
             return f"{type(module).__name__} ({name or 'the model'})"
     return None
+
+
+@cache
+def names_in(code: CodeType) -> tuple[str, ...]:
+    """Global names that a function, or a function nested in it, may read."""
+
+    def every(code: CodeType) -> Iterator[str]:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from every(constant)
+
+    return tuple(dict.fromkeys(every(code)))
+
+
+def _kind(module: Any) -> type:
+    # FSDP2 derives its own class from the wrapped one.
+    kind = type(module)
+    return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)]
+
+
+def _only_gathers(hook: Any) -> bool:
+    """Whether a hook is FSDP2's, which does nothing while the weights are whole."""
+    owner = getattr(hook, "__self__", None)
+    owner = getattr(owner, "fsdp_state", owner)  # `MappedWeights` replaces FSDP2's hook by its own.
+    ours = type(owner).__module__.startswith("torch.distributed.fsdp.") and type(owner).__name__ == "FSDPState"
+    if not ours:
+        return False
+    policy: Any = owner._mp_policy  # type: ignore[union-attr]
+    # Outputs of parameters of that dtype have it already (accelerate sets both).
+    return policy.output_dtype in (None, policy.param_dtype)
 
 
 def _packaged(function: Any) -> bool:
@@ -161,16 +263,3 @@ def _of_a_package(code: CodeType | None, packages: Iterable[str] = PACKAGES) -> 
 @cache
 def _folder(package: str) -> str:
     return f"{Path(str(sys.modules[package].__file__)).parent}/"
-
-
-@cache
-def names_in(code: CodeType) -> tuple[str, ...]:
-    """Global names that a function, or a function nested in it, may read."""
-
-    def every(code: CodeType) -> Iterator[str]:
-        yield from code.co_names
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                yield from every(constant)
-
-    return tuple(dict.fromkeys(every(code)))

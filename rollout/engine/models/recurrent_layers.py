@@ -1,4 +1,4 @@
-"""Which layers of a model keep a recurrent or convolutional state, by transformers' own table of layer types."""
+"""Which layers of a model keep a recurrent or convolutional state, and whether chunks of tokens continue from it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 from transformers import DynamicCache, cache_utils
 
-from rollout.engine.memory.state_pool import StateShape
+from rollout.engine.memory.state_pool import StatePool, StateShape
+from rollout.engine.models.attention import Installation, forward_with
+from rollout.engine.models.attention_masks import PROBE
+from rollout.engine.models.recurrent_states import StateRows
 from rollout.errors import UnsupportedModelError
 
 WITHOUT_STATE = ("mlp", "moe")
@@ -19,27 +24,24 @@ WITHOUT_STATE = ("mlp", "moe")
 
 @dataclass(frozen=True)
 class RecurrentLayers:
-    """Layers of one model, by index.
-
-    Attributes:
-        stateful: keep a recurrent or convolutional state; true if there are any.
-        stateless: keep neither a state nor K and V (a layer that is an MLP).
-        cache_argument: argument of the model's forward that takes the cache.
-    """
+    """Layers of one model, by index, as transformers' own table of layer types has them. True if some keep a state."""
 
     stateful: frozenset[int]
+    """Layers that keep a recurrent or convolutional state."""
     stateless: frozenset[int]
+    """Layers that keep neither a state nor K and V (an MLP)."""
     cache_argument: str
+    """Argument of the model's forward that takes the cache."""
 
     @classmethod
     def of(cls, model: nn.Module, config: Any) -> RecurrentLayers:
-        """Those of a text model's configuration; none where this version of transformers has no cache protocol for them."""
+        """Layers of a text model's configuration; none if this version of transformers has no cache protocol for them."""
         layers: Sequence[object] = ()
         if hasattr(DynamicCache, "get_conv_state"):
             try:
                 layers = DynamicCache(config=config).layers
             except (KeyError, TypeError, ValueError, AttributeError):
-                # A type of layer that transformers' own cache does not know either.
+                # Transformers' own cache does not have this type of layer either.
                 layers = ()
         names = getattr(config, "layer_types", None) or ()
         dummies = {index for index, layer in enumerate(layers) if type(layer).__name__ == "DummyLayer"}
@@ -54,7 +56,7 @@ class RecurrentLayers:
         return bool(self.stateful)
 
     def refuse_missing(self, model: nn.Module, attention: Iterable[nn.Module], states: Sequence[StateShape]) -> None:
-        """Refuse a model with a layer that no attention and no state was seen of.
+        """Refuse a model with a layer whose attention or state a forward has not shown.
 
         Args:
             attention: the attention layers that were seen.
@@ -64,8 +66,8 @@ class RecurrentLayers:
             UnsupportedModelError: names the layer.
         """
         config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-        seen = {getattr(module, "layer_idx", None) for module in attention} | {each.key.layer for each in states}
         kept = {each.key.layer for each in states}
+        seen = {getattr(module, "layer_idx", None) for module in attention} | kept
         for index in range(config.num_hidden_layers):
             if (index in self.stateful and index not in kept) or (index not in seen and index not in self.stateless):
                 kind = (getattr(config, "layer_types", None) or {index: "?"})[index]
@@ -73,3 +75,42 @@ class RecurrentLayers:
                     f"{type(model).__name__} layer {index} ({kind}) goes neither through transformers' attention interface "
                     "nor through its cache's conv and recurrent states, so the engine cannot keep what it remembers"
                 )
+
+
+class _OwnValue:
+    """`AttentionBatch` in which every position attends to itself alone, so that only states connect positions."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        arguments: dict[str, Any],
+    ) -> Tensor:
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()
+
+
+def continues(model: nn.Module, device: torch.device, shapes: Sequence[StateShape], argument: str) -> bool:
+    """Whether recurrent states matter to a chunk of two tokens, found by running it.
+
+    Args:
+        shapes: states of the model; empty: it has no recurrent layers.
+        argument: argument of its forward that takes the cache.
+    """
+    recurrent = [each.key for each in shapes if each.key.kind == "recurrent"]
+    if not recurrent:
+        return True
+    pool = StatePool(shapes, 2, device)
+    for key in recurrent:
+        pool.state(key)[1] = 1
+    ids, logits = torch.arange(2, device=device), list[Tensor]()
+    with Installation(model, implementation=PROBE).forward():
+        for slot in range(2):
+            cache = {argument: StateRows(pool, np.array([slot], np.int32))}
+            output = forward_with(
+                _OwnValue(), model, input_ids=ids[None], position_ids=ids[None], logits_to_keep=ids, **cache
+            )
+            logits.append(output.logits)
+    return not torch.equal(*logits)

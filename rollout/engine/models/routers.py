@@ -1,15 +1,15 @@
 """The routers of a mixture of experts: found in the model, recorded by forward hooks, replayed by their own code.
 
-Transformers declares the class of a model's routers in `_can_record_outputs["router_logits"]`; a router returns (logits,
-weights, indices [P, k]) and chooses by one `topk` over the scores of all experts. Recording reads the third value.
-Replaying answers that `topk` with given indices and the live scores at them, so that everything after it (softmax,
-normalisation, scaling) is the router's own.
+Transformers declares the class of a model's routers in `_can_record_outputs["router_logits"]`. A router returns (logits,
+weights, indices [P, k]) and chooses by one `topk` over the scores of all experts. Recording reads the indices. Replaying
+answers the `topk` with given indices and the live scores, so everything after it is the router's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from rollout.errors import UnsupportedModelError
 Record = Callable[[int, Tensor], None]
 """(index of the router, experts [P, k]) of one forward."""
 
-TOPK = frozenset({torch.topk, Tensor.topk})
-"""By which a router chooses."""
+_TOPK = frozenset({torch.topk, Tensor.topk})
 
 
 class Routers:
@@ -35,22 +34,14 @@ class Routers:
 
     @contextmanager
     def recorded(self, record: Record) -> Iterator[None]:
-        """A block in which `record` gets what each router chooses, as it chooses."""
+        """A block in which `record` gets the choices of each router."""
         with ExitStack() as stack:
             for index, module in enumerate(self.modules):
-                hook = module.register_forward_hook(_Recorder(index, self.shape.top_k, record))
-                stack.callback(hook.remove)
+                stack.callback(module.register_forward_hook(partial(self._chosen, index, record)).remove)
             yield
 
-
-class _Recorder:
-    def __init__(self, index: int, top_k: int, record: Record) -> None:
-        self._index = index
-        self._top_k = top_k
-        self._record = record
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._record(self._index, chosen_experts(module, output, self._top_k))
+    def _chosen(self, index: int, record: Record, module: nn.Module, inputs: Any, output: Any) -> None:
+        record(index, chosen_experts(module, output, self.shape.top_k))
 
 
 def chosen_experts(router: nn.Module, output: Any, top_k: int) -> Tensor:
@@ -109,8 +100,28 @@ def _router_classes(modules: Iterable[nn.Module]) -> Iterator[type]:
                 yield kind
 
 
-class ChosenExperts(TorchFunctionMode):
-    """Answers the choice of a router with given experts, at the live scores; may be entered once.
+class Topk(TorchFunctionMode):
+    """Answers the choices of routers, which are calls of `topk`, at the live scores.
+
+    Args:
+        choose: returns the indices to answer with, given the scores and the live indices; None: the live ones.
+    """
+
+    def __init__(self, choose: Callable[[Tensor, Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self._choose = choose
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        live = func(*args, **(kwargs or {}))
+        if func not in _TOPK:
+            return live
+        scores: Tensor = args[0] if args else kwargs["input"]
+        chosen = self._choose(scores, live[1])
+        return live if chosen is None else torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+
+class ChosenExperts(Topk):
+    """Answers the choice of a router with given experts; may be entered once.
 
     Args:
         experts: int64 [P, k]; a row of negatives leaves the choice of that position to the router.
@@ -120,27 +131,14 @@ class ChosenExperts(TorchFunctionMode):
     """
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
-        super().__init__()
+        super().__init__(self._given)
         self._experts = experts
         self._num_experts = num_experts
         self.answered = 0
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Calls `func`, except for the topk that chooses the experts."""
-        kwargs = kwargs or {}
-        if func not in TOPK or not self._is_choice(args, kwargs):
-            return func(*args, **kwargs)
-        scores: Tensor = args[0] if args else kwargs["input"]
-        live = func(*args, **kwargs)
+    def _given(self, scores: Tensor, live: Tensor) -> Tensor | None:
+        # If a router first chooses among groups of experts, that choice has another shape.
+        if scores.shape != (len(self._experts), self._num_experts) or live.shape != self._experts.shape:
+            return None
         self.answered += 1
-        chosen = torch.where(self._experts >= 0, self._experts, live[1])
-        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
-
-    def _is_choice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        scores = args[0] if args else kwargs.get("input")
-        k = args[1] if len(args) > 1 else kwargs.get("k")
-        rows, top_k = self._experts.shape
-        # Groups of experts, where a router chooses among them first, have another shape.
-        return isinstance(scores, Tensor) and k == top_k and tuple(scores.shape) == (rows, self._num_experts)
+        return torch.where(self._experts >= 0, self._experts, live)

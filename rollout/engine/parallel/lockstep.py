@@ -4,7 +4,7 @@
     round()         every rank computes one; the layers that its own step leaves out, it computes without tokens
 
 Always true: in a round every rank calls each module of experts once, in the same order. A step that schedules nothing, or
-fails outside of the experts, leaves the other ranks unharmed; one that fails inside them ends the group by name.
+fails outside of the experts, leaves the other ranks unharmed; one that fails inside them ends the group.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ import torch
 from torch import Tensor, nn
 
 from rollout.engine.parallel.group import TensorParallelGroup
+from rollout.engine.parallel.leading import ForwardWork, Together
 from rollout.errors import EngineStateError, UnsupportedModelError
 
 LEFT, BUSY, IDLE, DONE = range(4)
 """State of a rank before a round: left its call, has a forward to compute, waits for work, has reached its goal."""
 
 
-class Lockstep:
+class Lockstep(Together):
     """The rounds of one rank's engine.
 
     Args:
         group: the ranks that exchange tokens.
-        modules: those of experts.
+        modules: the modules of experts.
     """
 
     def __init__(self, group: TensorParallelGroup, modules: list[nn.Module]) -> None:
         self.group = group
         self._layers = [_Experts(module, self) for module in modules]
         self._done: list[_Experts] | None = None
-        """Layers of this round that are computed; None: no round."""
+        """Layers computed in this round; None: outside of a round."""
         self._inside = False
 
     @contextmanager
@@ -47,7 +48,7 @@ class Lockstep:
             yield
 
     def learn(self, forward: Callable[[], object]) -> None:
-        """Find the order of the layers and what they take, by a forward of the model on every rank of the group.
+        """Find the order of the layers and the shapes of their inputs, by a forward of the model on every rank of the group.
 
         Raises:
             UnsupportedModelError: it does not call each of them once.
@@ -74,7 +75,6 @@ class Lockstep:
         return self.group.least(state)
 
     def refuse_alone(self) -> None:
-        """Raises: EngineStateError, EngineDeadError: there is no round now, or the group has ended."""
         self.group.refuse_when_lost()
         if self._done is None:
             raise EngineStateError(
@@ -94,19 +94,21 @@ class Lockstep:
             yield
         finally:
             try:
-                with torch.no_grad(), self.ended_by_failures():
+                with torch.no_grad(), self._ended_by_failures():
                     for layer in self._layers[len(done) :]:
                         self.group.refuse_when_lost()
                         layer.compute_without_tokens()
             finally:
                 self._done = None
 
-    @contextmanager
-    def ended_by_failures(self) -> Iterator[None]:
-        """A block of forwards; an exception inside of experts, where the others wait for this rank's tokens, ends the group.
+    def run(self, work: ForwardWork, compute: Callable[[ForwardWork], Tensor]) -> Tensor:
+        with self._ended_by_failures():
+            return compute(work)
 
-        Raises:
-            EngineDeadError: in place of that exception.
+    @contextmanager
+    def _ended_by_failures(self) -> Iterator[None]:
+        """A block of forwards. An exception inside of experts, where the others wait for this rank's tokens, ends the group
+        and becomes an `EngineDeadError`.
         """
         try:
             yield
@@ -123,13 +125,13 @@ class Lockstep:
         """Record that a module of experts is called.
 
         Raises:
-            EngineStateError: out of the order that `learn` found, or outside of a round.
+            EngineStateError: the call is outside of a round, or not in the order that `learn` found.
             EngineDeadError: the group has ended.
         """
         self.refuse_alone()
         done = self._done
         assert done is not None
-        # While the order is learned, a layer is out of turn only when it is called again.
+        # While `learn` finds the order, only a second call is out of turn.
         if layer in done or (layer.known and self._layers[len(done)] is not layer):
             raise EngineStateError(
                 f"{self.group.name}: a step calls a module of experts twice or in another order than the other ranks' steps "
@@ -182,6 +184,6 @@ class _Experts:
         return output
 
     def compute_without_tokens(self) -> None:
-        """Take part in the exchange, and compute this rank's experts on what the others send."""
+        """Join the exchange without tokens, and compute this rank's experts on those that the others send."""
         assert self._empty is not None
         self(*self._empty)

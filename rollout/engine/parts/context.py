@@ -16,28 +16,27 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.config import InferenceConfig
+from rollout.engine.blocks.allocator import BlockAllocator
+from rollout.engine.blocks.host import HostCache
+from rollout.engine.blocks.pages import ONE_GROUP, BlockPages, LayerGroups
+from rollout.engine.blocks.states import StateSlots
 from rollout.engine.memory.block_pool import BlockMemory
+from rollout.engine.memory.buffers import lacks_device_memory
 from rollout.engine.memory.host_pool import HostMemoryError
-from rollout.engine.memory.kv_cache import LayerShape, RouteShape
-from rollout.engine.memory.layer_groups import LayerGroups
-from rollout.engine.memory.shortage import lacks_device_memory
+from rollout.engine.memory.kv_cache import RouteShape
 from rollout.engine.memory.state_pool import StateShape
 from rollout.engine.models.model_support import ModelLayout
-from rollout.engine.parts.state_memory import StateMemory
-from rollout.engine.scheduling.block_allocator import BlockAllocator
-from rollout.engine.scheduling.host_cache import HostCache
-from rollout.engine.scheduling.layer_pages import LayerPages, PageShape
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.errors import ConfigError, EngineStateError
-from rollout.metrics import binary_bytes
+from rollout.metric_table import binary_bytes
 from rollout.state import KVCacheManagementMode
 
 _log = logging.getLogger(__name__)
 KEPT_NOTHING, KEPT_HELD, KEPT_ALL = range(3)
 SHRINK_BY = 8
-"""A step without memory takes one in so many blocks from the pool."""
+"""A step that runs out of memory takes one in so many blocks from the pool."""
 PRECISION = 32
-"""A pool that does not come back whole comes back within one in so many of the blocks that fit."""
+"""A pool that does not fit whole is made within one in so many of the blocks that fit."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,49 @@ class MemoryMove:
     blocks_restored: int = 0
     """Blocks whose KV was copied back."""
     offload_failed: bool = False
-    """The KV was to be offloaded, and is computed again: there was no memory for it."""
+    """There was no memory to offload the KV to, so it is computed again."""
+
+
+class StateMemory:
+    """State pool and state slots; `num_slots` is the configured number, `pool.num_blocks` the current one."""
+
+    def __init__(self, pool: BlockMemory) -> None:
+        self.pool = pool
+        self.slots = StateSlots(pool.num_blocks)
+        self.num_slots = pool.num_blocks
+        self._moved: NDArray[np.int32] | None = None
+
+    def save(self) -> int:
+        """Copy held slots and snapshots to the host and free the device memory; returns the bytes copied."""
+        return self.pool.save(self.slots.live_slots())
+
+    def materialize(self, least: int) -> None:
+        """Allocate device memory for all slots, or for fewer, by halves, if it is short.
+
+        Raises:
+            EngineStateError: no room for `least`, which the largest unfinished group needs.
+        """
+        size = self.num_slots
+        while True:
+            try:
+                return self.pool.materialize(size)
+            except torch.OutOfMemoryError as exc:
+                if size <= least:
+                    raise EngineStateError(
+                        f"no device memory for {least} state slots ({least * self.pool.block_bytes / 2**20:.1f} MiB), which "
+                        "the largest unfinished group needs; free memory and call resume() again, or build another engine"
+                    ) from exc
+                size = max(least, size // 2)
+
+    def follow(self, scheduler: Scheduler) -> None:
+        """Make slots and sequences agree with the pool's size; sequences hold no more than there are."""
+        self._moved = self.slots.resize(self.pool.num_blocks)
+        if self._moved is not None:
+            scheduler.remap_states(self._moved)
+
+    def restore(self) -> int:
+        """Copy what was saved back into the pool, after `follow`; returns the bytes copied."""
+        return self.pool.restore(self.slots.live_slots() if self._moved is None else None, self._moved)
 
 
 class DynamicInferenceContext:
@@ -63,14 +104,15 @@ class DynamicInferenceContext:
     Args:
         spare: bytes of the device that a forward could take now.
         states: pool of the recurrent states; None: the model has none.
-        groups: of the layers, whose pages are the blocks of `cache`; None: its blocks hold all layers.
+        groups: groups of the layers; a block of `cache` is a page of one group.
 
     Attributes:
         states: pool and slots of the recurrent states.
-        num_blocks: size of the pool as configured, in blocks or pages; `cache.num_blocks` is the present one.
+        num_blocks: configured size of the pool, in pages; `cache.num_blocks` is the current one.
         headroom: bytes of the device that the pool leaves free for a step.
-        to_come: bytes that it leaves free beside, if it keeps half of its blocks: what graphs and copies of weights will
-            take.
+        to_come: bytes that graphs and copies of weights will take; left free too if the pool keeps half of its blocks.
+        may_shrink: whether `resume` may make the pool smaller; all pools of a tensor-parallel group have equal blocks.
+        kept: the least that a suspend has kept since this was set: `KEPT_ALL`, `KEPT_HELD` or `KEPT_NOTHING`.
     """
 
     def __init__(
@@ -80,7 +122,7 @@ class DynamicInferenceContext:
         clock: Callable[[], float],
         spare: Callable[[], float] = lambda: math.inf,
         states: BlockMemory | None = None,
-        groups: LayerGroups | None = None,
+        groups: LayerGroups = ONE_GROUP,
     ) -> None:
         self.config = config
         self.headroom = 0
@@ -90,53 +132,40 @@ class DynamicInferenceContext:
         self.cache = cache
         self.states = None if states is None else StateMemory(states)
         self.num_blocks = cache.num_blocks
-        pages = None
-        if groups is not None:
-            pages = LayerPages(cache.num_blocks, PageShape(groups.whole, groups.limited, groups.reach))
-        size, slots = config.advanced.block_size_tokens, cache.host_slots
-        host = HostCache(slots, size, cache.block_bytes) if slots else None
         self.allocator = BlockAllocator(
-            cache.num_blocks if pages is None else pages.num_blocks,
+            BlockPages(cache.num_blocks, groups),
             config.advanced.block_size_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             eviction_policy=config.advanced.prefix_caching_eviction_policy,
-            states=None if self.states is None else self.states.slots,
-            pages=pages,
-            host=host,
+            states=StateSlots(0) if self.states is None else self.states.slots,
+            host=HostCache(cache.host_slots, config.advanced.block_size_tokens, cache.block_bytes),
         )
         self.scheduler = Scheduler(config, self.allocator, clock)
         self._mode: KVCacheManagementMode | None = None
         self._followed: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
-        """Blocks, or pages, in use on the first rank of a tensor-parallel group, with and without what is only cached."""
+        """Pages in use on the first rank of a tensor-parallel group, with and without what is only cached."""
         self.may_shrink = True
-        """Whether `resume` may make the pool smaller; in a tensor-parallel group all pools have the same blocks."""
         self.kept = KEPT_ALL
-        """The least that a suspend has kept since this was set: `KEPT_ALL`, `KEPT_HELD` or `KEPT_NOTHING`."""
 
     def follow_blocks(self, live: NDArray[np.int32], held: NDArray[np.int32]) -> None:
-        """Take the first rank's word for which memory is in use; between its calls it frees some, and adds none.
-
-        Args:
-            live: blocks, or pages, with content.
-            held: those of them that some request holds.
-        """
+        """Use the pages that the first rank reports: those with content, and those that a request holds."""
         self._followed = live, held
 
     def blocks_in_use(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Arguments of `follow_blocks` on the other members."""
-        return self.allocator.live_memory(), self.allocator.held_memory()
+        return self.allocator.pages.live(), self.allocator.held_memory()
 
     def _live_memory(self, keep_prefix_cache: bool = True) -> NDArray[np.int32]:
         if self._followed is None:
-            return self.allocator.live_memory()
+            return self.allocator.pages.live()
         live, held = self._followed
         return live if keep_prefix_cache else held
 
     def _num_live_blocks(self) -> int:
         if self._followed is None:
-            return len(self.allocator.live_blocks())
-        # Of pages a follower knows only how many complete blocks they amount to.
-        return len(self._live_memory()) // self.allocator.pages_per_block
+            return self.allocator.num_used + self.allocator.num_cached
+        # A follower has only the number of complete blocks that its pages amount to.
+        return len(self._live_memory()) // self.allocator.pages.groups
 
     def prepare_suspend(self) -> None:
         """Pin memory for an offload in the background, after the last of several steps: no optimizer hook may wait."""
@@ -146,7 +175,7 @@ class DynamicInferenceContext:
     def suspend(self, mode: KVCacheManagementMode, *, keep_prefix_cache: bool) -> MemoryMove:
         """Keep, offload or drop the KV cache according to `mode`. If it raises, nothing has changed.
 
-        Without memory to offload to, or for the copies on their way, the KV is dropped and computed again.
+        If there is no memory to offload to, the KV is dropped and computed again.
         """
         given_up = copied = 0
         offload_failed = False
@@ -175,9 +204,7 @@ class DynamicInferenceContext:
         return MemoryMove(bytes_copied=copied, tokens_given_up=given_up, offload_failed=offload_failed)
 
     def resume(self) -> MemoryMove:
-        """Restore the KV cache and the states on the device, in smaller pools if memory is short.
-
-        Requests whose blocks or states do not fit are recomputed, youngest first.
+        """Restore KV cache and states on the device; if memory is short, pools shrink and the youngest requests start over.
 
         Raises:
             EngineStateError: no room even for the largest unfinished request. Nothing has changed.
@@ -214,7 +241,7 @@ class DynamicInferenceContext:
                 self.allocator.drop_cached()
                 lost = before
         self._mode = None
-        missing = (self.num_blocks - self.cache.num_blocks) // self.allocator.pages_per_block
+        missing = (self.num_blocks - self.cache.num_blocks) // self.allocator.pages.groups
         return MemoryMove(copied, given_up, lost, missing, blocks)
 
     def drop(self) -> None:
@@ -224,16 +251,16 @@ class DynamicInferenceContext:
             self.states.pool.drop()
 
     def shrink(self, why: BaseException | None = None) -> bool:
-        """Take a share of the pool away, for a step that ran out of device memory; every request is computed again.
+        """Make the pool smaller for a step that ran out of device memory; every request is computed again.
 
         Args:
             why: the error, for the requests' events; None: nothing has run yet.
 
         Returns:
-            False if the pool is as small as the largest unfinished request allows; nothing has changed then.
+            False: the largest unfinished request needs the whole pool; nothing has changed.
 
         Raises:
-            EngineStateError: the smaller pool did not fit either: the memory was taken meanwhile.
+            EngineStateError: the smaller pool did not fit either, because other code took the memory.
         """
         before, least = self.cache.num_blocks, self._least()
         size = max(least, before - max(1, before // SHRINK_BY))
@@ -248,14 +275,11 @@ class DynamicInferenceContext:
         return True
 
     def room(self) -> float:
-        """Bytes of the device that are free beside what the forward needs; negative: so many are missing."""
+        """Bytes of the device that the forward does not need; negative: so many are missing."""
         return self._spare() - self.headroom - self.to_come()
 
     def keep_free(self, headroom: int) -> None:
-        """Leave `headroom` bytes of the device to the forward, now and at every resume, by a smaller pool if need be.
-
-        Called before there are requests.
-        """
+        """Leave `headroom` bytes to the forward, now and at every resume; called before there are requests."""
         self.headroom = headroom
         if self.room() < 0:
             self.allocator.drop_cached()
@@ -264,16 +288,15 @@ class DynamicInferenceContext:
             self._follow_pool()
             _log.info(
                 "the KV pool has %d of %d %s: the other memory is left to steps, CUDA graphs and copies of weights",
-                self.cache.num_blocks, self.num_blocks, self.allocator.unit,
+                self.cache.num_blocks, self.num_blocks, self.allocator.pages.unit,
             )  # fmt: skip
 
     def _warn_of_failed_offload(self, exc: Exception) -> None:
         if not self._warned:
             self._warned = True
-            reason = f"{exc}".partition("\n")[0]
-            what = (
-                reason if isinstance(exc, HostMemoryError) else f"device memory for the copies on their way ({reason})"
-            )
+            what = f"{exc}".partition("\n")[0]
+            if not isinstance(exc, HostMemoryError):
+                what = f"device memory for the copies on their way ({what})"
             _log.warning(
                 "the KV cache cannot be offloaded and is computed again after this suspend and others like it: no %s; set "
                 "kv_cache_management_mode='recompute', or give the host more memory (ulimit -l, the container's limit)",
@@ -281,23 +304,16 @@ class DynamicInferenceContext:
             )
 
     def _least(self) -> int:
-        """Blocks that the largest unfinished request needs; the whole pool if it may not shrink."""
+        """Pages that the largest unfinished request needs; the whole pool if it may not shrink."""
         if not self.may_shrink:
             return self.num_blocks
-        needed = [
-            self.scheduler.blocks_needed(len(sequence.tokens), sequence.max_length) for sequence in self.scheduler
-        ]
+        needed = [self.scheduler.pages_needed(len(sequence.tokens), sequence.max_length) for sequence in self.scheduler]
         return max(needed, default=1)
 
     def _follow_pool(self) -> NDArray[np.int32] | None:
-        """Make allocator and block tables agree with the pool's size; returns what `BlockAllocator.resize` does."""
-        self.scheduler.blocks.poisoned.clear()
-        if self.allocator.pages is not None:
-            return self.allocator.pages.resize(self.cache.num_blocks)
-        mapping = self.allocator.resize(self.cache.num_blocks)
-        if mapping is not None:
-            self.scheduler.remap_blocks(mapping)
-        return mapping
+        """Make the allocator agree with the pool's size; returns what `BlockPages.resize` does."""
+        self.allocator.pages.poisoned.clear()
+        return self.allocator.pages.resize(self.cache.num_blocks)
 
     def _materialize(self, most: int, least: int) -> None:
         """Make a pool of at most `most` blocks: all of them, or by bisection nearly as many as fit."""
@@ -311,12 +327,12 @@ class DynamicInferenceContext:
                 self.cache.drop()
             elif size <= least:
                 raise EngineStateError(
-                    f"no device memory for {least} KV {self.allocator.unit} ({least * self.cache.block_bytes / 2**20:.1f} "
-                    "MiB), which the largest unfinished request needs; free memory and call resume() again, or build "
-                    "another engine"
+                    f"no device memory for {least} KV {self.allocator.pages.unit} "
+                    f"({least * self.cache.block_bytes / 2**20:.1f} MiB), which the largest unfinished request needs; free "
+                    "memory and call resume() again, or build another engine"
                 ) from refused
             else:
-                # What has fitted may have been taken meanwhile.
+                # Memory that was free before may be taken now.
                 short, fits = size, fits if fits < size else least - 1
             near = short - fits <= max(1, fits // PRECISION)
             size = max(least, fits if near else (fits + short) // 2)
@@ -327,7 +343,7 @@ class DynamicInferenceContext:
             self.cache.materialize(size)
         except torch.OutOfMemoryError as exc:
             return exc
-        # For graphs and copies, which are there for speed, at most half of the pool is given up.
+        # Graphs and copies only add speed, so they cost at most half of the pool.
         needed = self.headroom + (self.to_come() if 2 * size > self.num_blocks else 0)
         if size <= least or self._spare() >= needed:
             return None
@@ -369,34 +385,31 @@ def pool_size(
     config: InferenceConfig,
     layout: ModelLayout,
     max_sequence_length: int,
-    routes: RouteShape | None = None,
-    state_bytes: int = 0,
-    groups: LayerGroups | None = None,
+    routes: RouteShape | None,
+    state_bytes: int,
+    groups: LayerGroups,
 ) -> int:
-    """Number of blocks, or pages, of the KV pool, from the configuration and free memory.
+    """Number of pages of the KV pool, from the configuration and free memory.
 
     Args:
-        routes: shape of the expert routes that every block holds beside K and V.
+        routes: shape of the expert routes that every block holds next to K and V.
         state_bytes: part of the memory budget that the recurrent states take.
-        groups: of the layers, one page of each of which is a block; None: it is counted in blocks.
 
     Raises:
         ConfigError: the memory budget does not hold a single block.
     """
-    size, longest = config.advanced.block_size_tokens, -(-max_sequence_length // config.advanced.block_size_tokens)
-    pages, useful, layers = 1, config.max_requests * longest, layout.layers
-    if groups is not None:
-        shape, layers = PageShape(groups.whole, groups.limited, groups.reach), layers[: groups.places]
-        # All sequences decode, or some compute a step's positions of their prompts instead.
-        step = groups.limited * -(-config.step_tokens // size)
-        pages, useful = groups.count, config.max_requests * shape.needed(longest, 1, size) + step
+    size, pages = config.advanced.block_size_tokens, groups.count
     if config.kv_cache_blocks is not None:
         return config.kv_cache_blocks * pages
-    block_bytes = _block_bytes(layers, size, layout.kv_dtype)
+    # All sequences decode, or some compute a step's positions of their prompts instead.
+    useful = config.max_requests * groups.needed(-(-max_sequence_length // size), 1, size)
+    useful += groups.limited * -(-config.step_tokens // size)
+    per_token = sum(each.num_kv_heads * (each.head_dim + each.value_dim) for each in layout.layers[: groups.places])
+    block_bytes = per_token * size * layout.kv_dtype.itemsize
     if routes is not None:
         block_bytes += routes.block_bytes(size, layout.kv_dtype)
     budget = _budget(config, layout.device) - state_bytes
-    # A model without attention layers has blocks without content: they hold the place of its tokens.
+    # Without attention layers, blocks have no content; they only count tokens.
     blocks = min(int(budget // block_bytes), useful) if block_bytes else useful
     if blocks < pages:
         raise ConfigError(
@@ -414,16 +427,9 @@ def _budget(config: InferenceConfig, device: torch.device) -> float:
     return config.kv_cache_memory_fraction * _free_bytes(device)
 
 
-def _block_bytes(layers: tuple[LayerShape, ...], block_size: int, dtype: torch.dtype) -> int:
-    per_token = sum(s.num_kv_heads * (s.head_dim + s.value_dim) for s in layers)
-    return per_token * block_size * dtype.itemsize
-
-
 def spare_bytes(device: torch.device) -> float:
-    """Bytes that tensors on a CUDA device can still take: of the driver, and cached by torch; elsewhere infinite."""
-    if device.type != "cuda":
-        return math.inf
-    return _free_bytes(device)
+    """Bytes that tensors on a CUDA device can still take, those cached by torch included; elsewhere infinite."""
+    return _free_bytes(device) if device.type == "cuda" else math.inf
 
 
 def _free_bytes(device: torch.device) -> int:

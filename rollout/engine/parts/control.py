@@ -11,23 +11,23 @@ from typing import TypeVar
 import torch
 
 from rollout.config import InferenceConfig
+from rollout.engine.blocks.index import CacheChanges
 from rollout.engine.forward.model_watch import ModelWatch
-from rollout.engine.memory.plain_tensors import plain_tensors
+from rollout.engine.memory.buffers import plain_tensors
 from rollout.engine.models.adapters import LoraAdapters
 from rollout.engine.parts.context import DynamicInferenceContext, MemoryMove
 from rollout.engine.parts.controller import TextGenerationController
+from rollout.engine.parts.intake import Intake
 from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
-from rollout.engine.parts.staleness import Staleness
-from rollout.engine.scheduling.prefix_index import CacheChanges
 from rollout.engine.weights.folder import load_weights
 from rollout.engine.weights.guard import WeightsGuard
 from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError
+from rollout.observe.recorder import EngineTap
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.spans import MAX_VERSION
 from rollout.sampling_params import SamplingParams
-from rollout.state import ControlSignal, FinishReason, KVCacheManagementMode, Mode, Status
-from rollout.tracing.recorder import EngineTap
+from rollout.state import ControlSignal, FinishReason, KVCacheManagementMode, Mode, StalenessPolicy, Status
 
 T = TypeVar("T")
 
@@ -44,17 +44,13 @@ class EngineControl:
     _controller: TextGenerationController
     _context: DynamicInferenceContext
     _ledger: Ledger
-    _staleness: Staleness
+    _intake: Intake
     _tap: EngineTap
     _clock: Callable[[], float]
 
     @contextmanager
     def adapter_switch(self, what: str | None = None) -> Iterator[None]:
-        """A block that changes which adapters of the model act: at a step boundary, with no step meanwhile.
-
-        Args:
-            what: ignored; in `RolloutManager.adapter_switch` the other ranks wait for it.
-        """
+        """A block, at a step boundary, that changes which adapters of the model act. `what` is ignored."""
         with self._lifecycle.locked():
             try:
                 yield
@@ -64,7 +60,7 @@ class EngineControl:
 
     def pause(self) -> None:
         """Stop stepping at the next step boundary; requests keep their KV and wait."""
-        self._signal(ControlSignal.PAUSE, self._pause_active)
+        self._signal(ControlSignal.PAUSE, lambda: self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS))
 
     def unpause(self) -> None:
         """Allow steps again."""
@@ -74,8 +70,7 @@ class EngineControl:
         """Free the KV cache's device memory as `mode` (None: the configured mode) says.
 
         Args:
-            keep_prefix_cache: also keep cached blocks that no request holds. Pass False before the weights change:
-                they could not be used afterwards.
+            keep_prefix_cache: also keep cached blocks that no request holds. They are useless once the weights change.
 
         Raises:
             ConfigError: there is no such mode.
@@ -93,9 +88,9 @@ class EngineControl:
         return self._signal(ControlSignal.SUSPEND, act) or MemoryMove()
 
     def resume(self) -> MemoryMove:
-        """Bring the KV cache back to the device; leads to PAUSED.
+        """Bring the KV cache back to the device; the engine is PAUSED then.
 
-        On CUDA copies may go on after this: the next step waits for them, and so does `wait_until_restored`.
+        On CUDA copies may continue after this: the next step waits for them, and so does `wait_until_restored`.
         """
 
         def act() -> MemoryMove:
@@ -106,7 +101,7 @@ class EngineControl:
         return self._signal(ControlSignal.RESUME, act) or MemoryMove()
 
     def wait_until_restored(self) -> None:
-        """Block until the copies of a `resume` have ended."""
+        """Block until the copies of a `resume` have finished."""
         with self._lifecycle.locked():
             self._controller.runner.order.wait()
 
@@ -137,14 +132,14 @@ class EngineControl:
     def weights_updated(self, version: int | None = None) -> int:
         """Announce changed weights: the policy version moves by 1, or to `version`, in any state but STOPPED.
 
-        KV of earlier weights is no longer shared, also where `version` is the present one. Requests that would
-        exceed `max_staleness` are handled by `staleness_policy`; none of them makes this raise.
+        KV of earlier weights is no longer shared, even if `version` is the current one. Requests that would exceed
+        `max_staleness` are handled by `staleness_policy`; none of them makes this raise.
 
         Returns:
             The new policy version.
 
         Raises:
-            ConfigError: `version` is below the present one, or no version.
+            ConfigError: `version` is below the current one, or not an integer.
         """
         with self._lifecycle.locked():
             self._lifecycle.refuse_when_stopped()
@@ -162,15 +157,29 @@ class EngineControl:
             torch.clear_autocast_cache()
             scheduler.advance_version(scheduler.version + 1 if version is None else version)
             self._controller.runner.vision.features.clear()
-            self._staleness.enforce()
+            self._enforce_staleness()
             updated = scheduler.version
         if (log := self._tap.log) is not None:
             log.instant("weights updated", version=updated)
         self._lifecycle.moved()
         return updated
 
+    def _enforce_staleness(self) -> None:
+        limit, policy, scheduler = self._config.max_staleness, self._config.staleness_policy, self._context.scheduler
+        if limit is None or policy is StalenessPolicy.MASK:
+            return
+        stale = {sample.key for sample in scheduler if self._ledger.staleness(sample) > limit}
+        for sample in scheduler.remove(stale.__contains__) if stale else ():
+            if policy is StalenessPolicy.PARTIAL:
+                self._ledger.end(sample, FinishReason.STALE)
+            else:
+                why = "is too stale and cannot start again from its prompt"
+                self._ledger.counters["requests_requeued"] += self._intake.replace(
+                    sample, why, self._intake.from_prompt
+                )
+
     def load_weights(self, folder: str | PathLike[str]) -> int:
-        """Load the weights of a folder of safetensors into the module between two steps; `weights_updated` is to follow.
+        """Load a folder of safetensors into the module between two steps; call `weights_updated` afterwards.
 
         Returns:
             Number of tensors loaded.
@@ -188,14 +197,14 @@ class EngineControl:
                     "weights_updated() on every rank"
                 )
             loaded = load_weights(self._guard.model, folder)
-            # A step that comes before the announcement does not mix them with copies of the former ones.
+            # A step before the announcement must not mix them with copies of the old weights.
             self._controller.runner.installation.module_epoch += 1
             return loaded
 
     def load_adapter(self, name: str, folder: str | PathLike[str]) -> int:
         """Load a LoRA adapter from a folder, as PEFT saves it, for requests with `SamplingParams.adapter=name`.
 
-        Takes the place of a loaded one of that name, whose requests go on with it; `weights_updated` is to follow then.
+        Replaces a loaded adapter of that name, whose requests continue with the new one; call `weights_updated` then.
 
         Returns:
             Number of layers that it changes.
@@ -213,10 +222,10 @@ class EngineControl:
             return self._adapters.num_layers(name)
 
     def unload_adapter(self, name: str) -> int:
-        """Unload an adapter: requests that name it end with an error, which says so. Harmless when repeated.
+        """Unload an adapter: requests that name it end with an error. Harmless when repeated.
 
         Returns:
-            Number of samples that have ended by it.
+            Number of samples that this ended.
         """
         with self._lifecycle.locked():
             scheduler = self._context.scheduler
@@ -252,16 +261,12 @@ class EngineControl:
         """Record changes of the prefix cache in `changes` (None: nowhere); returns the hashes cached now."""
         with self._lifecycle.lock:
             self._context.allocator.index.changes = changes
-            return [] if changes is None else self._context.allocator.findable_hashes()
+            return [] if changes is None else list(self._context.allocator.index.current)
 
-    def _pause_active(self) -> None:
-        self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS)
+    def _mark_active(self, status: Status) -> None:
         now = self._clock()
         for leader in self._context.scheduler.active():
             for sample in (leader, *leader.siblings):
-                sample.request.add_event_pause(timestamp=now)
-
-    def _mark_active(self, status: Status) -> None:
-        for leader in self._context.scheduler.active():
-            for sample in (leader, *leader.siblings):
                 sample.request.status = status
+                if status is Status.ACTIVE_BUT_NOT_GENERATING_TOKENS:
+                    sample.request.add_event_pause(timestamp=now)

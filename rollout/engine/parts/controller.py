@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from rollout.engine.forward.model_runner import ModelRunner
-from rollout.engine.forward.trial_forwards import difference, over_largest, paged_logits
 from rollout.engine.models.model_support import ModelLayout
-from rollout.engine.models.originals import foreign_part
 from rollout.engine.multimodal.pictures import MAX_PROMPT_PIXELS, open_picture
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.scheduling.sequences import Sequence as Sample
-from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
-from rollout.requests.chat_messages import MessageImage, known_roles, plain_messages
+from rollout.errors import ConfigError, InvalidRequestError
+from rollout.requests.block_hash import stream_key
 from rollout.requests.detokenizer import CompletionText, pieces_of
 from rollout.requests.images import ImagePrompt, processed_prompt
-from rollout.requests.prompt import Prompt, unpadded
+from rollout.requests.prompt import MessageImage, Prompt, known_roles, plain_messages, unpadded
 from rollout.requests.request import InferenceRequest
-from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
-
-VERIFY_TOKENS = 12
-SAME_ATTENTION = 1e-2
-"""Largest difference between logits of a replayed step and of the module's forward by the same kernels, over the largest."""
-FOREIGN_TOKENS = 4096
-"""As many at most where parts of the model are not transformers' own."""
 
 
 class TextGenerationController:
@@ -67,12 +57,11 @@ class TextGenerationController:
         return unpadded(prompts, *owners, name=name, single=single)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, an `ImagePrompt` if it has images; chat messages go through the tokenizer's chat template
-        with a generation prompt.
+        """Token ids of a prompt, an `ImagePrompt` if it has images; chat messages get a generation prompt.
 
         Raises:
-            TypeError: the prompt is none of text, token ids, chat messages, a processor's output.
-            InvalidRequestError: a message has no role, or content that is not text, such as an image.
+            TypeError: the prompt is not text, token ids, chat messages or a processor's output.
+            InvalidRequestError: a message has no role, or content that this model does not take, such as an image.
             ConfigError: text or messages without a tokenizer.
         """
         if isinstance(prompt, str):
@@ -118,12 +107,12 @@ class TextGenerationController:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model is of a family that is served images."""
+        """Whether the model is of a family whose images are served."""
         return self.runner.vision.family is not None
 
     @property
     def chat_template(self) -> str | None:
-        """The processor's chat template, which writes what the processor expands; None: the tokenizer's."""
+        """The processor's chat template, with placeholders that the processor expands; None: the tokenizer's."""
         template = getattr(self.processor, "chat_template", None)
         return template if isinstance(template, str) else None
 
@@ -134,8 +123,7 @@ class TextGenerationController:
             images: in the order of their placeholders.
 
         Raises:
-            InvalidRequestError: there is no processor, an image cannot be read or is too large, alone or with the others,
-                or the processor refuses it.
+            InvalidRequestError: there is no processor, it refuses an image, an image cannot be read, or all are too large.
         """
         if self.processor is None:
             raise InvalidRequestError(
@@ -190,9 +178,8 @@ class TextGenerationController:
         """Check sampling parameters against the vocabulary and the loaded adapters; compile `structured`.
 
         Raises:
-            InvalidRequestError: `adapter` is not loaded; `structured` does not compile; an id of `logit_bias`,
-                `stop_token_ids` or `logprob_token_ids` is outside the vocabulary; or `min_tokens` with the stop ids leaves
-                no token to draw.
+            InvalidRequestError: an adapter is not loaded, `structured` does not compile, a token id is outside the
+                vocabulary, or `min_tokens` and the stop ids leave no token to draw.
         """
         named = {name: getattr(params, name) or () for name in ("logit_bias", "stop_token_ids", "logprob_token_ids")}
         for name, tokens in named.items():
@@ -202,13 +189,13 @@ class TextGenerationController:
         if params.structured is not None:
             self.constraints.check(params.structured)
         self.runner.adapters.check(params.adapter)
-        if params.min_tokens and len(stops := self.stop_ids(params)) >= self.layout.vocab_size:
-            left = self.layout.vocab_size - len({token for token in stops if token < self.layout.vocab_size})
-            if not left:
-                raise InvalidRequestError(
-                    f"min_tokens={params.min_tokens}: every one of the {self.layout.vocab_size} tokens is a stop id, so no "
-                    "token can be drawn before one; drop min_tokens or some stop_token_ids"
-                )
+        stops, vocabulary = self.stop_ids(params) if params.min_tokens else (), self.layout.vocab_size
+        # The length is compared first, since it costs nothing.
+        if len(stops) >= vocabulary and len({token for token in stops if token < vocabulary}) == vocabulary:
+            raise InvalidRequestError(
+                f"min_tokens={params.min_tokens}: every one of the {vocabulary} tokens is a stop id, so no token can be "
+                "drawn before one; drop min_tokens or some stop_token_ids"
+            )
 
     def completion_text(self, params: SamplingParams) -> CompletionText | None:
         """Stop-string detector for these parameters; None without stop strings.
@@ -230,8 +217,7 @@ class TextGenerationController:
     def fill_segments(self, request: InferenceRequest) -> None:
         """Fill in a request's `segments`, `generated_segments` and `generated_sequence_lengths`.
 
-        One piece of text per token; joined they equal `decode` of all tokens. The piece of a special token, or of a token
-        that ends inside a character, is empty.
+        One piece of text per token; joined, they equal `decode` of all tokens.
 
         Raises:
             ConfigError: there is no tokenizer.
@@ -253,123 +239,6 @@ class TextGenerationController:
         self.runner.sampling.set(sample.row, sample.params, key)
         self.constraints.set(sample.row, sample.params.structured)
         self.runner.adapters.set(sample.row, sample.params.adapter)
-
-    def forward_logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[V] logits after `tokens`, by the model's own unpaged attention, in eval mode."""
-        ids = torch.tensor([list(tokens)], device=self.layout.device)
-        training = [module for module in self.model.modules() if module.training]
-        try:
-            for module in training:
-                module.training = False
-            with torch.no_grad():
-                # Of all positions, as what honours `logits_to_keep` is verified too, but not thousands.
-                kept = {} if len(tokens) <= VERIFY_TOKENS else {"logits_to_keep": ids.new_tensor([len(tokens) - 1])}
-                logits: torch.Tensor = self.model(input_ids=ids, use_cache=False, **kept).logits[0, -1]
-        finally:
-            for module in training:
-                module.training = True
-        return logits
-
-    def verify_model(self, room: int, all_ranks: Callable[[bool], bool] = bool) -> None:
-        """Compare tokens in chunks through the paged path with the model's own forward, along the same routes.
-
-        This catches state that travels between positions by other ways than attention, and on a GPU kernels and graphs that
-        compute something else: its last token is a decode step. Where attention or positions are not transformers' own,
-        they may differ from ours only far into a sequence, or beside a long one: both are compared too.
-
-        Args:
-            room: most tokens of a sequence.
-            all_ranks: whether something holds on each of the ranks that compute a forward together, which all ask at once.
-
-        Raises:
-            UnsupportedModelError: they differ, here or on one of those ranks.
-        """
-        short = min(room, VERIFY_TOKENS)
-        self._verify(short, all_ranks)
-        foreign = foreign_part(self.model, self.layout.layer_of)
-        if foreign is not None and room > short:
-            longest = min(room, FOREIGN_TOKENS)
-            # Recurrent layers take sequences of one length together; the other sequence takes a block.
-            if not self.layout.states and longest >= short + self.runner.table.block_size:
-                self._verify(short, all_ranks, foreign, longest - 1)
-            self._verify(longest, all_ranks, foreign)
-
-    def _verify(
-        self, length: int, all_ranks: Callable[[bool], bool], foreign: str = "", beside: int | None = None
-    ) -> None:
-        if length < 2:
-            return
-        tokens = [(7 * position + 3) % self.layout.vocab_size for position in range(length)]
-        cuts = [length - length // 2]
-        alone = bool(self.layout.states) or all_ranks(self.runner.paged is not None or self.runner.graphs is not None)
-        if alone and length > cuts[0] + 1:
-            # Recurrent layers and Triton's kernels compute a single token otherwise than a chunk.
-            cuts.append(length - 1)
-        tolerance = 2e-3 if self.layout.narrowest_dtype == torch.float32 else 1e-1
-
-        if beside is None and all_ranks(self.runner.graphs is not None):
-            self._verify_graphs(tokens, cuts, min(tolerance, SAME_ATTENTION), all_ranks)
-
-        def fine(found: float) -> bool:
-            return all_ranks(found <= tolerance)
-
-        def measured() -> float:
-            return difference(self.runner, tokens, cuts, self.forward_logits, fine, beside)
-
-        worst = measured()
-        passed = fine(worst)
-        if not passed and self.runner.fused is not None and not self.runner.exact:
-            by_fused = worst
-            self.runner.drop_fused("it differs from the model's own forward")
-            worst = measured()
-            passed = fine(worst)
-            if passed:
-                _log.warning(
-                    "%s: the fused forward differs from the model's own by %.3g of the largest logit, so the model's own "
-                    "runs; please report it",
-                    type(self.model).__name__,
-                    by_fused,
-                )
-        if not passed and worst <= tolerance:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__}: on another rank of the group the paged path differs from the model's own "
-                "forward; the error of that rank says by how much"
-            )
-        if not passed and foreign:
-            where = f"{length} tokens" if beside is None else f"{length} tokens beside a sequence of {beside + 1}"
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__}: {foreign} is not transformers' own, and the model's forward of {where} "
-                f"differs from ours by {worst:.3g} of the largest logit (allowed: {tolerance:g}). The engine serves causal "
-                "attention, in windows that the mask or an argument shows, and rotary positions that are the same in "
-                "sequences of any length: load the model with attn_implementation='sdpa', or lower "
-                "InferenceConfig.max_sequence_length to where they are the same"
-            )
-        if not passed:
-            implementation = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__}: {length} tokens in chunks through the paged path differ from the "
-                f"model's own forward by {worst:.3g} of the largest logit (allowed: {tolerance:g}). Either some layer "
-                f"keeps state that the engine does not see, or the model's own attention ({implementation!r}) leaves out "
-                "what the layers ask for (sdpa ignores soft-capping in some versions of transformers: load the model "
-                "with attn_implementation='eager'). If you know better: "
-                "InferenceConfig(advanced=Advanced(verify_model=False))"
-            )
-
-    def _verify_graphs(
-        self, tokens: list[int], cuts: list[int], tolerance: float, all_ranks: Callable[[bool], bool]
-    ) -> None:
-        """Give graphs up unless they give the logits of the same forward and the same attention without them."""
-        graphs = self.runner.graphs
-        found = paged_logits(self.runner, tokens, *cuts)
-        self.runner.graphs = None
-        try:
-            worst = over_largest(found, paged_logits(self.runner, tokens, *cuts))
-        finally:
-            self.runner.graphs = graphs
-        if not all_ranks(worst <= tolerance) and graphs is not None:
-            graphs.give_up(
-                f"a replayed step differs from the same forward without one by {worst:.3g} of the largest logit"
-            )
 
     def _require_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:

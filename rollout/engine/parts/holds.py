@@ -4,9 +4,8 @@
     holds.hold(COORDINATOR, HoldLevel.PAUSED)   nothing moves: suspended is higher
     holds.release(UPDATE)                       resumed, and still paused: the coordinator asks for it
 
-Releasing a hold needs no knowledge of the others. The engine's own verbs (`engine.pause()`) stay what they are: a level
-above every hold that they have led to counts as a hold of `DIRECT`, which `engine.unpause()` or a release of `DIRECT`
-ends; a level below the holds is respected until the next change of a hold, but `EngineWorker` makes no steps there.
+A level above every hold that the engine's own verbs (`engine.pause()`) lead to counts as a hold of `DIRECT`, until
+`engine.unpause()` or a release of `DIRECT`. A level below the holds lasts until the next change of a hold.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ class HoldLevel(IntEnum):
     """How far an engine is held."""
 
     RUNNING = 0
-    """Not at all."""
     PAUSED = 1
     """No steps; the KV cache stays."""
     SUSPENDED = 2
@@ -53,26 +51,15 @@ _LEVELS = {
 
 
 class HeldEngine(Protocol):
-    """Lifecycle verbs of an engine; see `DynamicInferenceEngine`."""
+    """Lifecycle verbs of an engine, documented in `EngineControl`."""
 
     @property
-    def state(self) -> EngineState:
-        """The lifecycle state."""
-
-    def locked(self) -> AbstractContextManager[None]:
-        """Hold the engine at a step boundary."""
-
-    def pause(self) -> None:
-        """RUNNING → PAUSED."""
-
-    def unpause(self) -> None:
-        """PAUSED → RUNNING."""
-
-    def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
-        """PAUSED → SUSPENDED."""
-
-    def resume(self) -> MemoryMove:
-        """SUSPENDED → PAUSED."""
+    def state(self) -> EngineState: ...
+    def locked(self) -> AbstractContextManager[None]: ...
+    def pause(self) -> None: ...
+    def unpause(self) -> None: ...
+    def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove: ...
+    def resume(self) -> MemoryMove: ...
 
 
 class Holds:
@@ -90,47 +77,47 @@ class Holds:
         return holder in self._asked
 
     def level(self, holder: str) -> HoldLevel:
-        """Level that a holder asks for. That of `DIRECT` is read from the engine, at its step boundary."""
+        """Level that a holder asks for; that of `DIRECT` follows from the engine's state at its step boundary."""
         if holder == DIRECT:
             with self._engine.locked():
                 self._note_direct()
         return self._asked.get(holder, HoldLevel.RUNNING)
 
     def describe(self) -> str:
-        """Holders and the levels they ask for; without waiting."""
+        """Holders and the levels they ask for; takes no lock."""
         asked = [f"{holder} ({level.name.lower()})" for holder, level in tuple(self._asked.items())]
         return ", ".join(asked) or "none"
 
     @property
     def forbid_steps(self) -> bool:
-        """Whether some holder but `DIRECT` asks for more than RUNNING; without waiting."""
+        """Whether a holder other than `DIRECT` asks for more than RUNNING; takes no lock."""
         return any(holder != DIRECT for holder in tuple(self._asked))
 
     def hold(self, holder: str, level: HoldLevel, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
         """Ask for `level` in place of what `holder` asked for before, and move the engine accordingly.
 
         Args:
-            mode, keep_prefix_cache: of `DynamicInferenceEngine.suspend`, if the engine is suspended by this call.
+            mode, keep_prefix_cache: see `EngineControl.suspend`; used if this call suspends the engine.
 
         Returns:
-            Of the suspend or resume that it led to.
+            Result of the suspend or resume that it led to.
 
         Raises:
-            ConfigError: there is no such mode; nothing has changed.
-            EngineStateError, EngineDeadError: the engine is stopped; nothing has changed.
-            Exception: suspending or resuming has failed; the holder asks for what it asked before.
+            ConfigError: there is no such mode.
+            EngineStateError, EngineDeadError: the engine is stopped.
+            Exception: suspending or resuming failed. After any error the holder asks for what it asked before.
         """
         return self._change({holder: level}, mode, keep_prefix_cache)
 
     def release(self, *holders: str) -> MemoryMove:
-        """End holds; those that do not exist are ignored. Returns, raises: as `hold`."""
+        """End holds, ignoring those that do not exist. Returns and raises as `hold`."""
         return self._change(dict.fromkeys(holders, HoldLevel.RUNNING), None, True)
 
     @contextmanager
     def held(self, holder: str, level: HoldLevel, mode: Mode = None) -> Iterator[None]:
-        """A `with` block in which `holder` asks for `level`; of nested and overlapping ones the last to end releases.
+        """A `with` block in which `holder` asks for `level`; the last of nested and overlapping blocks to end releases.
 
-        Nothing to hold on a stopped engine.
+        Does nothing on a stopped engine.
         """
         with self._engine.locked():
             if self._engine.state is not EngineState.STOPPED:
@@ -176,8 +163,7 @@ class Holds:
 
     def _note_direct(self) -> None:
         """Record the level that the engine's own verbs have led to since the last change."""
-        standing = _LEVELS.get(self._engine.state)
-        if standing is None:
+        if (standing := _LEVELS.get(self._engine.state)) is None:
             return
         named = max((level for holder, level in self._asked.items() if holder != DIRECT), default=HoldLevel.RUNNING)
         direct = standing if standing > named else min(standing, self._asked.get(DIRECT, HoldLevel.RUNNING))

@@ -8,25 +8,19 @@ from operator import attrgetter
 from types import SimpleNamespace
 
 from rollout.config import InferenceConfig
-from rollout.engine.explain.explanation import Explanation, explain
+from rollout.engine.explain import Explanation, explain
 from rollout.engine.forward.model_watch import ModelWatch
-from rollout.engine.memory.kv_cache import KVCache
-from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.engine.parts.controller import TextGenerationController
 from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
-from rollout.engine.parts.staleness import Staleness
 from rollout.engine.parts.stepper import Stepper
 from rollout.engine.scheduling.adapters import described
-from rollout.engine.scheduling.host_cache import HostCache
 from rollout.engine.scheduling.sequences import rank
-from rollout.engine.scheduling.state_slots import StateSlots
 from rollout.engine.weights.guard import WeightsGuard
 from rollout.errors import EngineStateError
-from rollout.metrics import ENGINE_STATS
-from rollout.requests.delta import SampleDelta
-from rollout.requests.growth import growth
+from rollout.metric_table import ENGINE_STATS
+from rollout.requests.delta import SampleDelta, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import EngineState
 
@@ -45,10 +39,7 @@ class Inspection:
     _guard: WeightsGuard
     _controller: TextGenerationController
     _context: DynamicInferenceContext
-    _cache: KVCache
-    _states: StatePool | None
     _ledger: Ledger
-    _staleness: Staleness
     _stepper: Stepper
     _watch: ModelWatch
 
@@ -58,18 +49,18 @@ class Inspection:
         return bool(self._ledger.ended or self._context.scheduler.has_work(self._watch.adapters.variant))
 
     def changed_settings(self) -> str:
-        """Names of settings that masks may be made of and that changed since the engine was built."""
+        """Names of settings that masks depend on and that changed since the engine was built."""
         self._guard.source.follow()
         return self._watch.changed_settings()
 
     @property
     def resized(self) -> bool:
-        """Whether the model has another vocabulary since the engine was built; then `rebuild` is due."""
+        """Whether the vocabulary has changed since the engine was built; then `rebuild` is due."""
         changed = self._guard.resized(self._controller.layout.vocab_size) is not None
         return changed and self._guard.source.sampled is self._guard.model
 
     def refuse_when_nothing_can_run(self) -> None:
-        """Raises: EngineStateError: all that is unfinished waits for adapters that do not act now, or for nothing."""
+        """Raises: EngineStateError: all unfinished samples wait for adapters that do not act now, or for nothing."""
         if not self._ledger.live or self.has_unfinished:
             return
         waiting = {sample.variant for sample in self._context.scheduler}
@@ -86,25 +77,22 @@ class Inspection:
 
     @property
     def acting_adapters(self) -> str:
-        """The adapters of the model that act now, in words."""
+        """Description of the model's adapters that act now."""
         with self._lifecycle.lock:
             return described(self._watch.variant())
 
     def explain(self) -> Explanation:
-        """Explain what the engine does with this model on this machine, and why; `print` it.
-
-        Waits for a step boundary. Adds no request and changes no random stream.
-        """
+        """Explain what the engine does with this model on this machine, and why; `print` it. Runs between two steps."""
         with self._lifecycle.locked():
             return explain(
-                self._controller.runner, self._cache, self._context.scheduler, self._config, self._guard.source,
+                self._controller.runner, self._context.scheduler, self._config, self._guard.source,
                 self._max_sequence_length,
             )  # fmt: skip
 
     def describe(self) -> Iterator[str]:
-        """Lines about samples, blocks, last step and oldest samples, without a lock."""
+        """Lines about samples, blocks, last step and oldest samples; takes no lock."""
         scheduler, allocator, step = self._context.scheduler, self._context.allocator, self._stepper.last
-        unfinished = [sample for samples in list(self._ledger.live.values()) for sample in list(samples.values())]
+        unfinished = self._ledger.unfinished()
         running = scheduler.num_active
         yield (
             f"  samples: {running} running, {len(unfinished) - running} waiting, {len(self._ledger.ended)} ended and not "
@@ -112,7 +100,7 @@ class Inspection:
         )
         yield (
             f"  KV blocks: {allocator.num_used} used, {allocator.num_cached} cached, {allocator.num_free} free, of "
-            f"{allocator.num_blocks}; {'on' if self._cache.on_device else 'not on'} the device"
+            f"{allocator.num_blocks}; {'on' if self._controller.runner.cache.on_device else 'not on'} the device"
         )
         if step is not None:
             yield f"  last step: {step.num_decodes} decodes, {len(step.prefills)} prefills, {step.num_tokens} tokens"
@@ -146,15 +134,15 @@ class Inspection:
             return records
 
     def progress(self, known: Mapping[tuple[int, int], tuple[int, int, int]]) -> list[SampleDelta]:
-        """Tokens that unfinished samples have gained. Costs a few microseconds per sample and copies only new tokens.
+        """Tokens that unfinished samples have gained since `known`; takes a few microseconds per sample.
 
         Args:
             known: (request_id, sample_index) → (completion tokens known, the prompt's policy version they came with,
                 events known).
 
         Returns:
-            One row per sample of `known` that has more, or that was requeued (`StalenessPolicy.REQUEUE`): such a
-            sample counts from 0 again, and may have no token yet.
+            One row per sample of `known` with more tokens, or that was requeued (`StalenessPolicy.REQUEUE`) and counts
+            from 0 again.
         """
         with self._lifecycle.lock:
             table, live = self._context.scheduler.table, self._ledger.live
@@ -171,7 +159,11 @@ class Inspection:
     def staleness(self) -> dict[int, int]:
         """Per unfinished request id: updates since the oldest token of its unfinished samples (0: they have none)."""
         with self._lifecycle.lock:
-            return self._staleness.by_request()
+            largest: dict[int, int] = {}
+            for sample in self._context.scheduler:
+                number = sample.key[0]
+                largest[number] = max(largest.get(number, 0), self._ledger.staleness(sample))
+            return largest
 
     @property
     def counters(self) -> dict[str, int]:
@@ -185,11 +177,11 @@ class Inspection:
             scheduler=scheduler,
             queues=SimpleNamespace(**scheduler.counters),
             allocator=allocator,
-            states=allocator.states or StateSlots(0),
-            host=allocator.host or HostCache(0, self._config.advanced.block_size_tokens),
-            cache=self._cache,
+            states=allocator.states,
+            host=allocator.host,
+            cache=runner.cache,
             runner=runner,
-            state_pool=SimpleNamespace(device_bytes=0) if self._states is None else self._states,
+            state_pool=SimpleNamespace(device_bytes=0) if runner.states is None else runner.states,
             images=runner.vision.features,
             ledger=SimpleNamespace(**self._ledger.counters),
             engine=SimpleNamespace(

@@ -1,74 +1,106 @@
-"""Accepts requests for one engine: checks a prompt or a record, numbers it and queues its samples."""
+"""Takes requests in: checks prompts and records, builds their samples, numbers and queues them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from rollout.config import InferenceConfig
 from rollout.engine.forward.model_watch import ModelWatch
-from rollout.engine.parts.admission import Admission, prompt_of, refuse_what_is_not_served
+from rollout.engine.memory.kv_cache import RouteShape
 from rollout.engine.parts.controller import TextGenerationController
 from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
+from rollout.engine.scheduling.prompt_images import PromptImages
 from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.sequences import Order
 from rollout.engine.scheduling.sequences import Sequence as Sample
-from rollout.errors import InvalidRequestError
-from rollout.requests.images import ImagePrompt
+from rollout.errors import InvalidRequestError, warn_caller
+from rollout.requests.block_hash import compute_block_hashes_batched, stream_key
+from rollout.requests.images import PIXELS, ImageInputs, ImagePrompt, images_of
 from rollout.requests.prompt import Prompt
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
+from rollout.requests.token_columns import KeptTokens
 from rollout.sampling_params import SamplingParams, one_each
 from rollout.state import FinishReason
 from rollout.threads.interrupts import uninterrupted
 
 
+@dataclass(eq=False)
 class Intake:
     """Queues the requests of one engine.
 
+    Args:
+        _clock: seconds, for arrival times.
+        _routes: shape of the expert routes that the engine records; None: it records none.
+
     Attributes:
         next_request_id: id of the next request that brings none.
-        order: number of groups queued so far; ties in the queue are broken by it.
+        order: number of groups queued so far, which breaks ties in the queue.
     """
 
-    def __init__(
-        self,
-        lifecycle: Lifecycle,
-        controller: TextGenerationController,
-        scheduler: Scheduler,
-        admission: Admission,
-        ledger: Ledger,
-        watch: ModelWatch,
-    ) -> None:
-        self._lifecycle = lifecycle
-        self._controller = controller
-        self._scheduler = scheduler
-        self._admission = admission
-        self._ledger = ledger
-        self._watch = watch
-        self.next_request_id = 0
-        self.order = 0
+    _config: InferenceConfig
+    _lifecycle: Lifecycle
+    _controller: TextGenerationController
+    _scheduler: Scheduler
+    _ledger: Ledger
+    _watch: ModelWatch
+    _max_sequence_length: int
+    _clock: Callable[[], float]
+    _routes: RouteShape | None
+    next_request_id: int = 0
+    order: int = 0
+    _warned_clamped: bool = False
 
-    def add(
+    # --- for the engine -----------------------------------------------------------------------------------------
+
+    def add_request(
         self,
         prompt: Prompt,
-        params: SamplingParams,
-        request_id: int | None,
-        priority: int,
-        metadata: Any,
-        samples: Sequence[int] | None,
-        arrival_time: float | None,
-        client: Hashable,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: int | None = None,
+        priority: int = 0,
+        metadata: Any = None,
+        samples: Sequence[int] | None = None,
+        arrival_time: float | None = None,
+        client: Hashable = None,
     ) -> int:
-        """Queue a prompt; see `DynamicInferenceEngine.add_request`."""
+        """Accept one prompt (and its n samples); it runs in the coming steps.
+
+        Args:
+            prompt: text, token ids, chat messages, or what a processor returned for one prompt with images.
+            request_id: yours, or None for the engine's next.
+            priority: higher runs first; equal ones in order of arrival.
+            metadata: msgpack-able, returned untouched in the results.
+            samples: which of the n samples to compute (other ranks may compute the others); None: all.
+            arrival_time: seconds by the engine's clock, from which times are counted; None: now.
+            client: within a priority, clients with waiting requests get equal shares of the tokens, and the requests of
+                one client run in order of arrival. All callers that leave it out are one client.
+
+        Returns:
+            The request id.
+
+        Raises:
+            InvalidRequestError: it can never be served as asked; nothing was queued.
+            EngineStateError: the engine is stopping or stopped.
+        """
+        (params,) = one_each(sampling_params, 1)
         with uninterrupted(), self._lifecycle.lock:
             self._lifecycle.refuse_when_stopped()
             number = self.next_request_id if request_id is None else request_id
             tokens = self._controller.tokenize(prompt)
             try:
                 wanted = self._ledger.free_indices(number, params.n, samples)
-                self._scheduler.check_samples(number, len(wanted))
-                leader = self._admission.group(
-                    number, tokens, params, order=(0, self.order), version=self._scheduler.version, priority=priority,
-                    metadata=metadata, prompt=prompt if isinstance(prompt, str) else None, indices=wanted,
+                self._scheduler.check_fits(number, len(wanted))
+                leader = self.group(
+                    number, tokens, params, wanted, order=(0, self.order), version=self._scheduler.version,
+                    prompt=prompt if isinstance(prompt, str) else None, priority=priority, metadata=metadata,
                     arrival_time=arrival_time,
                 )  # fmt: skip
                 self._queue(leader, client)
@@ -85,34 +117,42 @@ class Intake:
         numbers: list[int] = []
         try:
             for prompt in prompts:
-                numbers.append(self.add(prompt, params, None, 0, None, None, None, None))
+                numbers.append(self.add_request(prompt, params))
         except BaseException:
             for number in numbers:
-                self.abort(number, None)
-            self.take_ended(lambda key: key[0] in numbers)
+                self.abort_request(number)
+            with self._lifecycle.lock:
+                self._ledger.take(lambda key: key[0] in numbers)
             raise
         return numbers
 
     def add_record(self, record: DynamicInferenceRequestRecord) -> None:
-        """Queue an unfinished record; see `DynamicInferenceEngine.add_record`."""
+        """Continue an unfinished record (from `snapshot`, another engine or a checkpoint file) where it stands.
+
+        Raises:
+            InvalidRequestError: it can never be served here; nothing was queued.
+        """
         with uninterrupted(), self._lifecycle.lock:
             self._lifecycle.refuse_when_stopped()
             number = record.request_id
             if record.sample_index in self._ledger.live.get(number, ()):
                 raise InvalidRequestError(f"request {number} sample {record.sample_index} is here already", number)
-            sample = self._admission.continued(record, (0, self.order), self._scheduler.version)
+            sample = self.continued(record, (0, self.order), self._scheduler.version)
             self._queue(sample, None)
             self._ledger.accept(sample)
             self.reserve(number + 1)
 
-    def check(self, prompt: Prompt, sampling_params: SamplingParams | None) -> list[int]:
-        """Check a prompt without queueing it; see `DynamicInferenceEngine.check_request`."""
+    def check_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
+        """Token ids of a prompt that `add_request` would accept; nothing is queued.
+
+        Raises:
+            InvalidRequestError, ConfigError, TypeError: it would refuse it.
+        """
         (params,) = one_each(sampling_params, 1)
-        number = self.next_request_id
         tokens = self._controller.tokenize(prompt)
         try:
-            pictured = self._admission.images(number, tokens)
-            self._check(number, tokens, params)
+            pictured = self.images(self.next_request_id, tokens)
+            self._check(tokens, params)
         except InvalidRequestError as exc:
             raise exc.at() from exc
         if pictured is not None and isinstance(tokens, ImagePrompt):
@@ -125,15 +165,200 @@ class Intake:
         Raises:
             InvalidRequestError, ConfigError: no engine like this one could continue it.
         """
-        refuse_what_is_not_served(record, self._admission.routes)
-        self._admission.images(record.request_id, prompt_of(record[0]))
-        self._check(self.next_request_id, record[0].prompt_tokens, record[0].sampling_params)
+        _refuse_unserved(record, self._routes)
+        self.images(record.request_id, prompt_of(record[0]))
+        self._check(record[0].prompt_tokens, record[0].sampling_params)
 
-    def _check(self, number: int, tokens: list[int], params: SamplingParams) -> None:
-        clamped = self._admission.check(number, tokens, params)
+    def abort_request(self, request_id: int, sample_index: int | None = None) -> int:
+        """End a request now, in any state; its blocks are free before this returns.
+
+        Returns:
+            How many samples were ended (0: it had finished, or never was).
+        """
+        with uninterrupted(), self._lifecycle.lock:
+            removed = self._scheduler.remove(lambda key: key[0] == request_id and sample_index in (None, key[1]))
+            for sample in removed:
+                self._ledger.end(sample, FinishReason.ABORT, f"RequestAbortedError: request {request_id} was aborted")
+            return len(removed)
+
+    def forget(self, request_id: int, sample_index: int) -> None:
+        """Drop a sample that was never run here, uncounted; nothing is handed out. Unknown samples are ignored."""
+        with self._lifecycle.lock:
+            for sample in self._scheduler.remove(lambda key: key == (request_id, sample_index)):
+                self._ledger.forget(sample)
+
+    def new_request_id(self) -> int:
+        """Reserve and return a request id."""
+        with self._lifecycle.lock:
+            self.next_request_id += 1
+            return self.next_request_id - 1
+
+    def reserve(self, start: int) -> None:
+        """Mark ids below `start` as taken; the next id is at least `start`."""
+        with self._lifecycle.lock:
+            self.next_request_id = max(self.next_request_id, start)
+
+    # --- samples ------------------------------------------------------------------------------------------------
+
+    def group(
+        self,
+        number: int,
+        tokens: list[int],
+        params: SamplingParams,
+        indices: Sequence[int] = (0,),
+        *,
+        order: Order,
+        version: int,
+        prompt: str | None = None,
+        priority: int = 0,
+        metadata: Any = None,
+        arrival_time: float | None = None,
+    ) -> Sample:
+        """Build the samples `indices` of a new request: the first one, with the others as its unforked `siblings`.
+
+        Raises:
+            InvalidRequestError: the request can never be served as asked.
+        """
+        pictured = self.images(number, tokens)
+        params = self.clamped(number, tokens, params)
+        # Every request has a seed, its own or a derived one, so that its random stream survives checkpoints.
+        seed = stream_key(self._config.seed, number) if params.seed is None else params.seed
+        samples: list[Sample] = []
+        for index in indices:
+            request = self._request(
+                images_of(tokens), pictured, list(tokens),
+                request_id=number, sample_index=index, prompt=prompt, sampling_params=params, priority=priority,
+                arrival_time=self._clock() if arrival_time is None else arrival_time, metadata=metadata, seed=seed,
+                policy_version=version, precomputed_block_hashes=samples[0].hashes if samples else [],
+            )  # fmt: skip
+            request.add_event_add_engine(timestamp=request.arrival_time)
+            samples.append(self._sample(DynamicInferenceRequestRecord.from_request(request), order, pictured))
+        samples[0].siblings = samples[1:]
+        return samples[0]
+
+    def continued(self, record: DynamicInferenceRequestRecord, order: Order, version: int) -> Sample:
+        """Build a sample that continues an unfinished record after its last token; updates the record in place.
+
+        Raises:
+            InvalidRequestError: it can never be served here, its policy version is later than `version`, or its kept tokens
+                are not those of its tokens.
+        """
+        number = record.request_id
+        _refuse_unserved(record, self._routes)
+        _refuse_wrong_kept_tokens(record, self._controller.layout.vocab_size)
+        if record[-1].policy_version > version:
+            raise InvalidRequestError(
+                f"request {number} is of policy version {record[-1].policy_version} and the engine of {version}; call "
+                f"weights_updated({record[-1].policy_version}) first",
+                number,
+            )
+        if (newest := record[-1].policy_spans.newest() or 0) > record[-1].policy_version:
+            raise InvalidRequestError(
+                f"request {number} is of policy version {record[-1].policy_version} and has a token of version {newest}",
+                number,
+            )
+        if record[-1].generated_tokens:
+            record.checkpoint()
+        request = record[-1]
+        request.kv_spans.clear()
+        if not request.completion_tokens:
+            request.policy_spans.clear()
+            request.routing_indices = None
+        request.finished_chunk_token_count = 0
+        request.block_size_tokens = self._config.advanced.block_size_tokens
+        request.enable_prefix_caching = self._config.enable_prefix_caching
+        request.precomputed_block_hashes = compute_block_hashes_batched(
+            request.prompt_tokens, self._config.advanced.block_size_tokens, request.sampling_params.prefix_share
+        )
+        pictured = self.images(number, prompt_of(record[0]))
+        request.sampling_params = self.clamped(number, request.prompt_tokens, request.sampling_params)
+        record.advance_version(version, policy_only=True)
+        return self._sample(record, order, pictured)
+
+    def from_prompt(self, record: DynamicInferenceRequestRecord, order: Order, version: int) -> Sample:
+        """Build a sample that restarts from its prompt: tokens are discarded, events are kept.
+
+        Raises:
+            InvalidRequestError: it can never be served here.
+        """
+        first = record[0]
+        prompt, params = first.prompt_tokens[: first.original_prompt_length], first.sampling_params
+        # A record may begin with a checkpointed segment.
+        if made := len(first.prompt_tokens) - len(prompt):
+            params = params.replace(max_tokens=params.max_tokens + made)
+        pictured = self.images(first.request_id, prompt_of(first))
+        fresh = self._request(
+            _images(first), pictured, prompt,
+            request_id=first.request_id, sample_index=first.sample_index, prompt=first.prompt,
+            sampling_params=self.clamped(first.request_id, prompt, params), arrival_time=first.arrival_time,
+            priority=first.priority, metadata=first.metadata, seed=first.seed, policy_version=version,
+            events=record.joined("events"), event_add_engine=first.event_add_engine,
+        )  # fmt: skip
+        if fresh.event_add_engine is None:
+            fresh.add_event_add_engine(timestamp=first.arrival_time)
+        fresh.add_event_evict(timestamp=self._clock())
+        return self._sample(DynamicInferenceRequestRecord.from_request(fresh), order, pictured)
+
+    def replace(self, sample: Sample, what: str, build: Callable[..., Sample]) -> bool:
+        """Queue what `build` (`continued` or `from_prompt`) makes of a sample in no queue; if it raises, the sample fails.
+
+        Returns:
+            Whether the new sample was queued.
+        """
+        try:
+            fresh = build(sample.record, sample.order, self._scheduler.version)
+            fresh.client = sample.client
+            self._scheduler.add(fresh, sample.variant)
+        except Exception as exc:  # noqa: BLE001 - whatever it raises harms this request alone
+            number, index = sample.key
+            error = f"RequestFailedError: request {number} sample {index} {what}: {type(exc).__name__}: {exc}"
+            self._ledger.end(sample, FinishReason.ERROR, error)
+            return False
+        self._ledger.accept(fresh)
+        return True
+
+    def images(self, number: int, tokens: list[int]) -> PromptImages | None:
+        """The images that a prompt carries; None: it is text.
+
+        Raises:
+            InvalidRequestError: they do not fit the prompt or the model.
+        """
+        try:
+            return self._controller.runner.vision.read(tokens, images_of(tokens))
+        except InvalidRequestError as exc:
+            raise InvalidRequestError(f"request {number}: {exc}", number) from exc
+
+    def clamped(self, number: int, tokens: list[int], params: SamplingParams) -> SamplingParams:
+        """Check prompt tokens and parameters; return the parameters with `max_tokens` clamped to the context length.
+
+        Raises:
+            InvalidRequestError: such a request can never be served.
+        """
+        self._controller.check_tokens(tokens)
+        self._controller.check_params(params)
+        length = len(tokens)
+        room = self._max_sequence_length - length
+        if room < 0 or (room == 0 and params.max_tokens > 0):
+            raise InvalidRequestError(
+                f"request {number}: a prompt of {length} tokens leaves no room within max_sequence_length="
+                f"{self._max_sequence_length}; shorten it or raise max_sequence_length"
+            )
+        if params.max_tokens <= room:
+            return params
+        if not self._warned_clamped:
+            self._warned_clamped = True
+            warn_caller(
+                f"max_tokens={params.max_tokens} is clamped to {room}: max_sequence_length={self._max_sequence_length} "
+                f"leaves no more after a prompt of {length} tokens; set SamplingParams(max_tokens={room}) for such prompts, "
+                "or raise InferenceConfig.max_sequence_length up to what the model can have (warned once per engine)"
+            )
+        return params.replace(max_tokens=room, min_tokens=min(params.min_tokens, room))
+
+    def _check(self, tokens: list[int], params: SamplingParams) -> None:
+        number = self.next_request_id
+        clamped = self.clamped(number, tokens, params)
         self._controller.completion_text(clamped)
-        self._scheduler.check_samples(number, params.n)
-        self._scheduler.check_room(number, len(tokens), len(tokens) + clamped.max_tokens)
+        self._scheduler.check_fits(number, params.n, len(tokens), len(tokens) + clamped.max_tokens)
 
     def _queue(self, leader: Sample, client: Hashable) -> None:
         """Append a new group to its client's queue."""
@@ -145,36 +370,112 @@ class Intake:
         self._scheduler.add(leader, self._watch.variant())
         self.order += 1
 
-    def abort(self, request_id: int, sample_index: int | None) -> int:
-        """Abort a request or one sample; see `DynamicInferenceEngine.abort_request`."""
-        with uninterrupted(), self._lifecycle.lock:
-            removed = self._scheduler.remove(lambda key: key[0] == request_id and sample_index in (None, key[1]))
-            for sample in removed:
-                self._ledger.end(sample, FinishReason.ABORT, f"RequestAbortedError: request {request_id} was aborted")
-            return len(removed)
+    def _request(
+        self, images: ImageInputs | None, pictured: PromptImages | None, tokens: list[int], **fields: Any
+    ) -> DynamicInferenceRequest:
+        """A request for this engine, of the kind that its images need."""
+        fields |= {
+            "prompt_tokens": tokens,
+            "block_size_tokens": self._config.advanced.block_size_tokens,
+            "enable_prefix_caching": self._config.enable_prefix_caching,
+        }
+        if images is None or pictured is None:
+            return DynamicInferenceRequest(**fields)
+        counts = [item.count for item in pictured.items]
+        tile = math.gcd(*counts)
+        return VLMInferenceRequest(
+            **fields,
+            imgs=images.tensors.get(PIXELS),
+            image_inputs={name: value for name, value in images.tensors.items() if name != PIXELS},
+            num_img_embeddings_per_tile=tile,
+            num_tiles=[count // tile for count in counts],
+            decoder_seq_length=len(tokens),
+        )
 
-    def take_ended(self, keys: Callable[[tuple[int, int]], bool]) -> list[DynamicInferenceRequestRecord]:
-        """Hand out ended records; see `DynamicInferenceEngine.take_ended`."""
-        with self._lifecycle.lock:
-            return self._ledger.take(keys)
+    def _sample(self, record: DynamicInferenceRequestRecord, order: Order, images: PromptImages | None) -> Sample:
+        """Build the scheduler's sequence for the last segment of a record."""
+        request, first = record[-1], record[0].sampling_params
+        params, length = request.sampling_params, len(request.prompt_tokens)
+        text = self._controller.completion_text(params)
+        if text is not None:
+            for position, token in enumerate(request.prompt_tokens[request.original_prompt_length :], 1):
+                text.push(token, may_stop=position > first.min_tokens)
+        tokens = np.asarray(request.prompt_tokens, np.int32)
+        if images is not None:
+            tokens = images.keyed(request.prompt_tokens)
+            if request.enable_prefix_caching:
+                request.precomputed_block_hashes = compute_block_hashes_batched(
+                    tokens, self._config.advanced.block_size_tokens, params.prefix_share
+                )
+        return Sample(
+            record=record,
+            order=order,
+            tokens=tokens,
+            stop_ids=self._controller.stop_ids(params),
+            max_length=length + params.max_tokens,
+            min_length=length + params.min_tokens,
+            hashes=request.precomputed_block_hashes,
+            text=text,
+            wants_prompt_logprobs=params.prompt_logprobs is not None and record[0].prompt_log_probs is None,
+            images=images,
+        )
 
-    def forget(self, request_id: int, sample_index: int) -> None:
-        """Drop a sample that was never run here, uncounted; nothing is handed out. Unknown samples are ignored."""
-        with self._lifecycle.lock:
-            for sample in self._scheduler.remove(lambda key: key == (request_id, sample_index)):
-                self._ledger.forget(sample)
 
-    def has(self, request_id: int) -> bool:
-        """Whether a request with this id is unfinished."""
-        return request_id in self._ledger.live
+def prompt_of(request: DynamicInferenceRequest) -> list[int]:
+    """Prompt tokens of a record's first segment as they were given, with the images."""
+    given, images = request.prompt_tokens[: request.original_prompt_length], _images(request)
+    return given if images is None else ImagePrompt(given, images)
 
-    def new_id(self) -> int:
-        """Reserve and return a request id."""
-        with self._lifecycle.lock:
-            self.next_request_id += 1
-            return self.next_request_id - 1
 
-    def reserve(self, start: int) -> None:
-        """Mark ids below `start` as taken; the next id is at least `start`."""
-        with self._lifecycle.lock:
-            self.next_request_id = max(self.next_request_id, start)
+def _images(request: DynamicInferenceRequest) -> ImageInputs | None:
+    return request.images if isinstance(request, VLMInferenceRequest) else None
+
+
+def _refuse_unserved(record: DynamicInferenceRequestRecord, routes: RouteShape | None) -> None:
+    """Refuse a record with fields that the engine does not support, instead of ignoring them silently."""
+    for request in record:
+        if isinstance(request, VLMInferenceRequest) and request.images is None and request.num_tiles:
+            field, cure = "num_tiles", "there is no image; give imgs, or clear it"
+        elif why := _wrong_routes(request, routes):
+            field, cure = "routing_indices", why
+        elif request.encoder_prompt is not None:
+            field, cure = "encoder_prompt", "only decoder models are supported; put the text into the prompt"
+        elif request.stop_word_ids is not None:
+            field, cure = "stop_word_ids", "give SamplingParams.stop, or stop_token_ids for single tokens"
+        else:
+            continue
+        raise InvalidRequestError(
+            f"request {record.request_id} sample {record.sample_index} sets {type(request).__name__}.{field}: {cure}",
+            record.request_id,
+        )
+
+
+def _wrong_routes(request: DynamicInferenceRequest, routes: RouteShape | None) -> str:
+    """Why the engine cannot continue after a request's expert routes; empty: it can."""
+    indices = request.routing_indices
+    if indices is None:
+        return ""
+    if routes is None:
+        return "build the engine with InferenceConfig(record_routes=True), or clear them"
+    shape, most = [routes.num_layers, routes.top_k], max(0, request.total_length - 1)
+    if list(indices.shape[1:]) != shape or len(indices) > most:
+        return f"shape {list(indices.shape)} is not [at most {most}, {routes.num_layers}, {routes.top_k}] of this model"
+    if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < routes.num_experts:
+        return f"they name an expert outside of this model's {routes.num_experts}"
+    return ""
+
+
+def _refuse_wrong_kept_tokens(record: DynamicInferenceRequestRecord, vocabulary: int) -> None:
+    for index, segment in enumerate(record):
+        sets, wrong = segment.generated_kept_tokens, None
+        if segment.sampling_params.return_kept_tokens:
+            wrong = (sets or KeptTokens.of(())).wrong_for(segment.generated_tokens)
+            if sets is not None and sets.ids.max(initial=0) >= vocabulary:
+                wrong = f"token {sets.ids.max()}: must lie in [0, {vocabulary})"
+        elif sets is not None:
+            wrong = "SamplingParams.return_kept_tokens is False, so later tokens would have none; set it"
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"request {record.request_id} sample {record.sample_index} segment {index}: generated_kept_tokens: {wrong}",
+                record.request_id,
+            )

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from rollout.engine.parts.controller import TextGenerationController
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.errors import InvalidRequestError
-from rollout.metrics import ENGINE_STATS
+from rollout.metric_table import ENGINE_STATS
+from rollout.observe.recorder import EngineTap
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import FinishReason
-from rollout.tracing.recorder import EngineTap
 
 _COUNTED: dict[FinishReason | None, str] = {
     FinishReason.ERROR: "requests_failed",
@@ -24,6 +25,11 @@ _COUNTED: dict[FinishReason | None, str] = {
 }
 
 
+def _counters() -> dict[str, int]:
+    return {name: 0 for name, metric in ENGINE_STATS.items() if metric.read.startswith("ledger.")}
+
+
+@dataclass(eq=False)
 class Ledger:
     """Book of one engine's samples.
 
@@ -33,20 +39,13 @@ class Ledger:
         counters: those of `ENGINE_STATS` that are counted here: steps, prompt tokens, requests.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        controller: TextGenerationController,
-        clock: Callable[[], float],
-        tap: EngineTap,
-    ) -> None:
-        self._scheduler = scheduler
-        self._controller = controller
-        self._clock = clock
-        self._tap = tap
-        self.live: dict[int, dict[int, Sample]] = {}
-        self.ended: list[DynamicInferenceRequestRecord] = []
-        self.counters = {name: 0 for name, metric in ENGINE_STATS.items() if metric.read.startswith("ledger.")}
+    _scheduler: Scheduler
+    _controller: TextGenerationController
+    _clock: Callable[[], float]
+    _tap: EngineTap
+    live: dict[int, dict[int, Sample]] = field(default_factory=dict)
+    ended: list[DynamicInferenceRequestRecord] = field(default_factory=list)
+    counters: dict[str, int] = field(default_factory=_counters)
 
     def free_indices(self, number: int, n: int, samples: Sequence[int] | None) -> Sequence[int]:
         """The sample indices that a request may add: `samples`, or all `n`.
@@ -68,20 +67,27 @@ class Ledger:
         return samples
 
     def accept(self, *samples: Sample) -> None:
-        """Samples that the scheduler has queued are unfinished from here on."""
+        """Add samples that the scheduler has queued to the unfinished ones."""
         for sample in samples:
             number, index = sample.key
             self.live.setdefault(number, {})[index] = sample
 
     def unfinished(self) -> list[Sample]:
         """All unfinished samples."""
-        return [sample for samples in self.live.values() for sample in samples.values()]
+        # Copies, since another thread may end a sample meanwhile.
+        return [sample for samples in list(self.live.values()) for sample in list(samples.values())]
 
     def oldest_arrival(self) -> float:
         """Arrival of the oldest unfinished request, seconds since the epoch; 0: there is none."""
-        # Of a copy, as another thread may end one meanwhile; not the lowest id, as one that is continued here is older.
+        # Not that of the lowest id: a request that continues here is older.
         firsts = (next(iter(list(samples.values())), None) for samples in list(self.live.values()))
         return min((sample.record[0].arrival_time for sample in firsts if sample is not None), default=0.0)
+
+    def staleness(self, sample: Sample) -> int:
+        """Weight updates since the oldest completion token of a sample; 0: it has none."""
+        request = sample.request
+        oldest = request.policy_spans.oldest(start=request.original_prompt_length)
+        return 0 if oldest is None else self._scheduler.version - oldest
 
     def end(self, sample: Sample, reason: FinishReason, error: str | None = None) -> None:
         """End a sample that is in no queue, and collect it."""
@@ -108,7 +114,7 @@ class Ledger:
         self.forget(sample)
 
     def forget(self, sample: Sample) -> None:
-        """A sample is here no more."""
+        """Remove a sample from the unfinished ones."""
         number, index = sample.key
         self.live[number].pop(index, None)
         if not self.live[number]:
@@ -124,7 +130,7 @@ class Ledger:
         return taken
 
     def put_back(self, taken: Sequence[DynamicInferenceRequestRecord]) -> None:
-        """Records that `take` handed out and that did not arrive: they are handed out again."""
+        """Return records that `take` handed out and that did not arrive; the next `take` hands them out again."""
         self.ended[:0] = taken
 
     def _text(self, sample: Sample) -> str | None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from rollout.engine.memory.plain_tensors import plain_tensors
+from rollout.engine.memory.buffers import plain_tensors
 from rollout.errors import DeadlineError, EngineDeadError, EngineStateError
 from rollout.state import ENGINE_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, EngineState
-from rollout.threads.fair_lock import FairLock
 from rollout.threads.interrupts import interrupt_deferred, uninterrupted
+from rollout.threads.locks import FairLock
 
 T = TypeVar("T")
 
@@ -22,9 +22,8 @@ class Lifecycle:
     Attributes:
         lock: the lock that is held during a step.
         cause_of_death: the error that stopped the engine for good; None: it is alive.
-        on_move: called after every control call and weight update, and when the engine dies, by the thread that did it,
-            even if nothing has changed. That thread may hold `lock`, so this must only wake another thread, not wait for
-            it. None: nobody is called.
+        on_move: called after every control call and weight update, and when the engine dies, even if nothing has changed.
+            The calling thread may hold `lock`, so it must not wait for another thread.
     """
 
     def __init__(self) -> None:
@@ -50,10 +49,10 @@ class Lifecycle:
         """Call `act` and move to the signal's next state. If `act` raises, the state is as before.
 
         Returns:
-            What `act` returns; None where the signal is harmless and nothing was done.
+            What `act` returns; None: the signal is harmless in this state, and nothing was done.
 
         Raises:
-            EngineStateError: the signal is not allowed in the present state.
+            EngineStateError: the signal is not allowed in the current state.
             EngineDeadError: the engine is dead.
         """
         acts_in, through, to, harmless_in = ENGINE_TRANSITIONS[signal]

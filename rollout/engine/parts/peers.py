@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 from rollout.config import InferenceConfig
-from rollout.engine.multimodal.family import ImageItem
-from rollout.engine.parallel.follower import follow
 from rollout.engine.parallel.group import TensorParallelGroup
-from rollout.engine.parallel.leader import Leader
+from rollout.engine.parallel.leading import Leader, Together
 from rollout.engine.parallel.lockstep import Lockstep
-from rollout.engine.parallel.work import ForwardWork
-from rollout.engine.parts.controller import TextGenerationController
-from rollout.engine.parts.failures import FailureContainment
-from rollout.engine.parts.lifecycle import Lifecycle
 from rollout.engine.weights.base import Weights
 from rollout.engine.weights.tensor_parallel import modules_split_over
-from rollout.errors import EngineDeadError, EngineStateError
+from rollout.errors import EngineStateError
 
 
 class Peers:
@@ -43,6 +33,8 @@ class Peers:
             exchange.refuse_unequal("Advanced.verify_model", str(config.advanced.verify_model))
             self.lockstep = Lockstep(exchange, modules_split_over("ep", weights.trained))
         self.leader = Leader(self.group) if self.group is not None and self.group.leads else None
+        self.together: Together = self.lockstep or self.leader or Together()
+        """Involves the other ranks in each forward of this one."""
 
     @property
     def everyone(self) -> TensorParallelGroup | None:
@@ -59,72 +51,9 @@ class Peers:
 
     def refuse_alone(self) -> None:
         """Raises: EngineStateError: a step needs the other ranks, and no call of theirs is running."""
-        if self.lockstep is not None:
-            self.lockstep.refuse_alone()
-        elif self.leader is not None:
-            self.leader.refuse_alone()
-        elif self.group is not None:
+        self.together.refuse_alone()
+        if self.group is not None and self.leader is None:
             raise EngineStateError(
                 f"step() on rank {self.group.ranks[self.group.place]}: in a {self.group.name} rank {self.group.ranks[0]} "
                 "decides and the others follow; generate by RolloutManager or LLM, on every rank of the group"
             )
-
-
-class GroupMember:
-    """An engine's work for its peers: following a first rank, or agreeing on the rounds of a lock-step."""
-
-    def __init__(
-        self,
-        peers: Peers,
-        lifecycle: Lifecycle,
-        controller: TextGenerationController,
-        failures: FailureContainment,
-    ) -> None:
-        self._peers = peers
-        self._lifecycle = lifecycle
-        self._runner = controller.runner
-        self._failures = failures
-
-    def follow(self) -> Any:
-        """Compute what the first rank of the tensor-parallel group decides, until it ends its call.
-
-        Returns:
-            The outcome that the first rank sends (see `Leader.leading`).
-
-        Raises:
-            EngineDeadError: the group has ended.
-        """
-        assert self._peers.group is not None
-
-        def compute(work: ForwardWork) -> None:
-            with self._lifecycle.locked():
-                self._lifecycle.refuse_unless_running()
-                self._runner.compute(work)
-
-        def encode(item: ImageItem) -> None:
-            with self._lifecycle.locked():
-                self._lifecycle.refuse_unless_running()
-                self._runner.encode(item)
-
-        with self._dead_without_the_others():
-            return follow(self._peers.group, compute, encode)
-
-    def agree(self, state: int) -> int:
-        """The smallest state of the ranks that exchange tokens with this one; every one calls it (see `Lockstep`).
-
-        Raises:
-            EngineDeadError: the group has ended.
-        """
-        assert self._peers.lockstep is not None
-        with self._dead_without_the_others():
-            return self._peers.lockstep.agree(state)
-
-    @contextmanager
-    def _dead_without_the_others(self) -> Iterator[None]:
-        try:
-            yield
-        except EngineDeadError as exc:
-            with self._lifecycle.locked():
-                self._failures.die(exc)
-            self._lifecycle.moved()
-            raise

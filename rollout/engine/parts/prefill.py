@@ -1,11 +1,10 @@
 """Forward of given sequences over the paged KV cache: logits at chosen positions, chunk by chunk; nothing is sampled.
 
 Always true here:
-- sequences are packed and chunked like prompts, and prefixes are computed once: those of one another, and what the prefix
-  cache has of earlier requests of the same weights and adapters;
-- requests in flight stand still. They lose their KV, youngest first, only where the longest sequence finds no room;
+- sequences are packed and chunked like prompts, and shared prefixes, also those in the prefix cache, are computed once;
+- requests in flight wait; the youngest lose their KV only if the longest sequence finds no room;
 - at most `LOGITS_BYTES` of logits (or those of one position) exist at a time;
-- afterwards no block is held, also after an exception.
+- afterwards no block is held, even after an exception.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from torch import Tensor
 
 from rollout.config import InferenceConfig
 from rollout.engine.forward.model_runner import ModelRunner
-from rollout.engine.forward.step_rows import pack
-from rollout.engine.parts.admission import Admission
+from rollout.engine.forward.step_tensors import pack
 from rollout.engine.parts.context import DynamicInferenceContext
+from rollout.engine.parts.intake import Intake
 from rollout.engine.scheduling.planner import blocks_for
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequences import Sequence as Sample
@@ -50,7 +49,7 @@ class Wanted(NamedTuple):
     positions: NDArray[np.int64]
     """Ascending, at least one; tokens behind the last are not computed, unless there are images."""
     images: ImageInputs | None = None
-    """Of the placeholders among the tokens."""
+    """Images of the placeholders among the tokens."""
     adapter: str | None = None
     """Name of a loaded LoRA adapter; None: the model as it stands."""
 
@@ -62,24 +61,19 @@ class Wanted(NamedTuple):
 
 @dataclass(eq=False)
 class Prefill:
-    """Computes logits of given sequences with the parts of one engine, whose lock the caller holds.
-
-    Args:
-        context: its allocator lends the blocks.
-    """
+    """Computes logits of given sequences with the parts of one engine, whose lock the caller holds."""
 
     _config: InferenceConfig
     _runner: ModelRunner
     _context: DynamicInferenceContext
-    _admission: Admission
+    _intake: Intake
 
     def run(self, wanted: Sequence[Wanted], take: Take) -> None:
         """Hand the logits of every wanted position to `take`, each once or, after a preemption, again.
 
         Raises:
-            InvalidRequestError: a sequence is empty, too long for the engine, holds an id outside the vocabulary or
-                placeholders that its images do not fit, or its adapter is not loaded; names its index. Nothing was
-                computed.
+            InvalidRequestError: a sequence cannot be computed (see `Intake.clamped`, `Intake.images`); names its index.
+                Nothing was computed.
         """
         longest_whole = max((self._check(index, each) for index, each in enumerate(wanted)), default=0)
         scheduler = self._scheduler(longest_whole)
@@ -94,22 +88,18 @@ class Prefill:
                 scheduler.remove(lambda key: True)
 
     def _check(self, index: int, wanted: Wanted) -> int:
-        """Tokens of the longest run, an image, that one step has to compute at once.
-
-        Raises:
-            InvalidRequestError: see `run`.
-        """
+        """Tokens of the longest image, which one step has to compute at once. Raises as `run`."""
         tokens = _tokens(wanted, len(wanted.tokens))
         try:
-            self._admission.check(index, tokens, wanted.params)
+            self._intake.clamped(index, tokens, wanted.params)
             # Placeholders without images would be scored as if they were text.
-            images = self._admission.images(index, tokens)
+            images = self._intake.images(index, tokens)
         except InvalidRequestError as exc:
             raise InvalidRequestError(f"sequence {index}: {exc}") from exc
         return 0 if images is None else images.longest_whole
 
     def _scheduler(self, longest_whole: int) -> Scheduler:
-        """An empty one over the engine's blocks, whose prefix cache it shares."""
+        """An empty scheduler over the engine's blocks and prefix cache."""
         vocabulary = self._runner.layout.vocab_size
         # No logits of an image's positions are wanted.
         most = max(1, longest_whole, min(self._config.step_tokens, LOGITS_BYTES // (4 * vocabulary)))
@@ -119,15 +109,12 @@ class Prefill:
         context = self._context
         scheduler = Scheduler(config, context.allocator, context.scheduler.clock)
         scheduler.variant, scheduler.version = context.scheduler.variant, context.scheduler.version
-        scheduler.blocks.poisoned = context.scheduler.blocks.poisoned
         return scheduler
 
     def _queue(self, scheduler: Scheduler, index: int, wanted: Wanted) -> Sample:
         first, last = int(wanted.positions[0]), int(wanted.positions[-1])
-        sample = self._admission.group(
-            index, _tokens(wanted, last + 1), wanted.params, order=(0, index), version=scheduler.version, prompt=None,
-            priority=0, metadata=None,
-        )  # fmt: skip
+        tokens = _tokens(wanted, last + 1)
+        sample = self._intake.group(index, tokens, wanted.params, order=(0, index), version=scheduler.version)
         # What is found in the prefix cache has no logits.
         sample.hashes, sample.reusable = sample.hashes[: first // self._config.advanced.block_size_tokens], first
         scheduler.add(sample)
@@ -138,7 +125,7 @@ class Prefill:
         need = blocks_for(longest, longest, self._config.advanced.block_size_tokens)
         states = allocator.states
         while (active := main.active()) and not (
-            allocator.can_allocate(need) and (states is None or states.num_held < states.num_slots)
+            allocator.can_allocate(need) and (states.num_held < states.num_slots or not states.num_slots)
         ):
             main.preemption.evict(active[-1])
 
@@ -148,7 +135,7 @@ class Prefill:
             raise EngineStateError(
                 f"no sequence can be scored, which must not happen; please report: {scheduler.allocator.counts()}"
             )
-        if poisoned := scheduler.blocks.poisoned:
+        if poisoned := scheduler.allocator.pages.poisoned:
             self._runner.cache.zero_blocks(poisoned)
             poisoned.clear()
         if step.copies:
@@ -167,8 +154,8 @@ class Prefill:
             scheduler.table.current[step.rows] = False
             memory = np.concatenate([scheduler.blocks.memory(row) for row in step.rows.tolist()])
         scheduler.update(step, _NOTHING_SAMPLED)
-        self._runner.move_states(scheduler.take_state_moves())
-        scheduler.blocks.poison(memory)
+        self._runner.move_states(scheduler.allocator.states.take_moves())
+        scheduler.allocator.pages.poison(memory)
 
 
 def _tokens(wanted: Wanted, count: int) -> list[int]:
@@ -179,7 +166,7 @@ def _tokens(wanted: Wanted, count: int) -> list[int]:
 def _wanted_of(
     step: ScheduledStep, index_of: dict[Sample, int], wanted: Sequence[Wanted]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Of the wanted positions of a step [K]: the sequence's index, the position, and the index into the packed row."""
+    """[K] sequence index, position, and index into the packed row of each wanted position in a step."""
     indices, positions, packed = [], [], []
     offset = 0
     for sample, start, count in zip(step.prefills, step.starts.tolist(), step.counts.tolist(), strict=True):

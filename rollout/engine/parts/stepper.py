@@ -1,53 +1,71 @@
-"""One engine step: follow the model's adapters and forward, schedule, execute, update; failures are contained."""
+"""One engine step: follow the model's adapters and forward, schedule, execute, update.
+
+An exception fails the requests it belongs to; the others compute their KV again. After `MAX_FAILED_STEPS` failed steps in a
+row, or when a member of its tensor-parallel group is lost, the engine is dead, and every unfinished request ends with an
+error.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import clear_frames
+from typing import Any
 
 from rollout.engine.forward.model_watch import ModelWatch
-from rollout.engine.memory.shortage import lacks_device_memory
+from rollout.engine.memory.buffers import lacks_device_memory
+from rollout.engine.multimodal.family import ImageItem
 from rollout.engine.multimodal.vision import EncodingError
+from rollout.engine.parallel.leading import ForwardWork, follow
+from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.engine.parts.controller import TextGenerationController
-from rollout.engine.parts.failures import FailureContainment
+from rollout.engine.parts.intake import Intake
 from rollout.engine.parts.ledger import Ledger
+from rollout.engine.parts.lifecycle import Lifecycle
+from rollout.engine.parts.peers import Peers
 from rollout.engine.scheduling.adapters import Variant
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.errors import EngineDeadError, EngineStateError
-from rollout.threads.fair_lock import FairLock
-from rollout.tracing.recorder import EngineLog, EngineTap
+from rollout.observe.recorder import EngineLog, EngineTap
+
+MAX_FAILED_STEPS = 3
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Stepper:
-    """Makes the steps of one engine; the caller holds the engine's lock.
-
-    Args:
-        watch: compares what the model computes.
-        tap: hears of every step while a trace is recorded.
-        lock: the engine's.
+    """Makes the steps of one engine; the caller of `step` holds the engine's lock.
 
     Attributes:
         last: the step that was scheduled last; None: there was nothing to run.
-        made: how many decode steps the last call has made; 1 where it had prefill chunks, 0 where nothing ran or it failed.
+        made: how many decode steps the last call made; 1 if it had prefill chunks, 0 if nothing ran or it failed.
     """
 
-    _scheduler: Scheduler
+    _context: DynamicInferenceContext
     _controller: TextGenerationController
+    _intake: Intake
     _ledger: Ledger
-    _failures: FailureContainment
+    _lifecycle: Lifecycle
+    _peers: Peers
     _watch: ModelWatch
     _tap: EngineTap
-    _lock: FairLock
+    _clock: Callable[[], float]
     last: ScheduledStep | None = None
     made: int = 0
+    _failed_steps: int = 0
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        return self._context.scheduler
 
     def step(self, *, ahead: bool = False) -> None:
         """Schedule, execute, update; records that end are in the ledger.
 
         Args:
-            ahead: make several decode steps in one call where nothing needs Python in between.
+            ahead: make several decode steps in one call if nothing needs Python in between.
         """
         log, self.made = self._tap.log, 0
         if log is not None:
@@ -55,7 +73,7 @@ class Stepper:
         try:
             variant = self.follow_forward()
             step = self._scheduler.schedule()
-            runs = self._controller.runner.runs if ahead and not self._lock.wanted else None
+            runs = self._controller.runner.runs if ahead and not self._lifecycle.lock.wanted else None
             if step is not None and runs is not None and runs.serves(step, self._controller.constraints):
                 step = self._scheduler.run_ahead(step)
             self.last = step
@@ -64,7 +82,7 @@ class Stepper:
                     f"no request can run, which must not happen; please report: {self._scheduler.counters}"
                 )
         except BaseException as exc:
-            self._failures.start_over(exc, half_taken=False)
+            self._start_over(exc, half_taken=False)
             if not isinstance(exc, Exception):
                 raise
         else:
@@ -72,7 +90,7 @@ class Stepper:
                 self._run(step, log)
 
     def follow_forward(self) -> Variant:
-        """Take note of the adapters and forward settings that act now; returns the variant. KV of others is not shared."""
+        """Read which adapters and forward settings act now; KV of others is not shared. Returns the adapters."""
         scheduler, installation = self._scheduler, self._controller.runner.installation
         variant = self._watch.variant()
         if variant != scheduler.variant:
@@ -90,12 +108,12 @@ class Stepper:
         try:
             self._admit(step)
             sampled = self._controller.runner.execute(step)
-            self._lock.heard()
+            self._lifecycle.lock.heard()
         except EngineDeadError as exc:
-            self._failures.die(exc)
+            self._die(exc)
             return
         except EncodingError as exc:
-            self._failures.fail_image(step, exc)
+            self._fail_image(step, exc)
             return
         except Exception as exc:  # noqa: BLE001 - whatever a model raises belongs to the requests of this step
             if log is not None:
@@ -109,50 +127,158 @@ class Stepper:
             log.step_reached()
         try:
             ended = self._scheduler.update(step, sampled)
-            self._controller.runner.move_states(self._scheduler.take_state_moves())
+            self._controller.runner.move_states(self._scheduler.allocator.states.take_moves())
         except BaseException as exc:
-            self._failures.start_over(exc, half_taken=True)
+            self._start_over(exc, half_taken=True)
             if not isinstance(exc, Exception):
                 raise
             return
-        self._failures.step_succeeded()
+        self._failed_steps = 0
         self.made = sampled.steps
         self._ledger.counters["steps"] += sampled.steps
         for sample in ended:
             self._ledger.collect(sample)
         if log is not None:
-            log.step_ends(traced_numbers(step, self._scheduler, sampled.steps))
-
-    def _contain(self, step: ScheduledStep, exc: Exception) -> None:
-        if lacks_device_memory(exc):
-            # Frames of the failed forward hold its tensors.
-            clear_frames(exc.__traceback__)
-            try:
-                if self._failures.make_room(exc):
-                    return
-            except EngineStateError as without_pool:
-                self._failures.die(without_pool)
-                return
-        self._failures.fail_step(step, exc)
+            log.step_ends(_traced_numbers(step, self._scheduler, sampled.steps))
 
     def _admit(self, step: ScheduledStep) -> None:
-        if poisoned := self._scheduler.blocks.poisoned:
+        if poisoned := self._scheduler.allocator.pages.poisoned:
             self._controller.runner.zero_blocks(poisoned)
             poisoned.clear()
         for leader in step.prefills:
             for sample in (leader, *leader.siblings):
                 self._controller.admit(sample)
 
+    # --- failures -----------------------------------------------------------------------------------------------
 
-def traced_numbers(step: ScheduledStep, scheduler: Scheduler, made: int = 1) -> tuple[int, ...]:
-    """Numbers of a step for its `StepRow`; `made`: how many decode steps the call made."""
+    def _contain(self, step: ScheduledStep, exc: Exception) -> None:
+        """Handle a forward that raised: without device memory the pool shrinks; else every request of the step fails."""
+        if lacks_device_memory(exc):
+            # Frames of the failed forward hold its tensors.
+            clear_frames(exc.__traceback__)
+            try:
+                if self._make_room(exc):
+                    return
+            except EngineStateError as without_pool:
+                self._die(without_pool)
+                return
+        keys = {sample.key for sample in self._scheduler.sequences_of(step)}
+        self._ledger.fail(self._scheduler.remove(keys.__contains__), exc)
+        self._count_failed_step(exc)
+
+    def _make_room(self, exc: Exception) -> bool:
+        """Free device memory at the cost of all KV; returns whether there was any to free."""
+        self._controller.runner.release_workspace(graphs=True)
+        before = self._context.cache.num_blocks
+        if not self._context.shrink(exc):
+            return False
+        self._ledger.counters["kv_pool_shrinks"] += 1
+        _log.warning(
+            "a step ran out of device memory: the KV pool shrinks from %d to %d %s, and its requests are computed "
+            "again; a smaller kv_cache_memory_fraction or max_tokens_per_step leaves more to the forward (%s)",
+            before, self._context.cache.num_blocks, self._context.allocator.pages.unit, str(exc).partition("\n")[0],
+        )  # fmt: skip
+        return True
+
+    def _fail_image(self, step: ScheduledStep, exc: EncodingError) -> None:
+        """Fail the request whose image the vision tower refused; the other requests of the step continue."""
+        cause = exc.__cause__
+        assert isinstance(cause, Exception)
+        self._scheduler.preemption.requeue_step(step, exc)
+        self._ledger.fail(self._scheduler.remove(lambda key: key[0] == exc.request_id), cause)
+
+    def _start_over(self, exc: BaseException, *, half_taken: bool) -> None:
+        """Rebuild queues, rows and blocks, which an exception in `schedule` or `update` has left in disagreement.
+
+        The request that was being admitted fails alone, and the others compute their KV again. If there was none, all that
+        held a row fail. An interrupt (Ctrl-C) fails no request.
+        """
+        scheduler = self._scheduler
+        admitting = scheduler.planner.admitting
+        group = [] if admitting is None else [admitting, *admitting.siblings]
+        guilty = 0
+        for sample in scheduler.preemption.start_over(self._ledger.unfinished(), half_taken=half_taken):
+            if sample.request.finish_reason is not None:
+                self._ledger.collect(sample)
+            elif isinstance(exc, Exception) and (not group or sample in group):
+                self._ledger.fail([sample], exc)
+                guilty += 1
+            else:
+                now = self._clock()
+                sample.request.add_event_error_transient(exc, timestamp=now)
+                sample.request.add_event_evict(timestamp=now)
+                self._intake.replace(sample, "cannot go on", self._intake.continued)
+        # A request that takes the blame is removed, so retries terminate without counting.
+        if isinstance(exc, Exception) and not (group and guilty):
+            self._count_failed_step(exc)
+
+    def _count_failed_step(self, exc: Exception) -> None:
+        self._failed_steps += 1
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            self._die(exc)
+
+    def _die(self, exc: Exception) -> None:
+        """Stop for good: every unfinished request fails, and the KV cache is freed."""
+        self._lifecycle.die(exc)
+        self._ledger.fail(self._scheduler.remove(lambda key: True), exc)
+        self._context.drop()
+
+    # --- steps together with other ranks ------------------------------------------------------------------------
+
+    def follow(self) -> Any:
+        """Compute what the first rank of the tensor-parallel group decides, until it ends its call.
+
+        Returns:
+            The outcome that the first rank sends (see `Leader.leading`).
+
+        Raises:
+            EngineDeadError: the group has ended.
+        """
+        assert self._peers.group is not None
+        runner = self._controller.runner
+
+        def compute(work: ForwardWork) -> None:
+            with self._lifecycle.locked():
+                self._lifecycle.refuse_unless_running()
+                runner.compute(work)
+
+        def encode(item: ImageItem) -> None:
+            with self._lifecycle.locked():
+                self._lifecycle.refuse_unless_running()
+                runner.encode(item)
+
+        with self._dead_without_the_others():
+            return follow(self._peers.group, compute, encode)
+
+    def agree(self, state: int) -> int:
+        """The smallest state of the ranks that exchange tokens with this one; every one calls it (see `Lockstep`).
+
+        Raises:
+            EngineDeadError: the group has ended.
+        """
+        assert self._peers.lockstep is not None
+        with self._dead_without_the_others():
+            return self._peers.lockstep.agree(state)
+
+    @contextmanager
+    def _dead_without_the_others(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineDeadError as exc:
+            with self._lifecycle.locked():
+                self._die(exc)
+            self._lifecycle.moved()
+            raise
+
+
+def _traced_numbers(step: ScheduledStep, scheduler: Scheduler, made: int) -> tuple[int, ...]:
+    """Numbers of a step for its `StepRow`; `made`: decode steps of the call."""
     allocator, counters = scheduler.allocator, scheduler.counters
     host = allocator.host
-    on_host = (0, 0, 0) if host is None else (host.num_blocks, host.offloaded, host.loaded)
     decodes, entries = step.num_decodes, len(step.rows)
     return (
         decodes, entries - decodes, int(step.counts[decodes:].sum()) if entries > decodes else 0,
         made * len(step.sampled_rows), scheduler.num_active, scheduler.num_waiting, allocator.num_used,
-        allocator.num_cached, allocator.num_free, *on_host, counters["prefill_tokens_saved"], counters["preemptions"],
-        scheduler.version,
+        allocator.num_cached, allocator.num_free, host.num_blocks, host.offloaded, host.loaded,
+        counters["prefill_tokens_saved"], counters["preemptions"], scheduler.version,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import InvalidRequestError
-from rollout.requests.token_bytes import TokenBytes
+from rollout.requests.detokenizer import TokenBytes
 from rollout.structured_output import StructuredOutput, json_rule
 
 KEPT = 128

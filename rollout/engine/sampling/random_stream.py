@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollout.requests.seeds import GOLDEN, LAST_SHIFT, ROUNDS
+from rollout.requests.block_hash import GOLDEN, LAST_SHIFT, ROUNDS
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:

@@ -1,17 +1,22 @@
-"""Chooses the work of a step: decodes, then prefill chunks, then admissions, within token budget and free blocks."""
+"""Chooses the work of a step: decodes, then prefill chunks, then admissions, within token budget and free blocks.
+
+If clients hold all `max_requests` places, samples of a client above its share are preempted for clients below theirs. With C
+clients that run or wait a share is `max_requests // C` places, at least one. One client alone is never preempted for this.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Hashable
 from itertools import product
 
 import numpy as np
 
 from rollout.config import InferenceConfig
-from rollout.engine.scheduling.drafter import Drafter
-from rollout.engine.scheduling.places import Places
+from rollout.engine.scheduling.drafts import Drafter
 from rollout.engine.scheduling.preemption import Preemption
 from rollout.engine.scheduling.queues import Queues
-from rollout.engine.scheduling.sequences import IntArray, Sequence, rank
+from rollout.engine.scheduling.sequences import Sequence, discard, insert, rank
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.state import Status
 
@@ -46,17 +51,18 @@ class StepPlanner:
         self.admitting: Sequence | None = None
         self.deferred: list[Sequence] = []
         self.claimed: list[Sequence] = []
-        self._places = Places(queues, preemption)
 
     def plan(self, version: int) -> ScheduledStep | None:
-        """Choose the work of the next forward and reserve its blocks; None when nothing can run."""
+        """Choose the work of the next forward and reserve its blocks; None if nothing can run."""
         queues = self._queues
         queues.allocator.forget_copies()
         self.admitting, self.deferred, self.claimed = None, [], []
         queues.counters["kv_blocks_out_of_window"] += queues.blocks.release_unseen(
             queues.decode_rows(), np.array([each.row for each in queues.prefilling], np.int32)
         )
-        self._reserve_for_decodes()
+        for row in queues.blocks.need_block(queues.decode_rows()).tolist():
+            if (decoding := queues.by_row.get(row)) is not None:
+                self._reserve(decoding, 1)
         budget = self._config.step_tokens - len(queues.decoding)
         chunks: list[Chunk] = []
         for sequence in list(queues.prefilling):
@@ -77,27 +83,29 @@ class StepPlanner:
         return self._step(chunks)
 
     def _step(self, chunks: list[Chunk]) -> ScheduledStep | None:
-        queues, table = self._queues, self._queues.table
-        decodes = queues.decode_rows()
+        queues, table, decodes = self._queues, self._queues.table, self._queues.decode_rows()
         if not len(decodes) and not chunks:
             return None
-        if not chunks and (drafted := self._drafted(decodes)) is not None:
-            return drafted
+        drafts = None
+        if not chunks and self._drafter is not None:
+            drafts = self._drafter.draft(decodes, self._config.step_tokens - len(decodes))
         rows = np.concatenate([decodes, np.fromiter((s.row for s, _ in chunks), np.int32, len(chunks))])
         starts = table.computed[rows]
         counts = np.ones(len(rows), np.int32)
         counts[len(decodes) :] = [count for _, count in chunks]
-        entries, targets = [], []
+        entries, targets, depths = np.arange(len(decodes), dtype=np.int32), decodes, None
+        if drafts is not None:
+            counts = drafts + 1
+            first = np.cumsum(counts) - counts
+            entries = np.repeat(entries, counts)
+            targets, depths = decodes[entries], (np.arange(len(entries)) - first[entries]).astype(np.int32)
+        ready: list[tuple[int, int]] = []
         for entry, (sequence, count) in enumerate(chunks, len(decodes)):
             if starts[entry] + count == table.length[sequence.row] < table.max_length[sequence.row]:
-                group = [sequence.row, *(each.row for each in sequence.siblings)]
-                entries += [entry] * len(group)
-                targets += group
-        sampled_entries = np.arange(len(decodes), dtype=np.int32)
-        sampled_rows = decodes
-        if entries:
-            sampled_entries = np.concatenate([sampled_entries, np.asarray(entries, np.int32)])
-            sampled_rows = np.concatenate([decodes, np.asarray(targets, np.int32)])
+                ready += [(entry, each.row) for each in (sequence, *sequence.siblings)]
+        if ready:
+            more = np.array(ready, np.int32)
+            entries, targets = np.concatenate([entries, more[:, 0]]), np.concatenate([targets, more[:, 1]])
         return ScheduledStep(
             rows=rows,
             starts=starts,
@@ -105,42 +113,11 @@ class StepPlanner:
             num_decodes=len(decodes),
             prefills=tuple(sequence for sequence, _ in chunks),
             copies=queues.blocks.take_copies(),
-            sampled_entries=sampled_entries,
-            sampled_rows=sampled_rows,
-            state_moves=queues.take_state_moves(),
-        )
-
-    def _drafted(self, decodes: IntArray) -> ScheduledStep | None:
-        """The step of these decodes with draft tokens; None where no draft is made."""
-        if self._drafter is None:
-            return None
-        drafts = self._drafter.draft(decodes, self._config.step_tokens - len(decodes))
-        if drafts is None:
-            return None
-        counts = drafts + 1
-        entries = np.repeat(np.arange(len(decodes), dtype=np.int32), counts)
-        first = np.cumsum(counts) - counts
-        return ScheduledStep(
-            rows=decodes,
-            starts=self._queues.table.computed[decodes],
-            counts=counts,
-            num_decodes=len(decodes),
-            prefills=(),
-            copies=self._queues.blocks.take_copies(),
             sampled_entries=entries,
-            sampled_rows=decodes[entries],
-            depths=(np.arange(len(entries)) - first[entries]).astype(np.int32),
+            sampled_rows=targets,
+            depths=depths,
+            state_moves=queues.allocator.states.take_moves(),
         )
-
-    # --- block reservation --------------------------------------------------------------------------------------
-
-    def _reserve_for_decodes(self) -> None:
-        """Reserve a block for the next position of each decoding sequence, or evict it."""
-        queues = self._queues
-        for row in queues.blocks.need_block(queues.decode_rows()).tolist():
-            sequence = queues.by_row.get(row)
-            if sequence is not None:
-                self._reserve(sequence, 1)
 
     def _reserve(self, sequence: Sequence, count: int) -> bool:
         """Reserve blocks for the next `count` positions, evicting younger sequences; False if that does not suffice.
@@ -172,7 +149,7 @@ class StepPlanner:
                     continue
                 count = self._activate(leader, budget)
                 if not count:
-                    queues.waiting.put_back(leader)
+                    insert(queues.waiting, leader)
                     return
                 queues.start_prefill(leader)
                 self._mark_admitted([leader, *leader.siblings], version)
@@ -182,19 +159,17 @@ class StepPlanner:
                 coming.update(blocks.unregistered(leader))
         finally:
             for leader in self.deferred:
-                queues.waiting.put_back(leader)
+                insert(queues.waiting, leader)
 
     def _next(self, coming: set[int]) -> Sequence | None:
         """Remove and return the next leader to admit: there are places for it and its siblings."""
         queues = self._queues
-        leader = queues.waiting.first()
-        if leader is None:
+        if not queues.waiting:
             return None
-        held = sum(1 + len(each.siblings) for each in self.deferred)
-        free = queues.num_free_places - held
-        if 1 + len(leader.siblings) <= free:
-            return queues.waiting.pop()
-        claimant = self._places.claim(free, queues.num_active + self._headroom_of_deferred(), coming)
+        free = queues.num_free_places - sum(1 + len(each.siblings) for each in self.deferred)
+        if 1 + len(queues.waiting[0].siblings) <= free:
+            return queues.waiting.pop(0)
+        claimant = self._claim(free, coming) if queues.shares.several else None
         if claimant is not None:
             self.claimed.append(claimant)
         return claimant
@@ -217,8 +192,8 @@ class StepPlanner:
         tails = queues.blocks.has_tails and not sequence.wants_prompt_logprobs
         attempts = [*[(hashes, True)] * tails, (hashes, False), *[(hashes[:-1], False)] * whole]
         # Loaded blocks take memory in all layers at first: one that runs alone may fit only without them.
-        alone = queues.allocator.host is not None and not queues.num_active
-        for host, (usable, tail) in product([True, False][: 1 + alone], attempts):
+        alone = queues.allocator.host.num_slots and not queues.num_active
+        for host, (usable, tail) in product([True, False] if alone else [True], attempts):
             if queues.blocks.attach_prefix(sequence, usable, budget, headroom, tails=tail, host=host):
                 cached = table.computed.item(sequence.row)
                 sequence.request.num_cached_tokens = cached
@@ -239,3 +214,54 @@ class StepPlanner:
             request.policy_version = version
             request.policy_spans.extend_to(len(each.tokens), version)
             request.add_event_add_context(timestamp=now)
+
+    # --- fair share of the places -------------------------------------------------------------------------------
+
+    def _claim(self, free: int, coming: set[int]) -> Sequence | None:
+        """Preempt running samples for the first waiting group whose client would stay within its share.
+
+        Sequences of the group's priority or below make room, youngest first, of clients above their share only. Each
+        keeps its tokens and its turn, and is not preempted again before it has a block of new tokens: that bounds what is
+        computed twice, and every sample gets on.
+
+        Args:
+            free: places that the first waiting group may fill besides. A group that overtakes it leaves them free.
+            coming: hashes of blocks that admitted sequences are computing; a group that needs one waits for it.
+
+        Returns:
+            The leader of that group, out of the queue, with places and blocks free for it; None: there is no such group.
+        """
+        queues, table = self._queues, self._queues.table
+        held = Counter(each.client for each in queues.by_row.values())
+        share = max(1, queues.num_places // len(held.keys() | {each.client for each in queues.waiting}))
+        movable = self._movable(Counter(held), share)
+        for leader in list(queues.waiting) if movable else ():
+            size = 1 + len(leader.siblings)
+            count = size - free if leader is queues.waiting[0] else size
+            if held[leader.client] + size > share or count > len(movable):
+                continue
+            victims = [each for each in movable if each.request.priority <= leader.request.priority][:count]
+            if len(victims) == count and self._could_start(leader, coming):
+                for victim in victims:
+                    victim.keeps_place_until = table.length.item(victim.row) + table.block_size
+                    self._preemption.evict(victim)
+                discard(queues.waiting, leader)
+                return leader
+        return None
+
+    def _movable(self, held: Counter[Hashable], share: int) -> list[Sequence]:
+        """Samples that may be preempted, youngest first: no client falls below its share by losing all of its."""
+        queues, movable = self._queues, []
+        for sequence in reversed(queues.decoding):
+            if held[sequence.client] > share and queues.table.length[sequence.row] >= sequence.keeps_place_until:
+                held[sequence.client] -= 1
+                movable.append(sequence)
+        return movable
+
+    def _could_start(self, leader: Sequence, coming: set[int]) -> bool:
+        # If it had to wait all the same, the preempted samples would be admitted again at once.
+        queues = self._queues
+        headroom = queues.num_active + self._headroom_of_deferred() + len(leader.siblings)
+        # One more than its prompt takes: the copy of a cached last block.
+        prompt = -(-len(leader.tokens) // queues.table.block_size) + 1
+        return queues.allocator.can_allocate(prompt + headroom) and queues.blocks.next_block(leader) not in coming

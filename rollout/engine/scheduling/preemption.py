@@ -14,7 +14,7 @@ import numpy as np
 from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.sequences import NO_ROW, Sequence
 from rollout.engine.scheduling.step import ScheduledStep
-from rollout.requests.routes import route_rows
+from rollout.requests.record import route_rows
 from rollout.state import Status
 
 
@@ -25,7 +25,7 @@ class Preemption:
         self._queues = queues
 
     def evict(self, sequence: Sequence) -> None:
-        """Requeue an active sequence whose blocks are needed."""
+        """Requeue an active sequence, which others need the blocks or the place of."""
         counters = self._queues.counters
         counters["preemptions"] += 1
         counters["preemption_tokens_recomputed"] += self._checkpoint(sequence)
@@ -52,12 +52,12 @@ class Preemption:
         """
         return sum(self._checkpoint(sequence, why) for sequence in reversed(self._queues.active()))
 
-    def checkpoint_until_fits(self, num_blocks: int) -> int:
-        """Requeue the youngest active sequences until at most so many blocks, or pages, are live; returns the KV lost."""
+    def checkpoint_until_fits(self, num_pages: int) -> int:
+        """Requeue the youngest active sequences until at most so many pages are live; returns the KV lost."""
         allocator, lost = self._queues.allocator, 0
-        if len(allocator.live_memory()) > num_blocks:
+        if len(allocator.pages.live()) > num_pages:
             allocator.drop_cached()
-        while len(allocator.live_memory()) > num_blocks:
+        while len(allocator.pages.live()) > num_pages:
             lost += self._checkpoint(self._queues.active()[-1])
             allocator.drop_cached()
         return lost
@@ -65,7 +65,7 @@ class Preemption:
     def checkpoint_until_states_fit(self, num_slots: int) -> int:
         """Requeue the youngest active sequences until they hold at most `num_slots` state slots; returns the KV lost."""
         states, lost = self._queues.allocator.states, 0
-        while states is not None and states.num_held > num_slots:
+        while states.num_held > num_slots:
             lost += self._checkpoint(self._queues.active()[-1])
         return lost
 
@@ -90,7 +90,7 @@ class Preemption:
         queues, table = self._queues, self._queues.table
         waiting: set[int] = set()
         for queue in (queues.waiting, queues.parked):
-            for leader in queue:
+            for leader in list(queue):
                 group = [leader, *leader.siblings]
                 if any(each.active for each in group):
                     queue.remove(leader)
@@ -105,7 +105,7 @@ class Preemption:
             each.row, each.siblings = NO_ROW, []
         queues.reset_active()
         # The content of these blocks was never checked for NaN.
-        queues.blocks.poisoned += queues.allocator.held_memory().tolist()
+        queues.allocator.pages.poisoned += queues.allocator.held_memory().tolist()
         queues.allocator.start_over()
         table.start_over()
         return lost
@@ -126,7 +126,7 @@ class Preemption:
         for column in columns:
             del column[made:]
         del request.tpot[max(0, made - 1) :]
-        # Rows are missing where reading them has failed: then they are read again from the KV that is recomputed.
+        # If reading them has failed, rows are missing, and are read again from the KV that is recomputed.
         rows, routes = request.total_length - 1 - route_rows(sequence.record.segments[:-1]), request.routing_indices
         request.routing_indices = None if routes is None or len(routes) < rows else routes[: max(0, rows)]
         request.policy_spans.truncate(request.total_length)

@@ -1,36 +1,74 @@
-"""All sequences of one engine by state (waiting, parked, prefilling, decoding), and the table rows they own."""
+"""All sequences of one engine by state (waiting, parked, prefilling, decoding), the rows they own, and clients' turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import numpy as np
 
+from rollout.engine.blocks.allocator import BlockAllocator
+from rollout.engine.blocks.states import NO_SLOT
 from rollout.engine.scheduling.adapters import NO_ADAPTER, Variant
-from rollout.engine.scheduling.block_allocator import BlockAllocator
-from rollout.engine.scheduling.block_checks import check_blocks
 from rollout.engine.scheduling.block_tables import BlockTables
-from rollout.engine.scheduling.fair_share import FairShares
 from rollout.engine.scheduling.sequences import IntArray, Sequence, SequenceTable, discard, insert, rank
-from rollout.engine.scheduling.state_slots import NO_SLOT
 from rollout.engine.scheduling.step import ScheduledStep
-from rollout.engine.scheduling.waiting_queue import WaitingQueue
-from rollout.metrics import ENGINE_STATS
+from rollout.metric_table import ENGINE_STATS
+
+SWEEP_AT = 64
+"""Number of clients above which those without a claim are forgotten; doubles with the number that have one."""
+
+
+class FairShares:
+    """Start-time fair queueing of the clients of one priority: a request's turn, fixed when it arrives.
+
+    A client's request starts where its previous one is charged to end, but not before the virtual time: the turn of the
+    request admitted last (Goyal, Vin, Cheng: Start-time Fair Queuing, SIGCOMM 1996). Backlogged clients thereby get equal
+    shares of the charged tokens, and a new client waits for at most one request of each other one.
+
+    Attributes:
+        several: whether requests of more than one client have arrived.
+    """
+
+    def __init__(self) -> None:
+        self.several = False
+        self._time: dict[int, int] = {}
+        self._charged_to: dict[tuple[int, Hashable], int] = {}
+        self._sweep_at = SWEEP_AT
+
+    def turn(self, priority: int, client: Hashable, tokens: int) -> int:
+        """Turn of a client's next request; lower is earlier, equal ones are served in order of arrival.
+
+        Args:
+            tokens: charged to the client: prompt and most completion tokens of all samples.
+        """
+        time = self._time
+        turn = max(time.get(priority, 0), self._charged_to.get((priority, client), 0))
+        self._charged_to[priority, client] = turn + max(1, tokens)
+        self.several = self.several or len(self._charged_to) > 1
+        if len(self._charged_to) > self._sweep_at:
+            # A client that is charged up to the virtual time would start there anyway.
+            self._charged_to = {key: end for key, end in self._charged_to.items() if end > time.get(key[0], 0)}
+            self._sweep_at = max(SWEEP_AT, 2 * len(self._charged_to))
+        return turn
+
+    def admitted(self, priority: int, turn: int) -> None:
+        """Advance the virtual time to the turn of a request that is admitted."""
+        self._time[priority] = max(turn, self._time.get(priority, 0))
 
 
 class Queues:
-    """Queues and rows of one engine.
+    """Queues and rows of one engine. Every queue holds group leaders in order of (priority, turn, arrival).
 
     Attributes:
         table: the active sequences as arrays.
         blocks: the blocks they hold.
         waiting: sequences that may be admitted.
         parked: sequences accepted under another variant than the current one.
-        prefilling, decoding: leaders that hold KV, in order of rank.
+        prefilling, decoding: leaders that hold KV.
         by_row: the owner of each row, unforked samples included.
         variant: the current variant.
         clock: seconds.
-        counters: those of `ENGINE_STATS` that are counted here.
+        counters: the `ENGINE_STATS` that are counted here.
         shares: turns of the clients.
     """
 
@@ -43,12 +81,12 @@ class Queues:
         self.table = SequenceTable(allocator.block_size, allocator.pages)
         self.blocks = BlockTables(allocator, self.table)
         self.variant: Variant = NO_ADAPTER
-        self.waiting = WaitingQueue()
-        self.parked = WaitingQueue()
+        self.waiting: list[Sequence] = []
+        self.parked: list[Sequence] = []
         self.reset_active()
 
     def reset_active(self) -> None:
-        """Forget every active sequence; rows and blocks are reset by the caller."""
+        """Forget every active sequence; the caller resets rows and blocks."""
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.by_row: dict[int, Sequence] = {}
@@ -59,17 +97,16 @@ class Queues:
     @property
     def num_places(self) -> int:
         """Number of sequences that may own a row: `max_requests`, or the state slots there are."""
-        states = self.allocator.states
-        return self._max_requests if states is None else min(self._max_requests, states.num_slots)
+        return min(self._max_requests, self.allocator.states.num_slots or self._max_requests)
 
     @property
     def num_free_places(self) -> int:
         """Number of rows that may be taken now. Another scheduler may hold some of the state slots."""
-        states = self.allocator.states
-        if states is None:
-            return self._max_requests - self.num_active
-        own = sum(self.table.state.item(row) != NO_SLOT for row in self.by_row)
-        return min(self._max_requests, states.num_slots - states.num_held + own) - self.num_active
+        states, free = self.allocator.states, self._max_requests - self.num_active
+        if not states.num_slots:
+            return free
+        without = sum(self.table.state.item(row) == NO_SLOT for row in self.by_row)
+        return min(free, states.num_slots - states.num_held - without)
 
     @property
     def num_active(self) -> int:
@@ -106,8 +143,8 @@ class Queues:
             self._decode_rows = np.fromiter((s.row for s in self.decoding), np.int32, len(self.decoding))
         return self._decode_rows
 
-    def queue_of(self, sequence: Sequence) -> WaitingQueue:
-        """Where a sequence without a row belongs."""
+    def queue_of(self, sequence: Sequence) -> list[Sequence]:
+        """Queue that a sequence without a row belongs to."""
         return self.waiting if sequence.variant == self.variant else self.parked
 
     # --- moves --------------------------------------------------------------------------------------------------
@@ -141,29 +178,12 @@ class Queues:
             leader.siblings = siblings
             for each in siblings:
                 each.siblings = []
-            self.queue_of(leader).put_back(leader)
-
-    def change_variant(self, variant: Variant) -> None:
-        """Park what waits for another variant, and let wait what was parked for this one."""
-        self.variant = variant
-        leaders = [*self.waiting, *self.parked]
-        self.waiting, self.parked = WaitingQueue(), WaitingQueue()
-        for leader in leaders:
-            self.queue_of(leader).put_back(leader)
-
-    def remap_blocks(self, mapping: IntArray) -> None:
-        """Rewrite the block tables for new block ids."""
-        self.blocks.remap(self.by_row, mapping)
+            insert(self.queue_of(leader), leader)
 
     def remap_states(self, mapping: IntArray) -> None:
         """Rewrite the state slots of the active sequences for new slot ids."""
         rows = [row for row in self.by_row if self.table.state[row] != NO_SLOT]
         self.table.state[rows] = mapping[self.table.state[rows]]
-
-    def take_state_moves(self) -> tuple[tuple[int, int], ...]:
-        """(source, destination) state slots to copy now, see `StateSlots.take_moves`; none without recurrent states."""
-        states = self.allocator.states
-        return () if states is None else states.take_moves()
 
     def check(self) -> None:
         """Check the invariants (for tests; visits everything).
@@ -172,11 +192,9 @@ class Queues:
             AssertionError: names what disagrees.
         """
         held, seen = ([rows(row).tolist() for row in self.by_row] for rows in (self.table.held, self.table.seen))
-        check_blocks(self.allocator, held, seen)
-        if self.allocator.states is not None:
-            slots = [self.table.state.item(row) for row in self.by_row]
-            self.allocator.states.check(slot for slot in slots if slot != NO_SLOT)
-        for queue in (list(self.waiting), list(self.parked), self.decoding, self.prefilling):
+        self.allocator.check(held, seen)
+        self.allocator.states.check(self.table.state.item(row) for row in self.by_row)
+        for queue in (self.waiting, self.parked, self.decoding, self.prefilling):
             assert queue == sorted(queue, key=rank), "a queue is out of order"
         for sequence in (*self.waiting, *self.parked):
             assert not sequence.active, f"{sequence.key} waits and owns a row"

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.scheduling.drafter import Drafter
+from rollout.engine.scheduling.drafts import Drafter
 from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.sequences import IntArray, Sequence, discard
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
-from rollout.requests.kept_tokens import NO_SET
+from rollout.requests.token_columns import NO_SET
 from rollout.state import FinishReason, Status
 
 
@@ -31,24 +31,24 @@ class StepResults:
 
     def apply(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
         """Apply the results of a step that began at `since`; returns the sequences that ended, records complete."""
-        host, blocks = self._queues.allocator.host, self._queues.blocks
-        if host is not None:
-            host.settle()
-        ended = self._apply(step, sampled, since)
+        queues = self._queues
+        queues.allocator.host.unsettled = False
+        copied = sum(source >= 0 and target >= 0 for source, target in step.copies)
+        queues.counters["kv_blocks_copied"] += copied // queues.allocator.pages.groups
+        if sampled.steps > 1:
+            ended = self._apply_run(step, sampled, since)
+        elif step.depths is not None:
+            ended = self._apply_drafted(step, step.depths, sampled)
+        else:
+            ended = self._apply_step(step, sampled)
         if step.ahead > sampled.steps:
-            blocks.release_reserved(step.rows)
+            queues.blocks.release_reserved(step.rows)
         return ended
 
-    def _apply(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
-        queues, table, counters = self._queues, self._queues.table, self._queues.counters
-        copied = sum(source >= 0 and target >= 0 for source, target in step.copies)
-        counters["kv_blocks_copied"] += copied // queues.allocator.pages_per_block
-        if sampled.steps > 1:
-            return self._apply_run(step, sampled, since)
-        if step.depths is not None:
-            return self._apply_drafted(step, step.depths, sampled)
+    def _apply_step(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
+        queues, table = self._queues, self._queues.table
         table.computed[step.rows] += step.counts
-        counters["prefill_tokens_computed"] += int(step.counts[step.num_decodes :].sum())
+        queues.counters["prefill_tokens_computed"] += int(step.counts[step.num_decodes :].sum())
         queues.blocks.register_decoded(step.rows[: step.num_decodes])
         for sequence in step.prefills:
             queues.blocks.register_prompt(sequence)
@@ -60,7 +60,7 @@ class StepResults:
         return ended
 
     def _apply_drafted(self, step: ScheduledStep, depths: IntArray, sampled: StepTokens) -> list[Sequence]:
-        """Append to every row its accepted draft tokens and the one token after them, as one step for each would."""
+        """Append to every row its accepted draft tokens and the token after them, as one step for each would."""
         table, rows, ended = self._queues.table, step.sampled_rows, list[Sequence]()
         accepted = (depths < np.repeat(step.counts, step.counts) - 1) & (
             table.tokens[rows, table.length[rows] + depths] == sampled.token_ids
@@ -75,10 +75,7 @@ class StepResults:
         return ended
 
     def _apply_run(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
-        """Append what several decode steps have drawn, each of which took as long as the others.
-
-        What was drawn for a row behind its end is left out.
-        """
+        """Append the tokens of several decode steps of equal duration, without those drawn behind a row's end."""
         table, rows, steps, ended = self._queues.table, step.rows, sampled.steps, list[Sequence]()
         times = np.linspace(since, self._queues.clock(), steps + 1)[1:]
         needs_each = self._track_events or not table.plain[rows].all()
@@ -100,7 +97,7 @@ class StepResults:
         return ended
 
     def _steps_without_end(self, rows: IntArray, sampled: StepTokens) -> int:
-        """Leading steps of a run by which none of `rows` ends; not the last step, by which they may reach their length."""
+        """Leading steps of a run that end none of `rows`; not the last step, by which they may reach their length."""
         tokens, logprobs = (each.reshape(len(rows), -1) for each in (sampled.token_ids, sampled.logprobs))
         ends = np.isnan(logprobs)
         for stop_ids in self._queues.table.stop_ids[rows].T:
@@ -110,7 +107,7 @@ class StepResults:
         return int(ends.any(axis=0).argmax())
 
     def _append_span(self, rows: IntArray, sampled: StepTokens, span: slice, times: NDArray[np.float64]) -> None:
-        """Append the tokens of these steps of a run to `rows`, none of which ends by them or crosses a block boundary."""
+        """Append the tokens of these steps of a run to `rows`; they end no row and cross no block boundary."""
         queues, table = self._queues, self._queues.table
         count = span.stop - span.start
         at = rows[:, None], table.length[rows, None] + np.arange(count)
@@ -134,10 +131,10 @@ class StepResults:
         """Append tokens of the same rows as one step for each would, at these times; what ends goes to `ended`.
 
         Args:
-            accepted: tokens behind which the row goes on, if it has not ended.
+            accepted: tokens behind which the row continues, if it has not ended.
 
         Yields:
-            Indices of the tokens behind the first ones, before they are appended.
+            Indices of each step's tokens after the first, before they are appended.
         """
         queues, table = self._queues, self._queues.table
         indices = np.flatnonzero(depths == 0)
@@ -216,7 +213,7 @@ class StepResults:
                 queues.allocator.unregister(held)
             queues.deactivate(sequence)
             if reason is FinishReason.ERROR:
-                queues.blocks.poison(memory)
+                queues.allocator.pages.poison(memory)
         failed = reason in (FinishReason.ERROR, FinishReason.ABORT)
         request.error = error or request.error
         request.status = Status.FAILED if failed else Status.COMPLETED

@@ -3,11 +3,11 @@
 Owns the queues, the sequence table and every block id. No tensors; the clock is passed in.
 
 Always true between calls:
-- admission is in order of (priority, client's turn, arrival), except that a sequence waiting for a prefix that another one
-  is computing is passed over, with rows and blocks kept free for it, and that where all rows are taken, a client below its
-  share of them gets those of a client above it (`Places`); an evicted one returns to its place in the queue;
+- admission is in order of (priority, client's turn, arrival); an evicted sequence returns to its place. A sequence waiting
+  for a prefix that another one is computing is passed over, with rows and blocks kept free for it. If all rows are taken, a
+  client below its share of them gets rows of a client above it (`StepPlanner`);
 - the oldest active sequence can always run: it may evict every younger one, and alone it fits (checked by `add`);
-- blocks are registered as a shareable prefix only when all KV before them is what a new request would compute now;
+- blocks are registered as a shareable prefix only if all KV before them is what a new request would compute now;
 - a sequence runs only under the variant (active adapters) it was accepted under; under another it is parked;
 - a sequence ends exactly once, as a `Sequence` whose record is complete.
 """
@@ -17,16 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from rollout.config import InferenceConfig
+from rollout.engine.blocks.allocator import BlockAllocator
 from rollout.engine.scheduling.adapters import Variant
-from rollout.engine.scheduling.block_allocator import BlockAllocator
-from rollout.engine.scheduling.draft_budget import StepCost
-from rollout.engine.scheduling.drafter import Drafter
+from rollout.engine.scheduling.drafts import Drafter
 from rollout.engine.scheduling.planner import StepPlanner, blocks_for
 from rollout.engine.scheduling.preemption import Preemption
 from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.results import StepResults
-from rollout.engine.scheduling.run_ahead import MOST, run_ahead
-from rollout.engine.scheduling.sequences import Sequence
+from rollout.engine.scheduling.run_ahead import MOST, StepCost, run_ahead
+from rollout.engine.scheduling.sequences import Sequence, discard, insert
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.errors import InvalidRequestError
 from rollout.state import FinishReason, Status
@@ -40,8 +39,7 @@ class Scheduler(Queues):
         planner: chooses the work of a step.
         drafter: proposes draft tokens; None without speculation.
         cost: seconds of a step without prefill.
-        forward: key of the forward settings besides the variant: part of the prefix key, without effect on which
-            sequences run.
+        forward: key of the forward settings besides the variant: part of the prefix key alone.
         version: the current policy version.
     """
 
@@ -57,11 +55,6 @@ class Scheduler(Queues):
         self.forward: Hashable = None
         self.version = 0
 
-    def limit_reach(self, window: int | None) -> None:
-        """Let sequences give back blocks from which on no layer sees anything: `window` positions before the next."""
-        self.blocks.window = window
-        self.allocator.parents_first = window is not None
-
     # --- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
@@ -70,7 +63,7 @@ class Scheduler(Queues):
         return self.planner.plan(self.version)
 
     def run_ahead(self, step: ScheduledStep) -> ScheduledStep:
-        """The same decodes with as many further ones as may follow in one call, without a look for drafts that is due."""
+        """The same decodes with as many further ones as may follow in one call before drafts are looked for again."""
         return run_ahead(self, step, self.cost, MOST if self.drafter is None else self.drafter.idle_steps(step.rows))
 
     def update(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
@@ -93,18 +86,22 @@ class Scheduler(Queues):
             InvalidRequestError: it could never run, even alone.
         """
         request_id = sequence.record.request_id
-        self.check_samples(request_id, 1 + len(sequence.siblings))
-        self.check_room(request_id, len(sequence.tokens), sequence.max_length)
+        self.check_fits(request_id, 1 + len(sequence.siblings), len(sequence.tokens), sequence.max_length)
         for each in (sequence, *sequence.siblings):
             each.request.status = Status.WAITING_IN_QUEUE
             each.variant = self.variant if variant is None else variant
-        self.queue_of(sequence).push(sequence)
+        insert(self.queue_of(sequence), sequence)
 
-    def check_samples(self, request_id: int, samples: int) -> None:
+    def check_fits(self, request_id: int, samples: int, prompt: int = 0, length: int = 0) -> None:
         """Refuse a group that does not fit even alone.
 
+        Args:
+            prompt: tokens of the prompt.
+            length: most tokens of a sample, prompt included.
+
         Raises:
-            InvalidRequestError: it has more samples than `max_requests`, or than there are state slots.
+            InvalidRequestError: it has more samples than `max_requests`, or than there are state slots; or the pool has too
+                few blocks for a sample.
         """
         if samples > self.num_places:
             limit = "max_requests" if self.num_places == self.config.max_requests else "state_slots"
@@ -113,33 +110,23 @@ class Scheduler(Queues):
                 "group",
                 request_id,
             )
-
-    def check_room(self, request_id: int, prompt: int, length: int) -> None:
-        """Refuse a sample of `length` tokens, `prompt` of them its prompt, that does not fit even alone.
-
-        Raises:
-            InvalidRequestError: the pool has too few blocks.
-        """
-        need = self.blocks_needed(prompt, length)
-        if need > self.allocator.pool_size:
+        need, pages = self.pages_needed(prompt, length), self.allocator.pages
+        if need > pages.num_pages:
             raise InvalidRequestError(
-                f"request {request_id}: {length} tokens need {need} KV {self.allocator.unit} and the pool has "
-                f"{self.allocator.pool_size}; raise kv_cache_blocks (or kv_cache_memory_gb) or lower max_tokens",
+                f"request {request_id}: {length} tokens need {need} KV {pages.unit} and the pool has {pages.num_pages}; "
+                "raise kv_cache_blocks (or kv_cache_memory_gb) or lower max_tokens",
                 request_id,
             )
 
-    def blocks_needed(self, prompt: int, length: int) -> int:
-        """Blocks, or pages, for the KV of `length` tokens, `prompt` of them to be prefilled."""
-        size, pages = self.config.advanced.block_size_tokens, self.allocator.pages
-        blocks = blocks_for(prompt, length, size)
-        return blocks if pages is None else pages.shape.needed(blocks, self.config.step_tokens, size)
+    def pages_needed(self, prompt: int, length: int) -> int:
+        """Pages for the KV of `length` tokens, `prompt` of them to be prefilled."""
+        size = self.config.advanced.block_size_tokens
+        return self.allocator.pages.shape.needed(blocks_for(prompt, length, size), self.config.step_tokens, size)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that the pool holds."""
         size, pages = self.config.advanced.block_size_tokens, self.allocator.pages
-        if pages is None:
-            return size * self.allocator.num_blocks
         return size * pages.shape.most_blocks(pages.num_pages, self.config.step_tokens, size)
 
     def remove(self, keys: Callable[[tuple[int, int]], bool]) -> list[Sequence]:
@@ -150,31 +137,27 @@ class Scheduler(Queues):
         removed: list[Sequence] = []
         for leader in [*self.waiting, *self.parked, *self.active()]:
             group = [leader, *leader.siblings]
-            gone = [each for each in group if keys(each.key)]
+            gone, stay = [each for each in group if keys(each.key)], [each for each in group if not keys(each.key)]
+            removed += gone
             if not gone:
                 continue
-            removed += gone
-            stay = [each for each in group if not keys(each.key)]
-            if leader.active:
-                self._remove_active(leader, gone, stay)
-            else:
-                self.queue_of(leader).remove(leader)
+            if not leader.active:
+                discard(self.queue_of(leader), leader)
                 self.put_back(stay)
+                continue
+            memory = self.blocks.memory(leader.row)
+            if leader in gone and stay:
+                self.preemption.give_up_kv(group)
+                self.put_back(stay)
+                self.preemption.mark_evicted(stay)
+            else:
+                leader.siblings = [each for each in leader.siblings if each in stay]
+                for each in gone:
+                    self.table.write_back(each)
+                    self.deactivate(each)
+            # KV of an unfinished prefill or a failed step was never checked for NaN.
+            self.allocator.pages.poison(memory)
         return removed
-
-    def _remove_active(self, leader: Sequence, gone: list[Sequence], stay: list[Sequence]) -> None:
-        memory = self.blocks.memory(leader.row)
-        if leader in gone and stay:
-            self.preemption.give_up_kv([leader, *leader.siblings])
-            self.put_back(stay)
-            self.preemption.mark_evicted(stay)
-        else:
-            leader.siblings = [each for each in leader.siblings if each not in gone]
-            for each in gone:
-                self.table.write_back(each)
-                self.deactivate(each)
-        # KV of an unfinished prefill or a failed step was never checked for NaN.
-        self.blocks.poison(memory)
 
     def leave(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """End a sequence, active or already removed from the queue: complete its record, release its blocks and row."""
@@ -193,14 +176,16 @@ class Scheduler(Queues):
 
         If the variant changes, all active sequences are evicted, since their KV belongs to the old one.
         """
-        self.allocator.switch((variant, forward))
+        self.allocator.index.switch((variant, forward))
         self.table.current[:] = False
         self.forward = forward
         if variant == self.variant:
             return
         for sequence in reversed(self.active()):
             self.preemption.evict(sequence)
-        self.change_variant(variant)
+        self.variant, leaders, self.waiting, self.parked = variant, [*self.waiting, *self.parked], [], []
+        for leader in leaders:
+            insert(self.queue_of(leader), leader)
 
     def advance_version(self, version: int) -> None:
         """Start a new policy version: close every version span at its current length. O(1) per sequence."""

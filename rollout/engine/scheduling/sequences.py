@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.engine.blocks.index import NO_BLOCK
+from rollout.engine.blocks.pages import BlockPages
+from rollout.engine.blocks.states import NO_SLOT
 from rollout.engine.scheduling.adapters import NO_ADAPTER, Variant
-from rollout.engine.scheduling.layer_pages import LayerPages
-from rollout.engine.scheduling.prefix_index import NO_BLOCK
 from rollout.engine.scheduling.prompt_images import PromptImages
-from rollout.engine.scheduling.state_slots import NO_SLOT
 from rollout.requests.block_hash import compute_block_hashes_batched
-from rollout.requests.delta import SampleDelta, pack_top_n
-from rollout.requests.growth import (
+from rollout.requests.delta import (
+    SampleDelta,
     computed_length,
     first_unknown,
     joined,
@@ -32,11 +32,10 @@ from rollout.requests.growth import (
     version_of_prompt,
     versions,
 )
-from rollout.requests.kept_tokens import joined_sets
-from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.requests.record import DynamicInferenceRequestRecord, route_rows, set_routes
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.routes import first_unread, pack_routes, route_rows, set_routes
 from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import first_unread, joined_sets, pack_routes, pack_top_n
 from rollout.sampling_params import SamplingParams
 
 NO_ROW = -1
@@ -180,7 +179,7 @@ class SequenceTable:
         plain: [S] bool, no Python is needed per token (no stop strings or top-k log-probs).
     """
 
-    def __init__(self, block_size: int, pages: LayerPages | None = None) -> None:
+    def __init__(self, block_size: int, pages: BlockPages) -> None:
         self.block_size = block_size
         self._pages = pages
         self.read_routes: ReadRoutes | None = None
@@ -261,18 +260,8 @@ class SequenceTable:
         return self.blocks[row, self.seen_from[row] : self.num_blocks[row]]
 
     def block_tables(self, rows: IntArray, width: int) -> list[NDArray[np.int64]]:
-        """[R, width] block table of these rows for each group of layers: of blocks, or of pages.
-
-        In layers with a window, the places of what was given back name the first page still held.
-        """
-        blocks, pages = self.blocks[rows, :width].astype(np.int64), self._pages
-        if pages is None:
-            return [blocks]
-        seen = np.take_along_axis(blocks, np.maximum(np.arange(width), self.seen_from[rows, None]), 1)
-        return [
-            pages.page_of[blocks if group < pages.whole else seen, group].astype(np.int64)
-            for group in range(pages.groups)
-        ]
+        """[R, width] page table of these rows for each group of layers; see `BlockPages.tables`."""
+        return self._pages.tables(self.blocks[rows, :width], self.seen_from[rows])
 
     def give_back(self, row: int, count: int) -> IntArray:
         """Take the first `count` blocks out of a row's table; returns those that it still held, in chain order."""
@@ -287,7 +276,7 @@ class SequenceTable:
         return self.tokens[row, span], self.logprobs[row, span], self.times[row, span]
 
     def growth(self, sequence: Sequence, known: int, prompt_version: int, events_known: int = 0) -> SampleDelta:
-        """New output of an active sequence beyond `known` tokens, without updating its record; see `growth.growth`."""
+        """New output of an active sequence beyond `known` tokens, without updating its record; see `growth`."""
         row, record = sequence.row, sequence.record
         live = record.segments[-1]
         origin, end = self.origin.item(row), self.length.item(row)
@@ -365,8 +354,8 @@ class SequenceTable:
 
     def _first_pages(self, row: int) -> IntArray:
         """Where the first group of layers has the blocks of a row, expert routes among them."""
-        held = self.held(row)
-        return held if self._pages is None else self._pages.page_of[held, 0]
+        first: IntArray = self._pages.page_of[self.held(row), 0]
+        return first
 
     def _fit(self, sequence: Sequence) -> None:
         if not self._free:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from rollout.engine.fused.rotary_tables import rotary_tables
+from rollout.engine.fused.fused_parts import rotary_tables
 from rollout.engine.training.operations import attention, linear, linear_to, rms_norm, rotate, silu_times
 from rollout.engine.training.packing import Packing
 

@@ -14,10 +14,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from rollout.engine.fused.fused_checks import Unfusable, bypassed
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.models.model_support import ModelLayout, inspect_model
-from rollout.engine.models.originals import Replaced
+from rollout.engine.models.originals import Unfusable, bypassed
 from rollout.engine.training.decoder import logits_of, output_of
 from rollout.engine.training.kernels import kernels_on
 from rollout.engine.training.packing import packing_of
@@ -122,9 +121,9 @@ class _ExactForward:
         try:
             try:
                 self._read(_layouts.get(model))
-            except (Unfusable, Replaced, AttributeError):
+            except (Unfusable, AttributeError):
                 self._read(None)
-        except (Unfusable, Replaced, AttributeError) as exc:
+        except (Unfusable, AttributeError) as exc:
             raise UnsupportedModelError(
                 f"exact: {type(model).__name__}: {exc}; exact mode serves what the C++ forward serves"
             ) from exc

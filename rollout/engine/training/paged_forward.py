@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.fused.fused_binding import Bound
 from rollout.engine.fused.fused_forward import BoundForward
-from rollout.engine.fused.rotary_tables import rotary_tables
+from rollout.engine.fused.fused_parts import rotary_tables
 from rollout.engine.graphs.cuda_capture import CudaDevice
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
 from rollout.engine.graphs.decode_kernels import TritonDecode
@@ -26,21 +26,33 @@ from rollout.engine.memory.buffers import upload_together
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.training.decoder import hidden_of, norm
+from rollout.engine.training.kernels import kernels_on
 from rollout.engine.training.operations import linear
 from rollout.errors import UnsupportedModelError
 
 
-def run_exactly(runner: ModelRunner, length: int, graphed_rows: int) -> None:
-    """Have every step of a runner in exact mode run `PagedForward`.
+def run_exactly(runner: ModelRunner, length: int, graphed_rows: int, asked: bool | str) -> bool:
+    """Have every step of a runner in exact mode run `PagedForward`, if its device has Triton's kernels.
 
     Args:
         length: most tokens of a sequence.
         graphed_rows: most rows of a decode step that is replayed as a CUDA graph; 0: no graphs.
 
+    Returns:
+        Whether it does; False on a CPU, whose fused forward is exact.
+
     Raises:
         UnsupportedModelError: the kernels do not run here, or do not serve the size of a block or of the vocabulary.
     """
     device, cache = runner.layout.device, runner.cache
+    if kernels_on(device) is not triton_exact:
+        return False
+    if asked != "experimental":
+        raise UnsupportedModelError(
+            f"InferenceConfig.exact=True: the model is on {device}, where exact mode is an experiment: its bits were "
+            "compared in Triton's interpreter, never on a device. Give InferenceConfig(exact='experimental'), and compare "
+            "the first batch's log-probs with those in `with rollout.exact(model)`"
+        )
     triton_exact.require(device, runner.layout.vocab_size)
     paged = triton_paged.load(device)
     if paged is None:
@@ -65,6 +77,7 @@ def run_exactly(runner: ModelRunner, length: int, graphed_rows: int) -> None:
             TritonDecode(paged, cache),
             forward.decode,
         )
+    return True
 
 
 class PagedForward(BoundForward):

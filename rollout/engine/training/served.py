@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from rollout.engine.fused.fused_binding import Bound
-from rollout.engine.fused.fused_checks import Unfusable, bypassed
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.models.model_support import ModelLayout
-from rollout.engine.models.originals import Replaced
+from rollout.engine.models.originals import Unfusable, bypassed
 from rollout.engine.training.kernels import kernels_on
 from rollout.errors import UnsupportedModelError
 
@@ -17,7 +16,7 @@ def bound_exactly(model: nn.Module, layout: ModelLayout, cache: KVCache) -> Boun
     """A model in its present state, verified as the fused forward verifies it.
 
     Raises:
-        Unfusable, Replaced, AttributeError: why exact mode does not compute what it does.
+        Unfusable, AttributeError: why exact mode does not compute what it does.
     """
     bound = Bound(model, layout, cache, exact=True)
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
@@ -30,6 +29,6 @@ def why_not_exact(model: nn.Module, layout: ModelLayout, cache: KVCache) -> str 
     try:
         kernels_on(layout.device).require(layout.device, layout.vocab_size)
         bound_exactly(model, layout, cache)
-    except (UnsupportedModelError, Unfusable, Replaced, AttributeError) as exc:
+    except (UnsupportedModelError, Unfusable, AttributeError) as exc:
         return str(exc)
     return bypassed(layout.device)

@@ -1,7 +1,7 @@
 """Prefix-tree attention in the trainer's own forward and backward, through transformers' attention interface.
 
 While attached, a model's attention implementation is one of ours that stands before the model's own. A tree travels as
-the `attention_mask`, int32 [1, 1, 2 or 3, L] (see `rollout.manager.tree`). Transformers passes a mask of four dimensions on
+the `attention_mask`, int32 [1, 1, 2 or 3, L] (see `manager.batch.tree`). Transformers passes a mask of four dimensions on
 to every layer as it is, and so do gradient checkpointing (also to the recomputation in the backward), DDP, FSDP and PEFT.
 With any other mask the model's own implementation runs on the mask made for it. The model gets no hooks, and its modules are
 not changed.

@@ -2,30 +2,32 @@
 
     plain module, DDP, autocast    shared: the tensors that the optimizer steps, nothing moves
     tensor parallel (DTensors)     shared: every rank of the group computes with its shard, alone or gathered by FSDP2
-    FSDP2, FSDP1, ZeRO-3           gathered: whole while the engine generates, sharded again afterwards, no second copy;
+    FSDP2, FSDP1, ZeRO-3           gathered: whole while the engine generates, then sharded again, without a second copy;
                                    FSDP2 on CUDA to the same addresses each time
     another dtype or device        copied, only on request: one pass after each update
 
-Always true: `release` restores `trained` to the state the trainer left it in. `gather` of a `collective` source is called
-by every rank or by none; `release` is local.
+Always true: `release` restores `trained` for the trainer. Every rank or none calls `gather` of a `collective` source.
+DeepSpeed is imported only for a model that it partitions.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from rollout.engine.memory.arena import fixed_memory
-from rollout.engine.weights.base import Weights
+from rollout.engine.weights.base import GatheredWeights, Weights
 from rollout.engine.weights.copied import CopiedWeights
 from rollout.engine.weights.fsdp import ShardedWeights, UnitWeights, unmanaged_shard
 from rollout.engine.weights.fsdp_mapped import MappedWeights, Unmappable
 from rollout.engine.weights.tensor_parallel import TensorParallelWeights, tensor_parallel_mesh
-from rollout.engine.weights.zero3 import PartitionedWeights, is_partitioned
 from rollout.errors import EngineStateError, UnsupportedModelError
 
 _log = logging.getLogger(__name__)
@@ -34,15 +36,15 @@ _log = logging.getLogger(__name__)
 def weights_of(
     model: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | None = None, mapped: bool = False
 ) -> Weights:
-    """Choose the weight source for a model; DDP, FSDP1 and compiled wrappers are removed.
+    """Choose the weight source for a model, without the wrappers of DDP, FSDP1 and torch.compile.
 
     Args:
         model: the module that the trainer calls.
-        dtype, device: of a separate copy to sample with; both None: no copy.
-        mapped: gather FSDP2 weights into mapped memory where the device has it, to the same addresses each time.
+        dtype, device: dtype and device of a separate copy to sample with; both None: no copy.
+        mapped: if the device has mapped memory, gather FSDP2 weights to the same addresses each time.
 
     Raises:
-        UnsupportedModelError: the weights are sharded in a way that cannot be gathered; names it.
+        UnsupportedModelError: the weights are sharded in a way that cannot be gathered.
     """
     copied = dtype is not None or device is not None
     source = _source(_unwrapped(model), mapped=mapped and not copied)
@@ -131,3 +133,44 @@ def _fully_sharded(model: nn.Module, *, mapped: bool) -> Weights:
     weights = ShardedWeights(model)
     weights.why_moved = why
     return weights
+
+
+_CONTEXT = ("deepspeed.runtime.zero", "unwrap_model_for_generation")
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    """Whether the model is a DeepSpeed engine or has parameters that DeepSpeed partitions."""
+    return type(model).__module__.partition(".")[0] == "deepspeed" or any(
+        hasattr(parameter, "ds_id") for parameter in model.parameters()
+    )
+
+
+class PartitionedWeights(GatheredWeights):
+    """ZeRO-3 weights, gathered by DeepSpeed's `unwrap_model_for_generation`; ZeRO-1 and -2 need no gathering.
+
+    Raises:
+        UnsupportedModelError: the module came without its engine, or this DeepSpeed has no such context.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        if not isinstance(getattr(engine, "module", None), nn.Module):
+            raise UnsupportedModelError(
+                f"{type(engine).__name__} is partitioned by DeepSpeed ZeRO-3, whose engine alone can gather it: pass what "
+                "deepspeed.initialize returned, or train with ZeRO-2 or FSDP2"
+            )
+        try:
+            self._context: Any = getattr(importlib.import_module(_CONTEXT[0]), _CONTEXT[1])
+        except (ImportError, AttributeError) as exc:
+            raise UnsupportedModelError(
+                f"{type(engine).__name__}: {'.'.join(_CONTEXT)} is missing here ({exc}), so that weights of DeepSpeed "
+                "ZeRO-3 cannot be gathered; install a DeepSpeed that has it, or train with ZeRO-2 or FSDP2"
+            ) from exc
+        self._engine = engine
+        super().__init__(engine.module)
+
+    def _gather(self, undo: ExitStack) -> None:
+        undo.enter_context(self._context(self._engine))
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        parts = ((name, getattr(each, "ds_tensor", None)) for name, each in self.trained.named_parameters())
+        return [(name, part) for name, part in parts if isinstance(part, Tensor)]

@@ -1,17 +1,147 @@
-"""`EpisodeBatch`: a `RolloutBatch` whose rows are histories of many turns."""
+"""Rows of a batch from the turns of an episode: one per history that was never edited.
+
+A turn whose prompt begins with all tokens of a row (prompt and completion of its last turn) extends that row; any other turn
+begins a row, and so does one with other parameters of the distribution (temperature, truncation), so that a row has one set
+of them. Always true: every sampled token is marked in exactly one row, and the tokens before it there are those that
+the model saw.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.images import ImageLayout
 from rollout.manager.episodes.episode import Episode
-from rollout.manager.episodes.rows import rows_of
-from rollout.manager.images import ImageLayout
+from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
+from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import KeptTokens
+from rollout.sampling_params import FILTERS
+from rollout.state import FinishReason, Status
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRow:
+    """One row of a batch."""
+
+    request: DynamicInferenceRequest
+    """The turns as one request: the first prompt, and everything after it as its completion."""
+    sampled: NDArray[np.bool_]
+    """bool [G]: the tokens of that completion that the model sampled in this row."""
+
+
+def rows_of(episode: Episode) -> list[EpisodeRow]:
+    """At least one row; one without tokens for an episode that has sampled nothing."""
+    chains: list[list[DynamicInferenceRequest]] = []
+    for turn in episode.turns:
+        extended = [chain for chain in chains if _continues(turn, chain[-1])]
+        if extended:
+            max(extended, key=lambda chain: chain[-1].total_length).append(turn)
+        else:
+            chains.append([turn])
+    return [_row(episode, chain) for chain in chains] or [_empty(episode)]
+
+
+def _continues(turn: DynamicInferenceRequest, last: DynamicInferenceRequest) -> bool:
+    prompt, known = turn.prompt_tokens, len(last.prompt_tokens)
+    return (
+        _distribution(turn) == _distribution(last)
+        and len(prompt) >= last.total_length
+        and prompt[known : last.total_length] == last.generated_tokens
+        and prompt[:known] == last.prompt_tokens
+        and _images_go_on(turn, last)
+    )
+
+
+def _images_go_on(turn: DynamicInferenceRequest, last: DynamicInferenceRequest) -> bool:
+    """Whether the images of a turn begin with those of the turn before."""
+    before = last.images if isinstance(last, VLMInferenceRequest) else None
+    now = turn.images if isinstance(turn, VLMInferenceRequest) else None
+    return before is None or (now is not None and now.begins_with(before))
+
+
+def _distribution(turn: DynamicInferenceRequest) -> tuple[float | None, ...]:
+    params = turn.sampling_params
+    return params.temperature, *(getattr(params, name) for name in FILTERS)
+
+
+def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeRow:
+    first, last = turns[0], turns[-1]
+    start, total = len(first.prompt_tokens), last.total_length
+    sampled = np.zeros(total, dtype=np.bool_)
+    logprobs = np.zeros(total)
+    versions = np.empty(total, dtype=np.int64)
+    done = 0
+    for turn in turns:
+        known, end = len(turn.prompt_tokens), turn.total_length
+        versions[done:end] = turn.policy_versions[done:]
+        sampled[known:end] = True
+        # A request that recorded no log-probs leaves NaN, as in a batch of single turns.
+        logprobs[known:end] = turn.generated_log_probs or np.nan
+        done = end
+    tokens = [*last.prompt_tokens, *last.generated_tokens]
+    request = replace(
+        last,
+        request_id=episode.group_id,
+        sample_index=episode.index,
+        prompt=first.prompt,
+        prompt_tokens=first.prompt_tokens,
+        original_prompt_length=start,
+        finished_chunk_token_count=min(last.finished_chunk_token_count, start),
+        num_cached_tokens=first.num_cached_tokens,
+        precomputed_block_hashes=[],
+        enable_prefix_caching=False,
+        prompt_log_probs=first.prompt_log_probs,
+        prompt_top_n_logprobs=first.prompt_top_n_logprobs,
+        generated_tokens=tokens[start:],
+        generated_log_probs=logprobs[start:].tolist(),
+        generated_top_n_logprobs=[],
+        generated_text=None,
+        policy_spans=_spans(versions),
+        # With `routing_indices`, those of the last turn: both are of the KV that the row's last token was sampled on.
+        kv_spans=last.kv_spans.copy(),
+        generated_kept_tokens=_kept_tokens(turns, tokens[start:]),
+        metadata=episode.task,
+        status=last.status if episode.error is None else Status.FAILED,
+        finish_reason=last.finish_reason if episode.error is None else FinishReason.ERROR,
+        error=episode.error,
+    )
+    return EpisodeRow(request, sampled[start:])
+
+
+def _kept_tokens(turns: Sequence[DynamicInferenceRequest], completion: list[int]) -> KeptTokens | None:
+    """Of a token that was not sampled, itself alone."""
+    parts, done = [], 0
+    for turn in turns:
+        if turn.generated_kept_tokens is None:
+            return None
+        known = len(turn.prompt_tokens) - len(turns[0].prompt_tokens)
+        parts += [KeptTokens.of([token] for token in completion[done:known]), turn.generated_kept_tokens]
+        done = known + turn.generated_length
+    return KeptTokens.join(parts)
+
+
+def _empty(episode: Episode) -> EpisodeRow:
+    request = DynamicInferenceRequest(
+        request_id=episode.group_id, sample_index=episode.index, prompt_tokens=[], metadata=episode.task,
+        status=Status.COMPLETED if episode.error is None else Status.FAILED,
+        finish_reason=FinishReason.STOP if episode.error is None else FinishReason.ERROR, error=episode.error,
+    )  # fmt: skip
+    return EpisodeRow(request, np.zeros(0, dtype=np.bool_))
+
+
+def _spans(versions: NDArray[np.int64]) -> VersionSpans:
+    spans = VersionSpans()
+    starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
+    for start, stop in zip(starts, [*starts[1:], len(versions)], strict=True):
+        spans.extend(int(stop - start), int(versions[start]))
+    return spans
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

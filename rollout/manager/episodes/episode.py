@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from rollout.errors import EngineStateError
+from rollout.observe.recorder import EngineTap
+from rollout.requests.block_hash import stream_key
 from rollout.requests.images import images_of
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
-from rollout.requests.seeds import stream_key
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
-from rollout.tracing.recorder import EngineTap
 
 Check = Callable[[Prompt, SamplingParams], list[int]]
 """Token ids of a prompt, or raises."""

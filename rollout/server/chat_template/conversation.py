@@ -1,11 +1,8 @@
 """Renders a conversation to prompt token ids through the tokenizer's chat template.
 
-- A conversation that the template or the tokenizer cannot process raises `InvalidRequestError` with the cause.
-- Token ids sent back with earlier replies are reused as a prefix of the prompt, as far as their digests match
-  (`earlier_ids`); only the text after them is tokenised. From the first difference on, the text is tokenised.
-- Ambiguous cases are refused, not guessed.
-
-Thread-safe: the tokenizer is a copy, whose settings a trainer cannot change.
+Token ids sent back with earlier replies are reused as a prefix of the prompt, as far as their digests match
+(`earlier_ids`); from the first difference on, the text is tokenised. Ambiguous cases raise an error. Thread-safe: the
+tokenizer is a copy, whose settings a trainer cannot change.
 """
 
 from __future__ import annotations
@@ -19,14 +16,19 @@ from itertools import islice
 from typing import Any, Literal
 
 from rollout.errors import InvalidRequestError
-from rollout.requests.chat_messages import SHOWN, Message, MessageImage, Tools, check_tools, known_roles, plain_messages
-from rollout.server.chat_template.earlier_ids import EarlierReplies, EarlierReply, text_digest
+from rollout.requests.prompt import SHOWN, Message, MessageImage, Tools, known_roles, plain_messages
+from rollout.server.chat_template.earlier_ids import (
+    EarlierReplies,
+    EarlierReply,
+    Write,
+    text_behind_reply,
+    text_digest,
+    tokens_to_append,
+)
 from rollout.server.chat_template.prompt_ids import PromptTokenizer, Stop
-from rollout.server.chat_template.reasoning import marks_reasoning, opens_reasoning
 from rollout.server.chat_template.reply_grammar import reply_constraint
-from rollout.server.chat_template.tool_calls import ToolCallParser, parser_for
+from rollout.server.chat_template.reply_parser import ToolCallParser, marks_reasoning, opens_reasoning, parser_for
 from rollout.server.chat_template.tool_formats import format_of
-from rollout.server.chat_template.turn_end import Write, text_behind_reply, tokens_to_append
 from rollout.structured_output import StructuredOutput
 
 ToolChoice = str | Mapping[str, Any]
@@ -35,32 +37,27 @@ MAX_TRIED = 4
 """Maximum number of earlier replies tried. More than one is needed only if the template renders an edited reply differently
 from how its prompt began."""
 
-
-ANEW = "the conversation has images, whose placeholders are expanded anew"
-"""Why ids sent back are not reused."""
+WITH_IMAGES = "the conversation has images, whose placeholders are expanded again"
+"""Reason for not reusing ids."""
 
 Process = Callable[[str, Sequence[MessageImage]], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A tokenised prompt.
-
-    Attributes:
-        token_ids: token ids of the prompt.
-        forced_prefix: beginning of the reply's text that is part of the prompt ("" unless a call is forced).
-        digest: digest of the prompt's text.
-        inside_reasoning: the prompt ends inside an open reasoning.
-        reused: number of leading tokens reused from an earlier reply's ids.
-        retokenized: why the ids sent back with the last reply were not reused; None if they were, or none were sent.
-    """
+    """A tokenised prompt."""
 
     token_ids: list[int]
     forced_prefix: str
+    """Beginning of the reply's text that is part of the prompt; "" unless a call is forced."""
     digest: str
+    """Digest of the prompt's text."""
     inside_reasoning: bool = False
+    """Whether the prompt ends inside an open reasoning."""
     reused: int = 0
+    """Number of leading tokens reused from an earlier reply's ids."""
     retokenized: str | None = None
+    """Why the ids sent back with the last reply were not reused; None if they were, or none were sent."""
 
 
 class Conversation:
@@ -73,7 +70,7 @@ class Conversation:
             the tokenizer's. None: the tokenizer's.
         end_token_ids: the model's end-of-sequence ids, in addition to the tokenizer's.
         room: returns the current maximum number of tokens of a prompt. None: unlimited.
-        process: token ids of a written conversation and its images. None: they are refused.
+        process: returns the token ids of a written conversation and its images. None: images raise an error.
     """
 
     def __init__(
@@ -88,7 +85,7 @@ class Conversation:
     ) -> None:
         self._process = process
         self._tokenizer = copy.deepcopy(tokenizer)
-        self._reader = PromptTokenizer(self._tokenizer, room or _any_number, special=False)
+        self._reader = PromptTokenizer(self._tokenizer, room or (lambda: sys.maxsize), special=False)
         self._chat_template = chat_template
         self._printing: dict[str, bool] = {}
         self._vocab_size = vocab_size or len(tokenizer)
@@ -118,8 +115,8 @@ class Conversation:
             messages: in OpenAI's format; `rollout` of an assistant message holds the token ids of its reply and its prompt,
                 and their digests.
             tools: in OpenAI's format. Not rendered if `tool_choice` is "none".
-            tool_choice: "none", "auto" (None), "required" or `{"type": "function", "function": {"name": …}}`; the last
-                two end the prompt with the beginning of a call.
+            tool_choice: "none", "auto" (None), "required" or `{"type": "function", "function": {"name": …}}`, which names
+                one of `tools`; the last two end the prompt with the beginning of a call.
             add_generation_prompt: append the start of an assistant message.
             continue_final_message: the reply continues the last message.
             template_kwargs: additional variables of the template.
@@ -134,11 +131,10 @@ class Conversation:
                 "continue_final_message=true with add_generation_prompt=true: the last message is either continued or "
                 "answered; set add_generation_prompt=false"
             )
-        check_tools(tools)
         shown_tools = None if tool_choice == "none" else tools or None
         variables = self._variables(template_kwargs)
         template = self._template(shown_tools)
-        prefix = _forced_prefix(template, shown_tools, tool_choice)
+        prefix = _forced_prefix(template, tool_choice)
         # A model may have learnt a tool that its template never prints: then the template writes calls of it.
         if shown_tools and format_of(template) is None and not self._prints_tools(template):
             raise InvalidRequestError(
@@ -146,7 +142,9 @@ class Conversation:
                 'tool_choice="none"'
             )
         if prefix and not add_generation_prompt:
-            raise InvalidRequestError("tool_choice: a call can be forced only where add_generation_prompt is true")
+            raise InvalidRequestError(
+                "tool_choice: forcing a call needs add_generation_prompt=true; set it, or use auto"
+            )
 
         def write(conversation: list[Message], *, closed: bool = False, asked: bool | None = None) -> str:
             if stop is not None:
@@ -166,25 +164,24 @@ class Conversation:
         text = write(plain)
         digest = text_digest(text + prefix)
         thinks = not prefix and opens_reasoning(text)
+
+        def rendered(ids: list[int], reused: int, why: str | None) -> RenderedPrompt:
+            return RenderedPrompt(ids, prefix, digest, thinks, reused, why)
+
         if images and self._process is not None:
             sent_back = any(message.get("rollout") for message in messages)
-            return RenderedPrompt(
-                self._process(text + prefix, images), prefix, digest, thinks, 0, ANEW if sent_back else None
-            )
+            return rendered(self._process(text + prefix, images), 0, WITH_IMAGES if sent_back else None)
         earlier = EarlierReplies(messages, plain, lambda before: write(before, asked=True), self._vocab_size)
         for reply in islice(earlier.agreeing(), MAX_TRIED):
             why = earlier.why_not(reply)
             if reply.token_ids is not None:
                 open_ended = continue_final_message and reply.index == len(plain) - 1
                 ids, reused = self._go_on(plain, reply, write, prefix, open_ended, stop)
-                return RenderedPrompt(ids, prefix, digest, thinks, reused, why)
+                return rendered(ids, reused, why)
             if text.startswith(reply.prompt_text):
                 rest = self._encode_behind(text[len(reply.prompt_text) :] + prefix, stop)
-                return RenderedPrompt(
-                    reply.prompt_token_ids + rest, prefix, digest, thinks, len(reply.prompt_token_ids), why
-                )
-        ids = self._reader.ids(text + prefix, "messages", stop)
-        return RenderedPrompt(ids, prefix, digest, thinks, 0, earlier.why_not(None))
+                return rendered(reply.prompt_token_ids + rest, len(reply.prompt_token_ids), why)
+        return rendered(self._reader.ids(text + prefix, "messages", stop), 0, earlier.why_not(None))
 
     def parser_for(self, tools: Tools | None, tool_choice: ToolChoice | None) -> Callable[[], ToolCallParser] | None:
         """Return a factory of tool-call parsers, or None if calls are not parsed: no tools, or an unknown format."""
@@ -208,13 +205,13 @@ class Conversation:
         return {"enable_thinking": False} if "enable_thinking" in template else {}
 
     def marks_reasoning(self, tools: Tools | None) -> bool:
-        """Whether the chat template knows reasoning apart from content."""
+        """Whether the chat template marks reasoning apart from content."""
         return marks_reasoning(self._template(tools))
 
     def constraint_on(
         self, prompt: RenderedPrompt, schema: Any, tools: Tools | None, tool_choice: ToolChoice | None
     ) -> StructuredOutput | None:
-        """Return what `response_format` and strict tools leave of all replies to a prompt; None: any text.
+        """Return the constraint that `response_format` and strict tools put on a reply; None: any text.
 
         Raises:
             InvalidRequestError: they cannot be combined in the template's format of calls.
@@ -232,13 +229,13 @@ class Conversation:
         Raises:
             InvalidRequestError: the template's call format has no such string.
         """
-        if self.parser_for(tools, tool_choice) is None:
-            return ""
         known = format_of(self._template(tools))
-        if known is None or not known.one_call_ends_at:
+        if known is None or not tools or tool_choice == "none":
+            return ""
+        if not known.one_call_ends_at:
             raise InvalidRequestError(
-                f"parallel_tool_calls=false: nothing ends a reply of this chat template ({known and known.name}) behind its "
-                "first call; leave it out, and use the first"
+                f"parallel_tool_calls=false: nothing ends a reply of this chat template ({known.name}) behind its first "
+                "call; leave it out, and use the first"
             )
         return known.one_call_ends_at
 
@@ -255,11 +252,8 @@ class Conversation:
         text = text_behind_reply(plain, earlier.index, write, self._special_texts, closed=open_ended)
         written = earlier.token_ids or []
         kept, appended = tokens_to_append(written, self._encode_behind(text + prefix, stop), self._end_token_ids)
-        if open_ended:
-            known = earlier.prompt_token_ids + written[:kept]
-            return known, len(known)
-        known = earlier.prompt_token_ids + written
-        return known + appended, len(known)
+        known = earlier.prompt_token_ids + (written[:kept] if open_ended else written)
+        return known if open_ended else known + appended, len(known)
 
     def _template(self, tools: Tools | None) -> str:
         if self._chat_template is None and not self._tokenizer.chat_template:
@@ -273,7 +267,7 @@ class Conversation:
             raise InvalidRequestError(f"messages: {exc}") from exc
 
     def _prints_tools(self, template: str) -> bool:
-        """Whether the chat template shows a tool; assumed where it cannot write the conversation that is tried."""
+        """Whether the chat template shows a tool; assumed if it cannot write the conversation that is tried."""
         if template not in self._printing:
             tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
             user: list[Message] = [{"role": "user", "content": "?"}]
@@ -287,7 +281,9 @@ class Conversation:
     def _variables(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         taken = sorted(self._reserved.intersection(given or ()))
         if taken:
-            raise InvalidRequestError(f"chat_template_kwargs: {', '.join(taken)} cannot be set there")
+            raise InvalidRequestError(
+                f"chat_template_kwargs: {', '.join(taken)} cannot be set there; use the field of the request"
+            )
         return dict(given or {})
 
     def _write(self, messages: list[Message], **variables: Any) -> str:
@@ -314,31 +310,13 @@ class Conversation:
         return self._reader.ids(text, "messages", stop)
 
 
-def _any_number() -> int:
-    return sys.maxsize
-
-
-def _forced_prefix(template: str, tools: Tools | None, choice: ToolChoice | None) -> str:
+def _forced_prefix(template: str, choice: ToolChoice | None) -> str:
     if choice in (None, "auto", "none"):
         return ""
-    function = None
-    if isinstance(choice, Mapping):
-        named = choice.get("function")
-        function = named.get("name") if choice.get("type") == "function" and isinstance(named, Mapping) else None
-    if choice != "required" and not isinstance(function, str):
-        raise InvalidRequestError(
-            f'tool_choice={choice!r:.80}: must be "none", "auto", "required" or '
-            '{"type": "function", "function": {"name": …}}'
-        )
-    names = [tool["function"]["name"] for tool in tools or ()]
-    if function is not None and function not in names:
-        raise InvalidRequestError(f"tool_choice names the function {function!r}: must be one of tools, {names!r:.200}")
-    if not names:
-        raise InvalidRequestError('tool_choice="required": there are no tools to call; send tools')
     known = format_of(template)
     if known is None:
         raise InvalidRequestError(
             f"tool_choice={choice!r:.80}: a call cannot be forced, because it is not known how this chat template "
             'writes calls; use "auto"'
         )
-    return known.opening(function)
+    return known.opening(choice["function"]["name"] if isinstance(choice, Mapping) else None)

@@ -1,25 +1,29 @@
-"""Reuses token ids of earlier replies as far as their digests match the conversation.
+"""Reuses token ids of earlier replies, and joins them to the ids of the text that the template writes after them.
 
-Token ids are reused only if both digests sent with them match: the digest of the prompt text rendered before the reply
-(which covers messages, tools and template variables), and the digest of the reply's content and tool calls. A missing
-digest does not match.
+Ids are reused only if both digests sent with them match: that of the prompt text rendered before the reply (messages, tools
+and template variables), and that of the reply's content and tool calls. The text after a reply is found by rendering the
+conversation with a unique random mark in the reply's place.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 from rollout.errors import InvalidRequestError
-from rollout.requests.chat_messages import Message, plain_arguments
+from rollout.requests.prompt import Message, plain_arguments
 
 Ask = Callable[[list[Message]], str]
 """Renders messages followed by a generation prompt."""
 
 DIGEST_BYTES = 16
+
+END_TOKENS = 32
+"""Maximum number of end-of-turn tokens that a reply may already contain."""
 
 _NO_DIGEST = "it came back without the digests that its reply had"
 _OTHER_PROMPT = (
@@ -57,20 +61,15 @@ class ReplyDigest:
 
 @dataclass(frozen=True, slots=True)
 class EarlierReply:
-    """An earlier reply with token ids whose prompt digest matches.
-
-    Attributes:
-        index: index of its message.
-        prompt_text: text of the prompt.
-        prompt_token_ids: token ids of the prompt that it answered.
-        token_ids: generated token ids, including the one that ended the reply, if any; None if the content digest does
-            not match.
-    """
+    """An earlier reply with token ids whose prompt digest matches."""
 
     index: int
+    """Index of its message."""
     prompt_text: str
     prompt_token_ids: list[int]
+    """Token ids of the prompt that it answered."""
     token_ids: list[int] | None
+    """Generated token ids, including the one that ended the reply, if any; None if the content digest does not match."""
 
 
 class EarlierReplies:
@@ -81,9 +80,6 @@ class EarlierReplies:
         plain: the same messages in the format of chat templates.
         ask: renders messages followed by a generation prompt.
         vocab_size: exclusive upper bound of token ids.
-
-    Raises:
-        InvalidRequestError: a `rollout` is not an object.
     """
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], plain: list[Message], ask: Ask, vocab_size: int) -> None:
@@ -91,8 +87,8 @@ class EarlierReplies:
         self._ask = ask
         self._vocab_size = vocab_size
         self._texts: dict[int, str | None] = {}
-        self._found = [
-            (index, _object(message["rollout"], index))
+        self._found: list[tuple[int, Mapping[str, Any]]] = [
+            (index, message["rollout"])
             for index, message in enumerate(messages)
             if message.get("rollout") is not None and message.get("role") == "assistant"
         ]
@@ -104,7 +100,7 @@ class EarlierReplies:
         conversation is rendered a few times, not once per reply.
 
         Raises:
-            InvalidRequestError: the ids of a reply are not valid token ids.
+            InvalidRequestError: a reply has an id outside the vocabulary, or no prompt.
         """
         latest = len(self._found) - 1
         if latest >= 0 and self._prompt_text(latest) is None:
@@ -140,11 +136,10 @@ class EarlierReplies:
     def _prompt_text(self, place: int) -> str | None:
         """Return the rendered text before a reply if it matches the reply's prompt digest, else None. Cached."""
         if place not in self._texts:
-            self._texts[place] = self._agreed_text(place)
+            self._texts[place] = self._agreed_text(*self._found[place])
         return self._texts[place]
 
-    def _agreed_text(self, place: int) -> str | None:
-        index, rollout = self._found[place]
+    def _agreed_text(self, index: int, rollout: Mapping[str, Any]) -> str | None:
         if not index or rollout.get("prompt_digest") is None:
             return None
         try:
@@ -159,7 +154,9 @@ class EarlierReplies:
         where = f"messages[{index}].rollout"
         prompt = _token_ids(rollout, "prompt_token_ids", where, self._vocab_size)
         if not prompt:
-            raise InvalidRequestError(f"{where}.prompt_token_ids: empty; a reply had a prompt")
+            raise InvalidRequestError(
+                f"{where}.prompt_token_ids: empty, and a reply had a prompt; send the object that the reply came with"
+            )
         written = _token_ids(rollout, "token_ids", where, self._vocab_size)
         message, digest = self._plain[index], ReplyDigest()
         digest.add(message.get("content", ""), message.get("tool_calls", ()))
@@ -171,21 +168,121 @@ def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _object(rollout: Any, index: int) -> Mapping[str, Any]:
-    if not isinstance(rollout, Mapping):
-        raise InvalidRequestError(
-            f"messages[{index}].rollout={rollout!r:.80}: must be the object that the reply came with"
-        )
-    return rollout
-
-
 def _token_ids(rollout: Mapping[str, Any], name: str, where: str, vocab_size: int) -> list[int]:
-    ids = rollout.get(name)
-    if not isinstance(ids, list):
-        raise InvalidRequestError(f"{where}.{name}={ids!r:.80}: must be the list of token ids that the reply came with")
+    ids: list[int] = rollout[name]
     for position, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token < vocab_size:
+        if not 0 <= token < vocab_size:
             raise InvalidRequestError(
-                f"{where}.{name}[{position}]={token!r:.80}: must be a token id, an integer in [0, {vocab_size})"
+                f"{where}.{name}[{position}]={token}: must be a token id in [0, {vocab_size}); leave `rollout` out to have "
+                "the text tokenised"
             )
-    return list(ids)
+    return ids
+
+
+# --- the text after a reply -------------------------------------------------------------------------------------------
+
+
+class Write(Protocol):
+    """A chat template with all arguments bound except the messages."""
+
+    def __call__(self, conversation: list[Message], *, closed: bool = False) -> str:
+        """Render a conversation. `closed`: end with the last message, without continuation or generation prompt.
+
+        Raises:
+            InvalidRequestError: the template refuses the conversation.
+        """
+
+
+def text_behind_reply(
+    messages: list[Message], index: int, write: Write, special_texts: Collection[str], *, closed: bool = False
+) -> str:
+    """Return the text that the template `write` renders after the content of `messages[index]`, from its end of turn on.
+
+    A template may require a tool message after a call, or render different text after a call. So a reply with calls is
+    rendered without them only if the whole conversation ends with the same text; otherwise its calls are kept, and the
+    first special token (one of `special_texts`) after them ends the reply.
+
+    Raises:
+        InvalidRequestError: the template refuses the conversation, or the end of the reply cannot be determined.
+    """
+    reply = messages[index]
+    if "tool_calls" not in reply:
+        behind = _behind_content(messages, index, write, closed)
+    else:
+        whole = write(messages, closed=closed)
+        try:
+            behind = _behind_content(messages, index, write, closed)
+        except InvalidRequestError:
+            behind = None
+        if behind is None or not whole.endswith(behind):
+            behind = _behind_calls(messages, index, write, special_texts, closed)
+    if behind is None:
+        raise InvalidRequestError(
+            f"messages[{index}].rollout: the text that the chat template writes after this reply cannot be told from it; "
+            "leave `rollout` out of the messages to have them tokenised again"
+        )
+    return behind
+
+
+def tokens_to_append(reply: Sequence[int], behind: list[int], end_token_ids: Collection[int]) -> tuple[int, list[int]]:
+    """Join a reply and the template's text after it, so that the end of turn occurs once.
+
+    Args:
+        reply: generated ids, with the end of turn, or without it if the length was limited.
+        behind: ids of the template's text, which begins with the end of turn.
+        end_token_ids: tokens that end a reply; the model's may differ from the template's.
+
+    Returns:
+        (number of reply tokens before the end of turn, tokens to append to the reply).
+    """
+    longest = min(END_TOKENS, len(reply), len(behind))
+    shared = next((n for n in range(longest, 0, -1) if list(reply[-n:]) == behind[:n]), 0)
+    if shared:
+        return len(reply) - shared, behind[shared:]
+    if reply and reply[-1] in end_token_ids:
+        return len(reply) - 1, behind[1:] if behind and behind[0] in end_token_ids else behind
+    return len(reply), behind
+
+
+def _behind_content(messages: list[Message], index: int, write: Write, closed: bool) -> str | None:
+    mark = _mark()
+    reply = {"role": messages[index]["role"], "content": mark}
+    return _behind(mark, write([*messages[:index], reply, *messages[index + 1 :]], closed=closed))
+
+
+def _behind_calls(
+    messages: list[Message], index: int, write: Write, special_texts: Collection[str], closed: bool
+) -> str | None:
+    """Return the text after a reply with calls, with the mark in the arguments of the last call.
+
+    The text that closes the call belongs to the reply. The first special token after the mark ends the reply, provided
+    it comes before the content of the next message, which gets a mark of its own for this check.
+    """
+    mark, next_mark = _mark(), _mark()
+    reply = messages[index]
+    *calls, last = reply["tool_calls"]
+    last = {**last, "function": {**last["function"], "arguments": {"value": mark}}}
+    marked = [*messages[:index], {**reply, "tool_calls": [*calls, last]}, *messages[index + 1 :]]
+    behind = _behind(mark, write(marked, closed=closed))
+    if behind is None:
+        return None
+    between = behind
+    if index + 1 < len(messages):
+        marked[index + 1] = {**messages[index + 1], "content": next_mark}
+        between, found, _ = (_behind(mark, write(marked, closed=closed)) or "").partition(next_mark)
+        between = between if found else ""
+    ends = [at for at in (between.find(text) for text in special_texts) if at >= 0]
+    if not ends or not behind.startswith(between[: min(ends)]):
+        return None
+    return behind[min(ends) :]
+
+
+def _mark() -> str:
+    """Return an unguessable word that occurs in no message and that templates neither trim nor escape."""
+    return f"reply{secrets.token_hex(16)}"
+
+
+def _behind(mark: str, text: str) -> str | None:
+    """Return the text after the mark, or None unless the mark occurs exactly once."""
+    parts = text.split(mark)
+    return parts[1] if len(parts) == 2 else None

@@ -1,13 +1,9 @@
-"""Tokenises prompts with work bounded by the maximum prompt length.
-
-A text with more characters than the longest tokens can cover is refused without tokenising. A long text is first tokenised
-in pieces and refused as soon as they clearly exceed the limit. Thread-safe.
-"""
+"""Tokenises prompts with work bounded by the maximum prompt length. Thread-safe."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -16,10 +12,8 @@ from rollout.server.errors import ClientGoneError
 
 PIECE = 65536
 """Characters per piece of a long text."""
-
 CERTAINLY = 2
-"""A text is refused when its pieces have more than this many times the permitted tokens: joining the pieces cannot halve
-their number."""
+"""Factor over the permitted tokens at which the pieces of a text are too many: joining them cannot halve their number."""
 
 
 class Stop(threading.Event):
@@ -46,7 +40,7 @@ class PromptTokenizer:
         self._special = special
 
     def ids(self, text: str, field: str, stop: Stop | None = None) -> list[int]:
-        """Return the token ids of a text.
+        """Return the token ids of a text; a long one is tokenised in pieces until they clearly exceed the limit.
 
         Args:
             field: request field named in errors.
@@ -62,11 +56,7 @@ class PromptTokenizer:
         return self._encode(text, field)
 
     def check(self, text: str, field: str) -> None:
-        """Check the number of characters, without tokenising.
-
-        Raises:
-            InvalidRequestError: the text is certainly too long.
-        """
+        """Raise `InvalidRequestError` if the text has more characters than the longest tokens can cover."""
         most = self._room() * self._longest
         if len(text) > most:
             raise InvalidRequestError(
@@ -81,9 +71,9 @@ class PromptTokenizer:
 
     def _check_pieces(self, text: str, field: str, stop: Stop) -> None:
         room, found = self._room(), 0
-        for piece in _pieces(text):
+        for start in range(0, len(text), PIECE):
             stop.check()
-            found += len(self._encode(piece, field))
+            found += len(self._encode(text[start : start + PIECE], field))
             if found > CERTAINLY * room:
                 raise InvalidRequestError(
                     f"{field}: more than {found} tokens, and max_sequence_length={room} has no room for them; shorten it "
@@ -96,11 +86,6 @@ class PromptTokenizer:
             read = self._tokenizer(text, add_special_tokens=self._special, verbose=False)
         except (TypeError, UnicodeError) as exc:
             raise InvalidRequestError(
-                f"{field}: the text is no Unicode (a surrogate stands alone) and cannot be tokenised; send valid UTF-8"
+                f"{field}: the text contains half a surrogate pair and cannot be tokenised; send valid UTF-8"
             ) from exc
         return [int(token) for token in read["input_ids"]]
-
-
-def _pieces(text: str) -> Iterator[str]:
-    for start in range(0, len(text), PIECE):
-        yield text[start : start + PIECE]

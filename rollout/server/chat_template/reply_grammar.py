@@ -1,8 +1,8 @@
-"""The constraint on a chat reply: what `response_format`, strict tools and a forced call leave of all texts.
+"""Builds the constraint on a chat reply from `response_format`, strict tools and a forced call.
 
-A reply of JSON may begin with its reasoning, and may be calls instead where there are tools. A forced call is a complete
-call of an offered function, in every format. Free calls are constrained where the format writes them as JSON between two
-texts (Hermes); in the others a strict tool is checked when a reply is read.
+A reply of JSON may begin with its reasoning, and may be calls instead if there are tools. A forced call is a complete call
+of an offered function, in every format. Free calls are constrained if the format writes them as JSON between two texts
+(Hermes); in other formats a strict tool is checked when the reply is read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rollout.errors import ConfigError, InvalidRequestError
-from rollout.server.chat_template.reasoning import CLOSE, OPEN
+from rollout.server.chat_template.reply_parser import CLOSE, OPEN
 from rollout.server.chat_template.tool_formats import HERMES, ToolFormat
 from rollout.structured_output import MAX_CHARACTERS, StructuredOutput, json_rule
 
@@ -71,7 +71,7 @@ def reply_constraint(
 
 
 def _rules_of_calls(tools: Tools) -> list[str]:
-    """Rules of what stands behind the marker of a call."""
+    """Rules of the text after the marker of a call."""
     rules = []
     for place, tool in enumerate(tools):
         function = tool["function"]
@@ -90,7 +90,7 @@ def _rules_of_calls(tools: Tools) -> list[str]:
 
 
 def _forced_call(prefix: str, tools: Tools, known: ToolFormat) -> list[str]:
-    """Rules of what is left of a call of one of the tools behind the beginning that the prompt ends with."""
+    """Rules of the rest of a call whose beginning is the end of the prompt."""
     rules, calls = [_SPACE], []
     openings = [known.opening(str(tool["function"]["name"])) for tool in tools]
     for place, (tool, opening) in enumerate(zip(tools, openings, strict=True)):
@@ -101,7 +101,7 @@ def _forced_call(prefix: str, tools: Tools, known: ToolFormat) -> list[str]:
         if not strict and "properties" in schema:
             schema.setdefault("additionalProperties", False)
         if known.parameter is None:
-            rules.append(f"arguments_{place}: SPACE? {_value(schema, strict)}")
+            rules.append(f"arguments_{place}: SPACE? {json_rule(schema, lenient=not strict)}")
         else:
             rules += _parameters(place, schema, known.parameter, strict)
         calls.append(f"{_text(opening.removeprefix(prefix))} arguments_{place}")
@@ -110,7 +110,7 @@ def _forced_call(prefix: str, tools: Tools, known: ToolFormat) -> list[str]:
 
 
 def _parameters(place: int, schema: Mapping[str, Any], around: tuple[str, str], strict: bool) -> list[str]:
-    """Rules of arguments that are written one by one, in the order of the schema."""
+    """Rules of arguments written one by one, in the order of the schema."""
     rules, names = [], []
     defined = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
     for number, (key, inner) in enumerate((schema.get("properties") or {}).items()):
@@ -122,17 +122,16 @@ def _parameters(place: int, schema: Mapping[str, Any], around: tuple[str, str], 
             rules.append(f"value_{name}[lazy]: /({text}){_pattern(around[1])}/")
         else:
             whole = inner | defined if isinstance(inner, dict) else inner
-            rules += [f"value_{name}: json_{name} {_text(around[1])}", f"json_{name}: {_value(whole, strict)}"]
+            rules += [
+                f"value_{name}: json_{name} {_text(around[1])}",
+                f"json_{name}: {json_rule(whole, lenient=not strict)}",
+            ]
     return [f"arguments_{place}: {' '.join(names) or 'SPACE?'}", *rules]
 
 
 def _pattern(text: str) -> str:
     """Regular expression of a text, as a grammar has it between slashes."""
     return re.escape(text).replace("/", r"\/").replace("\n", "n")
-
-
-def _value(schema: Any, strict: bool) -> str:
-    return json_rule(schema, lenient=not strict)
 
 
 def _text(text: str) -> str:

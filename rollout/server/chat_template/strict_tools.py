@@ -1,6 +1,6 @@
 """Validates tool-call arguments against the JSON schema of a strict tool.
 
-Every schema keyword is either checked or refused by name; only descriptive keywords (`title`, `default`, ...) are ignored.
+Every schema keyword is checked or raises `InvalidRequestError`; only descriptive ones (`title`, `default`) are ignored.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from rollout.errors import InvalidRequestError
 _DESCRIBING = frozenset(
     {"title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions"}
 )
+_BOUNDS = frozenset({"minimum", "maximum", "minItems", "maxItems", "minLength", "maxLength"})
 
 MAX_CHECKS = 10_000
 """Maximum (value, schema) checks per call: recursive references can otherwise require any number."""
-
-_BOUNDS = frozenset({"minimum", "maximum", "minItems", "maxItems", "minLength", "maxLength"})
 
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "object": lambda value: isinstance(value, dict),
@@ -71,7 +70,7 @@ class StrictTool:
             at = f"{where}.{word}"
             if word not in _CHECKS and word not in _DESCRIBING:
                 raise InvalidRequestError(
-                    f"{at}: with strict=true every keyword is checked, and this one is not served here"
+                    f"{at}: with strict=true every keyword is checked, and this one cannot be; leave out it or strict"
                 )
             if word in ("properties", "$defs", "definitions"):
                 for name, inner in _of(dict, value, at).items():
@@ -102,17 +101,6 @@ class StrictTool:
             raise InvalidRequestError(f"{where}={reference!r:.80}: must name a part of this schema, #/$defs/…")
         return found
 
-    def _object(self, value: Any, properties: Mapping[str, Any], _: Any) -> bool:
-        return not isinstance(value, dict) or all(
-            self._fits(value[name], inner) for name, inner in properties.items() if name in value
-        )
-
-    def _others(self, value: Any, others: Any, schema: Mapping[str, Any]) -> bool:
-        known = schema.get("properties", {})
-        return not isinstance(value, dict) or all(
-            self._fits(inner, others) for name, inner in value.items() if name not in known
-        )
-
 
 def _names(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else [value]
@@ -130,46 +118,53 @@ def _is_number(value: Any) -> bool:
 
 def _same(one: Any, other: Any) -> bool:
     """JSON equality: unlike in Python, true is not equal to 1."""
-    return (
-        type(one) is type(other) and one == other if isinstance(one, bool) or isinstance(other, bool) else one == other
-    )
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 Check = Callable[[StrictTool, Any, Any, Mapping[str, Any]], bool]
+
+
+def _if(kind: Any, holds: Callable[[Any, Any], bool]) -> Check:
+    """A check that concerns values of this type only."""
+    return lambda tool, value, given, schema: (
+        not isinstance(value, kind) or isinstance(value, bool) or holds(value, given)
+    )
+
 
 _CHECKS: dict[str, Check] = {
     "type": lambda tool, value, kinds, schema: any(_TYPES[kind](value) for kind in _names(kinds)),
     "enum": lambda tool, value, members, schema: any(_same(value, each) for each in members),
     "const": lambda tool, value, only, schema: _same(value, only),
-    "properties": StrictTool._object,
-    "required": lambda tool, value, names, schema: not isinstance(value, dict) or all(name in value for name in names),
-    "additionalProperties": StrictTool._others,
+    "properties": lambda tool, value, properties, schema: (
+        not isinstance(value, dict)
+        or all(tool._fits(value[name], inner) for name, inner in properties.items() if name in value)
+    ),
+    "additionalProperties": lambda tool, value, others, schema: (
+        not isinstance(value, dict)
+        or all(tool._fits(inner, others) for name, inner in value.items() if name not in schema.get("properties", {}))
+    ),
     "items": lambda tool, value, inner, schema: (
         not isinstance(value, list) or all(tool._fits(each, inner) for each in value)
     ),
     "anyOf": lambda tool, value, schemas, schema: any(tool._fits(value, each) for each in schemas),
     "allOf": lambda tool, value, schemas, schema: all(tool._fits(value, each) for each in schemas),
     "$ref": lambda tool, value, reference, schema: tool._fits(value, tool._target(reference)),
-    "minimum": lambda tool, value, least, schema: not _is_number(value) or value >= least,
-    "maximum": lambda tool, value, most, schema: not _is_number(value) or value <= most,
-    "minItems": lambda tool, value, least, schema: not isinstance(value, list) or len(value) >= least,
-    "maxItems": lambda tool, value, most, schema: not isinstance(value, list) or len(value) <= most,
-    "minLength": lambda tool, value, least, schema: not isinstance(value, str) or len(value) >= least,
-    "maxLength": lambda tool, value, most, schema: not isinstance(value, str) or len(value) <= most,
+    "required": _if(dict, lambda value, names: all(name in value for name in names)),
+    "minimum": _if(int | float, lambda value, least: value >= least),
+    "maximum": _if(int | float, lambda value, most: value <= most),
+    "minItems": _if(list, lambda value, least: len(value) >= least),
+    "maxItems": _if(list, lambda value, most: len(value) <= most),
+    "minLength": _if(str, lambda value, least: len(value) >= least),
+    "maxLength": _if(str, lambda value, most: len(value) <= most),
 }
 """Schema keyword → function that checks a value against it."""
 
 
 def strict_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, StrictTool]:
-    """Return the validators of the tools with strict=true, by function name.
-
-    Raises:
-        InvalidRequestError: a schema has an unsupported keyword.
-    """
+    """Return the validators of the tools with strict=true, by function name; raises as `StrictTool`."""
+    functions = [tool["function"] for tool in tools or ()]
     return {
-        str(tool["function"]["name"]): StrictTool(
-            tool["function"].get("parameters") or {}, f"tools[{place}].function.parameters"
-        )
-        for place, tool in enumerate(tools or ())
-        if tool["function"].get("strict")
+        str(function["name"]): StrictTool(function.get("parameters") or {}, f"tools[{place}].function.parameters")
+        for place, function in enumerate(functions)
+        if function.get("strict")
     }

@@ -1,18 +1,15 @@
-"""Table of tool-call formats by chat-template family, their detection, and calls that are not JSON objects."""
+"""Table of tool-call formats by chat-template family, their detection, and how a call of each is read."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from rollout.server.chat_template.tool_json import read_calls, refuse_constant
+from typing import Any, NoReturn
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Function name → JSON schemas of its parameters, by name."""
-
 Call = tuple[str, str, str | None]
 """(name, arguments as JSON text, id that the model wrote or None)."""
 
@@ -36,55 +33,36 @@ class ToolFormat:
     """Tool-call syntax of a family of chat templates."""
 
     name: str
-    """Name in errors and logs."""
-
     signs: tuple[str, ...]
     """Texts that every template of this family contains."""
-
+    foreign: tuple[str, ...] = ()
+    """Texts that no template of this family contains."""
     marker: str
     """Text before a call."""
-
+    bare: str = ""
+    """Beginning of a call without a marker, at the start of a reply or directly after a call; "" if not permitted. Markers
+    that are special tokens do not appear in the text."""
+    closing: str = ""
+    """Text after a call; optional in a reply. "": there is none."""
+    closed: bool = False
+    """A block counts only with its closing text: without it, a block that was cut off would look complete."""
     required: str
     """Beginning of a reply that must be a call."""
-
     named: str
     """Beginning of a reply that must be a call of the function NAME (a JSON string) or BARE (its name). Ends before a space,
     because models generate the space in one token with the text after it."""
-
-    foreign: tuple[str, ...] = ()
-    """Texts that no template of this family contains."""
-
-    bare: str = ""
-    """Beginning of a call without a marker, at the start of the reply or directly after a call; "" if not permitted.
-
-    Needed because markers that are special tokens do not appear in the text.
-    """
-
-    closing: str = ""
-    """Text after a call; optional in a reply. "": there is none."""
-
-    one_call_ends_at: str = ""
-    """Stop string that ends a reply after its first call and occurs in no call or text; "" if there is none."""
-
     ending: tuple[str, ...] = ()
     """What follows the arguments of a forced call, with white space in between."""
-
+    one_call_ends_at: str = ""
+    """Stop string that ends a reply after its first call and occurs in no call or text; "" if there is none."""
+    call: str | None = None
+    """Pattern of each call between `marker` and `closing`: its `name`, either its arguments as `json` or its `parameters`,
+    perhaps its `id`. None: calls are JSON objects."""
     parameter: tuple[str, str] | None = None
     """Texts around a parameter's value, the first with its name KEY; None: the arguments are a JSON object."""
-
-    call: str | None = None
-    """Pattern of each call between `marker` and `closing`: its `name`, and either its arguments as `json` or its
-    `parameters`; perhaps its `id`. None: calls are JSON objects."""
-
     value: str = ""
     """Pattern of each of a call's `parameters`: name and value."""
-
-    closed: bool = False
-    """A block counts only with its closing text: without it, a block that was cut off would look complete."""
-
     id_prefix: str = "call_"
-    """Prefix of call ids."""
-
     id_digits: int = 24
     """Number of hexadecimal digits in call ids."""
 
@@ -98,10 +76,10 @@ class ToolFormat:
         """Return the calls of the text between `marker` and `closing`.
 
         Raises:
-            ValueError: it is not calls from its beginning to its end.
+            ValueError: the text is not calls from its beginning to its end.
         """
         if self.call is None:
-            return [(name, arguments, None) for name, arguments in read_calls(text.lstrip())]
+            return [(name, arguments, None) for name, arguments in _read_calls(text.lstrip())]
         found = []
         for call in _each(self.call, text):
             groups: dict[str, Any] = {"id": None} | call.groupdict()
@@ -115,7 +93,7 @@ class ToolFormat:
                 values = {each[1].strip(): _value(each[2], known.get(each[1].strip())) for each in pairs}
                 arguments = json.dumps(values, ensure_ascii=False)
             else:
-                read_calls(f'{{"name": "f", "arguments": {arguments}}}')
+                _read_calls(f'{{"name": "f", "arguments": {arguments}}}')
             found.append((name, arguments, groups["id"]))
         return found
 
@@ -137,13 +115,81 @@ def _each(pattern: str, text: str) -> list[re.Match[str]]:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """The value that a text stands for: itself where the schema says string, else JSON, if it is that."""
+    """The value that a text stands for: the text if the schema says string, else JSON if it can be read as JSON."""
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return text
     try:
-        return json.loads(text, parse_constant=refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return text
+
+
+def _read_calls(value: str) -> list[tuple[str, str]]:
+    """Return (name, arguments) of each call in a JSON object or an array of objects.
+
+    Raises:
+        ValueError: not JSON, or not calls.
+    """
+    objects = [value] if value.startswith("{") else [raw for _, raw in _members(value)]
+    if not objects:
+        raise ValueError("an empty array calls nothing")
+    return [_one_call(raw) for raw in objects]
+
+
+def _one_call(raw: str) -> tuple[str, str]:
+    members = dict(_members(raw)) if raw.startswith("{") else {}
+    name = json.loads(members.get("name", "null"))
+    arguments = members.get("arguments", members.get("parameters", "{}"))
+    if not isinstance(name, str) or not name or not arguments.startswith("{"):
+        raise ValueError("a call has a name, and an object of arguments")
+    return name, arguments
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    """Refuse `NaN` and `Infinity`, which Python's decoder accepts."""
+    raise ValueError(f"{constant} is not JSON")
+
+
+# Only the ends of numbers matter: parsed as strings, they may have any number of digits.
+_DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refuse_constant)
+_BLANKS = re.compile(r"[ \t\n\r]*")
+
+
+def _members(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (key, raw text) of each member of a JSON object or array, in order; keys are "" in an array.
+
+    Raises:
+        ValueError: the text is not JSON.
+    """
+    is_object = text.startswith("{")
+    closer = "}" if is_object else "]"
+    at = _skip(text, 1)
+    if text.endswith(closer) and at == len(text) - 1:
+        return
+    while True:
+        key = ""
+        if is_object:
+            key, at = _DECODER.raw_decode(text, at)
+            at = _expect(text, at, ":")
+        _, end = _DECODER.raw_decode(text, at)
+        if not isinstance(key, str):
+            raise ValueError("a key is a string")
+        yield key, text[at:end]
+        if text.endswith(closer) and _skip(text, end) == len(text) - 1:
+            return
+        at = _expect(text, end, ",")
+
+
+def _skip(text: str, at: int) -> int:
+    match = _BLANKS.match(text, at)
+    return at if match is None else match.end()
+
+
+def _expect(text: str, at: int, char: str) -> int:
+    at = _skip(text, at)
+    if text[at : at + 1] != char:
+        raise ValueError(f"{char!r} is missing at {at}")
+    return _skip(text, at + 1)
 
 
 HERMES = ToolFormat(

@@ -1,4 +1,4 @@
-"""Endpoint `POST /v1/chat/completions`.
+"""Endpoints `POST /v1/chat/completions` and `/v1/chat/completions/tokens`.
 
 The concatenated chunks of a stream equal the whole reply. Every token id is sent in the chunk that contains its text, or
 in an earlier one.
@@ -6,9 +6,8 @@ in an earlier one.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,90 +23,51 @@ from rollout.server.bodies import Amount, body_of, documented_body, off_the_loop
 from rollout.server.chat_template.conversation import Conversation, RenderedPrompt
 from rollout.server.chat_template.earlier_ids import ReplyDigest
 from rollout.server.chat_template.prompt_ids import Stop
-from rollout.server.chat_template.reasoning import ReasoningParser
-from rollout.server.chat_template.tool_calls import ToolCallParser
+from rollout.server.chat_template.reply_parser import ReasoningParser, ToolCallParser
 from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
 from rollout.server.openai.chat_schema import ChatRequest, ChatTokensRequest
-from rollout.server.openai.logprobs import (
-    SpecialText,
-    TokenIdNames,
-    TokenTexts,
-    chat_logprobs,
-    listed_per_position,
-    prompt_logprobs,
-)
+from rollout.server.openai.logprobs import SpecialText, TokenIdNames, TokenTexts, chat_logprobs, prompt_logprobs
 from rollout.server.openai.response_schema import ChatCompletion, described
-from rollout.server.openai.samples import (
-    ending,
-    finish_reason,
-    merged,
-    rollout,
-    sampling_mask,
-    tokens,
-    usage_of,
-)
+from rollout.server.openai.samples import ending, finish_reason, rollout, sampling_mask, tokens
 from rollout.server.serving import Serving
 
 
 def add_chat_routes(app: FastAPI, serving: Serving) -> None:
-    """Register the chat completions route.
-
-    Args:
-        app: application to extend.
-        serving: the model and its limits.
-    """
+    """Register the routes."""
     texts = TokenTexts(serving.llm.tokenizer)
 
-    async def replied(request: Request, model: type[ChatRequest]) -> Response:
-        body = await body_of(serving, request, model)
-        calls.admit(serving, request, body, 1)
-        size = calls.work_of(body, len(await request.body()))
-        prepared = await off_the_loop(serving, request, size, partial(prepared_chat, serving, body))
-        reply = ChatChoices(serving, body, texts, prepared).reply()
-        return await calls.answer(serving, request, reply, stream=bool(body.stream))
-
-    for path, model in (("/v1/chat/completions", ChatRequest), ("/v1/chat/completions/tokens", ChatTokensRequest)):
-
-        def endpoint(model: type[ChatRequest] = model) -> Callable[[Request], Awaitable[Response]]:
-            async def create_chat_completion(request: Request) -> Response:
-                return await replied(request, model)
-
-            return create_chat_completion
-
-        app.add_api_route(
+    def add(path: str, model: type[ChatRequest]) -> None:
+        @app.post(
             path,
-            endpoint(),
-            methods=["POST"],
             response_model=None,
-            description=model.__doc__,
+            description=model.__doc__ or "",
             responses=calls.ERRORS | described(ChatCompletion),
             openapi_extra=documented_body(model),
         )
+        async def create_chat_completion(request: Request) -> Response:
+            body = await body_of(serving, request, model)
+            calls.admit(serving, request, body, 1)
+            size = calls.work_of(body, len(await request.body()))
+            choices = await off_the_loop(serving, request, size, partial(_prepared, serving, body, texts))
+            head = calls.reply_head(serving, body, "chat.completion", "chatcmpl")
+            chunk = {"object": "chat.completion.chunk"}
+            reply = calls.Reply(serving, body, choices, choices.asked, head["id"], head, chunk)
+            return await reply.answer(request)
+
+    add("/v1/chat/completions", ChatRequest)
+    add("/v1/chat/completions/tokens", ChatTokensRequest)
 
 
-def _conversation(serving: Serving) -> Conversation:
-    if serving.conversation is None:
+def _prepared(serving: Serving, body: ChatRequest, texts: TokenTexts, stop: Stop) -> ChatChoices:
+    """Render the prompt and build what reads the replies to it."""
+    conversation, tools, choice = serving.conversation, body.plain_tools, body.plain_tool_choice
+    if conversation is None:
         raise bad_request("the model has no tokenizer: send token ids to /v1/completions", param="messages")
-    return serving.conversation
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedChat:
-    """Rendered prompt, sampling parameters and tool-call parser factory of a request."""
-
-    prompt: RenderedPrompt
-    params: SamplingParams
-    parser: Callable[[], ToolCallParser] | None
-    reasons: bool
-    """The reply may have a reasoning apart from its content."""
-
-
-def prepared_chat(serving: Serving, body: ChatRequest, stop: Stop) -> PreparedChat:
-    conversation, tools, choice = _conversation(serving), body.plain_tools, body.plain_tool_choice
     amount = Amount()
-    for text in body.json_texts:
-        amount.add(text.encode())
+    for message in body.messages:
+        for call in message.tool_calls or ():
+            amount.add(call.function.arguments.encode())
     try:
         prompt = conversation.render(
             [message.model_dump(exclude_none=True) for message in body.messages],
@@ -120,30 +80,36 @@ def prepared_chat(serving: Serving, body: ChatRequest, stop: Stop) -> PreparedCh
         )
         if isinstance(body, ChatTokensRequest):
             prompt = _of_tokens(prompt, body.tokens)
-        likeliest = listed_per_position(
-            body.prompt_logprobs, serving.llm.controller.layout.vocab_size, len(prompt.token_ids)
-        )
-        params = body.sampling_params(
-            cache_salt=body.cache_salt,
-            adapter=serving.adapter_of(body.model),
-            prompt_logprobs=likeliest,
+        params = calls.params_of(
+            serving,
+            body,
+            body,
+            prompt_logprobs=calls.listed(serving, body, len(prompt.token_ids)),
             stop=_stops(body, conversation),
             max_tokens=calls.tokens_left(serving, prompt.token_ids, body.budget),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            structured=conversation.constraint_on(prompt, body.reply_schema, tools, choice),
         )
-        constraint = conversation.constraint_on(prompt, body.reply_schema, tools, choice)
-        if constraint is not None and params.structured is None:
-            params = params.replace(structured=constraint)
-        calls.checked(serving, params)
         parser = conversation.parser_for(tools, choice)
         reasons = conversation.marks_reasoning(None if choice == "none" else tools or None) and not prompt.forced_prefix
     except InvalidRequestError as exc:
         raise calls.refused(exc, body) from exc
-    return PreparedChat(prompt, params, parser, reasons)
+
+    def voice() -> _Voice:
+        shown = body.skip_special_tokens is False
+        return _Voice(
+            prompt.forced_prefix,
+            SpecialText(serving.llm.tokenizer, texts.special) if shown else None,
+            ReasoningParser(prompt.inside_reasoning) if reasons else None,
+            None if parser is None else parser(),
+        )
+
+    names = TokenIdNames(serving.llm.tokenizer) if body.return_tokens_as_token_ids else texts
+    return ChatChoices(body, names, prompt, params, voice)
 
 
 def _of_tokens(rendered: RenderedPrompt, tokens: list[int]) -> RenderedPrompt:
-    """The prompt of the conversation that a client has tokenised itself."""
+    """The prompt of a conversation that a client has tokenised itself."""
     if rendered.forced_prefix:
         raise InvalidRequestError('tool_choice: a call cannot be forced in a prompt of tokens; use "auto"')
     return replace(rendered, token_ids=tokens, reused=len(tokens), retokenized=None)
@@ -158,85 +124,38 @@ def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
     return asked if not end or end in asked else (*asked, end)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyPart:
-    """New text and calls of a reply; at its end (finish reason, `rollout`, usage, policy version)."""
-
-    reasoning: str
-    content: str
-    tool_calls: list[dict[str, Any]]
-    finished: tuple[str, dict[str, Any], dict[str, Any], int] | None = None
-
-
 class ChatChoices:
     """Choices of one chat.
 
     Args:
-        texts: texts of the tokenizer's tokens.
-        prepared: prompt, parameters and parser.
+        texts: texts of tokens in log-probs.
+        voice: builds the reader of one sample's text.
     """
 
-    def __init__(self, serving: Serving, body: ChatRequest, texts: TokenTexts, prepared: PreparedChat) -> None:
-        self._serving = serving
+    def __init__(
+        self,
+        body: ChatRequest,
+        texts: TokenTexts,
+        prompt: RenderedPrompt,
+        params: SamplingParams,
+        voice: Callable[[], _Voice],
+    ) -> None:
         self._body = body
-        self._texts = TokenIdNames(serving.llm.tokenizer) if body.return_tokens_as_token_ids else texts
-        self._rendered = prepared.prompt
-        self._parser = prepared.parser
-        self._reasons = prepared.reasons
-        self._asked = [(prepared.prompt.token_ids, prepared.params)]
-        self.growing = body.prompt_logprobs is None
+        self._texts = texts
+        self._rendered = prompt
+        self._voice = voice
         self._voices: dict[int, _Voice] = {}
-
-    def reply(self, name: str | None = None) -> calls.ChoicesReply:
-        """Return the reply of these choices; `name`: its id for an abort."""
-        head = calls.reply_head(self._serving, self._body, "chat.completion", "chatcmpl")
-        chunk = {"object": "chat.completion.chunk"}
-        return calls.ChoicesReply(self._serving, self._body, self, self._asked, name or head["id"], head, chunk)
-
-    def _voice(self) -> _Voice:
-        special = None
-        if self._body.skip_special_tokens is False:
-            special = SpecialText(self._serving.llm.tokenizer, self._texts.special)
-        reasoning = ReasoningParser(self._rendered.inside_reasoning) if self._reasons else None
-        return _Voice(self._parser, self._rendered.forced_prefix, special, reasoning)
+        self.asked = [(prompt.token_ids, params)]
+        self.growing = body.prompt_logprobs is None
 
     def _prompt(self, sample: DynamicInferenceRequest | None) -> dict[str, Any]:
-        """vLLM's fields of the prompt, beside the choices."""
+        """vLLM's fields of the prompt, next to the choices."""
         beside: dict[str, Any] = {}
         if self._body.return_token_ids:
             beside["prompt_token_ids"] = self._rendered.token_ids
         if self._body.prompt_logprobs is not None and sample is not None:
-            top = self._asked[0][1].prompt_logprobs or 0
-            beside["prompt_logprobs"] = prompt_logprobs(self._texts, sample, top)
+            beside["prompt_logprobs"] = prompt_logprobs(self._texts, sample, self.asked[0][1].prompt_logprobs or 0)
         return beside
-
-    # --- whole ------------------------------------------------------------------------------------------------------
-
-    def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
-        """Fields of the prompt; null unless asked for."""
-        return {"prompt_token_ids": None, "prompt_logprobs": None} | self._prompt(sample)
-
-    def whole(self, index: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
-        """Return the choice of a finished sample."""
-        delta = whole(sample)
-        voice = self._voice()
-        reasoning, content, tool_calls = voice.take(delta)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning:
-            message["reasoning"] = message["reasoning_content"] = reasoning
-        if tool_calls:
-            message["content"] = content or None
-            message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in tool_calls]
-        if self._body.wants_rollout:
-            message["rollout"] = rollout(delta, version) | self._of_prompt() | voice.of_reply()
-        return {
-            "index": delta.sample_index,
-            "message": message,
-            "logprobs": self._logprobs(delta),
-            "finish_reason": voice.finish_reason(delta),
-            "stop_reason": delta.stop_reason,
-            "token_ids": delta.token_ids if self._body.return_token_ids else None,
-        } | sampling_mask(delta)
 
     def _of_prompt(self) -> dict[str, Any]:
         """Fields of `rollout` that describe the prompt."""
@@ -259,49 +178,56 @@ class ChatChoices:
         content = chat_logprobs(self._texts, delta.token_ids, delta.log_probs, top)
         return {"content": content, "refusal": None}
 
+    # --- whole ------------------------------------------------------------------------------------------------------
+
+    def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
+        return {"prompt_token_ids": None, "prompt_logprobs": None} | self._prompt(sample)
+
+    def whole(self, index: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
+        delta = whole(sample)
+        voice = self._voice()
+        reasoning, content, tool_calls = voice.take(delta)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message["reasoning"] = message["reasoning_content"] = reasoning
+        if tool_calls:
+            message["content"] = content or None
+            message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in tool_calls]
+        if self._body.wants_rollout:
+            message["rollout"] = rollout(delta, version) | self._of_prompt() | voice.of_reply()
+        return {
+            "index": delta.sample_index,
+            "message": message,
+            "logprobs": self._logprobs(delta),
+            "finish_reason": voice.finish_reason(delta),
+            "stop_reason": delta.stop_reason,
+            "token_ids": delta.token_ids if self._body.return_token_ids else None,
+        } | sampling_mask(delta)
+
     # --- as a stream ------------------------------------------------------------------------------------------------
 
     def pieces(
         self, index: int, delta: TextDelta, version: int, sample: DynamicInferenceRequest | None
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield the chunks of a delta: at first the prompt, then the added content, at last the end of the sample."""
+        """Yield the chunk of the prompt before the first delta, then the added content, then the end of the sample."""
         if index not in self._voices:
-            yield self._opening(index), {} if self._voices else self._prompt(sample)
+            opening: dict[str, Any] = {"role": "assistant", "content": ""}
+            if self._body.wants_rollout:
+                opening["rollout"] = self._of_prompt()
+            yield _piece(index, opening), {} if self._voices else self._prompt(sample)
             self._voices[index] = self._voice()
-        for piece in self._pieces(delta, self._voices[index], version):
-            yield piece, {}
+        voice = self._voices[index]
+        added = self._added(delta, voice, version)
+        ids = {"token_ids": delta.token_ids} if self._body.return_token_ids and delta.token_ids else {}
+        if added or ids or (delta.token_ids and self._body.logprobs) or delta.kept_tokens:
+            logprobs = self._logprobs(delta) if delta.token_ids else None
+            yield _piece(index, added, logprobs) | ids | sampling_mask(delta), {}
+        if delta.finish_reason is not None:
+            last = {"rollout": ending(delta) | voice.of_reply()} if self._body.wants_rollout else {}
+            reasons = {"finish_reason": voice.finish_reason(delta), "stop_reason": delta.stop_reason}
+            yield _piece(index, last) | reasons, {}
 
-    async def parts(self, name: str) -> AsyncGenerator[ReplyPart]:
-        """Yield the parts of a reply of one sample as they arrive.
-
-        Args:
-            name: id of the reply for an abort.
-
-        Raises:
-            ApiError, RolloutError: generation failed.
-        """
-        serving, voice = self._serving, self._voice()
-        streams = await calls.begin(serving, self._body, self._asked, growing=True)
-        taken: list[TextDelta] = []
-        reason = None
-        async with aclosing(calls.deltas_of(serving, name, streams, 1)) as deltas:
-            async for _, delta in deltas:
-                taken.append(delta)
-                reasoning, content, found = voice.take(delta)
-                reason = voice.finish_reason(delta) or reason
-                yield ReplyPart(reasoning, content, found)
-        version, (sample,) = serving.llm.policy_version, streams[0].results
-        ids = rollout(merged(taken)[0], version) | self._of_prompt() | voice.of_reply()
-        yield ReplyPart("", "", [], (reason or "stop", ids, usage_of([[sample]]), version))
-
-    def _opening(self, index: int) -> dict[str, Any]:
-        delta: dict[str, Any] = {"role": "assistant", "content": ""}
-        if self._body.wants_rollout:
-            delta["rollout"] = self._of_prompt()
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def _pieces(self, delta: TextDelta, voice: _Voice, version: int) -> list[dict[str, Any]]:
-        """Choices of the chunks for one delta: the added content, then the end of the sample."""
+    def _added(self, delta: TextDelta, voice: _Voice, version: int) -> dict[str, Any]:
         reasoning, content, tool_calls = voice.take(delta)
         added: dict[str, Any] = {"content": content} if content else {}
         if reasoning:
@@ -310,30 +236,11 @@ class ChatChoices:
             added["tool_calls"] = tool_calls
         if delta.token_ids and self._body.wants_rollout:
             added["rollout"] = tokens(delta, version)
-        pieces = []
-        ids = {"token_ids": delta.token_ids} if self._body.return_token_ids and delta.token_ids else {}
-        if added or ids or (delta.token_ids and self._body.logprobs) or delta.kept_tokens:
-            pieces.append(
-                {
-                    "index": delta.sample_index,
-                    "delta": added,
-                    "logprobs": self._logprobs(delta) if delta.token_ids else None,
-                    "finish_reason": None,
-                }
-                | ids
-                | sampling_mask(delta)
-            )
-        if delta.finish_reason is not None:
-            pieces.append(
-                {
-                    "index": delta.sample_index,
-                    "delta": {"rollout": ending(delta) | voice.of_reply()} if self._body.wants_rollout else {},
-                    "logprobs": None,
-                    "finish_reason": voice.finish_reason(delta),
-                    "stop_reason": delta.stop_reason,
-                }
-            )
-        return pieces
+        return added
+
+
+def _piece(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
 class _Voice:
@@ -341,15 +248,15 @@ class _Voice:
 
     def __init__(
         self,
-        parser: Callable[[], ToolCallParser] | None,
         forced_prefix: str,
         special: SpecialText | None,
         reasoning: ReasoningParser | None,
+        parser: ToolCallParser | None,
     ) -> None:
+        self._ahead = forced_prefix
         self._special = special
         self._reasoning = reasoning
-        self._parser = None if parser is None else parser()
-        self._ahead = forced_prefix
+        self._parser = parser
         self._called = False
         self._digest = ReplyDigest()
 
@@ -357,38 +264,35 @@ class _Voice:
         """Return the new reasoning, the new content and the new tool calls, in the format of a stream."""
         if self._special is not None:
             delta = self._special.of(delta)
+        ended = delta.finish_reason is not None
         reasoning, text = "", self._ahead + delta.text
         self._ahead = ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.push(text)
-            if delta.finish_reason is not None:
+            if ended:
                 rest, more = self._reasoning.finish()
                 reasoning, text = reasoning + rest, text + more
-        content, found = self._told_apart(text, ended=delta.finish_reason is not None)
+        content, found = self._told_apart(text, ended=ended)
         self._digest.add(content, found)
         return reasoning, content, found
-
-    def of_reply(self) -> dict[str, Any]:
-        """Fields of `rollout` that describe the finished reply."""
-        return {"content_digest": self._digest.hexdigest()}
 
     def _told_apart(self, text: str, *, ended: bool) -> tuple[str, list[dict[str, Any]]]:
         if self._parser is None:
             return text, []
-        pieces = self._parser.push(text) if text else []
+        content, found = self._parser.push(text) if text else ("", [])
         if ended:
-            pieces += self._parser.finish()
-        found = [piece.tool_call for piece in pieces if piece.tool_call is not None]
+            rest, more = self._parser.finish()
+            content, found = content + rest, found + more
         self._called = self._called or bool(found)
-        return "".join([piece.content for piece in pieces]), [
-            {
-                "index": call.index,
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in found
+        functions = [{"name": call.name, "arguments": call.arguments} for call in found]
+        return content, [
+            {"index": call.index, "id": call.id, "type": "function", "function": function}
+            for call, function in zip(found, functions, strict=True)
         ]
+
+    def of_reply(self) -> dict[str, Any]:
+        """Fields of `rollout` that describe the finished reply."""
+        return {"content_digest": self._digest.hexdigest()}
 
     def finish_reason(self, delta: TextDelta) -> str | None:
         """OpenAI's finish reason; `tool_calls` for a reply that stopped by itself and contains calls."""

@@ -1,13 +1,11 @@
 """Request schema of chat completions: messages, tools, and options.
 
-Validation rules are those of `schema`. Assistant messages are accepted as clients send them back: unknown fields
-(`annotations`, `provider_specific_fields`) are dropped. Labels that do not affect a reply are accepted: `metadata`,
-`safety_identifier`, `prompt_cache_*`.
+Validated as `schema` says, but assistant messages are accepted as clients send them back: unknown fields (`annotations`,
+`provider_specific_fields`) are dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -54,32 +52,24 @@ def _kind_of_choice(value: Any) -> str:
     return "Named" if isinstance(value, dict) else "Word"
 
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None
-DefaultVerbosity = Literal["medium"] | None
-"""OpenAI's default is all that there is."""
-
 MAX_MESSAGES = 8192
 """Maximum number of messages in a conversation."""
-
 MAX_METADATA = 16
 """Maximum number of entries of `metadata`, as in OpenAI's API."""
 
 
 class TextPart(Body):
-    """Text part of a message."""
+    """Text part of a message. Parts are concatenated without a separator."""
 
     type: Literal["text"]
     text: str
-    """Parts are concatenated without a separator."""
 
 
 class ImageUrl(Body):
-    """An image by its URL."""
-
     url: str
     """`data:image/…;base64,…`, or a path below `InferenceConfig.image_folder`. Nothing is fetched."""
     detail: Literal["auto"] | None = None
-    """The resolution is that of the model's image processor."""
+    """The model's image processor decides on the resolution."""
 
 
 class ImagePart(Body):
@@ -90,8 +80,6 @@ class ImagePart(Body):
 
 
 class CalledFunction(Body):
-    """Called function: its name, and its arguments as JSON text."""
-
     model_config = ConfigDict(extra="ignore")
 
     name: str
@@ -120,16 +108,13 @@ class RolloutIds(BaseModel):
     token_ids: TokenIds
     """Token ids that the model generated."""
     prompt_digest: str | None = Field(None, max_length=256)
-    """Unchanged from the reply. Ids without it are not used."""
+    """Unchanged from the reply. Ids without the two digests are not used."""
     content_digest: str | None = Field(None, max_length=256)
-    """Unchanged from the reply. Ids without it are not used."""
     forced_prefix: str | None = None
-    """Unchanged from the reply."""
 
 
 ContentPart = Annotated[
-    Annotated[TextPart, Tag("Text")] | Annotated[ImagePart, Tag("Image")],
-    Discriminator(_kind_of_part),
+    Annotated[TextPart, Tag("Text")] | Annotated[ImagePart, Tag("Image")], Discriminator(_kind_of_part)
 ]
 
 
@@ -146,7 +131,7 @@ class Message(Body):
         ]
         | None
     ) = None
-    """Text, or a list of parts: text and images."""
+    """Text, or a list of parts."""
     name: str | None = None
     """Name of the participant, for chat templates that show it."""
     tool_call_id: str | None = None
@@ -156,13 +141,12 @@ class Message(Body):
     reasoning_content: str | None = None
     """Reasoning text, for chat templates that show it; also as `reasoning`."""
     refusal: str | None = None
-    """Accepted because replies contain it; ignored."""
+    """Ignored."""
     audio: Absent = None
     function_call: Absent = None
     rollout: RolloutIds | None = None
-    """Assistant messages: `rollout` of the reply, unchanged. The prompt reuses these token ids as far as the conversation
-    up to and including the last such message is unchanged; otherwise the new reply's `rollout.retokenized` gives the
-    reason. Omit it to have the text tokenised again."""
+    """Assistant messages: `rollout` of the reply, unchanged. The prompt reuses these token ids as far as the conversation is
+    unchanged; the new reply's `rollout.retokenized` says why not. Omit it to have the text tokenised again."""
 
     @model_validator(mode="before")
     @classmethod
@@ -193,8 +177,6 @@ class Message(Body):
 
 
 class FunctionDefinition(Body):
-    """Name, description and parameters of a function."""
-
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
@@ -211,8 +193,6 @@ class Tool(Body):
 
 
 class NamedFunction(Body):
-    """Name of the function that must be called."""
-
     name: str
 
 
@@ -236,7 +216,7 @@ class JsonObjectFormat(Body):
 
 
 class JsonSchema(Body):
-    """Name and schema of a reply of JSON."""
+    """Schema of a reply of JSON."""
 
     name: str | None = None
     description: str | None = None
@@ -266,9 +246,9 @@ class ChatRequest(SamplingBody):
     logprobs: bool | None = None
     """Return the log-prob of every token."""
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    """Number of likeliest tokens to return per position. Requires logprobs=true."""
+    """Number of most likely tokens to return per position. Requires logprobs=true."""
     max_completion_tokens: int | None = Field(None, ge=0, le=INT32)
-    """OpenAI's newer name for max_tokens."""
+    """Newer name of max_tokens."""
     tools: list[Annotated[Tool, _FUNCTION_ONLY]] | None = Field(None, max_length=1024)
     """Functions that the model may call, rendered by its chat template."""
     tool_choice: (
@@ -279,32 +259,28 @@ class ChatRequest(SamplingBody):
         ]
         | None
     ) = None
-    """`required`, or a function: the prompt ends with the beginning of a call, which is also part of the reply's text.
-    `none`: tools are not rendered, and calls are returned as text. Default `auto`."""
+    """`required`, or a function: the prompt ends with the beginning of a call, which is part of the reply's text too.
+    `none`: tools are not rendered, and calls stay text. Default `auto`."""
     response_format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = (
         None
     )
     """What the content is: any text, a JSON object, or JSON that fits a schema. Constrains sampling; a reply that
     `max_tokens` cuts off is incomplete. Needs the server's extra `structured`."""
     modalities: list[Literal["text"]] | None = None
-    """Text is the only supported modality."""
-    # ours
     chat_template_kwargs: dict[str, JsonValue] | None = None
     """Additional variables of the chat template, such as `enable_thinking`."""
-    reasoning_effort: ReasoningEffort = None
-    """Given to chat templates that use it; the others take `none` only, as `enable_thinking=false` where they know that."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """Passed to chat templates that use it; others accept `none` only, and get `enable_thinking=false` if they use that."""
     add_generation_prompt: bool | None = None
     """Whether the chat template appends the start of an assistant message. Default true."""
     continue_final_message: bool | None = None
     """true: the reply continues the last message."""
     parallel_tool_calls: bool | None = None
     """false: a reply ends after its first call; refused if the chat template's call format has no end marker."""
-    # labels; no reply depends on them
-    store: bool | None = None
-    """true is refused: requests are not stored."""
+    # OpenAI's, without effect
+    store: Literal[False] | None = None
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA), Field(max_length=MAX_METADATA)] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    """Accepted, without effect."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: JsonValue = None
@@ -316,14 +292,7 @@ class ChatRequest(SamplingBody):
     functions: Absent = None
     function_call: Absent = None
     moderation: Absent = None
-    verbosity: DefaultVerbosity = None
-
-    @field_validator("store")
-    @classmethod
-    def _nothing_is_stored(cls, value: bool | None) -> bool | None:
-        if value:
-            raise PydanticCustomError("unsupported", "this server does not do that; leave the field out")
-        return value
+    verbosity: Literal["medium"] | None = None
 
     @field_validator("response_format")
     @classmethod
@@ -385,27 +354,19 @@ class ChatRequest(SamplingBody):
 
     @property
     def constraint_field(self) -> str:
-        """Field that a constraint on the text comes from."""
         if self.structured_outputs is not None:
             return super().constraint_field
         return "tools" if self.reply_schema is None or self.forces_a_call else "response_format"
 
     @property
     def plain_tools(self) -> list[dict[str, Any]] | None:
-        """Tools as plain dicts, with the fields that were sent."""
+        """Tools with the fields that were sent."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.tools else None
 
     @property
     def plain_tool_choice(self) -> str | dict[str, Any] | None:
-        """Tool choice as a plain value, as it was sent."""
+        """Tool choice as it was sent."""
         return self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedTool) else self.tool_choice
-
-    @property
-    def json_texts(self) -> Iterator[str]:
-        """JSON texts inside the body: the arguments of earlier calls."""
-        for message in self.messages:
-            for call in message.tool_calls or ():
-                yield call.function.arguments
 
 
 class ChatTokensRequest(ChatRequest):

@@ -22,14 +22,7 @@ from rollout.server.bodies import body_of, documented_body, off_the_loop
 from rollout.server.chat_template.prompt_ids import PromptTokenizer, Stop
 from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
-from rollout.server.openai.logprobs import (
-    CompletionLogprobs,
-    SpecialText,
-    TokenIdNames,
-    TokenTexts,
-    listed_per_position,
-    prompt_logprobs,
-)
+from rollout.server.openai.logprobs import CompletionLogprobs, SpecialText, TokenIdNames, TokenTexts, prompt_logprobs
 from rollout.server.openai.response_schema import Completion, described
 from rollout.server.openai.samples import finish_reason, prompt_columns, rollout, sampling_mask
 from rollout.server.openai.schema import COMPLETION_MAX_TOKENS, CompletionRequest
@@ -37,12 +30,7 @@ from rollout.server.serving import Serving
 
 
 def add_completion_routes(app: FastAPI, serving: Serving) -> None:
-    """Register the completions route.
-
-    Args:
-        app: application to extend.
-        serving: the model and its limits.
-    """
+    """Register the route."""
     texts = TokenTexts(serving.llm.tokenizer)
     tokenizer = copy.deepcopy(serving.llm.tokenizer)
     reader = None if tokenizer is None else PromptTokenizer(tokenizer, lambda: serving.llm.max_sequence_length)
@@ -59,19 +47,16 @@ def add_completion_routes(app: FastAPI, serving: Serving) -> None:
         calls.admit(serving, request, body, len(body.prompts))
         size = calls.work_of(body, len(await request.body()))
         asked = await off_the_loop(serving, request, size, partial(_asked, serving, body, reader))
-        head, choices = (
-            calls.reply_head(serving, body, "text_completion", "cmpl"),
-            _Completions(serving, body, texts, asked),
-        )
-        reply = calls.ChoicesReply(serving, body, choices, asked, head["id"], head)
-        return await calls.answer(serving, request, reply, stream=bool(body.stream))
+        head = calls.reply_head(serving, body, "text_completion", "cmpl")
+        choices = _Completions(serving, body, texts, asked)
+        reply = calls.Reply(serving, body, choices, asked, head["id"], head)
+        return await reply.answer(request)
 
 
 def _asked(serving: Serving, body: CompletionRequest, reader: PromptTokenizer | None, stop: Stop) -> list[calls.Asked]:
     """Return (token ids, sampling parameters) of every prompt."""
     asked: list[calls.Asked] = []
-    adapter = serving.adapter_of(body.model)
-    listed = 0
+    positions = 0
     # Validation is expensive for large parameters, and most prompts share them.
     checked: dict[int, SamplingParams] = {}
     wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -80,11 +65,18 @@ def _asked(serving: Serving, body: CompletionRequest, reader: PromptTokenizer | 
         stop.check()
         try:
             ids = _token_ids(reader, prompt, stop)
-            listed += len(ids)
-            likeliest = listed_per_position(body.prompt_logprobs, serving.llm.controller.layout.vocab_size, listed)
+            positions += len(ids)
+            listed = [calls.listed(serving, body, positions), body.logprobs if body.echo else None]
             max_tokens = calls.tokens_left(serving, ids, wanted)
             if max_tokens not in checked:
-                checked[max_tokens] = calls.checked(serving, _params(body, max_tokens, likeliest, adapter))
+                checked[max_tokens] = calls.params_of(
+                    serving,
+                    body,
+                    body,
+                    max_tokens=max_tokens,
+                    logprobs=body.logprobs,
+                    prompt_logprobs=max((count for count in listed if count is not None), default=None),
+                )
             asked.append((ids, checked[max_tokens]))
         except InvalidRequestError as exc:
             where = f"prompt {place} of {len(prompts)}: " if len(prompts) > 1 else ""
@@ -100,24 +92,8 @@ def _token_ids(reader: PromptTokenizer | None, prompt: str | list[int], stop: St
     return reader.ids(prompt, "prompt", stop)
 
 
-def _params(body: CompletionRequest, max_tokens: int, likeliest: int | None, adapter: str | None) -> SamplingParams:
-    of_prompt = [likeliest, body.logprobs if body.echo else None]
-    return body.sampling_params(
-        cache_salt=body.cache_salt,
-        adapter=adapter,
-        max_tokens=max_tokens,
-        logprobs=body.logprobs,
-        prompt_logprobs=max((count for count in of_prompt if count is not None), default=None),
-    )
-
-
 class _Completions:
-    """Choices of completions.
-
-    Args:
-        texts: texts of the tokenizer's tokens.
-        asked: (token ids, sampling parameters) of every prompt.
-    """
+    """Choices of completions."""
 
     def __init__(self, serving: Serving, body: CompletionRequest, texts: TokenTexts, asked: list[calls.Asked]) -> None:
         self._tokenizer = serving.llm.tokenizer
@@ -129,7 +105,6 @@ class _Completions:
         self._begun: dict[int, tuple[CompletionLogprobs, SpecialText | None]] = {}
 
     def whole(self, index: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
-        """Return the choice of a finished sample."""
         nulls = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
         choice = nulls | self._choice(index, whole(sample), version, sample)
         del self._begun[index]
@@ -138,7 +113,6 @@ class _Completions:
     def pieces(
         self, index: int, delta: TextDelta, version: int, sample: DynamicInferenceRequest | None
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield the chunk of a delta, unless it says nothing."""
         first = index not in self._begun
         choice = self._choice(index, delta, version, sample)
         said = first or choice["text"] or delta.finish_reason or delta.kept_tokens
@@ -146,8 +120,7 @@ class _Completions:
             yield choice, {}
 
     def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
-        """Nothing: the fields of a prompt are in its choices."""
-        return {}
+        return {}  # the fields of a prompt are in its choices
 
     def _choice(
         self, index: int, delta: TextDelta, version: int, sample: DynamicInferenceRequest | None

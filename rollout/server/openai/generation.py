@@ -1,4 +1,4 @@
-"""Submits validated bodies to the LLM and collects replies; shared by both endpoints.
+"""Submits validated bodies to the LLM and collects replies, for all dialects.
 
 Either all prompts of a request are submitted or none. A client that disconnects before its reply aborts all of them.
 """
@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.server.bodies import LARGE
 from rollout.server.errors import ApiError, bad_request, documented
+from rollout.server.openai.logprobs import listed_per_position
 from rollout.server.openai.samples import refuse_failed, usage_of
 from rollout.server.openai.schema import RequestFields, SamplingFields
 from rollout.server.openai.sse import DONE, Chunks, EventStream, bursts, encode
@@ -31,11 +32,8 @@ from rollout.state import FinishReason
 Group = list[DynamicInferenceRequest]
 Asked = tuple[list[int], SamplingParams]
 """(token ids, sampling parameters) of a prompt."""
-
 ERRORS = documented(400, 401, 404, 408, 409, 413, 429, 500, 503)
-"""Error `responses` of both routes."""
-
-_RESTARTED = "choice {}: its tokens were given up and it has begun afresh; forget what came, and send the request again"
+"""Error `responses` of the routes."""
 
 # Beginning of an error of a constraint, in the engine's words.
 _CONSTRAINT = re.compile(r"structured: (?:the (?:json_schema|regex|grammar) )?")
@@ -64,7 +62,7 @@ def reply_head(serving: Serving, body: RequestFields, kind: str, prefix: str) ->
 def tokens_left(serving: Serving, prompt: Sequence[int], asked: int | None) -> int:
     """Return `asked` capped at the remaining sequence length, at least 1 unless 0 was asked for.
 
-    A prompt that leaves no room for a token is refused by the engine.
+    The engine refuses a prompt that leaves no room for a token.
 
     Raises:
         InvalidRequestError: the prompt itself is too long; checked here before the engine validates every token.
@@ -80,16 +78,27 @@ def tokens_left(serving: Serving, prompt: Sequence[int], asked: int | None) -> i
 
 
 def work_of(body: SamplingFields, size: int) -> int:
-    """Return the size that `off_the_loop` is told: a constraint may take as long to compile as a large body to parse."""
+    """Return the size for `off_the_loop`: compiling a constraint may take as long as parsing a large body."""
     return max(size, LARGE) if body.constrained else size
 
 
-def checked(serving: Serving, params: SamplingParams) -> SamplingParams:
-    """Return the parameters; compile their constraint, which is then at hand when the request is submitted.
+def listed(serving: Serving, options: SamplingFields, prompt_tokens: int) -> int | None:
+    """Return how many most likely tokens to list per prompt position; raises as `listed_per_position`."""
+    return listed_per_position(options.prompt_logprobs, serving.llm.controller.layout.vocab_size, prompt_tokens)
+
+
+def params_of(serving: Serving, body: RequestFields, options: SamplingFields, **decided: Any) -> SamplingParams:
+    """Return the sampling parameters of a request, with their constraint compiled for when the request is submitted.
+
+    Args:
+        decided: see `SamplingFields.sampling_params`.
 
     Raises:
-        InvalidRequestError: it does not compile.
+        ApiError: 400, the values contradict each other.
+        InvalidRequestError: the constraint does not compile.
     """
+    adapter = serving.adapter_of(body.model)
+    params = options.sampling_params(cache_salt=body.cache_salt, adapter=adapter, **decided)
     if params.structured is not None:
         serving.llm.controller.check_params(params)
     return params
@@ -112,143 +121,6 @@ def refused(exc: InvalidRequestError, body: RequestFields, where: str = "") -> A
 # --- into the engine, and out of it -----------------------------------------------------------------------------------
 
 
-async def begin(serving: Serving, body: RequestFields, asked: Sequence[Asked], *, growing: bool) -> list[Any]:
-    """Submit every prompt and return their streams; on an error, none is submitted.
-
-    Args:
-        growing: True: streams yield deltas as tokens arrive. False: only when a group has finished.
-
-    Raises:
-        ApiError: 400, a prompt can never be served.
-        RolloutError: the engine accepts no requests any more.
-    """
-    # None: for whole replies, and for streams with data that is known only at the end.
-    interval = serving.config.stream_interval if growing else None
-    options: dict[str, Any] = {"priority": body.urgency, "timeout_s": serving.time_limit(body.timeout_s)}
-    if serving.llm.direct:
-        # The prompts of one HTTP request share one client's turns, so that another request waits for one of them at most.
-        options["client"] = object()
-    streams: list[Any] = []
-    turn = Turn()
-    try:
-        for prompt, params in asked:
-            await turn.pause()
-            streams.append(serving.llm.stream(prompt, params, interval=interval, **options))
-    except InvalidRequestError as exc:
-        await _close(streams)
-        where = f"prompt {len(streams)} of {len(asked)}: " if len(asked) > 1 else ""
-        raise refused(exc, body, where) from exc
-    except BaseException:
-        await _close(streams)
-        raise
-    return streams
-
-
-async def samples_of(
-    serving: Serving, request: Request, body: RequestFields, reply_id: str, asked: Sequence[Asked]
-) -> list[Group]:
-    """Submit every prompt and return the finished samples of each.
-
-    Raises:
-        ClientGoneError: the client disconnected.
-        ApiError: 400, a prompt can never be served; 500, a sample failed.
-        RolloutError: the cause, if a group ended without samples.
-    """
-
-    async def computed() -> list[Group]:
-        streams = await begin(serving, body, asked, growing=False)
-        with serving.computing(reply_id, [stream.request_id for stream in streams]):
-            await _read(streams)
-        return await _counted(serving, streams)
-
-    return await or_disconnected(request, computed())
-
-
-async def _read(streams: Sequence[Any]) -> None:
-    try:
-        for stream in streams:
-            async for _ in stream:
-                pass
-    except BaseException:
-        await _close(streams)
-        raise
-
-
-async def _counted(serving: Serving, streams: Sequence[Any]) -> list[Group]:
-    """Record and return the results of finished streams; raise `ApiError` if a sample failed."""
-    groups: list[Group] = [stream.results for stream in streams]
-    turn, about = Turn(), LOG.get()
-    for position, group in enumerate(groups):
-        await turn.pause()
-        serving.counters.finished(group)
-        about.prompt_tokens += len(group[0].prompt_tokens)
-        about.completion_tokens += sum(sample.generated_length for sample in group)
-        for sample in group:
-            refuse_failed(sample.finish_reason, sample.error, position * len(group) + sample.sample_index)
-    return groups
-
-
-async def _close(streams: Sequence[Any]) -> None:
-    for stream in streams:
-        await stream.aclose()
-
-
-async def deltas_of(
-    serving: Serving, reply_id: str, streams: Sequence[Any], samples: int
-) -> AsyncGenerator[tuple[int, TextDelta]]:
-    """Yield (choice index, delta) until all streams have ended, at the latest by a control call: then with `abort`.
-
-    Args:
-        samples: samples per prompt. Choice c is sample c % samples of prompt c // samples.
-
-    Raises:
-        ApiError: a sample failed, or was restarted after a part of it had been yielded.
-        RolloutError: the cause, if a group ended without samples.
-    """
-    begun: set[int] = set()
-    ended: set[int] = set()
-    with serving.computing(reply_id, [stream.request_id for stream in streams]):
-        try:
-            async with aclosing(bursts(streams)) as together:
-                async for burst in together:
-                    for prompt, delta in burst:
-                        choice = prompt * samples + delta.sample_index
-                        if delta.finish_reason is not None:
-                            if delta.finish_reason == FinishReason.ABORT:
-                                continue  # the stream raises the cause
-                            refuse_failed(delta.finish_reason, delta.error, choice)
-                            ended.add(choice)
-                        if delta.restarted and choice in begun:
-                            raise ApiError(503, _RESTARTED.format(choice), code="restarted")
-                        begun.add(choice)
-                        yield choice, delta
-        except RequestAbortedError:
-            if not serving.was_cut(reply_id):
-                raise
-            for choice in sorted({*range(len(streams) * samples)} - ended):
-                yield choice, TextDelta(choice % samples, "", [], [], [], finish_reason=FinishReason.ABORT)
-            return
-    await _counted(serving, streams)
-
-
-def usage_of_streams(streams: Sequence[Any]) -> dict[str, Any] | None:
-    """Return `usage` of streams that have ended; None if they were aborted."""
-    try:
-        return usage_of(stream.results for stream in streams)
-    except RequestAbortedError:
-        return None
-
-
-class Reply(Protocol):
-    """Reply to one request, computed in one of two forms."""
-
-    async def whole(self, request: Request) -> dict[str, Any]:
-        """Return the reply once every sample has finished."""
-
-    def chunks(self) -> AsyncGenerator[bytes]:
-        """Yield the reply as server-sent events."""
-
-
 class Dialect(Protocol):
     """How one route writes the choices of a reply. It serves one reply and may keep what it needs of each choice."""
 
@@ -261,15 +133,15 @@ class Dialect(Protocol):
     def pieces(
         self, index: int, delta: TextDelta, version: int, sample: DynamicInferenceRequest | None
     ) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return the chunks of a delta, each as (choice, fields beside it); `sample`: the finished one, unless growing."""
+        """Return the chunks of a delta, each as (choice, fields next to it); `sample`: the finished one, unless growing."""
 
     def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
-        """Return the fields of the prompt beside the choices of a whole reply."""
+        """Return the fields of the prompt next to the choices of a whole reply; null unless asked for."""
 
 
 @dataclass(frozen=True, slots=True)
-class ChoicesReply:
-    """Reply that consists of choices."""
+class Reply:
+    """Computes the reply to one request. Choice c is sample c % n of prompt c // n."""
 
     serving: Serving
     body: RequestFields
@@ -280,58 +152,142 @@ class ChoicesReply:
     head: dict[str, Any]
     """Fields common to the reply and its chunks."""
     chunk: dict[str, Any] = field(default_factory=dict)
-    """Fields of `head` that a chunk has otherwise."""
+    """Fields of `head` that differ in a chunk."""
 
-    async def whole(self, request: Request) -> dict[str, Any]:
-        """Return the reply once every sample has finished."""
-        groups = await samples_of(self.serving, request, self.body, self.name, self.asked)
-        version, turn = self.serving.llm.policy_version, Turn()
-        choices: list[dict[str, Any]] = []
-        for prompt, group in enumerate(groups):
-            for sample in group:
-                choices.append(self.dialect.whole(prompt * self.body.samples + sample.sample_index, sample, version))
-                await turn.pause()
-        reply = self.head | {"policy_version": version, "choices": choices, "usage": usage_of(groups)}
-        return reply | self.dialect.beside(groups[0][0])
-
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        """Yield the reply as server-sent events, ending with `[DONE]`.
+    async def answer(self, request: Request) -> Response:
+        """Return the reply, or a stream of its chunks as server-sent events that ends with `[DONE]`.
 
         Raises:
-            ApiError, RolloutError: generation failed; the stream ends without `[DONE]`.
+            ClientGoneError: the client disconnected.
+            ApiError: 400, a prompt can never be served; 500, a sample failed; 503, a sample was restarted after a part of
+                it had been sent.
+            RolloutError: the engine accepts no requests any more, or why a group ended without samples.
         """
+        if self.body.stream:
+            source = self._chunks()
+            return EventStream(self.serving, await or_disconnected(request, anext(source)), source)
+        groups = await or_disconnected(request, self._samples())
+        return Response(await self._encoded(groups), media_type="application/json")
+
+    async def _encoded(self, groups: list[Group]) -> bytes:
+        """Encode a whole reply. Choices are encoded in turns: thousands must not stop the event loop."""
+        version, turn = self.serving.llm.policy_version, Turn()
+        choices: list[bytes] = []
+        for prompt, group in enumerate(groups):
+            for sample in group:
+                index = prompt * self.body.samples + sample.sample_index
+                choices.append(encode(self.dialect.whole(index, sample, version)))
+                await turn.pause()
+        reply = self.head | {"policy_version": version, "choices": [], "usage": usage_of(groups)}
+        reply |= self.dialect.beside(groups[0][0])
+        return encode(reply).replace(b'"choices":[]', b'"choices":[%b]' % b",".join(choices), 1)
+
+    async def _chunks(self) -> AsyncGenerator[bytes]:
         serving, body, dialect = self.serving, self.body, self.dialect
         # vLLM's route of tokens has no `"usage": null` in the other chunks.
         chunks = Chunks(self.head | self.chunk, with_usage=body.wants_usage and "object" in self.head)
-        streams = await begin(serving, body, self.asked, growing=dialect.growing)
-        async with aclosing(deltas_of(serving, self.name, streams, body.samples)) as deltas:
+        streams = await self._begin(growing=dialect.growing)
+        async with aclosing(self._deltas(streams)) as deltas:
             async for index, delta in deltas:
                 version = serving.llm.policy_version
                 done = None if dialect.growing else streams[index // body.samples].results[delta.sample_index]
                 pieces = dialect.pieces(index, delta, version, done)
                 if events := b"".join([chunks.choice(piece, version, beside) for piece, beside in pieces]):
                     yield events
-        if body.wants_usage and (used := usage_of_streams(streams)):
-            yield chunks.usage(used, serving.llm.policy_version)
+        if body.wants_usage:
+            with suppress(RequestAbortedError):
+                yield chunks.usage(usage_of(stream.results for stream in streams), serving.llm.policy_version)
         yield DONE
 
+    async def _begin(self, *, growing: bool) -> list[Any]:
+        """Submit every prompt and return their streams; on an error, none is submitted.
 
-async def answer(serving: Serving, request: Request, reply: Reply, *, stream: bool, parts: str = "choices") -> Response:
-    """Return the response that computes a reply.
+        Args:
+            growing: streams yield deltas as tokens arrive. False: only when a group has finished.
+        """
+        serving, body, asked = self.serving, self.body, self.asked
+        interval = serving.config.stream_interval if growing else None
+        options: dict[str, Any] = {"priority": body.urgency, "timeout_s": serving.time_limit(body.timeout_s)}
+        if serving.llm.direct:
+            # The prompts of one HTTP request share one client's turns, so another request waits for at most one of them.
+            options["client"] = object()
+        streams: list[Any] = []
+        turn = Turn()
+        try:
+            for prompt, params in asked:
+                await turn.pause()
+                streams.append(serving.llm.stream(prompt, params, interval=interval, **options))
+        except BaseException as exc:
+            await _close(streams)
+            if not isinstance(exc, InvalidRequestError):
+                raise
+            where = f"prompt {len(streams)} of {len(asked)}: " if len(asked) > 1 else ""
+            raise refused(exc, body, where) from exc
+        return streams
 
-    Args:
-        parts: field of the reply that is encoded part by part: one of thousands must not stop the event loop.
+    async def _samples(self) -> list[Group]:
+        """Submit every prompt and return the finished samples of each."""
+        streams = await self._begin(growing=False)
+        with self.serving.computing(self.name, [stream.request_id for stream in streams]):
+            try:
+                for stream in streams:
+                    async for _ in stream:
+                        pass
+            except BaseException:
+                await _close(streams)
+                raise
+        return await self._counted(streams)
 
-    Raises: what a reply raises before its first byte.
-    """
-    if stream:
-        source = reply.chunks()
-        return EventStream(serving, await or_disconnected(request, anext(source)), source)
-    computed, turn = await reply.whole(request), Turn()
-    encoded: list[bytes] = []
-    for part in computed[parts]:
-        encoded.append(encode(part))
-        await turn.pause()
-    empty, full = b'"%b":[]' % parts.encode(), b'"%b":[%b]' % (parts.encode(), b",".join(encoded))
-    body = encode(computed | {parts: []}).replace(empty, full, 1)
-    return Response(body, media_type="application/json")
+    async def _deltas(self, streams: Sequence[Any]) -> AsyncGenerator[tuple[int, TextDelta]]:
+        """Yield (choice index, delta) until all streams have ended; the last have `abort` if a control call ended them."""
+        samples = self.body.samples
+        begun: set[int] = set()
+        ended: set[int] = set()
+        with self.serving.computing(self.name, [stream.request_id for stream in streams]):
+            try:
+                async with aclosing(bursts(streams)) as together:
+                    async for burst in together:
+                        for prompt, delta in burst:
+                            choice = prompt * samples + delta.sample_index
+                            if delta.finish_reason is not None:
+                                if delta.finish_reason == FinishReason.ABORT:
+                                    continue  # the stream raises the cause
+                                refuse_failed(delta.finish_reason, delta.error, choice)
+                                ended.add(choice)
+                            if delta.restarted and choice in begun:
+                                raise _restarted(choice)
+                            begun.add(choice)
+                            yield choice, delta
+            except RequestAbortedError:
+                if not self.serving.was_cut(self.name):
+                    raise
+                for choice in sorted({*range(len(streams) * samples)} - ended):
+                    yield choice, TextDelta(choice % samples, "", [], [], [], finish_reason=FinishReason.ABORT)
+                return
+        await self._counted(streams)
+
+    async def _counted(self, streams: Sequence[Any]) -> list[Group]:
+        """Record and return the results of finished streams; raise `ApiError` if a sample failed."""
+        groups: list[Group] = [stream.results for stream in streams]
+        turn, about = Turn(), LOG.get()
+        for position, group in enumerate(groups):
+            await turn.pause()
+            self.serving.counters.finished(group)
+            about.prompt_tokens += len(group[0].prompt_tokens)
+            about.completion_tokens += sum(sample.generated_length for sample in group)
+            for sample in group:
+                refuse_failed(sample.finish_reason, sample.error, position * len(group) + sample.sample_index)
+        return groups
+
+
+async def _close(streams: Sequence[Any]) -> None:
+    for stream in streams:
+        await stream.aclose()
+
+
+def _restarted(choice: int) -> ApiError:
+    return ApiError(
+        503,
+        f"choice {choice} was restarted after a part of it had been sent: discard what came, and send the request again",
+        code="restarted",
+    )

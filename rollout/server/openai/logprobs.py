@@ -1,7 +1,7 @@
 """Log-probs in OpenAI's two formats, and of a prompt in vLLM's; text with special tokens.
 
-Every generated token has one entry, also if it shows no text. The concatenated bytes of the tokens are the text's UTF-8,
-also where a character spans several tokens. A log-prob of minus infinity is written as -9999.
+Every generated token has one entry, even if it shows no text. The concatenated bytes of the tokens are the text's UTF-8,
+even if a character spans several tokens. A log-prob of minus infinity is written as -9999.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 from rollout.distributed.client.text_stream import TextDelta
-from rollout.requests.delta import TopN
-from rollout.requests.detokenizer import IncrementalDetokenizer
+from rollout.requests.detokenizer import IncrementalDetokenizer, TokenBytes
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.token_bytes import TokenBytes
+from rollout.requests.token_columns import TopN
 from rollout.server.errors import bad_request
 from rollout.server.openai.samples import prompt_columns
 from rollout.state import FinishReason
 
 MAX_LISTED = 1_000_000
 """Maximum entries of the prompt log-probs of a request: about 60 MB of JSON."""
-
 LOWEST = -9999.0
 """Replaces minus infinity (a token removed by a filter), which JSON cannot represent."""
 
@@ -50,7 +48,7 @@ class TokenTexts:
         return text if "\ufffd" not in text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes_of(token))
 
     def bytes_of(self, token: int) -> bytes:
-        """Bytes of the token; empty without a tokenizer."""
+        """Bytes of the token; empty if there is no tokenizer."""
         return b"" if self._known is None else self._known.of(token)
 
     def shown(self, token: int, *, first: bool) -> bytes:
@@ -66,12 +64,9 @@ class TokenIdNames(TokenTexts):
     """`TokenTexts` that name every token by its id: `token_id:7`, as `return_tokens_as_token_ids` asks."""
 
     def text_of(self, token: int) -> str:
-        """Name of the token."""
         return f"token_id:{token}"
 
-    def distinct(self, token: int) -> str:
-        """Name of the token."""
-        return f"token_id:{token}"
+    distinct = text_of
 
 
 # --- chat -------------------------------------------------------------------------------------------------------------
@@ -85,7 +80,7 @@ def chat_logprobs(
     Args:
         tokens: [T] token ids.
         log_probs: [T]; None: the token has none (the first of a prompt).
-        top: [T] rows of the likeliest tokens, best first; None if only the tokens' own log-probs were requested.
+        top: [T] rows of the most likely tokens, best first; None if only the tokens' own log-probs were requested.
     """
     rows: TopN = [[] for _ in tokens] if top is None else top
     return [
@@ -152,7 +147,7 @@ def finite(log_prob: float | None) -> float | None:
 
 
 def listed_per_position(asked: int | None, vocab_size: int, prompt_tokens: int) -> int | None:
-    """Return how many likeliest tokens to list per prompt position; -1 asks for all.
+    """Return how many most likely tokens to list per prompt position; -1 asks for all.
 
     Args:
         prompt_tokens: tokens of all prompts of the request.
@@ -177,9 +172,7 @@ def prompt_logprobs(
 ) -> list[dict[str, dict[str, Any]] | None]:
     """Return a prompt's log-probs in vLLM's shape: per position, token id → log-prob, rank and text; null for the first.
 
-    Args:
-        top: number of likeliest tokens per position, beside the prompt's own. A token that is not among them has the rank
-            `top + 1`, the least that it can have.
+    The prompt's own token, if it is not among the `top` most likely ones, has the rank `top + 1`, its lowest possible rank.
     """
     found: list[dict[str, dict[str, Any]] | None] = []
     for token, log_prob, row in zip(*prompt_columns(sample, top), strict=True):
@@ -208,7 +201,7 @@ class SpecialText:
         self._held: list[int] = []
 
     def of(self, delta: TextDelta) -> TextDelta:
-        """Return the delta with its text read anew from its tokens."""
+        """Return the delta with its text decoded again from its tokens."""
         tokens, self._held = [*self._held, *delta.token_ids], []
         if tokens and tokens[-1] in self._special:
             self._held = [tokens.pop()]

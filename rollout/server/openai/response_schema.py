@@ -1,7 +1,7 @@
-"""Response models for the OpenAPI description and tests; replies are not built from them.
+"""Reply models for the OpenAPI description and tests; replies are not built from them.
 
-OpenAI's types with the additional fields `rollout`, `stop_reason` and `policy_version`; and vLLM's `prompt_token_ids`,
-`token_ids` and `prompt_logprobs`.
+OpenAI's fields, which are not described again; `rollout`, `stop_reason` and `policy_version`; and vLLM's
+`prompt_token_ids`, `token_ids` and `prompt_logprobs`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _Sampled(_Strict):
     policy_staleness: list[int]
     """Number of weight updates between sampling each token and the reply."""
     routed_experts: RoutedExperts | None = None
-    """Experts that every router chose for prompt and tokens but the last; there if the engine records them. In a stream, the
-    rows of a chunk's tokens, with those of the prompt in a sample's first chunk."""
+    """Experts that every router chose for prompt and tokens but the last, if the engine records them. In a stream, the rows
+    of a chunk's tokens, with those of the prompt in a sample's first chunk."""
 
 
 class Rollout(_Sampled):
@@ -58,25 +58,9 @@ class ChatRollout(Rollout):
     prompt_ids_reused: int
     """Number of leading prompt tokens reused from an earlier reply's ids; the rest was tokenised."""
     retokenized: str | None
-    """Why ids sent back with the last reply were not used, or only in part; null if all were used or none were sent."""
+    """Why ids sent back with the last reply were not all used; null if they were, or none were sent."""
     forced_prefix: str | None = None
     """Beginning of the reply's text that is part of the prompt, because of `tool_choice`; absent otherwise."""
-
-
-class PromptTokensDetails(_Strict):
-    """Prompt tokens whose KV was in the prefix cache."""
-
-    cached_tokens: int
-    audio_tokens: int
-
-
-class CompletionTokensDetails(_Strict):
-    """Fields of OpenAI's API, always 0."""
-
-    reasoning_tokens: int
-    audio_tokens: int
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
 
 
 class Usage(_Strict):
@@ -85,42 +69,27 @@ class Usage(_Strict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
+    prompt_tokens_details: dict[Literal["cached_tokens", "audio_tokens"], int]
+    """`cached_tokens`: prompt tokens whose KV was in the prefix cache."""
+    completion_tokens_details: dict[str, int]
+    """Always 0."""
 
 
 class TokenLogprob(_Strict):
-    """A token, its log-prob (null for the first token of a prompt) and its bytes."""
-
     token: str
     logprob: float | None
     bytes: list[int]
 
 
-class PromptTokenLogprob(_Strict):
-    """Log-prob of a token at a prompt position, in vLLM's shape."""
-
-    logprob: float | None
-    rank: int
-    """1: the likeliest. A token that is not listed among the likeliest has the rank behind them."""
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
-"""Per prompt token: token id (as text) → log-prob, of the token itself and the likeliest; null for the first token."""
-
-
 class ChosenTokenLogprob(TokenLogprob):
-    """A token of the text, with the likeliest tokens at its position."""
-
     top_logprobs: list[TokenLogprob]
 
 
-class ChatLogprobs(_Strict):
+class Logprobs(_Strict):
     """One entry per token."""
 
     content: list[ChosenTokenLogprob]
-    refusal: None
+    refusal: None = None
 
 
 class TextLogprobs(_Strict):
@@ -130,9 +99,20 @@ class TextLogprobs(_Strict):
     """Texts of the tokens; `bytes:…` for an incomplete character."""
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float | None] | None]
-    """Token → log-prob of the likeliest tokens, including the token itself; null if it has no log-prob."""
+    """Token → log-prob of the most likely tokens and the token itself; null if it has no log-prob."""
     text_offset: list[int]
     """Character offset of the token in the choice's text."""
+
+
+class PromptTokenLogprob(_Strict):
+    logprob: float | None
+    rank: int
+    """1: the most likely. A token that is not listed among the most likely has the rank behind them."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptTokenLogprob] | None] | None
+"""Per prompt token: token id (as text) → log-prob, of the token itself and the most likely; null for the first token."""
 
 
 class _Choice(_Strict):
@@ -140,30 +120,20 @@ class _Choice(_Strict):
     stop_reason: str | int | None
     """The stop string or the stop token's id that ended it; null otherwise."""
     sampling_mask: list[list[int]] | None = None
-    """Of each token, the ids it was drawn from; there when `return_sampling_mask` is set."""
+    """The ids that each token was drawn from; absent without `return_sampling_mask`."""
 
 
 class _Answer(_Strict):
     model: str
     policy_version: int
-    """Of the weights when the reply was made."""
+    """Policy version of the weights when the reply was made."""
     usage: Usage
 
 
-class ReplyFunction(_Strict):
-    """Called function: its name, and its arguments as JSON text."""
-
-    name: str
-    arguments: str
-
-
 class ReplyToolCall(_Strict):
-    """Tool call of the model."""
-
     id: str
-    """Id of the call, referenced by the tool message's `tool_call_id`."""
     type: Literal["function"]
-    function: ReplyFunction
+    function: dict[Literal["name", "arguments"], str]
 
 
 class ReplyMessage(_Strict):
@@ -171,7 +141,6 @@ class ReplyMessage(_Strict):
 
     role: Literal["assistant"]
     content: str | None
-    """Null if the reply consists of tool calls only."""
     refusal: None
     reasoning: str | None = None
     """vLLM's newer name of `reasoning_content`."""
@@ -185,8 +154,7 @@ class ChatChoice(_Choice):
     """One sample."""
 
     message: ReplyMessage
-    logprobs: ChatLogprobs | None
-    """Null unless asked for."""
+    logprobs: Logprobs | None
     finish_reason: Literal["stop", "length", "tool_calls", "abort"]
     """`tool_calls`: the sample stopped by itself and contains tool calls."""
     token_ids: list[int] | None = None
@@ -194,32 +162,28 @@ class ChatChoice(_Choice):
 
 
 class ChatCompletion(_Answer):
-    """Reply of `POST /v1/chat/completions`."""
+    """Reply of `POST /v1/chat/completions`. In a stream, the fields of the prompt are in the first chunk."""
 
     id: str
     object: Literal["chat.completion"]
     created: int
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
-    """Null without `return_token_ids`; in a stream, in the first chunk."""
-    prompt_logprobs: PromptLogprobs | None = None
-    """Null unless asked for; in a stream, in the first chunk."""
+    """Null without `return_token_ids`."""
+    prompt_logprobs: PromptLogprobs = None
 
 
 class TextChoice(_Choice):
-    """One sample of one prompt."""
+    """One sample of one prompt. In a stream, the fields of the prompt are in a choice's first chunk."""
 
     text: str
     logprobs: TextLogprobs | None
-    """Null unless asked for."""
     finish_reason: Literal["stop", "length", "abort"]
     """`length`: cut off by max_tokens or by `max_staleness`; `abort`: a stream that a control call ended."""
-    prompt_logprobs: PromptLogprobs | None = None
-    """Null unless asked for."""
+    prompt_logprobs: PromptLogprobs = None
     prompt_token_ids: list[int] | None = None
-    """Null without `return_token_ids`; in a stream, in a choice's first chunk."""
+    """Null without `return_token_ids`, as `token_ids`."""
     token_ids: list[int] | None = None
-    """Null without `return_token_ids`."""
     rollout: Rollout | None = None
 
 
@@ -232,19 +196,11 @@ class Completion(_Answer):
     choices: list[TextChoice]
 
 
-class TokenLogprobs(_Strict):
-    """One entry per token, named `token_id:7`."""
-
-    content: list[ChosenTokenLogprob]
-
-
 class TokenChoice(_Sampled, _Choice):
-    """One sample of token ids. Its lists are as long as `token_ids`."""
+    """One sample of token ids. Its lists are as long as `token_ids`; its tokens are named `token_id:7`."""
 
-    logprobs: TokenLogprobs | None
-    """Null unless asked for."""
+    logprobs: Logprobs | None
     finish_reason: Literal["stop", "length", "abort"]
-    """`length`: cut off by max_tokens or by `max_staleness`; `abort`: a stream that a control call ended."""
 
 
 class TokenGeneration(_Answer):
@@ -254,8 +210,7 @@ class TokenGeneration(_Answer):
     choices: list[TokenChoice]
     prompt_token_ids: list[int] | None = None
     """Null without `return_token_ids`."""
-    prompt_logprobs: PromptLogprobs | None = None
-    """Null unless asked for."""
+    prompt_logprobs: PromptLogprobs = None
 
 
 _CHUNK = (

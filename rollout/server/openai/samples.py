@@ -13,18 +13,17 @@ from typing import Any
 
 from rollout.distributed.client.text_stream import TextDelta
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.routes import Routes, overlaid
+from rollout.requests.token_columns import Routes, overlaid
 from rollout.server.errors import ApiError
 from rollout.state import FinishReason
 
-# `stale`: cut off by `max_staleness` under the policy `partial`, as by a length limit. `abort`: of a stream that a control
-# call ended.
+# `stale`: cut off by `max_staleness` under the policy `partial`, as by a length limit. `abort`: a control call ended the
+# stream.
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.STALE: "length",
                    FinishReason.ABORT: "abort"}  # fmt: skip
 
-
 _CALLERS_FAULT = re.compile(r"InvalidRequestError: (?:request \d+ sample \d+: )?")
-"""Beginning of the error of a sample whose request is to blame, with the engine's own numbers of it."""
+"""Beginning of the error of a sample whose request is to blame, with the engine's own numbers."""
 
 
 def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
@@ -72,12 +71,8 @@ def _joined_routes(pieces: list[TextDelta]) -> Routes | None:
 def refuse_failed(finish_reason: str | None, error: str | None, index: int) -> None:
     """Raise if a sample has failed; return if it is unfinished or has a result.
 
-    Args:
-        index: index of the choice.
-
     Raises:
-        ApiError: 500 with the code `sample_failed`, 400 if the request is to blame, or 409 if it was aborted; names the
-            choice and the cause.
+        ApiError: 500 with the code `sample_failed`, 400 if the request is to blame, or 409 if it was aborted.
     """
     if finish_reason == FinishReason.ABORT:
         cause = f": {error}" if error else ""
@@ -95,17 +90,9 @@ def finish_reason(delta: TextDelta) -> str | None:
 
 
 def rollout(delta: TextDelta, policy_version: int, prompt_token_ids: list[int] | None = None) -> dict[str, Any]:
-    """Return the `rollout` object of a choice.
-
-    Args:
-        policy_version: current version; staleness is measured against it.
-        prompt_token_ids: included unless None.
-    """
+    """Return the `rollout` object of a choice; staleness is measured against `policy_version`, the current one."""
     fields: dict[str, Any] = {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
-    fields |= tokens(delta, policy_version)
-    if delta.finish_reason is not None:
-        fields |= ending(delta)
-    return fields
+    return fields | tokens(delta, policy_version) | ending(delta)
 
 
 def tokens(delta: TextDelta, policy_version: int) -> dict[str, Any]:
@@ -116,7 +103,7 @@ def tokens(delta: TextDelta, policy_version: int) -> dict[str, Any]:
         "policy_versions": delta.policy_versions,
         "policy_staleness": staleness(delta, policy_version),
     }
-    return fields if delta.routed_experts is None else fields | routed_experts(delta)
+    return fields | routed_experts(delta)
 
 
 def staleness(delta: TextDelta, policy_version: int) -> list[int]:
@@ -138,7 +125,7 @@ def routed_experts(delta: TextDelta) -> dict[str, Any]:
 
 
 def sampling_mask(delta: TextDelta) -> dict[str, Any]:
-    """Field `sampling_mask` of a choice, the ids each token was drawn from, as vLLM has it; empty unless asked for."""
+    """Field `sampling_mask` of a choice, the ids that each token was drawn from; empty unless asked for."""
     return {} if delta.kept_tokens is None else {"sampling_mask": delta.kept_tokens}
 
 
@@ -166,10 +153,6 @@ def usage_of(groups: Iterable[Sequence[DynamicInferenceRequest]]) -> dict[str, A
 def prompt_columns(
     request: DynamicInferenceRequest, top: int
 ) -> tuple[list[int], list[float | None], list[list[tuple[int, float]]]]:
-    """Return token ids, log-probs and likeliest tokens of a finished sample's prompt; the first token has no log-prob.
-
-    Args:
-        top: number of likeliest tokens per position.
-    """
+    """Return token ids, log-probs and the `top` most likely tokens of a prompt; its first token has no log-prob."""
     rows = request.prompt_top_n_logprobs or [[] for _ in request.prompt_tokens[1:]]
     return request.prompt_tokens, [None, *(request.prompt_log_probs or ())], [[], *(row[:top] for row in rows)]

@@ -1,8 +1,7 @@
 """Request schemas as pydantic models: sampling options and completions.
 
-Unknown fields are refused by name unless null, as clients send every option they know. Values are not converted: a
-string is not a number, a bool is not an integer. Fields of OpenAI's API that this server does not support are refused
-unless null; fields without effect here (`user`) are accepted. A null field takes its default.
+A field that is unknown, or that this server does not support, must be null; null stands for the default. Fields without
+effect here (`user`) are accepted. Values are not converted: a string is not a number, a bool is not an integer.
 """
 
 from __future__ import annotations
@@ -31,21 +30,15 @@ from rollout.structured_output import StructuredOutput
 
 MAX_N = 128
 """Maximum samples per prompt."""
-
 MAX_PROMPTS = 2048
 """Maximum prompts per completion request."""
-
 MAX_STOPS = 64
 """Maximum stop strings, and maximum stop token ids, per request."""
-
 MAX_BIASES = 4096
 """Maximum entries of `logit_bias`."""
-
 COMPLETION_MAX_TOKENS = 16
 """Default `max_tokens` of a completion; a chat's default is the remaining sequence length."""
-
 INT32 = 2**31 - 1
-"""Largest 32-bit signed integer."""
 
 
 def _refuse(value: Any) -> None:
@@ -94,8 +87,6 @@ Bias = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 
 class StreamOptions(Body):
-    """Options of a stream."""
-
     include_usage: bool | None = None
     """Send the usage in an additional last chunk without choices."""
     include_obfuscation: bool | None = None
@@ -103,16 +94,14 @@ class StreamOptions(Body):
 
 
 class StructuredOutputs(Body):
-    """What a text must be: exactly one of the fields, as in vLLM."""
+    """Constraint on a text: exactly one of the fields, as in vLLM."""
 
     json_: str | dict[str, JsonValue] | bool | None = Field(None, alias="json")
-    """JSON that fits this schema."""
     regex: str | None = None
-    """A text that matches this regular expression from its beginning to its end."""
+    """A regular expression that the whole text matches."""
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_BIASES)] | None = None
-    """One of these texts."""
     grammar: str | None = None
-    """A text of this context-free grammar, in llguidance's dialect of Lark."""
+    """A context-free grammar in llguidance's dialect of Lark."""
     json_object: bool | None = None
     """true: any JSON object."""
 
@@ -125,11 +114,7 @@ class StructuredOutputs(Body):
 
     @property
     def constraint(self) -> StructuredOutput:
-        """The constraint of `SamplingParams`.
-
-        Raises:
-            ConfigError: a value is out of range.
-        """
+        """The constraint of `SamplingParams`; raises `ConfigError` if a value is out of range."""
         if self.json_object:
             return StructuredOutput(json_schema={"type": "object"})
         if self.choice is not None:
@@ -138,13 +123,13 @@ class StructuredOutputs(Body):
 
 
 class RequestFields(Body):
-    """Fields of a request beside its prompt and the options of sampling."""
+    """Fields of a request next to its prompt and its sampling options."""
 
     prompt_field: ClassVar[str]
     """Name of the field that holds the prompt."""
 
     model: str | None = None
-    """Name of the served model; null for that one."""
+    """Name of the served model or of an adapter. Null: the served model."""
     stream: bool | None = None
     """Send the reply incrementally, as server-sent events."""
     stream_options: StreamOptions | None = None
@@ -160,7 +145,7 @@ class RequestFields(Body):
     wait_while_suspended: bool | None = None
     """false: fail with 503 unless the engine is running, instead of waiting. Default true."""
     cache_salt: str | None = Field(None, max_length=1024)
-    """Cached KV is reused among requests of equal salt only, besides equal tokens and policy version."""
+    """Cached KV is reused among requests of equal salt only."""
 
     @field_validator("stream_options")
     @classmethod
@@ -186,7 +171,7 @@ class RequestFields(Body):
 
     @property
     def constraint_field(self) -> str:
-        """Field that a constraint on the text comes from."""
+        """Name of the field that a constraint on the text comes from."""
         return "structured_outputs"
 
     @property
@@ -203,7 +188,7 @@ class SamplingFields(Body):
     temperature: float | None = Field(None, ge=0, le=100)
     """0: exact greedy decoding. Default 1."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Keep the smallest set of likeliest tokens whose probabilities sum to at least this value."""
+    """Keep the smallest set of most likely tokens whose probabilities sum to at least this value."""
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     """Subtracted once from the logit of every token that the sample contains."""
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -217,20 +202,20 @@ class SamplingFields(Body):
         ]
         | None
     ) = None
-    """Strings that end the sample; the matched one is removed from the text."""
+    """Strings that end the sample. The text ends before the matched one."""
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     """Equal seed, prompt, parameters and weights give equal samples. A negative seed is taken modulo 2**63."""
     max_tokens: int | None = Field(None, ge=0, le=INT32)
-    """Maximum number of tokens of a sample, capped at the remaining sequence length. 0: process the prompt only. Default:
-    16 for a completion, the remaining sequence length for a chat."""
+    """Maximum tokens of a sample, capped at the remaining sequence length, which is the default (of a completion: 16). 0:
+    process the prompt only."""
     top_k: int | None = Field(None, ge=-1, le=INT32)
-    """Keep the k likeliest tokens. 0 or -1: all."""
+    """Keep the k most likely tokens. 0 or -1: all."""
     min_p: float | None = Field(None, ge=0, le=1)
-    """Keep tokens whose probability is at least this fraction of the likeliest token's."""
+    """Keep tokens whose probability is at least this fraction of the most likely token's."""
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    """Divides positive and multiplies negative logits of tokens that the prompt or the sample contains. 1: off."""
+    """Divisor of positive and factor of negative logits of tokens in the prompt or the sample. 1: off."""
     min_tokens: int | None = Field(None, ge=0, le=INT32)
-    """No end-of-text token, stop token or stop string ends the sample before this many tokens."""
+    """Minimum tokens of a sample."""
     ignore_eos: bool | None = None
     """Continue after an end-of-text token."""
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS)
@@ -238,18 +223,18 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool | None = None
     """Keep the stop string in the text."""
     logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
-    """Return log-probs of these tokens instead of the likeliest ones'. Needs `logprobs`."""
+    """Return log-probs of these tokens instead of the most likely ones'. Needs `logprobs`."""
     prompt_logprobs: int | None = Field(None, ge=-1, le=INT32)
-    """Return log-probs of the prompt's tokens, and of this many likeliest tokens per position. 0: only the tokens' own;
+    """Return log-probs of the prompt's tokens, and of this many most likely tokens per position. 0: only the tokens' own;
     -1: of the whole vocabulary. At most 1,000,000 entries per request."""
     logprobs_mode: Literal["processed", "raw", "tempered"] | None = None
     """Distribution of the log-probs. `processed`: the one sampled from. `raw`: softmax of the model's logits. `tempered`:
     softmax(logits / temperature)."""
     return_sampling_mask: bool | None = None
-    """Return for every token the ids that top_k, top_p and min_p left to draw it from, as `sampling_mask` of the choice.
-    Needs one of them; top_k is then at most 4096."""
+    """Return the ids that each token was drawn from, as `sampling_mask` of the choice. Needs top_k (at most 4096), top_p
+    or min_p."""
     skip_special_tokens: bool | None = None
-    """false: the text shows special tokens, except the one that ended the sample; not together with `stop`. Default true."""
+    """false: the text shows special tokens, except the one that ended the sample. Not with `stop`. Default true."""
     spaces_between_special_tokens: bool | None = None
     """Accepted, without effect: fast tokenizers write no such spaces."""
     structured_outputs: StructuredOutputs | None = None
@@ -277,11 +262,7 @@ class SamplingFields(Body):
 
     @property
     def constraint(self) -> StructuredOutput | None:
-        """Constraint on the text.
-
-        Raises:
-            ConfigError: it is malformed.
-        """
+        """Constraint on the text; raises `ConfigError` if it is malformed."""
         return None if self.structured_outputs is None else self.structured_outputs.constraint
 
     def sampling_params(self, **decided: Any) -> SamplingParams:
@@ -326,10 +307,10 @@ _SAMPLING = {each.name for each in fields(SamplingParams)} & SamplingFields.mode
 
 
 class SamplingBody(RequestFields, SamplingFields):
-    """Fields common to OpenAI's completion endpoints."""
+    """Fields common to chats and completions."""
 
     return_token_ids: bool | None = None
-    """Include `prompt_token_ids` and each choice's `token_ids` where vLLM has them."""
+    """Include `prompt_token_ids` and each choice's `token_ids`, placed as in vLLM."""
     return_tokens_as_token_ids: bool | None = None
     """Name tokens in log-probs `token_id:7` instead of by their text."""
 
@@ -361,13 +342,12 @@ class CompletionRequest(SamplingBody):
     """One text, several texts, token ids, or lists of token ids."""
 
     logprobs: int | None = Field(None, ge=0, le=20)
-    """Return log-probs of every token, and of this many likeliest tokens per position. 0: only the tokens' own."""
+    """Return log-probs of every token, and of this many most likely tokens per position. 0: only the tokens' own."""
     echo: bool | None = None
     """Prepend the prompt to the text, and its log-probs to the log-probs."""
     best_of: int | None = Field(None, ge=1, le=MAX_N)
     """Must equal n: all samples are returned."""
     suffix: Absent = None
-    """Not supported."""
 
     @field_validator("best_of")
     @classmethod
@@ -378,9 +358,7 @@ class CompletionRequest(SamplingBody):
 
     @property
     def prompts(self) -> list[str] | list[TokenIds]:
-        """Prompts as a list, also for a single one."""
+        """Prompts as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt

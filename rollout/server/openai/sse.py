@@ -1,8 +1,7 @@
 """Server-sent events: encoding of chunks, and the streaming response.
 
-Fields shared by all chunks of a reply are encoded once. Deltas that queued up while the socket was busy are merged into
-one chunk per sample. An error after the first byte is sent as an `error` event without `[DONE]`. When the client
-disconnects, the source is closed immediately.
+Deltas that queued up while the socket was busy are merged into one chunk per sample. An error after the first byte is sent
+as an `error` event without `[DONE]`. When the client disconnects, the source is closed immediately.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class Chunks:
     """Encoder of the chunks of one reply.
 
     Args:
-        head: fields common to all chunks: id, object, created, model.
-        with_usage: the last chunk carries the usage, and all others `"usage": null`.
+        head: fields common to all chunks, which are encoded once.
+        with_usage: the last chunk has the usage, and all others have `"usage": null`.
     """
 
     def __init__(self, head: dict[str, Any], *, with_usage: bool) -> None:
@@ -62,9 +61,6 @@ class Chunks:
     def usage(self, usage: dict[str, Any], policy_version: int) -> bytes:
         """Encode the final chunk, with the usage and no choice."""
         return b'%b%d,"choices":[],"usage":%b}\n\n' % (self._head, policy_version, encode(usage))
-
-
-# --- what there is to send --------------------------------------------------------------------------------------------
 
 
 async def bursts(streams: Sequence[Any]) -> AsyncGenerator[Burst]:
@@ -117,15 +113,12 @@ async def _together(streams: Sequence[Any]) -> AsyncGenerator[Burst]:
         await asyncio.gather(*listeners, return_exceptions=True)
 
 
-# --- the response -----------------------------------------------------------------------------------------------------
-
-
 class EventStream(Response):
     """Response that streams events until the source ends or the client disconnects.
 
     Args:
         serving: while it is stopping, aborts are reported as a shutdown.
-        first: first bytes of the body; their existence fixes the status at 200.
+        first: first bytes of the body; once they exist, the status is 200.
         source: yields the following bytes; closed in any case.
     """
 
@@ -154,7 +147,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
             async for chunk in self._source:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except Exception as exc:  # noqa: BLE001 - the border: the status is sent, so it is said in the stream
+        except Exception as exc:  # noqa: BLE001 - the status is sent, so the stream reports the error
             await send({"type": "http.response.body", "body": self._explain(exc), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -12,19 +12,7 @@ import pytest
 import torch
 
 from rollout.distributed.client.session import exception_named
-from rollout.distributed.protocol.messages import (
-    Abort,
-    Barrier,
-    BarrierDone,
-    Control,
-    ControlDone,
-    Disconnect,
-    Refused,
-    RequestFailed,
-    StatusQuery,
-    Submit,
-    Update,
-)
+from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.messages import Status as StatusAnswer
 from rollout.errors import (
     ConnectionLostError,
@@ -112,7 +100,7 @@ def test_a_submit_says_everything_that_was_asked():
     line.session.submit(PROMPT, SamplingParams())
     first, second = line.sent
     blob = msgpack.packb(params.serialize())
-    assert first == Submit(0, "text", 3, blob, 9, -2, 12.0, 5.0, 7)
+    assert first == wire.Submit(0, "text", 3, blob, 9, -2, 12.0, 5.0, 7)
     assert (second.request_id, second.seed, second.arrival_time, second.n) == (1, None, 1000.0, 1)
     assert SamplingParams.deserialize(msgpack.unpackb(first.params)) == params
 
@@ -136,7 +124,7 @@ def test_a_submit_says_everything_that_was_asked():
 def test_a_failed_group_ends_with_the_exception_that_was_named(name, kind, words):
     line = Line()
     group = line.submit()
-    line.receive(RequestFailed(0, name, "why"))
+    line.receive(wire.RequestFailed(0, name, "why"))
     assert line.done == [group]
     with pytest.raises(kind) as caught:
         group.result()
@@ -161,9 +149,9 @@ def test_abort_asks_and_the_answer_ends_the_group():
     group = line.submit()
     assert line.session.abort(0)
     assert not line.session.abort(5)
-    assert line.sent[1:] == [Abort(0)]
+    assert line.sent[1:] == [wire.Abort(0)]
     assert not group.done
-    line.receive(RequestFailed(0, "RequestAbortedError", "was aborted"))
+    line.receive(wire.RequestFailed(0, "RequestAbortedError", "was aborted"))
     assert isinstance(group.error, RequestAbortedError)
     assert not line.session.abort(0)
 
@@ -171,7 +159,7 @@ def test_abort_asks_and_the_answer_ends_the_group():
 def test_a_lost_connection_ends_everything_once_and_leaves_the_records_readable():
     line = Line()
     groups = [line.submit(n=2) for _ in range(3)]
-    line.receive(Update([stretch(1, {0: (0, [4, 5])})]), RequestFailed(2, "RankLostError", "why"))
+    line.receive(wire.Update([stretch(1, {0: (0, [4, 5])})]), wire.RequestFailed(2, "RankLostError", "why"))
     calls = [line.session.status(), line.session.control("pause", None, 1.0), line.session.barrier(3)]
     line.session.lost(ConnectionLostError("cut"))
     line.session.lost(ConnectionLostError("cut again"))
@@ -189,7 +177,7 @@ def test_a_lost_connection_ends_everything_once_and_leaves_the_records_readable(
         line.session.barrier(4)
 
 
-@pytest.mark.parametrize("message", [Refused("unknown_peer", "who", over=True), Disconnect("bye")])
+@pytest.mark.parametrize("message", [wire.Refused("unknown_peer", "who", over=True), wire.Disconnect("bye")])
 def test_a_farewell_of_the_coordinator_is_the_end(message):
     line = Line()
     group = line.submit()
@@ -200,8 +188,8 @@ def test_a_farewell_of_the_coordinator_is_the_end(message):
 def test_a_refusal_that_is_not_the_end_is_told_and_harms_nothing():
     line = Line()
     group = line.submit()
-    line.receive(Refused("malformed", "that frame", over=False))
-    assert line.refused == [Refused("malformed", "that frame", over=False)]
+    line.receive(wire.Refused("malformed", "that frame", over=False))
+    assert line.refused == [wire.Refused("malformed", "that frame", over=False)]
     assert not group.done
 
 
@@ -218,8 +206,10 @@ def test_calls_are_answered_by_their_number():
     answered = []
     for call in (status, pause, fail):
         call.on_done = answered.append
-    assert line.sent == [StatusQuery(0), Control(1, "pause", None, 2.0), Control(2, "stop", None, 1)]
-    line.receive(ControlDone(2, "ControlError", "no", ["rank1"]), ControlDone(1), StatusAnswer(0, {"ranks": 2}))
+    assert line.sent == [wire.StatusQuery(0), wire.Control(1, "pause", None, 2.0), wire.Control(2, "stop", None, 1)]
+    line.receive(
+        wire.ControlDone(2, "ControlError", "no", ["rank1"]), wire.ControlDone(1), StatusAnswer(0, {"ranks": 2})
+    )
     assert answered == [fail, pause, status]
     assert status.value == {"ranks": 2}
     assert pause.error is None
@@ -229,12 +219,12 @@ def test_calls_are_answered_by_their_number():
 def test_a_barrier_is_done_when_everybody_has_come_that_far_or_further():
     line = Line()
     calls = [line.session.barrier(index) for index in (1, 2, 2, 3)]
-    assert line.sent == [Barrier(1), Barrier(2), Barrier(2), Barrier(3)]
+    assert line.sent == [wire.Barrier(1), wire.Barrier(2), wire.Barrier(2), wire.Barrier(3)]
     line.session.forget(calls[1])
-    line.receive(BarrierDone(2))
+    line.receive(wire.BarrierDone(2))
     assert [call.done for call in calls] == [True, False, True, False]
     line.session.forget(calls[3])
-    line.receive(BarrierDone(3))
+    line.receive(wire.BarrierDone(3))
     assert not calls[3].done
 
 
@@ -244,5 +234,5 @@ def test_an_update_is_told_before_the_end_and_only_where_somebody_listens():
     told = []
     group.on_update = lambda who, part: told.append((who.done, part.counts))
     group.on_done = lambda who: told.append("done")
-    line.receive(Update([stretch(0, {0: (0, [1])})]), Update([stretch(0, {0: (1, [2, 3])}, ended=(0,))]))
+    line.receive(wire.Update([stretch(0, {0: (0, [1])})]), wire.Update([stretch(0, {0: (1, [2, 3])}, ended=(0,))]))
     assert told == [(False, [1]), (True, [2]), "done"]

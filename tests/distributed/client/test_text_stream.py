@@ -22,9 +22,9 @@ from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Assign, Mess
 from rollout.distributed.protocol.outcome import Outcome, pack
 from rollout.distributed.worker.session import RankSession
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.requests.delta import pack_top_n
 from rollout.requests.detokenizer import WINDOW, CompletionText
 from rollout.requests.spans import VersionSpans
+from rollout.requests.token_columns import pack_top_n
 from rollout.sampling_params import SamplingParams
 from rollout.state import StalenessPolicy
 from tests.engines import at_random, make_engine
@@ -63,7 +63,6 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def unigram() -> PreTrainedTokenizerFast:
-    """Sentencepiece's Unigram with byte fallback."""
     trained = Tokenizer(models.Unigram())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(
@@ -107,8 +106,6 @@ def of_bytes(name: str, data: bytes) -> list[int]:
 
 @dataclass
 class Ending:
-    """How an engine would end a sample whose model says `ids`."""
-
     ids: list[int]
     text: str
     reason: str = "length"
@@ -146,8 +143,6 @@ def stretch(
 
 @dataclass
 class Shown:
-    """What deltas tell of one sample."""
-
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -172,8 +167,6 @@ class Shown:
 
 
 class Listener:
-    """A group, and what is shown of its samples."""
-
     def __init__(self, tokenizer: Any, params: SamplingParams | None = None) -> None:
         self.params = params or SamplingParams()
         self.group = OpenGroup(7, np.asarray(PROMPT, "<i4").tobytes(), self.params, 0, 0.0)
@@ -181,7 +174,6 @@ class Listener:
         self.shown = [Shown() for _ in range(self.params.n)]
 
     def hear(self, *stretches: Stretch) -> Shown:
-        """Of the first sample."""
         for each in stretches:
             each.check()
             self.group.take(each)
@@ -284,42 +276,13 @@ def test_text_is_shown_as_soon_as_nothing_can_change_it(name: str) -> None:
     assert shown.text == "the cat sat on the mat"
 
 
-@pytest.mark.parametrize("name", sorted(MAKERS))
-def test_an_emoji_split_over_tokens_comes_whole_and_no_replacement_character_before_it(name: str) -> None:
-    ids = [*letters(name, "the cat"), *of_bytes(name, "🙂".encode()), *letters(name, " mat")]
-    shown = stream(tokenizer_named(name), ending(tokenizer_named(name), ids, SamplingParams()), SamplingParams(), [1])
-    assert shown.text == "the cat🙂 mat"
-    assert REPLACEMENT not in "".join(shown.history)
-
-
-def test_bytes_that_stay_unfinished_read_at_the_end_as_the_tokenizer_decodes_them() -> None:
-    ids = of_bytes("byte_level", b"a\xf0\x9f")
-    end = ending(tokenizer_named("byte_level"), ids, SamplingParams())
-    assert stream(tokenizer_named("byte_level"), end, SamplingParams(), [1]).history == ["a", "a", "a" + REPLACEMENT]
-
-
-def test_a_stop_string_over_several_stretches_is_never_shown_in_part() -> None:
-    params = SamplingParams(stop=("STOP",))
-    end = ending(tokenizer_named("byte_level"), of_bytes("byte_level", b"a STILL STOP"), params)
-    history = stream(tokenizer_named("byte_level"), end, params, [1]).history
-    assert history == ["a", "a ", "a ", "a ", "a STI", "a STIL", "a STILL", "a STILL ", *["a STILL "] * 4]
-
-
 def test_a_stop_string_that_is_kept_is_shown_as_it_comes() -> None:
     params = SamplingParams(stop=("STOP",), include_stop_str_in_output=True)
     end = ending(tokenizer_named("byte_level"), of_bytes("byte_level", b"aSTOP"), params)
     assert stream(tokenizer_named("byte_level"), end, params, [1]).history == ["a", "aS", "aST", "aSTO", "aSTOP"]
 
 
-def test_what_may_become_a_stop_string_and_does_not_is_shown_at_the_end() -> None:
-    params = SamplingParams(stop=("STOP",))
-    end = ending(tokenizer_named("byte_level"), of_bytes("byte_level", b"aSTO"), params)
-    assert stream(tokenizer_named("byte_level"), end, params, [1]).history == ["a", "a", "a", "aSTO"]
-
-
 class Counting:
-    """A tokenizer that counts the tokens it decodes."""
-
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.decoded = 0
@@ -385,8 +348,6 @@ def test_an_engine_without_texts_leaves_the_last_word_to_the_stream() -> None:
 
 
 class Picky:
-    """A tokenizer that cannot read token 9."""
-
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         if 9 in token_ids:
             raise ValueError("9 is no token")

@@ -12,50 +12,30 @@ import numpy as np
 from rollout.config import CoordinatorConfig
 from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
 from rollout.distributed.coordinator.core.requests import TextJob
+from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.frames import decode, encode
-from rollout.distributed.protocol.messages import (
-    PROTOCOL_VERSION,
-    Assign,
-    Command,
-    CommandAck,
-    Connect,
-    ConnectAck,
-    Control,
-    ControlDone,
-    EngineMoved,
-    Heartbeat,
-    Message,
-    Progress,
-    Register,
-    RegisterAck,
-    RequestFailed,
-    Stretch,
-    Submit,
-    Update,
-)
 
-Kind = TypeVar("Kind", bound=Message)
+Kind = TypeVar("Kind", bound=wire.Message)
 BLOCK = 4
 LONG = tuple(range(40))
 """A prompt of several blocks."""
 
 
 def int32(*values: int) -> bytes:
-    """Token ids as they travel."""
     return np.array(values, "<i4").tobytes()
 
 
 def stretch(
-    assign: Assign,
+    assign: wire.Assign,
     rows: dict[int, tuple[int, Sequence[int]]],
     *,
     ended: Sequence[int] = (),
     version: int = 0,
     **columns: Any,
-) -> Stretch:
+) -> wire.Stretch:
     """{sample: (start, tokens)} of an assignment; a token's log-prob is minus itself."""
     tokens = [token for _, made in rows.values() for token in made]
-    return Stretch(
+    return wire.Stretch(
         assign.request_id,
         assign.attempt,
         list(rows),
@@ -69,8 +49,6 @@ def stretch(
 
 
 class Job:
-    """The core, and everybody in it."""
-
     def __init__(self, **options: Any) -> None:
         options = {"block_size_tokens": BLOCK, "heartbeat_timeout_s": 10.0, "idle_exit_s": 1e6} | options
         self.config = CoordinatorConfig(**options)
@@ -83,26 +61,26 @@ class Job:
         self.core.tick(self.now)
 
     def client(self, name: str = "client", *, member: bool = False) -> Line:
-        """A client that has connected."""
         client = Line(self, name.encode())
         client.say(
-            Connect(PROTOCOL_VERSION, name, self._members.setdefault(name, len(self._members)) if member else None)
+            wire.Connect(
+                wire.PROTOCOL_VERSION, name, self._members.setdefault(name, len(self._members)) if member else None
+            )
         )
-        client.told = client.hear(ConnectAck)
+        client.told = client.hear(wire.ConnectAck)
         return client
 
     def rank(self, name: str = "rank", slots: int = 8, *, version: int = 0, ready: bool = True) -> Line:
         """A rank that has registered and, if `ready`, reached what it was told."""
         lives = sum(each.startswith(name.encode()) for each in self.lines)
         rank = Line(self, f"{name}-{lives}".encode())
-        rank.say(Register(PROTOCOL_VERSION, name, slots, BLOCK, "running", version))
-        rank.told = rank.hear(RegisterAck)
+        rank.say(wire.Register(wire.PROTOCOL_VERSION, name, slots, BLOCK, "running", version))
+        rank.told = rank.hear(wire.RegisterAck)
         if ready:
-            rank.say(EngineMoved("running", rank.told.policy_version))
+            rank.say(wire.EngineMoved("running", rank.told.policy_version))
         return rank
 
     def carry(self) -> None:
-        """What the core has said arrives."""
         if self._in_turn:
             return
         for identity, sequence, message in self.core.take_outbox():
@@ -125,7 +103,7 @@ class Job:
             self.now = min(end, self.now + step)
             for line in self.lines.values():
                 if self.core.peers.get(line.identity) is not None and line not in silent:
-                    line.say(Heartbeat())
+                    line.say(wire.Heartbeat())
             if self.now >= self.core.next_deadline():
                 self.core.tick(self.now)
             self.carry()
@@ -134,7 +112,6 @@ class Job:
         return self.core.take_text_jobs()
 
     def decisions(self) -> list[tuple[int, int]]:
-        """(request id, rank index) since the last call."""
         return [(each.request_id, each.rank_index) for each in self.core.take_decisions()]
 
 
@@ -144,22 +121,22 @@ class Line:
     def __init__(self, job: Job, identity: bytes) -> None:
         self.job = job
         self.identity = identity
-        self.heard: deque[Message] = deque()
+        self.heard: deque[wire.Message] = deque()
         self.numbers: list[int] = []
         """Of all frames that came."""
         self.said = 0
-        self.told: ConnectAck | RegisterAck
+        self.told: wire.ConnectAck | wire.RegisterAck
         """What it was welcomed with."""
         self._requests = 0
         self._calls = 0
         job.lines[identity] = self
 
-    def arrives(self, sequence: int, message: Message) -> None:
+    def arrives(self, sequence: int, message: wire.Message) -> None:
         self.numbers.append(sequence)
-        if not isinstance(message, Heartbeat):
+        if not isinstance(message, wire.Heartbeat):
             self.heard.append(message)
 
-    def say(self, *messages: Message) -> None:
+    def say(self, *messages: wire.Message) -> None:
         for message in messages:
             there, carried = decode(encode(self.said, message))
             self.said += 1
@@ -167,57 +144,50 @@ class Line:
         self.job.carry()
 
     def hear(self, kind: type[Kind]) -> Kind:
-        """The next message, which must be of this kind."""
         assert self.heard, f"nothing has come where {kind.__name__} was expected"
         message = self.heard.popleft()
         assert isinstance(message, kind), message
         return message
 
     def quiet(self) -> bool:
-        """Whether nothing has come."""
         return not self.heard
 
     # --- as a client ------------------------------------------------------------------------------------------------
 
     def submit(self, prompt: Sequence[int] | str = (1, 2, 3), n: int = 1, **fields: Any) -> int:
-        """Returns the request's id."""
         number = fields.pop("request_id", self._requests)
         self._requests = number + 1
-        self.say(Submit(number, prompt if isinstance(prompt, str) else int32(*prompt), n, b"\x80", **fields))
+        self.say(wire.Submit(number, prompt if isinstance(prompt, str) else int32(*prompt), n, b"\x80", **fields))
         return number
 
     def call(self, signal: str, argument: int | str | None = None, timeout_s: float = 8.0) -> int:
-        """Returns the call's id."""
         self._calls += 1
-        self.say(Control(self._calls, signal, argument, timeout_s))
+        self.say(wire.Control(self._calls, signal, argument, timeout_s))
         return self._calls
 
-    def failed(self, error: str) -> RequestFailed:
-        """The next message is the end of a request by this error, whose text names it."""
-        failure = self.hear(RequestFailed)
+    def failed(self, error: str) -> wire.RequestFailed:
+        failure = self.hear(wire.RequestFailed)
         assert failure.error == error, failure
         return failure
 
-    def answered(self) -> ControlDone:
-        return self.hear(ControlDone)
+    def answered(self) -> wire.ControlDone:
+        return self.hear(wire.ControlDone)
 
-    def stretches(self) -> list[Stretch]:
-        """Of the next message."""
-        return self.hear(Update).stretches
+    def stretches(self) -> list[wire.Stretch]:
+        return self.hear(wire.Update).stretches
 
     # --- as a rank --------------------------------------------------------------------------------------------------
 
-    def assigned(self) -> Assign:
-        return self.hear(Assign)
+    def assigned(self) -> wire.Assign:
+        return self.hear(wire.Assign)
 
     def assigned_ids(self) -> list[int]:
-        """The coordinator's request ids of all that has come, assignments only."""
         return [self.assigned().request_id for _ in range(len(self.heard))]
 
-    def progress(self, *stretches: Stretch, **fields: Any) -> None:
-        self.say(Progress(list(stretches), **fields))
+    def progress(self, *stretches: wire.Stretch, **fields: Any) -> None:
+        self.say(wire.Progress(list(stretches), **fields))
 
-    def finish(self, assign: Assign, tokens: Sequence[int] = (7,), version: int = 0) -> None:
+    def finish(self, assign: wire.Assign, tokens: Sequence[int] = (7,), version: int = 0) -> None:
         """All samples of an assignment end with these tokens behind what is known."""
         known = dict.fromkeys(assign.indices, 0)
         for row in assign.known:
@@ -225,21 +195,19 @@ class Line:
         rows = {index: (start, tokens) for index, start in known.items()}
         self.progress(stretch(assign, rows, ended=assign.indices, version=version))
 
-    def obey(self, *, error: str | None = None, state: str = "running", version: int | None = None) -> Command:
+    def obey(self, *, error: str | None = None, state: str = "running", version: int | None = None) -> wire.Command:
         """Do the next command, which must be there, or fail at it."""
-        command = self.hear(Command)
+        command = self.hear(wire.Command)
         if version is None:
             peer = self.job.core.peers.ranks[self.identity]
             version = command.argument if command.signal == "set_version" and error is None else peer.policy_version
-        self.say(CommandAck(command.command_id, state, version, error))
+        self.say(wire.CommandAck(command.command_id, state, version, error))
         return command
 
     def is_gone(self) -> bool:
-        """Whether its session has ended."""
         return self.job.core.peers.get(self.identity) is None
 
 
 def lose(job: Job, rank: Line) -> None:
-    """The coordinator can reach it no more."""
     job.core.unreachable(rank.identity, "its connection is gone", job.now)
     job.carry()

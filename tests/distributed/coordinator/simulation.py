@@ -27,27 +27,14 @@ from rollout.config import CoordinatorConfig
 from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.client.session import Call, ClientSession
 from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
-from rollout.distributed.protocol.fields import FLUSH_PREFIX_CACHE, SET_VERSION
-from rollout.distributed.protocol.frames import LostFramesError, Sequencer, decode, encode
-from rollout.distributed.protocol.messages import (
-    PROTOCOL_VERSION,
-    TRY_AGAIN,
-    Assign,
-    Connect,
-    ConnectAck,
-    Disconnect,
-    Heartbeat,
-    Message,
-    Refused,
-    Register,
-    RegisterAck,
-    Stretch,
-    session_end,
-)
+from rollout.distributed.protocol import messages as wire
+from rollout.distributed.protocol.fields import FLUSH_PREFIX_CACHE, SET_VERSION, LostFramesError
+from rollout.distributed.protocol.frames import Sequencer, decode, encode
 from rollout.distributed.worker.session import RankSession
 from rollout.errors import ConnectionLostError, RolloutError
 from rollout.sampling_params import SamplingParams
 from rollout.state import CoordinatorState, EngineState, PrefixCachingCoordinatorPolicy
+from tests.distributed.coordinator.core.routers import check, held
 from tests.distributed.coordinator.fake_engine import BLOCK, CACHE_BLOCKS, FakeEngine, length_of, token_at
 
 PROMPTS = [
@@ -58,7 +45,6 @@ TEXTS = {f"prompt {number}": tokens for number, tokens in enumerate(PROMPTS)}
 
 @cache
 def params_of(n: int, seed: int | None) -> SamplingParams:
-    """Few different ones, so that they are packed once."""
     return SamplingParams(n=n, seed=seed, max_tokens=64)
 
 
@@ -69,8 +55,8 @@ class Peer:
     name: str
     identity: bytes = b""
     frames: Sequencer = field(default_factory=Sequencer)
-    inbox: deque[tuple[int, Message]] = field(default_factory=deque)
-    outbox: deque[tuple[int, Message]] = field(default_factory=deque)
+    inbox: deque[tuple[int, wire.Message]] = field(default_factory=deque)
+    outbox: deque[tuple[int, wire.Message]] = field(default_factory=deque)
     alive: bool = True
     hung: bool = False
     connected: bool = False
@@ -79,23 +65,19 @@ class Peer:
     gap: bool = False
     """Frames were lost, and nobody has noticed yet."""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: wire.Message) -> None:
         self.outbox.append((self.frames.next(), message))
 
 
 @dataclass(eq=False)
 class SimRank(Peer):
-    """A rank's process."""
-
     engine: FakeEngine = None  # type: ignore[assignment]
     session: RankSession = None  # type: ignore[assignment]
-    told: RegisterAck | None = None
+    told: wire.RegisterAck | None = None
 
 
 @dataclass(eq=False)
 class Wanted:
-    """A group as its user sees it."""
-
     group: OpenGroup
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -109,8 +91,6 @@ class Wanted:
 
 @dataclass(eq=False)
 class SimClient(Peer):
-    """A client's process."""
-
     session: ClientSession = None  # type: ignore[assignment]
     member: int | None = None
     barrier: int = -1
@@ -120,8 +100,6 @@ class SimClient(Peer):
 
 
 class World:
-    """The job under one seed."""
-
     def __init__(self, seed: int, *, trace: bool = False, encoded: bool | None = None) -> None:
         self.rng = random.Random(seed)
         rng = self.rng
@@ -186,7 +164,7 @@ class World:
         rank.session = RankSession(rank.engine, rank.send, idle=lambda: rank.engine.resting)
         hashes = np.asarray(rank.engine.track_prefix_cache(rank.session.changes), "<i8").tobytes()
         state, version = rank.engine.state.value, rank.engine.policy_version
-        rank.send(Register(PROTOCOL_VERSION, rank.name, rank.engine._slots, BLOCK, state, version, hashes))
+        rank.send(wire.Register(wire.PROTOCOL_VERSION, rank.name, rank.engine._slots, BLOCK, state, version, hashes))
 
     def start_client(self, name: str, *, member: int | None) -> None:
         client = SimClient(name, member=member)
@@ -197,7 +175,7 @@ class World:
         self.connect(client)
         client.ready = False
         client.session = ClientSession(client.send, clock=lambda: 1.0)
-        client.send(Connect(PROTOCOL_VERSION, client.name, client.member))
+        client.send(wire.Connect(wire.PROTOCOL_VERSION, client.name, client.member))
 
     def connect(self, peer: Peer) -> None:
         self.peers.pop(peer.identity, None)
@@ -223,7 +201,7 @@ class World:
             if not outbox:
                 return
             for identity, sequence, message in outbox:
-                assert not isinstance(message, Refused) or message.code not in ("malformed", "not_yours"), message
+                assert not isinstance(message, wire.Refused) or message.code not in ("malformed", "not_yours"), message
                 peer = self.peers.get(identity)
                 if peer is None or not peer.alive or not peer.connected:
                     self.core.unreachable(identity, "unreachable", self.now)
@@ -231,7 +209,7 @@ class World:
                     peer.inbox.append((sequence, self.carry(sequence, message)))
         raise AssertionError("the core never stops talking")
 
-    def carry(self, sequence: int, message: Message) -> Message:
+    def carry(self, sequence: int, message: wire.Message) -> wire.Message:
         if not self.encoded:
             return message
         there, carried = decode(encode(sequence, message))
@@ -243,7 +221,7 @@ class World:
         self.say(peer.name, "→", message)
         for _ in range(2 if self.faults and self.rng.random() < 0.1 else 1):
             self.core.receive(peer.identity, sequence, self.carry(sequence, message), self.now)
-        if isinstance(message, Connect) and peer.identity in self.core.peers.clients:
+        if isinstance(message, wire.Connect) and peer.identity in self.core.peers.clients:
             # A job that is stopping lets nobody in.
             self.joined.add(peer.name)
         self.flush_core()
@@ -252,9 +230,9 @@ class World:
         sequence, message = peer.inbox.popleft()
         self.say(peer.name, "←", message)
         for _ in range(2 if self.faults and self.rng.random() < 0.1 else 1):
-            if session_end(message) is not None:
-                final = isinstance(message, Refused) and message.code not in TRY_AGAIN
-                self.lose(peer, session_end(message) or "", again=not final)
+            if wire.session_end(message) is not None:
+                final = isinstance(message, wire.Refused) and message.code not in wire.TRY_AGAIN
+                self.lose(peer, wire.session_end(message) or "", again=not final)
                 return
             try:
                 if not peer.frames.accept(sequence):
@@ -263,14 +241,14 @@ class World:
                 self.lose(peer, str(exc))
                 return
             if isinstance(peer, SimRank):
-                if isinstance(message, RegisterAck):
+                if isinstance(message, wire.RegisterAck):
                     peer.told = message
-                if isinstance(message, Assign):
+                if isinstance(message, wire.Assign):
                     assert peer.told is not None
                     assert peer.engine.policy_version >= peer.told.policy_version, "work before the version was told"
                 assert not peer.session.receive(message), "a rank ended somebody else's samples"
             elif isinstance(peer, SimClient):
-                if isinstance(message, ConnectAck):
+                if isinstance(message, wire.ConnectAck):
                     peer.ready = True
                     peer.barrier = message.next_barrier - 1
                 peer.session.receive(message)
@@ -306,7 +284,7 @@ class World:
         client: SimClient,
         prompt: tuple[int, ...],
         params: SamplingParams,
-        known: Sequence[Stretch] = (),
+        known: Sequence[wire.Stretch] = (),
         seed: int | None = None,
     ) -> None:
         text = next((text for text, tokens in TEXTS.items() if tokens == prompt), "")
@@ -365,7 +343,6 @@ class World:
     # --- one event --------------------------------------------------------------------------------------------------
 
     def event(self) -> None:
-        """Something happens."""
         self.events += 1
         rng = self.rng
         choice = rng.random()
@@ -435,7 +412,7 @@ class World:
             # A process that is neither dead nor hung says that it lives.
             if peer.alive and not peer.hung and peer.connected and self.now - peer.spoken >= 1.0:
                 peer.spoken = self.now
-                peer.send(Heartbeat())
+                peer.send(wire.Heartbeat())
         if self.core.next_deadline() <= self.now:
             self.core.tick(self.now)
             for peer in self.core.peers:
@@ -479,7 +456,7 @@ class World:
         elif isinstance(peer, SimRank):
             self.let(peer, rest=not peer.engine.resting)
         if rng.random() < 0.1:
-            peer.send(Disconnect("going"))
+            peer.send(wire.Disconnect("going"))
 
     def let(self, rank: SimRank, *, rest: bool) -> None:
         """Its training loop leaves `generate`, or comes back."""
@@ -505,15 +482,14 @@ class World:
     # --- what must hold ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """After every event that the core has seen."""
         core = self.core
         if not self.touched:
             return
         self.touched = False
         open_requests = [request for client in core.peers.clients.values() for request in client.requests.values()]
         waiting = core.requests.texts.pending.values()
-        held = sum(each.charged for each in open_requests) + sum(each.size for each in waiting)
-        assert core.requests.admission.total_bytes == held, "what is charged is not what is held"
+        bytes_held = sum(each.charged for each in open_requests) + sum(each.size for each in waiting)
+        assert core.requests.admission.total_bytes == bytes_held, "what is charged is not what is held"
         for client in core.peers.clients.values():
             texts = sum(each.size for each in waiting if each.request.client is client)
             assert client.open_bytes == sum(each.charged for each in client.requests.values()) + texts
@@ -522,8 +498,8 @@ class World:
             assert sum(map(len, parts)) == len(request.open), "a sample is lost, or twice somewhere"
             assert set().union(*parts) == request.open
         for rank in core.peers.ranks.values():
-            held = sum(len(each.samples) for each in rank.assignments.values())
-            assert core.router.pending(rank.name) == held, f"load of {rank.name}"
+            assigned = sum(len(each.samples) for each in rank.assignments.values())
+            assert core.dispatcher.router.pending(rank.name) == assigned, f"load of {rank.name}"
             assert all(not each.request.closed for each in rank.assignments.values())
             assert all(each.request.client.identity in core.peers.clients for each in rank.assignments.values())
             for request in (each.request for each in rank.assignments.values() if each.request.client.catching_up):
@@ -534,7 +510,7 @@ class World:
         for call in core.control._calls.values():
             assert call.awaited.keys() <= core.peers.ranks.keys(), "a call waits for a rank that is gone"
         if self.events % 16 == 0:
-            core.router.check()
+            check(core.dispatcher.router)
 
     def check_agreement(self) -> None:
         """When nothing is on its way, coordinator and ranks have the same idea of who computes what."""
@@ -581,7 +557,7 @@ class World:
                 assert number > last, f"request {number} after {last}"
                 self.last_fresh[version] = number
 
-    def check_stretch(self, wanted: Wanted, stretch: Stretch) -> None:
+    def check_stretch(self, wanted: Wanted, stretch: wire.Stretch) -> None:
         """Every token that reaches a client is the right one, under the version that sampled it."""
         for delta in stretch.deltas():
             labels, sampled = delta.policy_versions(), list(map(int, delta.log_prob_list()))
@@ -592,8 +568,7 @@ class World:
             assert len(labels) == delta.count
 
     def check_error(self, wanted: Wanted, error: RolloutError) -> None:
-        """No request fails without a reason, and the reason is the true one."""
-        stopped = self.core.state is CoordinatorState.STOPPING
+        stopped = self.core.control.state is CoordinatorState.STOPPING
         reasons = {
             "RequestAbortedError": wanted.aborted or stopped,
             "EngineStateError": stopped,
@@ -623,7 +598,6 @@ class World:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """The faults stop; everything must end."""
         self.faults = False
         self.say("the faults stop")
         for peer in (*self.ranks, *self.clients):
@@ -686,12 +660,12 @@ class World:
         raise AssertionError("it never comes to rest")
 
     def go_on(self, operator: SimClient) -> None:
-        if self.core.state is CoordinatorState.SUSPENDED:
+        if self.core.control.state is CoordinatorState.SUSPENDED:
             self.call(operator, "resume")
-        if self.core.state is CoordinatorState.PAUSED:
+        if self.core.control.state is CoordinatorState.PAUSED:
             self.call(operator, "unpause")
-        held = any(each.held for rank in self.core.peers.ranks.values() for each in rank.assignments.values())
-        if self.core.dispatcher.too_new or held:
+        waits = any(each.held for rank in self.core.peers.ranks.values() for each in rank.assignments.values())
+        if self.core.dispatcher.too_new or waits:
             self.version += 1
             self.call(operator, SET_VERSION, self.version)
 
@@ -701,7 +675,7 @@ class World:
         return (
             not waiting
             and not any(peer.identity in dead for peer in self.core.peers)
-            and self.core.state in (CoordinatorState.RUNNING, CoordinatorState.STOPPING)
+            and self.core.control.state in (CoordinatorState.RUNNING, CoordinatorState.STOPPING)
             and all(call.done for call in self.all_calls if call not in self.barrier_calls())
         )
 
@@ -720,17 +694,17 @@ class World:
         assert self.core.dispatcher.queued_samples == 0
         for rank in self.core.peers.ranks.values():
             assert not rank.assignments
-            assert self.core.router.pending(rank.name) == 0
+            assert self.core.dispatcher.router.pending(rank.name) == 0
             sim = self.peers[rank.identity]
             assert isinstance(sim, SimRank)
             assert sim.session.num_open == 0, f"{sim.name} still computes {sim.session._assignments.of_sample.keys()}"
-            if self.core.router.hashes_wanted() and not self.config.deterministic_mode:
-                held = self.core.router.held(rank.name)
+            if self.core.dispatcher.router.hashes_wanted() and not self.config.deterministic_mode:
+                cached = held(self.core.dispatcher.router, rank.name)
                 if self.config.max_hashes_per_rank >= CACHE_BLOCKS:
-                    assert held == set(sim.engine.cache), f"{rank.name} holds {set(sim.engine.cache)}, not {held}"
+                    assert cached == set(sim.engine.cache), f"{rank.name} holds {set(sim.engine.cache)}, not {cached}"
                 else:
-                    assert held <= set(sim.engine.cache)
-        self.core.router.check()
+                    assert cached <= set(sim.engine.cache)
+        check(self.core.dispatcher.router)
         members = [each for each in self.clients if each.member is not None and each.alive and each.ready]
         everybody_came = {each.name for each in self.clients if each.member is not None} <= self.joined
         for client in members if everybody_came else []:
@@ -768,12 +742,10 @@ def run_many(first: int, count: int) -> list[str]:
 
 
 def run_many_for(pipe: Connection, first: int, count: int) -> None:
-    """The same in a process of its own: sends them."""
     pipe.send(run_many(first, count))
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.distributed.coordinator.simulation", description=__doc__)
     parser.add_argument("seeds", nargs="*", type=int, help="replay these, telling every event")
     parser.add_argument(

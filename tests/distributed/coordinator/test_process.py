@@ -20,10 +20,9 @@ import zmq
 from rollout.config import CoordinatorConfig
 from rollout.distributed.coordinator.launch import launch_coordinator
 from rollout.distributed.coordinator.process import DataParallelInferenceCoordinator
-from rollout.distributed.protocol.messages import Assign, Disconnect, Shutdown
+from rollout.distributed.protocol.messages import Assign, Disconnect
 from rollout.distributed.transport.keys import JobKeys
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError
-from rollout.state import CoordinatorState
 from tests.distributed.coordinator.processes import (
     ROOT,
     free_port,
@@ -108,28 +107,6 @@ def test_the_entrypoint_sends_its_address_and_sets_the_event(method):
     finally:
         process.kill()
         process.join(PATIENCE_S)
-
-
-class Derived(DataParallelInferenceCoordinator):
-    """Says who it is."""
-
-    def bind(self) -> str:
-        return f"{type(self).__name__} at {super().bind()}"
-
-
-@starts_processes
-def test_a_subclass_is_started_as_itself():
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=Derived.entrypoint, args=(theirs, context.Event(), CoordinatorConfig()))
-    process.start()
-    try:
-        assert ours.poll(PATIENCE_S)
-        assert ours.recv().startswith("Derived at tcp://")
-    finally:
-        process.kill()
-        process.join(PATIENCE_S)
-    assert Derived.CoordinatorState is CoordinatorState
 
 
 def test_it_serves_in_a_thread_and_stops():
@@ -258,31 +235,11 @@ def test_sigterm_tells_every_peer_why_it_ends():
 
 
 @starts_processes
-def test_a_client_shuts_it_down_and_every_peer_is_told():
-    with launched() as handle:
-        client, rank = connect(handle.address), register(handle.address, "rank")
-        client.say(submit(0))
-        client.say(Shutdown())
-        assert "has shut the coordinator down" in client.hear(Disconnect).reason
-        rank.hear(Disconnect)
-        assert handle.wait(PATIENCE_S) == 0
-
-
-@starts_processes
 def test_ctrl_c_belongs_to_the_trainer():
     with launched() as handle:
         client = connect(handle.address)
         os.kill(handle.process.pid, signal.SIGINT)
         assert status(client)["state"] == "running"
-
-
-@starts_processes
-def test_it_ends_when_it_has_been_without_peers_for_long():
-    with launched(idle_exit_s=0.2) as handle:
-        client = connect(handle.address)
-        assert status(client)["clients"]
-        client.say(Disconnect())
-        assert handle.wait(PATIENCE_S) == 0
 
 
 LAUNCHERS = {
@@ -319,14 +276,6 @@ def doomed_launcher(kind: str) -> Iterator[tuple[subprocess.Popen[str], int, str
         launcher.stdout.close()
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-
-
-@starts_processes
-@pytest.mark.parametrize("kind", LAUNCHERS)
-def test_without_launcher_and_peers_it_ends(kind):
-    with doomed_launcher(kind) as (launcher, pid, _):
-        launcher.kill()
-        wait_for_the_end(pid)
 
 
 @starts_processes

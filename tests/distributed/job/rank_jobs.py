@@ -30,7 +30,7 @@ from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerC
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.client.futures import RequestFuture
 from rollout.distributed.job.data_parallel import DataParallelBackend
-from rollout.distributed.job.job_secret import SECRET
+from rollout.distributed.job.job_coordinator import SECRET
 from rollout.distributed.protocol.messages import BarrierDone, Message
 from rollout.errors import (
     ConfigError,
@@ -41,9 +41,9 @@ from rollout.errors import (
     RolloutFailedError,
 )
 from rollout.llm.job_llm import JobLLM
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
-from rollout.manager.scoring.batch import PromptTask
+from rollout.manager.scoring import PromptTask
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.configs import engine_config
@@ -103,8 +103,6 @@ class Ask:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a batch says of one sample."""
-
     prompt: str | None
     tokens: list[int]
     log_probs: list[float]
@@ -352,7 +350,7 @@ def hears_late_of_the_end(rank: int) -> list[list[int]]:
 
 
 def trains(rank: int, rounds: int) -> dict[str, Any]:
-    """Steps of DDP with groups in flight across them; every token's log-prob against the weights of its version."""
+    """Steps of DDP until a sample was continued after one of them; every log-prob against the weights of its version."""
     model = the_model()
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.02)
@@ -360,12 +358,16 @@ def trains(rank: int, rounds: int) -> dict[str, Any]:
     versions, errors, mixed = [], [], 0
     with a_manager(model, enable_prefix_caching=True) as rollout:
         attach(optimizer, rollout, mode="recompute")
-        for number in range(rounds + 1):
+        ended = False
+        while not ended:
+            number, continued = len(weights), torch.tensor(mixed)
+            # How far a rank has computed the long ones when the other comes to the end depends on their speed.
+            dist.all_reduce(continued)
+            ended = number >= rounds and bool(continued)
             weights.append({name: value.clone() for name, value in model.state_dict().items()})
             wanted = asks(2 + rank, 2, 20, seed=100 * number + rank) + asks(2, 1, 120, seed=100 * number + rank + 50)
-            wanted = wanted if number < rounds else []
-            goal = 2 if number < rounds else rollout.groups_in_flight
-            batch = generate(rollout, wanted, min_groups=goal)
+            goal = rollout.groups_in_flight if ended else 2
+            batch = generate(rollout, [] if ended else wanted, min_groups=goal)
             assert {int(batch.policy_version)} == {number}
             present = weights[-1]
             for version, then in enumerate(weights if len(batch) else []):
@@ -379,7 +381,7 @@ def trains(rank: int, rounds: int) -> dict[str, Any]:
                     assert float(difference[others].max()) > 1e-3, "the weights do not tell versions apart"
             model.load_state_dict(present)
             mixed += sum(len(set(sample.versions)) > 1 for sample in samples(batch))
-            if number < rounds:
+            if not ended:
                 ids = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(number))
                 loss = parallel(ids).logits.float().log_softmax(-1)[..., 5].mean()
                 optimizer.zero_grad()
@@ -387,7 +389,7 @@ def trains(rank: int, rounds: int) -> dict[str, Any]:
                 optimizer.step()
             versions.append(rollout.policy_version)
         assert rollout.groups_in_flight == 0
-    return {"versions": versions, "error": max(errors), "mixed": mixed}
+    return {"versions": versions, "error": max(errors)}
 
 
 def paces(rank: int) -> int:
@@ -620,7 +622,6 @@ def is_held_while_it_trains(rank: int) -> list[Sample]:
 
 
 def tokens_of(future: RequestFuture) -> list[list[int]]:
-    """Of each sample, once they have ended."""
     return [sample.generated_tokens for sample in future.result(PATIENCE_S)]
 
 

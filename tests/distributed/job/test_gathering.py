@@ -12,14 +12,12 @@ import pytest
 import torch.distributed as dist
 
 from rollout.config import Advanced, InferenceConfig
-from rollout.distributed.job.gathering import Gathering
+from rollout.distributed.job.meeting import Gathering
 from rollout.distributed.job.world import World
 from rollout.errors import DeadlineError
 
 
 class FakeEngine:
-    """Remembers when it was told to gather."""
-
     def __init__(self, timeout_s: float = 30.0) -> None:
         self.weights = SimpleNamespace(ready=False)
         self.config = InferenceConfig(advanced=Advanced(control_timeout_s=timeout_s))

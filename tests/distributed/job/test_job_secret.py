@@ -12,8 +12,7 @@ import zmq
 
 from rollout.config import CoordinatorConfig
 from rollout.distributed.client.client import InferenceClient
-from rollout.distributed.job.job_coordinator import JobCoordinator
-from rollout.distributed.job.job_secret import SECRET, SECRET_FILE, JobSecret
+from rollout.distributed.job.job_coordinator import SECRET, SECRET_FILE, JobCoordinator, JobSecret
 from rollout.distributed.job.world import World
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine

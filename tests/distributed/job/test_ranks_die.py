@@ -14,7 +14,7 @@ from itertools import cycle
 import pytest
 
 from rollout.distributed.client.client import InferenceClient
-from rollout.errors import ConnectionLostError, ControlError
+from rollout.errors import ConnectionLostError
 from rollout.requests.request import DynamicInferenceRequest
 from tests.distributed.job.job_ranks import (
     SOON_SILENT,
@@ -23,7 +23,6 @@ from tests.distributed.job.job_ranks import (
     Watched,
     all_of,
     asks,
-    asks_for_ever,
     assert_same,
     completion_versions,
     coordinator,
@@ -113,23 +112,6 @@ def test_ranks_are_killed_at_random_and_every_result_is_that_of_an_undisturbed_e
             # A new version is known to ranks before their caller hears that all have it.
             assert answer.asked_under <= versions[0]
             assert versions[-1] <= answer.ended_under + 1
-
-
-@pytest.mark.slow
-def test_a_request_gives_the_same_tokens_wherever_it_ran(nursery: Nursery) -> None:
-    """The coordinator gives seeds as an engine of that seed would, in order of arrival."""
-    asked = [Ask(ask.prompt, ask.params.replace(seed=None)) for ask in asks(40, seed=5)]
-    expected = undisturbed(asked, seed=17)
-
-    async def play(size: int) -> list[Sequence[DynamicInferenceRequest]]:
-        async with job(nursery, size, seed=17) as (ranks, client):
-            results = await all_of(client, asked)
-            assert all(seen["generated_tokens"] for seen in ranks.look_at_all())
-        return results
-
-    for size in (1, 2, 4):
-        for results, others in zip(asyncio.run(play(size)), expected, strict=True):
-            assert_same(results, others)
 
 
 @pytest.mark.slow
@@ -241,27 +223,6 @@ def test_a_killed_rank_is_noticed_at_once_although_a_child_that_it_has_forked_li
     asyncio.run(play())
 
 
-def test_a_client_is_killed_and_its_requests_end_while_another_one_is_served(nursery: Nursery) -> None:
-    asked = asks(20, seed=8)
-    expected = undisturbed(asked)
-
-    async def play() -> None:
-        async with job(nursery, 2) as (ranks, client):
-            with nursery.children() as family:
-                family.append(nursery.child(asks_for_ever, address=ranks.address))
-                assert family[0].hear() == "served"
-                asking = Asking(client, asked)
-                await eventually(lambda: len(asking.answers) > 40)
-            before = len(asking.answers)
-            await eventually(lambda: len(asking.answers) > before + 40)
-            await asking.all_answered()
-            await nothing_is_open(client, ranks)
-        for each in asking.answers:
-            assert_same(each.results, expected[each.number])
-
-    asyncio.run(play())
-
-
 @pytest.mark.slow
 def test_ranks_are_paused_suspended_resumed_and_told_versions_while_requests_run(nursery: Nursery) -> None:
     asked = [Ask(tuple(token_ids(10 + seed, seed)), greedily(900, n=1 + seed % 2)) for seed in range(8)]
@@ -301,59 +262,3 @@ def test_ranks_are_paused_suspended_resumed_and_told_versions_while_requests_run
         for result in results:
             marks = [counts[number][result.sample_index] for counts in lengths]
             assert completion_versions(result) == [sum(mark <= place for mark in marks) for place in range(900)]
-
-
-def test_a_rank_that_is_killed_while_the_job_is_suspended_is_followed_by_one_that_is_suspended_too(
-    nursery: Nursery,
-) -> None:
-    asked = [Ask(tuple(token_ids(10 + seed, seed)), greedily(400, n=2)) for seed in range(4)]
-    expected = undisturbed(asked)
-
-    async def play() -> None:
-        async with job(nursery, 2) as (ranks, client):
-            watched = [Watched(client, ask) for ask in asked]
-            await grown(watched, 40)
-            await client.pause_engines()
-            await client.suspend_engines("offload")
-            await client.set_policy_version(3)
-            known = [list(each.counts) for each in watched]
-            ranks["rank-1"].kill()
-            ranks.begin("rank-1")
-            await eventually(lambda: ranks.look("rank-1")["state"] == "suspended")
-            await ready(client, "rank-0", "rank-1")
-            born = ranks.look("rank-1")
-            assert (born["policy_version"], born["generated_tokens"]) == (3, 0)
-            await client.resume_engines()
-            await client.unpause_engines()
-            for each, counts, others in zip(watched, known, expected, strict=True):
-                results = await each.result()
-                assert_same(results, others)
-                for result, count in zip(results, counts, strict=True):
-                    assert completion_versions(result) == [0] * count + [3] * (400 - count)
-            await nothing_is_open(client, ranks)
-
-    asyncio.run(play())
-
-
-def test_a_rank_that_hangs_is_named_when_the_engines_are_to_be_paused(nursery: Nursery) -> None:
-    asked = asks(20, seed=9)
-    expected = undisturbed(asked)
-
-    async def play() -> None:
-        async with job(nursery, 2, heartbeat_timeout_s=PATIENCE_S) as (ranks, client):
-            ranks["rank-1"].signal(signal.SIGSTOP)
-            with pytest.raises(ControlError, match="rank-1") as caught:
-                await client.pause_engines(timeout_s=1.0)
-            assert caught.value.engines == ("rank-1",)
-            assert "rank-0" not in str(caught.value)
-            assert ranks.look("rank-0")["state"] == "paused"
-            futures = [client.add_request(list(ask.prompt), ask.params) for ask in asked]
-            ranks["rank-1"].signal(signal.SIGCONT)
-            await eventually(lambda: ranks.look("rank-1")["state"] == "paused")
-            assert not any(future.done() for future in futures)
-            await client.unpause_engines()
-            for results, others in zip(await asyncio.gather(*futures), expected, strict=True):
-                assert_same(results, others)
-            await nothing_is_open(client, ranks)
-
-    asyncio.run(play())

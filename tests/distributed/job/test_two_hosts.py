@@ -65,10 +65,7 @@ def test_a_link_is_cut_and_healed_and_nothing_is_lost(nursery: Nursery, hosts: t
             ranks = Ranks(nursery, family, handle.address, keys.client_side())
             ranks.begin("near", network=near.network)
             ranks.begin("far", network=far.network)
-            async with (
-                asyncio.timeout(PATIENCE_S),
-                InferenceClient(handle.address, keys=keys.client_side()) as client,
-            ):
+            async with asyncio.timeout(PATIENCE_S), InferenceClient(handle.address, keys=keys.client_side()) as client:
                 await ready(client, "near", "far")
                 ranks.let_make(400)
                 watched = [Watched(client, ask) for ask in asked]

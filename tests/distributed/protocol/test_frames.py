@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.fields import SET_VERSION, Rule
 from rollout.distributed.protocol.frames import (
     LONG_BYTES,
@@ -21,17 +22,6 @@ from rollout.distributed.protocol.frames import (
     _surely_right,
     decode,
     encode,
-)
-from rollout.distributed.protocol.messages import (
-    MESSAGES,
-    Disconnect,
-    Heartbeat,
-    Message,
-    Refused,
-    Stretch,
-    Submit,
-    Update,
-    session_end,
 )
 from rollout.errors import SerializationError
 from rollout.requests.delta import COLUMNS
@@ -79,7 +69,7 @@ OPTIONAL = {"ttft": seconds, "top_n": st.binary(), "kept": st.binary(), "routes"
 
 
 @st.composite
-def stretches(draw: st.DrawFn) -> Stretch:
+def stretches(draw: st.DrawFn) -> wire.Stretch:
     """Columns of one length, tokens as many as counted."""
     indices = draw(st.lists(counts, unique=True, max_size=3))
     runs = [draw(st.lists(st.tuples(counts, st.integers(1, 4)), max_size=3)) for _ in indices]
@@ -89,7 +79,7 @@ def stretches(draw: st.DrawFn) -> Stretch:
         return draw(optional(st.lists(optional(values), min_size=len(indices), max_size=len(indices))))
 
     columns = {name: column(values) for name, values in OPTIONAL.items()}
-    return Stretch(
+    return wire.Stretch(
         draw(counts),
         draw(counts),
         indices,
@@ -102,7 +92,7 @@ def stretches(draw: st.DrawFn) -> Stretch:
     )
 
 
-def values_of(kind: type[Message]) -> dict[str, st.SearchStrategy[Any]]:
+def values_of(kind: type[wire.Message]) -> dict[str, st.SearchStrategy[Any]]:
     hints = get_type_hints(kind, include_extras=True)
     rules = {each.name: hints[each.name].__metadata__[0] for each in fields(kind)}
     return {
@@ -111,7 +101,7 @@ def values_of(kind: type[Message]) -> dict[str, st.SearchStrategy[Any]]:
     }
 
 
-KINDS = list(MESSAGES.values())
+KINDS = list(wire.MESSAGES.values())
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -148,7 +138,7 @@ def test_bytes_that_are_no_frame_are_a_serialization_error_and_nothing_else(fram
         decode(frame)
     except SerializationError:
         return
-    assert msgpack.unpackb(frame)[0] in MESSAGES
+    assert msgpack.unpackb(frame)[0] in wire.MESSAGES
 
 
 @pytest.mark.parametrize(
@@ -172,12 +162,12 @@ def test_a_malformed_frame_is_refused_with_the_reason(frame, words):
     assert words in str(caught.value)
 
 
-def one(**changes: Any) -> Stretch:
+def one(**changes: Any) -> wire.Stretch:
     values = {
         "request_id": 0, "attempt": 0, "indices": [0, 1], "starts": [0, 0], "counts": [1, 2],
         "token_ids": bytes(12), "log_probs": bytes(12), "versions": [[0, 0, 1], [0, 0, 1, 1, 1]],
     }  # fmt: skip
-    return Stretch(**(values | changes))
+    return wire.Stretch(**(values | changes))
 
 
 @pytest.mark.parametrize(
@@ -198,12 +188,12 @@ def one(**changes: Any) -> Stretch:
 )
 def test_a_stretch_whose_columns_disagree_is_refused(field, changes):
     with pytest.raises(SerializationError, match=rf"^Stretch\.{field}: "):
-        decode(encode(0, Update([one(**changes)])))
+        decode(encode(0, wire.Update([one(**changes)])))
 
 
 def test_fields_that_have_a_default_may_be_missing():
-    short = msgpack.packb([Submit.header, 7, 1, b"", 2, b""])
-    assert decode(short) == (7, Submit(1, b"", 2, b""))
+    short = msgpack.packb([wire.Submit.header, 7, 1, b"", 2, b""])
+    assert decode(short) == (7, wire.Submit(1, b"", 2, b""))
 
 
 @given(stretches(), st.data())
@@ -244,12 +234,12 @@ def test_a_sequencer_accepts_each_number_once_and_in_order(arrivals):
 
 
 def test_a_session_ends_with_a_farewell_and_with_nothing_else():
-    assert "unknown_peer" in str(session_end(Refused("unknown_peer", "who are you", over=True)))
-    assert not session_end(Refused("unknown_peer", "who are you", over=True)).final
-    assert session_end(Refused("replaced", "another one", over=True)).final
-    assert "tea" in str(session_end(Disconnect("tea")))
-    assert session_end(Refused("malformed", "that frame", over=False)) is None
-    assert session_end(Heartbeat()) is None
+    assert "unknown_peer" in str(wire.session_end(wire.Refused("unknown_peer", "who are you", over=True)))
+    assert not wire.session_end(wire.Refused("unknown_peer", "who are you", over=True)).final
+    assert wire.session_end(wire.Refused("replaced", "another one", over=True)).final
+    assert "tea" in str(wire.session_end(wire.Disconnect("tea")))
+    assert wire.session_end(wire.Refused("malformed", "that frame", over=False)) is None
+    assert wire.session_end(wire.Heartbeat()) is None
 
 
 @pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\x00"], ids=["lists", "maps", "numbers"])
@@ -299,7 +289,7 @@ def test_the_quick_look_at_a_stretch_lets_nothing_pass_that_the_rules_refuse(cha
             row[field] = value
     row = row[:-1] if length < 0 else [*row, None] if length > 0 else row
     if _surely_right(row):
-        assert _looked_at(row) == Stretch(*row)
+        assert _looked_at(row) == wire.Stretch(*row)
 
 
 def test_the_quick_look_takes_the_usual_stretch():
@@ -308,7 +298,7 @@ def test_the_quick_look_takes_the_usual_stretch():
 
 def test_a_long_prompt_is_encoded_to_the_same_bytes_without_being_copied_twice():
     for size in (LONG_BYTES - 4, LONG_BYTES, LONG_BYTES + 4):
-        submit = Submit(7, bytes(size), 1, b"\x80", known=[])
+        submit = wire.Submit(7, bytes(size), 1, b"\x80", known=[])
         row = msgpack.unpackb(encode(3, submit))
         assert encode(3, submit) == msgpack.packb(row)
         assert decode(encode(3, submit)) == (3, submit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.distributed.protocol.status import JobStatus, RankStatus, parse_status
+from rollout.distributed.protocol.messages import JobStatus, RankStatus, parse_status
 from rollout.errors import SerializationError
 
 RANK = {"name": "rank-1", "policy_version": 3, "assigned_samples": 4, "running": 2, "since_progress_s": 0.5}

@@ -13,27 +13,15 @@ import time
 import pytest
 import zmq
 
-from rollout.distributed.protocol.frames import LostFramesError, encode
-from rollout.distributed.protocol.messages import (
-    Abort,
-    BarrierDone,
-    Connect,
-    ConnectAck,
-    Control,
-    Disconnect,
-    Heartbeat,
-    Message,
-    Refused,
-    Shutdown,
-    StatusQuery,
-    Update,
-)
+from rollout.distributed.protocol import messages as wire
+from rollout.distributed.protocol.fields import LostFramesError
+from rollout.distributed.protocol.frames import encode
 from rollout.distributed.transport.dealer import FRAMES_TOGETHER, TURNS_AT_ONCE, Dealer
 from rollout.distributed.transport.keys import Gatekeeper, JobKeys
 from rollout.errors import ConfigError, ConnectionLostError, SerializationError
 from tests.distributed.fake_coordinator import DEADLINE_S, FakeCoordinator
 
-HELLO = Connect(1, "somebody")
+HELLO = wire.Connect(1, "somebody")
 
 
 def asynchronous(test):
@@ -47,10 +35,8 @@ def asynchronous(test):
 
 
 class Connection:
-    """A dealer, what it got, and why it was lost."""
-
     def __init__(self, address: str, name: str = "me", **options) -> None:
-        self.arrived: asyncio.Queue[Message] = asyncio.Queue()
+        self.arrived: asyncio.Queue[wire.Message] = asyncio.Queue()
         self.lost: asyncio.Queue[ConnectionLostError] = asyncio.Queue()
         options = {"on_message": self.arrived.put_nowait} | options
         self.dealer = Dealer(address, name, on_lost=self.lost.put_nowait, **options)
@@ -58,11 +44,10 @@ class Connection:
 
 
 async def greeted(fake: FakeCoordinator, **options) -> tuple[Connection, bytes]:
-    """A connection after its handshake, and the identity it has."""
     connection = Connection(fake.address, **options)
     connection.dealer.send(HELLO)
     if "on_message" not in options:
-        assert isinstance(await connection.arrived.get(), ConnectAck)
+        assert isinstance(await connection.arrived.get(), wire.ConnectAck)
     peer, _, message = await heard(fake)
     assert message == HELLO
     return connection, peer
@@ -75,18 +60,18 @@ async def heard(fake: FakeCoordinator):
 @asynchronous
 async def test_messages_arrive_in_order_in_both_directions():
     def echo(fake, peer, message):
-        if isinstance(message, StatusQuery):
-            fake.say(peer, BarrierDone(message.call_id))
+        if isinstance(message, wire.StatusQuery):
+            fake.say(peer, wire.BarrierDone(message.call_id))
 
     with FakeCoordinator(echo) as fake:
         connection, _ = await greeted(fake)
         for number in range(3000):
-            connection.dealer.send(StatusQuery(number))
+            connection.dealer.send(wire.StatusQuery(number))
             if number % 100 == 0:
                 await asyncio.sleep(0)
         assert [(await connection.arrived.get()).index for _ in range(3000)] == list(range(3000))
         numbers = [fake.heard.get(timeout=DEADLINE_S)[1:] for _ in range(3000)]
-        assert numbers == [(1 + number, StatusQuery(number)) for number in range(3000)]
+        assert numbers == [(1 + number, wire.StatusQuery(number)) for number in range(3000)]
         connection.dealer.close("done")
 
 
@@ -96,9 +81,9 @@ async def test_messages_of_one_turn_of_the_loop_travel_together():
         connection, _ = await greeted(fake)
         before = fake.messages
         for number in range(2 * FRAMES_TOGETHER):
-            connection.dealer.send(Abort(number))
+            connection.dealer.send(wire.Abort(number))
         for number in range(2 * FRAMES_TOGETHER):
-            assert (await heard(fake))[2] == Abort(number)
+            assert (await heard(fake))[2] == wire.Abort(number)
         assert fake.messages - before == 2
         assert connection.dealer.unsent_bytes == 0
         connection.dealer.close("done")
@@ -109,17 +94,17 @@ async def test_a_reply_is_not_missed_when_sending_has_taken_in_its_event():
     """The descriptor signals an edge that a send may consume: a dealer that only reads on the edge hangs here."""
 
     def echo(fake, peer, message):
-        if isinstance(message, StatusQuery):
-            fake.say(peer, BarrierDone(message.call_id))
+        if isinstance(message, wire.StatusQuery):
+            fake.say(peer, wire.BarrierDone(message.call_id))
 
     with FakeCoordinator(echo) as fake:
         connection, _ = await greeted(fake)
         for number in range(2000):
-            connection.dealer.send(StatusQuery(number))
+            connection.dealer.send(wire.StatusQuery(number))
             # Give the echo time to arrive between two sends of ours, at ever other moments.
             time.sleep(0.00002 * (number % 7))
-            connection.dealer.send(Abort(number))
-            assert await connection.arrived.get() == BarrierDone(number)
+            connection.dealer.send(wire.Abort(number))
+            assert await connection.arrived.get() == wire.BarrierDone(number)
         connection.dealer.close("done")
 
 
@@ -128,7 +113,7 @@ async def test_a_flood_of_messages_leaves_the_loop_its_turns():
     with FakeCoordinator() as fake:
         connection, peer = await greeted(fake)
         for number in range(5 * TURNS_AT_ONCE):
-            fake.say(peer, BarrierDone(number))
+            fake.say(peer, wire.BarrierDone(number))
         while fake._orders.qsize():
             time.sleep(0.01)
         time.sleep(0.1)
@@ -151,7 +136,7 @@ async def test_what_cannot_be_written_waits_and_is_counted():
         port.close(linger=0)
         nowhere = Connection(f"tcp://127.0.0.1:{number}")
         for each in range(1200 * FRAMES_TOGETHER):
-            nowhere.dealer.send(Abort(each))
+            nowhere.dealer.send(wire.Abort(each))
         while (before := nowhere.dealer.unsent_bytes) and await asyncio.sleep(0.05, True):
             if nowhere.dealer.unsent_bytes == before:
                 break
@@ -167,7 +152,7 @@ async def test_what_waited_is_written_once_the_coordinator_is_there():
         connection, _ = await greeted(fake)
         total = 1500 * FRAMES_TOGETHER
         for each in range(total):
-            connection.dealer.send(Abort(each))
+            connection.dealer.send(wire.Abort(each))
         for each in range(total):
             if each % 5000 == 0:
                 await asyncio.sleep(0)
@@ -181,7 +166,7 @@ async def test_every_opening_has_a_new_identity_that_begins_with_the_name():
     with FakeCoordinator() as fake:
         connection, first = await greeted(fake, name="n" * 300)
         connection.dealer.close("done")
-        assert (await heard(fake))[2] == Disconnect("done")
+        assert (await heard(fake))[2] == wire.Disconnect("done")
         connection.dealer.open()
         connection.dealer.send(HELLO)
         second, sequence, _ = await heard(fake)
@@ -215,28 +200,28 @@ async def test_a_connection_that_goes_just_before_a_write_keeps_what_is_unsent(m
             return send(socket, *arguments, **options)
 
         monkeypatch.setattr(zmq.Socket, "send_multipart", gone_once)
-        connection.dealer.send(Abort(3))
-        connection.dealer.send(Abort(4))
+        connection.dealer.send(wire.Abort(3))
+        connection.dealer.send(wire.Abort(4))
         await asyncio.sleep(0)
         while not refused:
             await asyncio.sleep(0.01)
         assert connection.dealer.unsent_bytes > 0
         connection.dealer.close("done")
-        assert [(await heard(fake))[2] for _ in range(3)] == [Abort(3), Abort(4), Disconnect("done")]
+        assert [(await heard(fake))[2] for _ in range(3)] == [wire.Abort(3), wire.Abort(4), wire.Disconnect("done")]
 
 
 @asynchronous
 async def test_close_says_why_with_its_last_messages_and_is_harmless_when_repeated():
     with FakeCoordinator() as fake:
         connection, _ = await greeted(fake)
-        connection.dealer.send(Abort(3))
+        connection.dealer.send(wire.Abort(3))
         connection.dealer.close("r" * 300)
         connection.dealer.close("again")
         assert not connection.dealer.is_open
-        assert (await heard(fake))[2] == Abort(3)
-        assert (await heard(fake))[2] == Disconnect("r" * 256)
+        assert (await heard(fake))[2] == wire.Abort(3)
+        assert (await heard(fake))[2] == wire.Disconnect("r" * 256)
         with pytest.raises(ConnectionLostError, match="was closed"):
-            connection.dealer.send(Abort(4))
+            connection.dealer.send(wire.Abort(4))
         await asyncio.sleep(0.05)
         assert connection.lost.empty()
 
@@ -258,7 +243,7 @@ asyncio.run(main())
 """
     with FakeCoordinator() as fake:
         await (await asyncio.create_subprocess_exec(sys.executable, "-c", program, fake.address)).wait()
-        assert [(await heard(fake))[2] for _ in range(2)] == [Abort(1), Disconnect("at once")]
+        assert [(await heard(fake))[2] for _ in range(2)] == [wire.Abort(1), wire.Disconnect("at once")]
 
 
 @asynchronous
@@ -272,7 +257,7 @@ async def test_where_no_thread_can_start_any_more_close_waits_itself(monkeypatch
         monkeypatch.setattr("threading.Thread.start", refuse)
         connection.dealer.close("at the very end")
         monkeypatch.undo()
-        assert (await heard(fake))[2] == Disconnect("at the very end")
+        assert (await heard(fake))[2] == wire.Disconnect("at the very end")
 
 
 @asynchronous
@@ -299,12 +284,12 @@ async def test_opening_what_is_open_is_refused():
 @pytest.mark.parametrize(
     ("frames", "words", "cause"),
     [
-        ([encode(1, Refused("unknown_peer", "who are you", over=True))], "unknown_peer.*who are you", None),
-        ([encode(1, Disconnect("shutdown"))], "has disconnected .shutdown", None),
-        ([encode(5, BarrierDone(0))], "expected frame 1, got 5: 4 were lost", LostFramesError),
+        ([encode(1, wire.Refused("unknown_peer", "who are you", over=True))], "unknown_peer.*who are you", None),
+        ([encode(1, wire.Disconnect("shutdown"))], "has disconnected .shutdown", None),
+        ([encode(5, wire.BarrierDone(0))], "expected frame 1, got 5: 4 were lost", LostFramesError),
         ([b"\xc1"], "no msgpack", SerializationError),
-        ([b"\xc1", encode(1, Disconnect("late")), b"\xc1"], "no msgpack", SerializationError),
-        ([encode(1, Update([])).replace(b"\x90", b"\x03")], "Update.stretches: 3 arrived", SerializationError),
+        ([b"\xc1", encode(1, wire.Disconnect("late")), b"\xc1"], "no msgpack", SerializationError),
+        ([encode(1, wire.Update([])).replace(b"\x90", b"\x03")], "Update.stretches: 3 arrived", SerializationError),
     ],
 )
 @asynchronous
@@ -312,13 +297,13 @@ async def test_a_connection_is_lost_once_and_by_name(frames, words, cause):
     with FakeCoordinator() as fake:
         connection, peer = await greeted(fake)
         fake.say_raw(peer, *frames)
-        fake.say_raw(peer, encode(9, BarrierDone(9)))
+        fake.say_raw(peer, encode(9, wire.BarrierDone(9)))
         error = await connection.lost.get()
         assert error.args[0].startswith(fake.address)
         assert re.search(words, str(error))
         assert type(error.__cause__) is (cause or type(None))
         with pytest.raises(ConnectionLostError, match=words):
-            connection.dealer.send(Abort(0))
+            connection.dealer.send(wire.Abort(0))
         await asyncio.sleep(0.05)
         assert connection.lost.empty()
         assert connection.arrived.empty()
@@ -328,9 +313,9 @@ async def test_a_connection_is_lost_once_and_by_name(frames, words, cause):
 async def test_a_coordinator_whose_frames_are_no_good_is_told_so():
     with FakeCoordinator() as fake:
         _, peer = await greeted(fake)
-        fake.say_raw(peer, encode(5, BarrierDone(0)))
+        fake.say_raw(peer, encode(5, wire.BarrierDone(0)))
         message = (await heard(fake))[2]
-        assert isinstance(message, Disconnect)
+        assert isinstance(message, wire.Disconnect)
         assert "4 were lost" in message.reason
 
 
@@ -348,10 +333,10 @@ async def test_a_message_that_the_receiver_calls_malformed_loses_the_connection(
 async def test_a_repeated_frame_and_a_refusal_that_is_not_the_end_lose_nothing():
     with FakeCoordinator() as fake:
         connection, peer = await greeted(fake)
-        again = encode(1, Refused("malformed", "that frame", over=False))
-        fake.say_raw(peer, again, again, encode(2, BarrierDone(7)))
-        assert await connection.arrived.get() == Refused("malformed", "that frame", over=False)
-        assert await connection.arrived.get() == BarrierDone(7)
+        again = encode(1, wire.Refused("malformed", "that frame", over=False))
+        fake.say_raw(peer, again, again, encode(2, wire.BarrierDone(7)))
+        assert await connection.arrived.get() == wire.Refused("malformed", "that frame", over=False)
+        assert await connection.arrived.get() == wire.BarrierDone(7)
         connection.dealer.close("done")
 
 
@@ -361,16 +346,16 @@ async def test_a_callback_that_raises_does_not_stop_what_follows():
 
     def fragile(message):
         arrived.put_nowait(message)
-        if message == BarrierDone(0):
+        if message == wire.BarrierDone(0):
             raise KeyError("a bug of the caller's")
 
     raised = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context["exception"]))
     with FakeCoordinator() as fake:
         connection, peer = await greeted(fake, on_message=fragile)
-        assert isinstance(await arrived.get(), ConnectAck)
+        assert isinstance(await arrived.get(), wire.ConnectAck)
         for number in range(5):
-            fake.say(peer, BarrierDone(number))
+            fake.say(peer, wire.BarrierDone(number))
         assert [(await arrived.get()).index for _ in range(5)] == list(range(5))
         assert [type(each) for each in raised] == [KeyError]
         connection.dealer.close("done")
@@ -383,13 +368,13 @@ async def test_closing_from_a_callback_ends_what_arrives():
 
         def closing(message):
             arrived.append(message)
-            if isinstance(message, BarrierDone):
+            if isinstance(message, wire.BarrierDone):
                 connection.dealer.close("enough")
 
         connection, peer = await greeted(fake, on_message=closing)
-        fake.say(peer, BarrierDone(0), BarrierDone(1))
-        assert (await heard(fake))[2] == Disconnect("enough")
-        assert arrived[1:] == [BarrierDone(0)]
+        fake.say(peer, wire.BarrierDone(0), wire.BarrierDone(1))
+        assert (await heard(fake))[2] == wire.Disconnect("enough")
+        assert arrived[1:] == [wire.BarrierDone(0)]
 
 
 # --- heartbeats -------------------------------------------------------------------------------------------------------
@@ -423,7 +408,7 @@ async def test_heartbeats_keep_a_connection_and_are_not_handed_on():
         connection.dealer.heartbeat(0.1, 1.0)
         for _ in range(15):
             await asyncio.sleep(0.1)
-            fake.say(peer, Heartbeat())
+            fake.say(peer, wire.Heartbeat())
         assert connection.lost.empty()
         assert connection.arrived.empty()
         connection.dealer.close("done")
@@ -435,7 +420,7 @@ async def test_a_process_that_stood_still_itself_does_not_blame_the_coordinator(
         connection, peer = await greeted(fake)
         connection.dealer.heartbeat(0.2, 0.4)
         time.sleep(1.0)
-        fake.say(peer, Heartbeat())
+        fake.say(peer, wire.Heartbeat())
         await asyncio.sleep(0.1)
         assert connection.lost.empty()
         connection.dealer.close("done")
@@ -455,13 +440,13 @@ async def test_keys_of_the_job_open_the_connection_and_their_lack_does_not():
         return router.recv_multipart()[1:] if router.poll(int(1000 * DEADLINE_S)) else None
 
     stranger, member = Connection(address), Connection(address, keys=keys.client_side())
-    stranger.dealer.send(Shutdown())
-    member.dealer.send(Control(0, "pause", None, 1.0))
+    stranger.dealer.send(wire.Shutdown())
+    member.dealer.send(wire.Control(0, "pause", None, 1.0))
     reading = asyncio.get_running_loop().run_in_executor(None, read)
     while not reading.done():
         gate.answer()
         await asyncio.sleep(0.01)
-    assert await reading == [encode(0, Control(0, "pause", None, 1.0))]
+    assert await reading == [encode(0, wire.Control(0, "pause", None, 1.0))]
     assert not router.poll(100)
     for connection in (stranger, member):
         connection.dealer.close("done")
@@ -477,7 +462,7 @@ def test_a_connection_that_is_dropped_holds_nobody_up():
         # Port 9 discards, where anybody listens at all.
         dealer = Dealer("tcp://127.0.0.1:9", "forgotten", on_message=print, on_lost=print)
         dealer.open()
-        dealer.send(Heartbeat())
+        dealer.send(wire.Heartbeat())
         await asyncio.sleep(0.05)
         asyncio.get_running_loop().remove_reader(dealer._socket.FD)
 

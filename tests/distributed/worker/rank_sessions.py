@@ -81,7 +81,7 @@ class Rank:
         assert not self.engine.has_unfinished
         assert self.session.num_open == 0
         assert self.engine.context.allocator.num_used == 0
-        assert self.cached == set(self.engine.context.allocator.findable_hashes())
+        assert self.cached == set(self.engine.context.allocator.index.current)
 
     def stretches(self) -> list[Stretch]:
         return [stretch for message in self.said if isinstance(message, Progress) for stretch in message.stretches]
@@ -91,8 +91,6 @@ class Rank:
 
 
 class Told:
-    """What stretches tell of one sample."""
-
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.log_probs: list[float] = []

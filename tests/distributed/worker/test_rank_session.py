@@ -402,10 +402,10 @@ def test_the_present_version_in_a_command_outdates_the_cache_and_in_a_welcome_it
     engine.generate([token_ids(9)], greedily(3))
     rank = Rank(engine, enter=False)
     rank.hears(welcome("running", 0))
-    assert rank.cached == set(engine.context.allocator.findable_hashes())
+    assert rank.cached == set(engine.context.allocator.index.current)
     assert rank.cached
     rank.hears(Command(1, "set_version", 0))
-    assert rank.cached == set(engine.context.allocator.findable_hashes()) == set()
+    assert rank.cached == set(engine.context.allocator.index.current) == set()
     assert engine.policy_version == 0
 
 
@@ -419,7 +419,7 @@ def test_nothing_is_said_before_the_engine_has_entered() -> None:
     assert [record.request_id for record in rank.foreign] == [mine]
     rank.hears(welcome("running", 0))
     assert rank.said[-1] == EngineMoved("running", 1)
-    assert rank.cached == set(rank.engine.context.allocator.findable_hashes())
+    assert rank.cached == set(rank.engine.context.allocator.index.current)
 
 
 def test_what_the_training_loop_does_to_the_engine_is_told_once_and_before_any_work_of_it() -> None:
@@ -467,7 +467,7 @@ def test_the_coordinators_picture_of_the_cache_stays_true() -> None:
         if rank.engine.state is not EngineState.RUNNING:
             continue
         rank.step(3)
-        assert rank.cached == set(rank.engine.context.allocator.findable_hashes())
+        assert rank.cached == set(rank.engine.context.allocator.index.current)
     rank.finish()
 
 

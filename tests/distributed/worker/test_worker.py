@@ -11,21 +11,7 @@ import numpy as np
 import pytest
 import zmq
 
-from rollout.distributed.protocol.messages import (
-    PROTOCOL_VERSION,
-    Cancel,
-    Command,
-    CommandAck,
-    Decline,
-    Disconnect,
-    EngineMoved,
-    Message,
-    Progress,
-    Refused,
-    Register,
-    RegisterAck,
-    Stretch,
-)
+from rollout.distributed.protocol import messages as wire
 from rollout.distributed.transport.keys import JobKeys
 from rollout.distributed.worker.worker import EngineWorker
 from rollout.engine.engine import DynamicInferenceEngine
@@ -34,7 +20,7 @@ from rollout.errors import ConnectionLostError, DeadlineError, EngineDeadError, 
 from rollout.threads.loop_thread import LoopThread
 from tests.distributed.fake_coordinator import DEADLINE_S, FakeCoordinator
 from tests.distributed.worker.rank_sessions import assign, put_together, undisturbed
-from tests.engines import at_random, gated, greedily, make_engine, token_ids
+from tests.engines import gated, greedily, make_engine, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -43,27 +29,29 @@ class Coordinator(FakeCoordinator):
     """Welcomes ranks with what `ack` says; None: does not answer."""
 
     def __init__(self, **ack: Any) -> None:
-        self.ack: RegisterAck | Refused | None = RegisterAck(PROTOCOL_VERSION, "life", "running", 0, 100.0, 1000.0, 4)
+        self.ack: wire.RegisterAck | wire.Refused | None = wire.RegisterAck(
+            wire.PROTOCOL_VERSION, "life", "running", 0, 100.0, 1000.0, 4
+        )
         for name, value in ack.items():
             setattr(self.ack, name, value)
         self.ranks: list[bytes] = []
         super().__init__(Coordinator._welcome, greet=False)
 
-    def _welcome(self, peer: bytes, message: Message) -> None:
-        if isinstance(message, Register):
+    def _welcome(self, peer: bytes, message: wire.Message) -> None:
+        if isinstance(message, wire.Register):
             self.ranks.append(peer)
             if self.ack is not None:
                 self.say(peer, self.ack)
 
-    def tell(self, *messages: Message) -> None:
+    def tell(self, *messages: wire.Message) -> None:
         self.say(self.ranks[-1], *messages)
 
-    def hear_stretches(self, samples: int) -> list[Stretch]:
+    def hear_stretches(self, samples: int) -> list[wire.Stretch]:
         """Everything up to the end of so many samples."""
-        stretches: list[Stretch] = []
+        stretches: list[wire.Stretch] = []
         while samples:
-            progress = self.hear(Progress)
-            assert isinstance(progress, Progress)
+            progress = self.hear(wire.Progress)
+            assert isinstance(progress, wire.Progress)
             stretches += progress.stretches
             samples -= sum(len(each.ended()) for each in progress.stretches)
         return stretches
@@ -92,12 +80,11 @@ class Running:
 def serving(
     engine: DynamicInferenceEngine | None = None, *, run: bool = True, **options: Any
 ) -> Iterator[tuple[Coordinator, EngineWorker]]:
-    """A coordinator and a worker that has registered with it."""
     with Coordinator() as coordinator:
         worker = EngineWorker(engine or make_engine("qwen3"), coordinator.address, name="rank-0", **options)
         worker.start(DEADLINE_S)
         running = Running(worker) if run else None
-        coordinator.hear(EngineMoved)
+        coordinator.hear(wire.EngineMoved)
         try:
             yield coordinator, worker
         finally:
@@ -121,18 +108,18 @@ def test_a_worker_registers_with_its_room_its_version_and_its_cache() -> None:
     with Coordinator(state="paused", policy_version=3) as coordinator:
         worker = EngineWorker(engine, coordinator.address, name="rank-0")
         worker.start(DEADLINE_S)
-        register = coordinator.hear(Register)
+        register = coordinator.hear(wire.Register)
         hashes = np.array(sorted(engine.context.allocator.index.outdated), "<i8")
-        assert isinstance(register, Register)
+        assert isinstance(register, wire.Register)
         assert sorted(np.frombuffer(register.hashes, "<i8").tolist()) == hashes.tolist()
         assert (register.protocol_version, register.name, register.max_requests, register.block_size) == (
-            PROTOCOL_VERSION, "rank-0", 5, 4,
+            wire.PROTOCOL_VERSION, "rank-0", 5, 4,
         )  # fmt: skip
         assert (register.state, register.policy_version) == ("paused", 0)
-        assert coordinator.hear(EngineMoved) == EngineMoved("paused", 3)
+        assert coordinator.hear(wire.EngineMoved) == wire.EngineMoved("paused", 3)
         assert worker.lost is None
         worker.stop()
-        assert coordinator.hear(Disconnect) == Disconnect("the worker was stopped")
+        assert coordinator.hear(wire.Disconnect) == wire.Disconnect("the worker was stopped")
         worker.stop()
 
 
@@ -160,7 +147,7 @@ def test_a_coordinator_that_does_not_answer_is_named_with_its_address() -> None:
 
 
 def test_a_coordinator_of_another_protocol_version_is_refused_by_name() -> None:
-    with Coordinator(protocol_version=PROTOCOL_VERSION + 1) as coordinator:
+    with Coordinator(protocol_version=wire.PROTOCOL_VERSION + 1) as coordinator:
         worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0")
         with pytest.raises(ConnectionLostError, match="upgrade this side"):
             worker.start(DEADLINE_S)
@@ -168,7 +155,7 @@ def test_a_coordinator_of_another_protocol_version_is_refused_by_name() -> None:
 
 def test_a_coordinator_that_refuses_says_why() -> None:
     with Coordinator() as coordinator:
-        coordinator.ack = Refused("version", "the coordinator speaks 7; upgrade this side", True)
+        coordinator.ack = wire.Refused("version", "the coordinator speaks 7; upgrade this side", True)
         worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0")
         with pytest.raises(ConnectionLostError, match="upgrade this side"):
             worker.start(DEADLINE_S)
@@ -200,55 +187,13 @@ def test_a_loop_that_was_lent_is_not_closed() -> None:
 # --- work -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("params", [greedily(9, n=3), at_random(9, n=3, logprobs=1)])
-def test_a_group_is_computed_and_told(params: Any) -> None:
-    alone = undisturbed(token_ids(7), params)
-    with serving() as (coordinator, _):
-        coordinator.tell(assign(token_ids(7), params))
-        told = put_together(coordinator.hear_stretches(3))
-    assert {index: each.tokens for index, each in told.items()} == {
-        index: request.generated_tokens for index, request in alone.items()
-    }
-
-
-def test_work_goes_on_from_known_tokens_of_another_rank() -> None:
-    params = at_random(12, n=2)
-    alone = undisturbed(token_ids(7), params)
-    with serving() as (coordinator, _):
-        coordinator.tell(assign(token_ids(7), params, interval=1))
-        known = [s for s in coordinator.hear_stretches(2) if not s.ended()][:5]
-    with serving() as (coordinator, _):
-        coordinator.tell(assign(token_ids(7), params, attempt=2, known=known))
-        told = put_together(coordinator.hear_stretches(2), put_together(known))
-    assert all(sample.tokens == alone[index].generated_tokens for index, sample in told.items())
-
-
-def test_many_requests_that_come_together_are_all_told() -> None:
-    with serving() as (coordinator, worker):
-        coordinator.tell(
-            *(assign(token_ids(5, n), greedily(3, n=2), attempt=n, request_id=n) for n in range(40)),
-            assign([5000], greedily(3), attempt=99, request_id=99),
-        )
-        stretches = coordinator.hear_stretches(80)
-        assert {(each.request_id, each.attempt) for each in stretches} == {(n, n) for n in range(40)}
-        assert worker.engine.context.allocator.num_used == 0
-
-
-def test_a_request_that_cannot_be_served_is_declined() -> None:
-    with serving() as (coordinator, _):
-        coordinator.tell(assign([5000], greedily(3)))
-        declined = coordinator.hear(Decline)
-        assert isinstance(declined, Decline)
-        assert (declined.request_id, declined.attempt, declined.error) == (0, 1, "InvalidRequestError")
-
-
 def test_a_cancel_frees_the_blocks_also_while_nobody_steps() -> None:
     with serving(run=False) as (coordinator, worker):
         coordinator.tell(assign(token_ids(9), greedily(30, n=2)))
         assert worker.wait_for_work(DEADLINE_S)
         assert worker.step()
         assert worker.engine.context.allocator.num_used > 0
-        coordinator.tell(Cancel(0, 1))
+        coordinator.tell(wire.Cancel(0, 1))
         wait_until(lambda: not worker.engine.has_unfinished, worker)
         assert worker.engine.context.allocator.num_used == 0
         assert not worker.step()
@@ -279,7 +224,7 @@ def test_what_is_cancelled_before_it_is_taken_in_never_begins() -> None:
             coordinator.tell(
                 assign(token_ids(5), greedily(3), attempt=1, request_id=1),
                 assign(token_ids(6), greedily(3, n=100), attempt=2, request_id=2),
-                Cancel(2, 2),
+                wire.Cancel(2, 2),
             )
             wait_until(lambda: worker._link is not None and len(worker._link.inbox) == 3, worker)
         wait_until(lambda: worker._link is not None and not worker._link.inbox and worker.engine.has_unfinished, worker)
@@ -320,45 +265,17 @@ def test_a_pause_takes_effect_at_the_next_boundary_while_the_engine_is_stepping(
     with serving() as (coordinator, worker):
         with gated(worker.engine):
             coordinator.tell(assign(token_ids(7), greedily(200, logprobs=1), interval=1))
-            coordinator.hear(Progress)
-            coordinator.tell(Command(1, "pause", None))
-            assert coordinator.hear(CommandAck) == CommandAck(1, "paused", 0, None)
+            coordinator.hear(wire.Progress)
+            coordinator.tell(wire.Command(1, "pause", None))
+            assert coordinator.hear(wire.CommandAck) == wire.CommandAck(1, "paused", 0, None)
         steps = worker.engine.inspection.counters["steps"]
         assert steps < 200
-        coordinator.tell(Command(2, "set_version", 1))
-        coordinator.hear(CommandAck)
+        coordinator.tell(wire.Command(2, "set_version", 1))
+        coordinator.hear(wire.CommandAck)
         assert worker.engine.inspection.counters["steps"] == steps
-        coordinator.tell(Command(3, "unpause", None))
-        assert coordinator.hear(CommandAck) == CommandAck(3, "running", 1, None)
+        coordinator.tell(wire.Command(3, "unpause", None))
+        assert coordinator.hear(wire.CommandAck) == wire.CommandAck(3, "running", 1, None)
         coordinator.hear_stretches(1)
-
-
-def test_what_comes_while_suspended_runs_after_the_unpause() -> None:
-    with serving() as (coordinator, worker):
-        coordinator.tell(Command(1, "pause", None), Command(2, "suspend", "offload"))
-        coordinator.tell(assign(token_ids(7), greedily(4)))
-        assert [coordinator.hear(CommandAck) for _ in range(2)][1] == CommandAck(2, "suspended", 0, None)
-        wait_until(lambda: worker.engine.has_unfinished, worker)
-        assert worker.engine.inspection.counters["steps"] == 0
-        coordinator.tell(Command(3, "resume", None), Command(4, "unpause", None))
-        told = put_together(coordinator.hear_stretches(1))
-        assert told[0].tokens == undisturbed(token_ids(7), greedily(4))[0].generated_tokens
-
-
-def test_whoever_stopped_the_engine_is_known() -> None:
-    with serving(run=False) as (coordinator, worker):
-        assert COORDINATOR not in worker.engine.holds
-        worker.engine.pause()
-        coordinator.hear(EngineMoved)
-        assert COORDINATOR not in worker.engine.holds
-        worker.engine.unpause()
-        coordinator.hear(EngineMoved)
-        coordinator.tell(Command(1, "pause", None))
-        coordinator.hear(CommandAck)
-        assert COORDINATOR in worker.engine.holds
-        coordinator.tell(Command(2, "unpause", None))
-        coordinator.hear(CommandAck)
-        assert COORDINATOR not in worker.engine.holds
 
 
 def test_waiting_ends_when_something_else_has_happened() -> None:
@@ -376,20 +293,20 @@ def test_waiting_ends_when_something_else_has_happened() -> None:
 
 def test_control_works_while_the_training_loop_is_busy() -> None:
     with serving(run=False) as (coordinator, worker):
-        coordinator.tell(Command(1, "pause", None), Command(2, "set_version", 5))
-        assert coordinator.hear(CommandAck) == CommandAck(1, "paused", 0, None)
-        assert coordinator.hear(CommandAck) == CommandAck(2, "paused", 5, None)
+        coordinator.tell(wire.Command(1, "pause", None), wire.Command(2, "set_version", 5))
+        assert coordinator.hear(wire.CommandAck) == wire.CommandAck(1, "paused", 0, None)
+        assert coordinator.hear(wire.CommandAck) == wire.CommandAck(2, "paused", 5, None)
         assert not worker.step()
 
 
 def test_what_the_training_loop_does_to_the_engine_is_told() -> None:
     with serving() as (coordinator, worker):
         worker.engine.pause()
-        assert coordinator.hear(EngineMoved) == EngineMoved("paused", 0)
+        assert coordinator.hear(wire.EngineMoved) == wire.EngineMoved("paused", 0)
         worker.engine.weights_updated()
-        assert coordinator.hear(EngineMoved) == EngineMoved("paused", 1)
+        assert coordinator.hear(wire.EngineMoved) == wire.EngineMoved("paused", 1)
         worker.engine.unpause()
-        assert coordinator.hear(EngineMoved) == EngineMoved("running", 1)
+        assert coordinator.hear(wire.EngineMoved) == wire.EngineMoved("running", 1)
 
 
 def test_samples_that_an_update_ends_are_told_without_another_step() -> None:
@@ -412,10 +329,10 @@ def test_a_stop_ends_the_run_after_everything_was_told() -> None:
         running = Running(worker)
         with gated(engine):
             coordinator.tell(assign(token_ids(7), greedily(200, n=2, logprobs=1), interval=1))
-            coordinator.hear(Progress)
-            coordinator.tell(Command(1, "pause", None), Command(2, "stop", None))
+            coordinator.hear(wire.Progress)
+            coordinator.tell(wire.Command(1, "pause", None), wire.Command(2, "stop", None))
             coordinator.hear_stretches(2)
-            assert coordinator.hear(CommandAck) == CommandAck(2, "stopped", 0, None)
+            assert coordinator.hear(wire.CommandAck) == wire.CommandAck(2, "stopped", 0, None)
             running.ends()
         assert running.error is None
         worker.stop()
@@ -430,12 +347,12 @@ def test_stopping_a_worker_tells_what_it_has_and_leaves() -> None:
         worker.step()
         worker.step()
         worker.stop()
-        coordinator.hear(EngineMoved)
-        stretches: list[Stretch] = []
-        while isinstance(message := coordinator.hear(), Progress):
+        coordinator.hear(wire.EngineMoved)
+        stretches: list[wire.Stretch] = []
+        while isinstance(message := coordinator.hear(), wire.Progress):
             stretches += message.stretches
         assert [each.counts for each in stretches] == [[2]]
-        assert message == Disconnect("the worker was stopped")
+        assert message == wire.Disconnect("the worker was stopped")
         assert not worker.engine.has_unfinished
         assert worker.engine.lifecycle.on_move is None
 
@@ -448,12 +365,12 @@ def test_a_session_that_is_over_ends_its_samples_and_another_one_begins() -> Non
     with serving(on_lost=lost.append) as (coordinator, worker):
         with gated(worker.engine):
             coordinator.tell(assign(token_ids(7), greedily(200, logprobs=1), interval=1))
-            coordinator.hear(Progress)
-            coordinator.tell(Refused("silent", "nothing was heard of it", True))
-            coordinator.hear(Register)
+            coordinator.hear(wire.Progress)
+            coordinator.tell(wire.Refused("silent", "nothing was heard of it", True))
+            coordinator.hear(wire.Register)
             first, second = coordinator.ranks
             assert first != second
-            coordinator.hear(EngineMoved)
+            coordinator.hear(wire.EngineMoved)
         assert worker.engine.context.allocator.num_used == 0
         assert [str(error) for error in lost] == [str(lost[0])]
         assert "nothing was heard of it" in str(lost[0])
@@ -467,8 +384,8 @@ def test_nothing_is_sent_for_a_session_that_is_over() -> None:
         coordinator.tell(assign(token_ids(7), greedily(50), interval=1))
         assert worker.wait_for_work(DEADLINE_S)
         worker.step()
-        coordinator.hear(Progress)
-        coordinator.tell(Refused("silent", "nothing was heard of it", True))
+        coordinator.hear(wire.Progress)
+        coordinator.tell(wire.Refused("silent", "nothing was heard of it", True))
         wait_until(lambda: worker.lost is not None, worker)
         assert not worker.step()
         assert not worker.engine.has_unfinished
@@ -477,9 +394,9 @@ def test_nothing_is_sent_for_a_session_that_is_over() -> None:
         while True:
             peer, _, message = coordinator.heard.get(timeout=DEADLINE_S)
             heard.append((coordinator.ranks.index(peer), type(message)))
-            if isinstance(message, EngineMoved):
+            if isinstance(message, wire.EngineMoved):
                 break
-        assert heard == [(1, Register), (1, EngineMoved)]
+        assert heard == [(1, wire.Register), (1, wire.EngineMoved)]
 
 
 def test_a_silent_coordinator_is_noticed() -> None:
@@ -498,7 +415,7 @@ def test_a_run_that_finds_no_coordinator_any_more_says_so() -> None:
         worker.start(DEADLINE_S)
         running = Running(worker)
         coordinator.ack = None
-        coordinator.tell(Disconnect("going home"))
+        coordinator.tell(wire.Disconnect("going home"))
         running.ends()
         assert isinstance(running.error, ConnectionLostError)
         assert "within 0.2 s" in str(running.error)
@@ -511,7 +428,7 @@ def test_a_worker_whose_name_another_process_has_taken_does_not_take_it_back() -
         worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0")
         worker.start(DEADLINE_S)
         running = Running(worker)
-        coordinator.tell(Refused("replaced", "another process has registered as 'rank-0'", True))
+        coordinator.tell(wire.Refused("replaced", "another process has registered as 'rank-0'", True))
         running.ends()
         assert isinstance(running.error, ConnectionLostError)
         assert "another process has registered as 'rank-0'" in str(running.error)
@@ -524,8 +441,8 @@ def test_a_worker_goes_over_to_another_coordinator() -> None:
         coordinator.tell(assign(token_ids(7), greedily(20)))
         assert worker.wait_for_work(DEADLINE_S)
         worker.reconnect(other.address, timeout_s=DEADLINE_S)
-        assert coordinator.hear(Disconnect) == Disconnect("it reconnects")
-        assert other.hear(EngineMoved) == EngineMoved("running", 4)
+        assert coordinator.hear(wire.Disconnect) == wire.Disconnect("it reconnects")
+        assert other.hear(wire.EngineMoved) == wire.EngineMoved("running", 4)
         assert not worker.engine.has_unfinished
         other.tell(assign(token_ids(7), greedily(2)))
         assert worker.wait_for_work(DEADLINE_S)
@@ -540,9 +457,9 @@ def test_a_stop_interrupts_the_search_for_a_coordinator() -> None:
         worker.start(DEADLINE_S)
         running = Running(worker)
         coordinator.ack = None
-        coordinator.tell(Disconnect("going home"))
-        coordinator.hear(Register)
-        coordinator.hear(Register)
+        coordinator.tell(wire.Disconnect("going home"))
+        coordinator.hear(wire.Register)
+        coordinator.hear(wire.Register)
         worker.stop()
         running.ends()
         assert running.error is None
@@ -561,8 +478,8 @@ def test_a_dead_engine_leaves_at_once_so_that_others_go_on_with_its_requests(mon
         coordinator.tell(*(assign(token_ids(30, n), greedily(4), attempt=n, request_id=n) for n in range(8)))
         with pytest.raises(EngineDeadError, match="the device is gone"):
             worker.run()
-        left = coordinator.hear(Disconnect)
-        assert isinstance(left, Disconnect)
+        left = coordinator.hear(wire.Disconnect)
+        assert isinstance(left, wire.Disconnect)
         assert "the device is gone" in left.reason
         assert isinstance(worker.lost, EngineDeadError)
         worker.stop()
@@ -571,11 +488,11 @@ def test_a_dead_engine_leaves_at_once_so_that_others_go_on_with_its_requests(mon
 def test_an_engine_that_the_training_loop_stops_leaves() -> None:
     with serving() as (coordinator, worker):
         coordinator.tell(assign(token_ids(7), greedily(200), interval=1))
-        coordinator.hear(Progress)
+        coordinator.hear(wire.Progress)
         worker.engine.pause()
         worker.engine.stop()
-        left = coordinator.hear(Disconnect)
-        assert isinstance(left, Disconnect)
+        left = coordinator.hear(wire.Disconnect)
+        assert isinstance(left, wire.Disconnect)
         assert "stopped" in left.reason
         wait_until(lambda: worker.lost is not None, worker)
 
@@ -591,8 +508,8 @@ def test_an_engine_that_cannot_follow_leaves_with_the_reason(monkeypatch: pytest
         worker = EngineWorker(engine, coordinator.address, name="rank-0")
         with pytest.raises(ValueError, match="no such weights"):
             worker.start(DEADLINE_S)
-        left = coordinator.hear(Disconnect)
-        assert isinstance(left, Disconnect)
+        left = coordinator.hear(wire.Disconnect)
+        assert isinstance(left, wire.Disconnect)
         assert left.reason == "ValueError: no such weights"
 
 

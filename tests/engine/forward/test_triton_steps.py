@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward.decode_runs import DecodeRuns
+from rollout.engine.forward.model_runner import DecodeRuns
 from rollout.engine.forward.trial_forwards import paged_logits
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
 from rollout.engine.graphs.decode_kernels import TritonDecode
@@ -96,15 +96,13 @@ def engine_of(model: Any, **options: Any) -> DynamicInferenceEngine:
     engine = make_engine(model, **options)
     if INTERPRETED:
         runner, cache = engine.controller.runner, engine.cache
-        kernels, runner.paged = load(DEVICE), load(DEVICE)
+        kernels, runner.module.paged = load(DEVICE), load(DEVICE)
         assert kernels is not None
         decode = TritonDecode(kernels, cache)
         runner.copies = AutocastCopies(runner.model, DEVICE, PoolMemory(zeros), lambda: math.inf)
         runner.graphs = GraphedDecode(runner.model, runner.layout, cache, 2, Rerun(), decode, copies=runner.copies)
-        runner.runs = DecodeRuns(
-            GraphedRuns(runner.forward, runner.graphs, DEVICE), runner.table, cache, runner.sampling, runner.adapters,
-            runner.installation, engine.lifecycle.lock.asked,
-        )  # fmt: skip
+        maker = GraphedRuns(runner.forward, runner.graphs, DEVICE)
+        runner.runs = DecodeRuns(maker, runner, engine.lifecycle.lock.asked)
     return engine
 
 
@@ -122,7 +120,7 @@ def test_logits_of_eager_and_captured_steps_are_the_modules(name) -> None:
     engine, tokens = engine_of(small(name)), token_ids(11, 1)
     # A prompt, a chunk that goes on from it, and a captured step.
     logits = paged_logits(engine.controller.runner, tokens, 6, 10)
-    torch.testing.assert_close(logits, engine.controller.forward_logits(tokens), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(logits, engine.controller.runner.module.own_logits(tokens), atol=1e-5, rtol=1e-4)
     assert captured(engine) == [1, 2]
 
 
@@ -171,7 +169,7 @@ def test_heads_that_the_attention_kernels_do_not_take_run_eagerly_with_plain_att
     engine = engine_of(model)
     for _ in range(2):
         logits = paged_logits(engine.controller.runner, tokens, 5)
-        torch.testing.assert_close(logits, engine.controller.forward_logits(tokens), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(logits, engine.controller.runner.module.own_logits(tokens), atol=1e-5, rtol=1e-4)
     graphs = engine.controller.runner.graphs
     assert graphs is None or not graphs.captured
 
@@ -207,7 +205,7 @@ def test_under_autocast_logits_are_those_of_the_module_under_autocast(name) -> N
                 runner.copies = runner.graphs._copies = NO_COPIES
             found.append(paged_logits(runner, tokens, 3, 5))
             assert (engine.stats()["autocast_copy_bytes"] > 0) == copied
-            expected = engine.controller.forward_logits(tokens)
+            expected = engine.controller.runner.module.own_logits(tokens)
     assert torch.equal(*found), "the copy is the cast"
     scale, bound = float(expected.abs().max()), 5e-3 if INTERPRETED else 5e-2
     assert float((found[0] - expected).abs().max()) < scale * bound

@@ -18,7 +18,7 @@ from rollout.engine.kernels.tree_attention import (
     torch_tree_attention,
     tree_attention,
 )
-from rollout.manager.tree import pack_tree
+from rollout.manager.batch.tree import pack_tree
 
 CASES = {
     "grouped heads": (4, 2, 64, 64, Scores(0.125)),

@@ -187,8 +187,8 @@ def test_an_engine_on_the_paged_kernels_gives_the_tokens_of_generate(paged, name
     tokens = 2 if INTERPRETED else 40
     engine = make_engine(model, fused_forward=False, max_tokens_per_step=16, block_size_tokens=8)
     if INTERPRETED:
-        engine.controller.runner.paged = paged
-    assert engine.controller.runner.paged is not None
+        engine.controller.runner.module.paged = paged
+    assert engine.controller.runner.module.paged is not None
     for seed in range(3):
         engine.add_request(token_ids(7 + 6 * seed, seed), greedily(tokens))
     done = finish(engine)

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.memory.host_blocks import HostBlocks
+from rollout.engine.memory.host_pool import HostBlocks
 from rollout.engine.memory.kv_cache import KVCache, LayerShape
 from rollout.engine.memory.kv_transfer import KVTransfer, RowRange, plan
 from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids
@@ -304,7 +304,7 @@ def busy(seed: int, limit: int = 300, **options: Any) -> Any:
 @pytest.mark.parametrize("seed", range(3))
 def test_requests_go_on_after_a_suspend_as_if_nothing_had_been(seed: int) -> None:
     engine = busy(seed)
-    live = len(engine.context.allocator.live_blocks())
+    live = len(engine.context.allocator.pages.live())
     for _ in range(2):
         engine.pause()
         assert engine.suspend("offload").bytes_copied == live * engine.cache.block_bytes
@@ -322,7 +322,7 @@ def test_blocks_that_were_given_up_meanwhile_do_not_come_back() -> None:
     engine.pause()
     engine.suspend("offload")
     engine.abort_request(1)
-    live = len(engine.context.allocator.live_blocks())
+    live = len(engine.context.allocator.pages.live())
     assert engine.resume().bytes_copied == live * engine.cache.block_bytes
     engine.unpause()
     done = finish(engine)

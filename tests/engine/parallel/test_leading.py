@@ -12,10 +12,8 @@ import torch
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.multimodal.family import ImageItem
 from rollout.engine.multimodal.step_images import StepImages
-from rollout.engine.parallel.follower import follow
 from rollout.engine.parallel.group import TensorParallelGroup
-from rollout.engine.parallel.leader import BEAT_S, Leader
-from rollout.engine.parallel.work import CHECK, END, FORWARD, ForwardWork, pack, unpack
+from rollout.engine.parallel.leading import BEAT_S, CHECK, END, FORWARD, ForwardWork, Leader, follow, pack, unpack
 from rollout.errors import EngineDeadError, EngineStateError, SerializationError
 
 

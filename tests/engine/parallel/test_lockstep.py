@@ -17,7 +17,7 @@ from rollout.engine.parallel.group import TensorParallelGroup
 from rollout.engine.parallel.lockstep import DONE, IDLE, LEFT, Lockstep
 from rollout.engine.weights.tensor_parallel import expert_parallel_mesh
 from rollout.errors import DeadlineError, EngineDeadError, EngineStateError, UnsupportedModelError
-from rollout.manager.expert_parallel import LockstepLoop
+from rollout.manager.parallel import LockstepLoop
 from rollout.state import EngineState
 
 
@@ -104,8 +104,8 @@ def test_a_failure_inside_of_experts_ends_the_group():
     model.layers[0].fails = True
     with lockstep.watching():
         ended = pytest.raises(EngineDeadError, match="expert-parallel group of ranks 0, 1 has ended on rank 0")
-        with ended, lockstep.round(), lockstep.ended_by_failures():
-            model(5)
+        with ended, lockstep.round():
+            lockstep.run(None, lambda work: model(5))
         with pytest.raises(EngineDeadError), lockstep.round():
             pass
     assert model.came() == [[], [], [5]]

@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 from rollout.engine.sampling.edits import History
 from rollout.engine.sampling.sampler import Sampled, sample
 from rollout.engine.sampling.sampling_table import SamplingRows, SamplingTable
-from rollout.requests.seeds import stream_key
+from rollout.requests.block_hash import stream_key
 from rollout.sampling_params import SamplingParams
 
 VOCAB = 1000

@@ -10,8 +10,8 @@ import torch
 
 from rollout.engine.sampling.sampler import sample
 from rollout.engine.sampling.sampling_table import SamplingTable
-from rollout.requests.kept_tokens import KeptTokens
-from rollout.requests.seeds import stream_key
+from rollout.requests.block_hash import stream_key
+from rollout.requests.token_columns import KeptTokens
 from rollout.sampling_params import SamplingParams
 
 VOCAB, ROWS = 1000, 40

@@ -13,7 +13,7 @@ from rollout.engine.sampling.constraints import Allowed
 from rollout.engine.sampling.sampler import sample, token_logprobs
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.errors import ConfigError
-from rollout.requests.seeds import stream_key
+from rollout.requests.block_hash import stream_key
 from rollout.sampling_params import SamplingParams
 from tests.engine.sampling.draws import DEVICES, FILTERS, VOCAB, draw, equal, histories_of, logits_of, row_of, rows_of
 

@@ -13,7 +13,7 @@ from rollout.engine.memory.buffers import BLOCK
 from rollout.engine.sampling.random_stream import uniforms
 from rollout.engine.sampling.sampler import sample
 from rollout.engine.sampling.sampling_table import SamplingRows, SamplingTable
-from rollout.requests.seeds import stream_key
+from rollout.requests.block_hash import stream_key
 from rollout.sampling_params import SamplingParams
 from tests.engine.sampling.draws import (
     DEVICES,

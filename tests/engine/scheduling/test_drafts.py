@@ -7,9 +7,18 @@ import random
 import numpy as np
 import pytest
 
-from rollout.engine.scheduling import draft_sources
-from rollout.engine.scheduling.draft_budget import FIRST_WAIT, Acceptance, DraftBudget, StepCost
-from rollout.engine.scheduling.draft_sources import MAX_MATCH, CompletionHistory, continuation, joined, matches
+from rollout.engine.scheduling import drafts
+from rollout.engine.scheduling.drafts import (
+    FIRST_WAIT,
+    MAX_MATCH,
+    Acceptance,
+    CompletionHistory,
+    DraftBudget,
+    continuation,
+    joined,
+    matches,
+)
+from rollout.engine.scheduling.run_ahead import StepCost
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -48,8 +57,8 @@ def test_a_match_is_as_long_as_the_context_or_the_limit() -> None:
 
 
 def test_history_is_bounded_by_prompt_and_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_sources, "PER_PROMPT", 10)
-    monkeypatch.setattr(draft_sources, "ALL_PROMPTS", 25)
+    monkeypatch.setattr(drafts, "PER_PROMPT", 10)
+    monkeypatch.setattr(drafts, "ALL_PROMPTS", 25)
     history = CompletionHistory()
     for token in range(4):
         history.add(1, np.full(4, token, np.int32))
@@ -68,7 +77,7 @@ def test_history_is_bounded_by_prompt_and_as_a_whole(monkeypatch: pytest.MonkeyP
 
 def measured(base: float, position: float, noise: float = 0.0, rows: int = 1) -> DraftBudget:
     """A budget after steps of base + position · P seconds."""
-    numbers, budget = random.Random(0), DraftBudget()
+    numbers, budget = random.Random(0), DraftBudget(StepCost())
     for step in range(60):
         positions = rows + step % 9
         budget.cost.observe(positions, (base + position * positions) * (1 + noise * numbers.random()))
@@ -129,7 +138,7 @@ def test_trials_that_fail_come_less_and_less_often() -> None:
 
 
 def test_a_clock_that_stands_still_lets_every_draft_pay() -> None:
-    budget, cost = DraftBudget(), StepCost()
-    assert cost.step(3) == 0
+    budget = DraftBudget(StepCost())
+    assert budget.cost.step(3) == 0
     assert budget.start(3)
     assert budget.length(1, [0.1] * 5) == 5

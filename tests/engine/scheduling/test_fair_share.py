@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.scheduling.fair_share import SWEEP_AT, FairShares
+from rollout.engine.scheduling.queues import SWEEP_AT, FairShares
 from rollout.requests.record import DynamicInferenceRequestRecord
 from tests.engines import assert_greedy, greedily, make_engine, token_ids
 
@@ -152,7 +152,7 @@ def test_a_stream_of_short_requests_does_not_stop_the_client_that_makes_place_fo
     alone = max(endings(engine).values())
     engine, greedy, _ = beside_a_greedy_client(0)
     for number in range(1000):
-        if not any(engine.parts.intake.has(each) for each in greedy):
+        if not any(each in engine.parts.ledger.live for each in greedy):
             break
         engine.add_request(token_ids(5, seed=number), greedily(1), client=("short", number))
         engine.step()

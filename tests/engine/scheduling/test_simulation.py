@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from rollout.config import Advanced, InferenceConfig
-from rollout.engine.memory.layer_groups import LayerGroups
+from rollout.engine.blocks.pages import ONE_GROUP, LayerGroups
 from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.engine.scheduling.sequences import Sequence
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
@@ -110,7 +110,7 @@ class World:
         block_size = pick([1, 2, 3, 4, 8])
         blocks = self.random.randint(6, 24)
         # Of a model with layers without and with a window, in a fifth of the lives.
-        self.groups = None
+        self.groups = ONE_GROUP
         if seed % 5 == 4:
             draw = random.Random(-seed)
             self.groups = LayerGroups((), (), 1, draw.randint(1, 2), draw.randint(1, 3), draw.randint(1, 12))
@@ -129,7 +129,7 @@ class World:
         # Of a model with recurrent states, sometimes with fewer slots than may run.
         slots = random.Random(seed).choice([2, 3, requests, 2 * requests, 3 * requests])
         self.states = FakeStates(slots) if seed % 4 == 3 else None
-        groups = 1 if self.groups is None else self.groups.count
+        groups = self.groups.count
         # Of many, evicted blocks go to a host tier, which may be smaller or larger than the pool.
         tier = groups * random.Random(seed).randint(1, 48) if seed % 7 < 3 and self.states is None else 0
         self.cache = FakeCache(blocks * groups, block_size, tier)
@@ -138,8 +138,8 @@ class World:
         )
         self.scheduler = self.context.scheduler
         # Every layer's, in a third of the lives.
-        self.window = random.Random(-seed).randint(1, 12) if seed % 3 == 2 and not self.groups else None
-        self.scheduler.limit_reach(self.window)
+        self.window = random.Random(-seed).randint(1, 12) if seed % 3 == 2 and not self.groups.limited else None
+        self.scheduler.blocks.limit_reach(self.window)
         self.added: set[tuple[int, int]] = set()
         self.ended: dict[tuple[int, int], Sequence] = {}
         self.prompts: dict[int, list[int]] = {}
@@ -189,7 +189,8 @@ class World:
             self.scheduler.add(group[0])
         except InvalidRequestError:
             assert params.n > self.scheduler.num_places or (
-                self.scheduler.blocks_needed(len(prompt), len(prompt) + budget) > self.scheduler.allocator.pool_size
+                self.scheduler.pages_needed(len(prompt), len(prompt) + budget)
+                > self.scheduler.allocator.pages.num_pages
             )
             return
         self.added |= {each.key for each in group}
@@ -237,7 +238,7 @@ class World:
         for sequence in self.scheduler.update(step, StepTokens(tokens, logprobs)):
             self.end(sequence)
         if self.states is not None:
-            self.states.move(self.scheduler.take_state_moves())
+            self.states.move(self.scheduler.allocator.states.take_moves())
 
     def placed(self) -> dict[tuple[int, int], tuple[Hashable, int, int]]:
         """(client, length, length up to which it keeps its place) of every sample that has a place."""
@@ -267,8 +268,8 @@ class World:
         """What attention would do: copy, write, and read back everything that is attended to."""
         table, size = self.scheduler.table, self.config.advanced.block_size_tokens
         # Of a block that is free, to be zeroed: what reads it afterwards is wrong.
-        self.cache.content[self.scheduler.blocks.poisoned] = GARBAGE
-        self.scheduler.blocks.poisoned.clear()
+        self.cache.content[self.scheduler.allocator.pages.poisoned] = GARBAGE
+        self.scheduler.allocator.pages.poisoned.clear()
         self.cache.copy_blocks(step.copies)
         if self.states is not None:
             self.recur(self.states, step)
@@ -294,10 +295,8 @@ class World:
 
     def memory(self, blocks: np.ndarray) -> list[tuple[int | None, np.ndarray]]:
         """Of each group of layers: its window, and where it has these blocks in the pool, -1: nowhere."""
-        if self.groups is None:
-            return [(self.window, blocks)]
         pages, groups = self.context.allocator.pages.page_of[blocks], self.groups
-        return [(groups.reach if each >= groups.whole else None, pages[:, each]) for each in range(groups.count)]
+        return [(groups.reach if each >= groups.whole else self.window, pages[:, each]) for each in range(groups.count)]
 
     def recur(self, states: FakeStates, step: ScheduledStep) -> None:
         """What recurrent layers would do: copy states, and go on from that of every earlier token, and of no other."""
@@ -401,7 +400,7 @@ class World:
                 assert chained == allocator.index._hash[block], (
                     "a block is found behind tokens it was not computed behind"
                 )
-        tails = [tail for tails in allocator.index._tails.values() for tail in tails]
+        tails = [tail for tails in allocator.index.tails.values() for tail in tails]
         for tail in tails:
             filled = allocator.index._filled.item(tail)
             current = allocator.index._number[tail] == allocator.index._number_of[allocator.index.variant]
@@ -410,14 +409,14 @@ class World:
                 assert (content[:, TOKEN] == allocator.index._tokens[tail, :filled]).all()
                 assert (content[:, VERSION] == self.way).all() or not current, "a tail of older weights is found"
                 assert content[:, PURE].all() or not current, "a tail was computed over KV of an older version"
-        for kept in [] if allocator.host is None else allocator.host._lru:
+        for kept in allocator.host._lru:
             known = kept.variant == allocator.index.variant
             for content in (self.cache.host[slot, : len(kept.tokens)] for slot in kept.slots if slot >= 0):
                 assert (content[:, TOKEN] == kept.tokens).all(), "the host has other tokens' KV"
                 assert (content[:, VERSION] == self.way).all() or not known, "KV of older weights is found on the host"
                 assert content[:, PURE].all() or not known, "the host has KV computed over that of an older version"
         findable = set(allocator.index.current.values())
-        for block, slot in {} if allocator.states is None else allocator.states.snapshots().items():
+        for block, slot in allocator.states.snapshots.items():
             assert allocator.index.registered[block], "a snapshot of a block that nothing finds"
             if block in findable or block in tails:
                 state = self.states.content[slot]
@@ -444,7 +443,7 @@ def live(seed: int, events: int = 30) -> World:
     world.check()
     assert world.added == set(world.ended), "a request never ended"
     assert world.context.allocator.num_used == 0, "a block leaked"
-    assert world.states is None or world.context.allocator.states.num_held == 0, "a state slot leaked"
+    assert world.context.allocator.states.num_held == 0, "a state slot leaked"
     return world
 
 
@@ -459,16 +458,15 @@ def test_thousands_of_random_schedules_keep_every_invariant() -> None:
         except Exception as exc:
             raise AssertionError(f"replay with ROLLOUT_SIM_SEED={seed}: {exc!r}") from exc
         preemptions += world.scheduler.counters["preemptions"]
-        refused += world.context.allocator.refused_for_version
+        refused += world.context.allocator.index.refused
         claims += world.claims
         accepted += world.scheduler.counters["draft_tokens_accepted"]
         tails += world.scheduler.counters["prefix_tail_tokens"]
         state_tails += 0 if world.states is None else world.scheduler.counters["prefix_tail_tokens"]
-        window_tails += 0 if world.groups is None else world.scheduler.counters["prefix_tail_tokens"]
-        hits += 0 if world.states is None else world.context.allocator.states.hits
-        if (host := world.context.allocator.host) is not None:
-            loaded += host.loaded
-            window_loaded += 0 if world.groups is None else host.loaded
+        window_tails += 0 if not world.groups.limited else world.scheduler.counters["prefix_tail_tokens"]
+        hits += world.context.allocator.states.hits
+        loaded += world.context.allocator.host.loaded
+        window_loaded += world.context.allocator.host.loaded if world.groups.limited else 0
     if chosen is None and SCHEDULES >= 1000:
         assert preemptions > 100, "the schedules never ran out of blocks"
         assert claims > 20, "no client ever claimed a place of another one"

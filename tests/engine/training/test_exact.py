@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rollout import ConfigError, RequestError, SamplingParams, UnsupportedModelError, exact
-from rollout.engine.fused.rotary_tables import rotary_tables
+from rollout.engine.fused.fused_parts import rotary_tables
 from rollout.engine.kernels import cpu_library
-from rollout.manager.batch import RolloutBatch
+from rollout.manager.batch.batch import RolloutBatch
 from rollout.requests.request import DynamicInferenceRequest
 from tests.configs import engine_config
 from tests.engines import at_random, finish, make_engine, pass_suspended, shared_model, steps, token_ids

@@ -15,8 +15,7 @@ from torch import nn
 
 from rollout.engine.forward.trial_forwards import paged_logits
 from rollout.engine.weights import copied as copied_weights
-from rollout.engine.weights.source import weights_of
-from rollout.engine.weights.zero3 import PartitionedWeights
+from rollout.engine.weights.source import PartitionedWeights, weights_of
 from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError, WeightsChangedError
 from rollout.sampling_params import SamplingParams
 from tests.configs import engine_config

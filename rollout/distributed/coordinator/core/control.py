@@ -19,10 +19,8 @@ from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorSta
 
 MAX_NAMES = 8
 """Maximum number of names listed in a message."""
-
 MAX_CALLS = 64
 """Maximum open calls per client."""
-
 MAX_TIMEOUT_S = 30 * 86400.0
 """Maximum deadline of a call, 30 days."""
 
@@ -146,7 +144,7 @@ class ControlPlane:
             self._settle(command_id)
 
     def next_deadline(self) -> float:
-        """Earliest deadline of a pending call; infinity if there is none."""
+        """Earliest deadline of a pending call, or infinity."""
         due = self._deadlines.head_key()
         return float("inf") if due is None else float(due)
 
@@ -190,10 +188,7 @@ def _failed(call: Call) -> str:
 
 
 class Barriers:
-    """Numbered barriers of the members.
-
-    A member whose session is lost is waited for during a grace period, because it may reconnect.
-    """
+    """Numbered barriers of the members. A member whose session is lost may reconnect during a grace period."""
 
     def __init__(self, peers: Peers, size: int) -> None:
         self._peers = peers

@@ -3,7 +3,6 @@
     CoordinatorCore            hands a frame to the part that its peer and kind call for; timers; outgoing messages
      ├ Sessions                handshake, sequence numbers, heartbeats, ends of sessions
      ├ RequestTable            open requests from submission to their outcome; memory, texts, deadlines
-     ├ RankReports             progress and states of ranks
      ├ Dispatcher ─ Router     queues of samples, and the choice of a rank
      ├ ControlPlane, Barriers  calls to all engines; meetings of all members
      └ GracePeriods            what is missing, and for how long that is borne
@@ -11,12 +10,13 @@
 Always true:
 - an accepted request ends once: with an outcome for each of its samples, or with one error that names it;
 - samples of a lost rank return to their old place in the queue and continue from the last tokens received;
-- reports of a rank about an assignment it no longer has are ignored;
+- reports of a rank about an assignment it no longer has are ignored; a malformed one ends its session;
 - no message of one peer affects another peer's requests, except by its documented effect.
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,28 +25,12 @@ from rollout.distributed.coordinator.core.control import Barriers, ControlPlane
 from rollout.distributed.coordinator.core.dispatch import Dispatcher, ScheduleRecord
 from rollout.distributed.coordinator.core.grace_periods import GracePeriods
 from rollout.distributed.coordinator.core.peers import Peers
-from rollout.distributed.coordinator.core.rank_reports import RankReports
 from rollout.distributed.coordinator.core.request_table import RequestTable
 from rollout.distributed.coordinator.core.requests import ClientPeer, Peer, RankPeer, TextJob
-from rollout.distributed.coordinator.core.routing import Router
 from rollout.distributed.coordinator.core.sessions import Sessions
-from rollout.distributed.protocol.messages import (
-    Abort,
-    Barrier,
-    CommandAck,
-    Control,
-    Decline,
-    Disconnect,
-    EngineMoved,
-    Heartbeat,
-    Message,
-    Progress,
-    Shutdown,
-    Status,
-    StatusQuery,
-    Submit,
-)
-from rollout.state import ControlSignal, CoordinatorState
+from rollout.distributed.protocol import messages as wire
+from rollout.errors import SerializationError
+from rollout.state import ControlSignal, CoordinatorState, EngineState
 
 
 class CoordinatorCore:
@@ -68,7 +52,6 @@ class CoordinatorCore:
         self._sessions = Sessions(
             config, instance, self.peers, self.control, self.barriers, self.dispatcher, self.requests, self._grace
         )
-        self._reports = RankReports(self.dispatcher, self.requests, self.control, self._sessions, self._grace)
         self._shut_down = False
         self._now = 0.0
 
@@ -77,24 +60,9 @@ class CoordinatorCore:
         """Whether the coordinator has nothing left to do: it was shut down, or the last peer has left for good."""
         return self._shut_down or self._grace.deserted
 
-    @property
-    def state(self) -> CoordinatorState:
-        """State of the job."""
-        return self.control.state
-
-    @property
-    def policy_version(self) -> int:
-        """Highest policy version reported by any rank or set by a client."""
-        return self.control.policy_version
-
-    @property
-    def router(self) -> Router:
-        """Router of the dispatcher."""
-        return self.dispatcher.router
-
     # --- in ---------------------------------------------------------------------------------------------------------
 
-    def receive(self, identity: bytes, sequence: int, message: Message, now: float) -> None:
+    def receive(self, identity: bytes, sequence: int, message: wire.Message, now: float) -> None:
         """Handle a frame of a peer. Never raises, whatever the peer sends."""
         self._now = now
         peer = self.peers.get(identity)
@@ -102,46 +70,90 @@ class CoordinatorCore:
             self._sessions.greet(identity, sequence, message, now)
             self._grace.look(now)
         elif self._sessions.is_next(peer, sequence, now):
-            if isinstance(message, Heartbeat):
+            if isinstance(message, wire.Heartbeat):
                 # It changes nothing that is dispatched, and looking for room on 1,000 ranks costs more than the rest.
                 return
             self._take(peer, message)
         self._go_on()
 
-    def _take(self, peer: Peer, message: Message) -> None:
-        if isinstance(message, Disconnect):
+    def _take(self, peer: Peer, message: wire.Message) -> None:
+        if isinstance(message, wire.Disconnect):
             self._sessions.leave(peer, message.reason or "it has disconnected", self._now, died=False)
         elif isinstance(peer, ClientPeer) and isinstance(
-            message, Submit | Abort | Control | Barrier | StatusQuery | Shutdown
+            message, wire.Submit | wire.Abort | wire.Control | wire.Barrier | wire.StatusQuery | wire.Shutdown
         ):
             self._take_from_client(peer, message)
-        elif isinstance(peer, RankPeer) and isinstance(message, Progress | Decline | CommandAck | EngineMoved):
-            self._reports.take(peer, message, self._now)
+        elif isinstance(peer, RankPeer) and isinstance(
+            message, wire.Progress | wire.Decline | wire.CommandAck | wire.EngineMoved
+        ):
+            self._take_from_rank(peer, message)
         else:
             kind = "client" if isinstance(peer, ClientPeer) else "rank"
             self.refuse(peer.identity, "not_yours", f"a {kind} does not send {type(message).__name__}")
 
     def _take_from_client(
-        self, client: ClientPeer, message: Submit | Abort | Control | Barrier | StatusQuery | Shutdown
+        self,
+        client: ClientPeer,
+        message: wire.Submit | wire.Abort | wire.Control | wire.Barrier | wire.StatusQuery | wire.Shutdown,
     ) -> None:
-        stopping = self.state is CoordinatorState.STOPPING
-        if isinstance(message, Submit):
+        stopping = self.control.state is CoordinatorState.STOPPING
+        if isinstance(message, wire.Submit):
             self.requests.submit(client, message, self._now, stopping=stopping)
-        elif isinstance(message, Abort):
+        elif isinstance(message, wire.Abort):
             request = client.requests.get(message.request_id)
             if request is not None:
                 self.requests.fail(request, "RequestAbortedError", "it was aborted")
-        elif isinstance(message, Control):
+        elif isinstance(message, wire.Control):
             self.control.call(client, message, self._now)
-            if message.signal == ControlSignal.STOP and self.state is CoordinatorState.STOPPING:
+            if message.signal == ControlSignal.STOP and self.control.state is CoordinatorState.STOPPING:
                 self.requests.fail_queued("RequestAbortedError", "the engines were stopped")
-        elif isinstance(message, Barrier):
+        elif isinstance(message, wire.Barrier):
             self.requests.client_moved(client, message.policy_version)
             self.barriers.come(client, message)
-        elif isinstance(message, StatusQuery):
-            self.peers.say(client, Status(message.call_id, self.status()))
+        elif isinstance(message, wire.StatusQuery):
+            self.peers.say(client, wire.Status(message.call_id, self.status()))
         else:
             self.shutdown(f"client {client.name!r} has shut the coordinator down", self._now)
+
+    def _take_from_rank(
+        self, rank: RankPeer, message: wire.Progress | wire.Decline | wire.CommandAck | wire.EngineMoved
+    ) -> None:
+        if isinstance(message, wire.Progress):
+            self._progress(rank, message)
+        elif isinstance(message, wire.Decline):
+            assignment = rank.assignments.get(message.attempt)
+            if assignment is not None and not assignment.held and assignment.request.request_id == message.request_id:
+                self.requests.fail(assignment.request, message.error, message.text)
+        else:
+            rank.state = EngineState(message.state)
+            if message.policy_version > rank.policy_version:
+                rank.policy_version = message.policy_version
+                self.dispatcher.router.version_changed(rank.name)
+            self.control.policy_version = max(self.control.policy_version, message.policy_version)
+            if isinstance(message, wire.CommandAck):
+                self.control.acknowledged(rank, message)
+            else:
+                rank.resting, rank.waited_for_since, rank.ready = message.resting, None, True
+            self.dispatcher.rank_moved(rank)
+            self._grace.look(self._now)
+
+    def _progress(self, rank: RankPeer, message: wire.Progress) -> None:
+        rank.running, rank.waiting, rank.progressed = message.running, message.waiting, self._now
+        self.dispatcher.blocks_changed(rank, message.blocks_added, message.blocks_removed, message.flushed)
+        rank.tokens += sum(sum(stretch.counts) for stretch in message.stretches)
+        for stretch in message.stretches:
+            assignment = rank.assignments.get(stretch.attempt)
+            # An unknown attempt was cancelled while these tokens were in transit.
+            if assignment is None or assignment.held or assignment.request.request_id != stretch.request_id:
+                continue
+            try:
+                if not assignment.samples.issuperset(stretch.indices):
+                    samples = reprlib.repr(stretch.indices)
+                    raise SerializationError(f"samples {samples} are not of attempt {stretch.attempt}")
+                self.requests.advance(assignment, stretch)
+            except SerializationError as exc:
+                self._sessions.end(rank, "malformed", str(exc), self._now)
+                return
 
     def refuse(self, identity: bytes, code: str, text: str) -> None:
         """Reject a frame of a peer with a reason; its session continues."""
@@ -158,10 +170,10 @@ class CoordinatorCore:
         """Disconnect all peers with a reason; open requests fail at their clients."""
         self._now = now
         for peer in self.peers:
-            self.peers.say(peer, Disconnect(why[:256]))
+            self.peers.say(peer, wire.Disconnect(why[:256]))
         self._shut_down = True
 
-    def too_long(self, identity: bytes, message: Message, size: int, now: float) -> None:
+    def too_long(self, identity: bytes, message: wire.Message, size: int, now: float) -> None:
         """Fail the requests of a message that exceeds the frame size and was not sent."""
         self._now = now
         self.requests.too_long(self.peers.get(identity), message, size)
@@ -184,7 +196,7 @@ class CoordinatorCore:
         self.requests.expire(now)
         self._grace.look(now)
         self._grace.give_up_requests(now)
-        if self.state is not CoordinatorState.STOPPING:
+        if self.control.state is not CoordinatorState.STOPPING:
             self._grace.set_away(now)
         self._go_on()
 
@@ -205,7 +217,7 @@ class CoordinatorCore:
         self.requests.detokenized(job_id, texts)
 
     def _go_on(self) -> None:
-        if self.state is not CoordinatorState.STOPPING:
+        if self.control.state is not CoordinatorState.STOPPING:
             self.dispatcher.dispatch()
 
     def _engines_stopped(self) -> None:
@@ -213,14 +225,9 @@ class CoordinatorCore:
 
     # --- out --------------------------------------------------------------------------------------------------------
 
-    def take_outbox(self) -> list[tuple[bytes, int, Message]]:
+    def take_outbox(self) -> list[tuple[bytes, int, wire.Message]]:
         """Return (identity, sequence, message) of all messages to send, in order."""
         return self.peers.take_outbox(self._now)
-
-    @property
-    def has_more_to_say(self) -> bool:
-        """Whether there are messages to send."""
-        return self.peers.has_more_to_say
 
     def take_text_jobs(self) -> list[TextJob]:
         """Return new jobs for the tokenizer; each must be answered by `tokenized` or `detokenized`."""

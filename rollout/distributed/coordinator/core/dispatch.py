@@ -1,9 +1,9 @@
-"""Assignment of queued samples to ranks: queue order, routing, and return to the queue when a rank is lost.
+"""Assignment of queued samples to ranks: queue order, routing, and return to the queue when a rank is lost. No I/O, no
+clock.
 
-Always true: an open sample is queued or in exactly one assignment; the router's pending count of a rank equals the number
-of open samples assigned to it; an attempt number is used once; no rank receives a request that needs newer weights than
-the rank has; while a member catches up with the others, no rank with newer weights computes its requests, because its
-training loop could not use their tokens. No I/O, no clock.
+Always true: an open sample is queued or in exactly one assignment; the router's pending count of a rank equals the
+number of open samples assigned to it; an attempt number is used once; no rank receives a request that needs newer
+weights than it has; while a member catches up with the others, no rank with newer weights computes its requests.
 
 Ranks update their weights and enter `generate` one after the other. An assignment that its rank cannot compute yet is
 held for it. After a grace period the core declares the rank *away*, and such assignments move to ranks with room.
@@ -31,26 +31,21 @@ from rollout.state import EngineState, PrefixCachingCoordinatorPolicy
 
 MAX_PARAMS_READ = 1 << 16
 """Bytes of sampling parameters that the coordinator reads, to route a request by its share of the prefix cache."""
-
 MAX_BLOCKS = 1 << 13
 """Maximum blocks of a prompt that are hashed: further blocks hardly affect routing, and hashes cost memory."""
-
 MAX_HASHES = 1 << 16
 """Maximum hashes processed per message, a tenth of a second of work; the first ones of a prompt matter most."""
-
 HASH_BYTES = 8
 
 
 class ScheduleRecord(NamedTuple):
-    """One routing decision."""
+    """One routing decision; `rank_index` is the rank's place in the sorted names of the connected ranks."""
 
     request_id: int
     rank_index: int
-    """Index of the rank in the sorted names of the connected ranks."""
     num_hashes: int
     num_matched: int
     rank: str = ""
-    """Name of the rank."""
     first: bool = True
     """Whether it is the request's first decision; split groups and reassigned samples have several."""
     version: int = 0
@@ -92,7 +87,6 @@ class Dispatcher:
 
     @property
     def queued_samples(self) -> int:
-        """Number of samples that are assigned to no rank."""
         waiting = {request for queue in self._queues.values() for request in queue}
         return sum(len(request.queued) for request in waiting.union(self.too_new))
 
@@ -113,7 +107,6 @@ class Dispatcher:
         self._look_at_ranks()
 
     def blocks_changed(self, rank: RankPeer, added: bytes, removed: bytes, flushed: bool) -> None:
-        """Apply a rank's changes of its prefix cache; hashes are int64."""
         if added or removed or flushed:
             # More removals than are processed: treat it as a flush. Unlisted hashes only make routing less precise.
             flushed = flushed or len(removed) > MAX_HASHES * HASH_BYTES
@@ -140,10 +133,8 @@ class Dispatcher:
             self.enqueue(request)
 
     def remove_rank(self, rank: RankPeer) -> list[OpenRequest]:
-        """Remove a lost rank; its samples return to their old places in the queue.
-
-        Returns:
-            Requests whose assignments had been sent to it.
+        """Remove a lost rank; its samples return to their old places in the queue. Returns the requests that it had
+        been sent.
         """
         self.router.remove_rank(rank.name)
         self._away.pop(rank.name, None)
@@ -199,8 +190,8 @@ class Dispatcher:
     def enqueue(self, request: OpenRequest) -> None:
         """Queue the unassigned samples of a request; higher priority first, then in order of arrival.
 
-        In deterministic mode only the order of arrival counts, and no request overtakes a text that is being tokenised,
-        because the contents of the queue depend on timing.
+        In deterministic mode only the order of arrival counts, and no request overtakes a text that is being
+        tokenised.
         """
         if request.queued and not request.in_queue and (request.prompt is not None or self._deterministic):
             request.in_queue = True
@@ -233,7 +224,7 @@ class Dispatcher:
             elif ahead := self._ahead_of(request):
                 # The others do not wait for the few ranks that may compute it.
                 self._take_head(key)
-                (self.too_new if ahead == self._peers.rank_names() else passed_over).append(request)
+                (self.too_new if ahead == self._peers.by_name.keys() else passed_over).append(request)
             elif self._away:
                 blocked = key
             else:
@@ -247,9 +238,9 @@ class Dispatcher:
         if not asker.catching_up:
             return set()
         newest = max(asker.policy_version, asker.rank_version, request.newest_version)
-        if self._peers.has_rank(asker.name):
+        if asker.name in self._peers.by_name:
             # The member's own rank learns of an update before the next request tells of it.
-            newest = max(newest, self._peers.rank_named(asker.name).policy_version)
+            newest = max(newest, self._peers.by_name[asker.name].policy_version)
         return {rank.name for rank in self._peers.ranks.values() if rank.policy_version > newest}
 
     def _queue_of(self, request: OpenRequest) -> int:
@@ -276,7 +267,7 @@ class Dispatcher:
         exclude = self._unready | ahead if ahead else self._unready
         if blocked is not None:
             useless = {name for name, rank in self._away.items() if rank.policy_version < blocked}
-            exclude = exclude.union(self._peers.rank_names() - useless)
+            exclude = exclude.union(self._peers.by_name.keys() - useless)
         if self._away:
             version = request.newest_version
             exclude = exclude.union(
@@ -325,7 +316,7 @@ class Dispatcher:
         return request.hashes
 
     def _place(self, request: OpenRequest, placement: Placement, samples: list[int]) -> None:
-        rank = self._peers.rank_named(placement.rank)
+        rank = self._peers.by_name[placement.rank]
         index, blocks = self.router.index(rank.name), len(request.hashes or [])
         first, request.placed = not request.placed, True
         self.decisions.append(
@@ -378,7 +369,7 @@ def _unpacked(packed: bytes) -> list[int]:
 
 
 def share_of(params: bytes) -> str | None:
-    """`prefix_share` of packed sampling parameters, for routing; None also where they are malformed or very large."""
+    """`prefix_share` of packed sampling parameters, for routing; None also if they are malformed or very large."""
     # Most have none: only the others are unpacked.
     if (b"cache_salt\xc0" in params and b"adapter\xc0" in params) or len(params) > MAX_PARAMS_READ:
         return None

@@ -10,16 +10,14 @@ from dataclasses import dataclass, field
 from rollout.distributed.coordinator.core.routing import Claim
 from rollout.distributed.protocol.frames import Sequencer
 from rollout.distributed.protocol.messages import Stretch
-from rollout.distributed.protocol.partial import PartialGroup
+from rollout.distributed.protocol.stretch import PartialGroup
 from rollout.errors import SerializationError
 from rollout.state import EngineState
 
 MAX_SAMPLES = 1 << 13
 """Largest group: with known tokens of each sample it takes some tens of milliseconds."""
-
 MAX_KNOWN_BYTES = 16 << 20
 """Maximum size of known tokens, log-probs and top-n rows in one assignment, which must fit into a frame."""
-
 NO_BARRIER = -1
 
 
@@ -163,10 +161,7 @@ class OpenRequest:
     """Pending text jobs by id: its prompt, or completions to detokenise."""
 
     def absorb(self, stretch: Stretch) -> list[int]:
-        """Add a stretch of new tokens.
-
-        Returns:
-            The samples that ended with it; `tokens.forget` drops them once they are not read any more.
+        """Add a stretch of new tokens; returns the samples that ended with it, which `tokens.forget` drops.
 
         Raises:
             SerializationError: a sample is not open, or the tokens do not continue it.

@@ -2,17 +2,13 @@
 
     score(rank) = α · matched leading blocks / blocks asked + (1 - α) · max(0, slots - load) / slots
 
-where a rank has `max_requests` slots. Ties go to the rank that was assigned something last, then to the lowest name. A
-rank is a candidate for a group of n while it has *room*: load + min(n, slots) <= slots + lookahead, lookahead =
-max(1, slots // 8). Without a candidate the group stays queued with the caller, and goes to the rank that is free first, not
-to the one that scored best earlier.
+A rank has `max_requests` slots. Ties go to the rank that was assigned something last, then to the lowest name. A rank
+is a candidate for a group of n while it has *room*: load + min(n, slots) <= slots + max(1, slots // 8). Without a
+candidate the group stays queued with the caller, and goes to the rank that is free first.
 
-Always true (asserted by `check()`):
-- a rank holds a hash if an open assignment will cache it there (*expected*, reference-counted) or the rank has reported it
-  (*listed*, bounded LRU);
-- the load of a rank is the exact number of its assigned samples that have not ended.
-
-A decision looks at every rank once. No clock, no randomness, no I/O, no request ids.
+Always true (asserted by `check()`): a rank holds a hash if an open assignment will cache it there (*expected*,
+reference-counted) or the rank has reported it (*listed*, bounded LRU); its load is the exact number of its assigned
+samples that have not ended. A decision looks at every rank once. No clock, no randomness, no I/O, no request ids.
 """
 
 from __future__ import annotations
@@ -98,7 +94,7 @@ class Claim:
 
 
 class Router:
-    """Chooses ranks for the samples of a group.
+    """Chooses ranks for the samples of a group. Every method raises `ValueError` for an unknown rank.
 
     Args:
         policy: LONGEST_PREFIX scores all blocks, FIRST_PREFIX_BLOCK the first one only; without hashes both take the
@@ -107,9 +103,8 @@ class Router:
         alpha: weight of the match in the score, in [0, 1].
         max_hashes_per_rank: LRU bound on the hashes listed per rank.
         deterministic: decide by the order of calls of `place` and `assigned` and by the sorted names alone. Nothing is
-            placed before `data_parallel_size` ranks are connected. Load is the number of samples ever assigned, minus the
-            share that all ranks have in common (some rank always has room); hashes are those of past assignments.
-            `ended`, `released`, `reported` and `version_changed` have no effect on decisions.
+            placed before `data_parallel_size` ranks are connected. Load is the number of samples ever assigned, minus
+            the share that all ranks have in common; hashes are those of past assignments; reports have no effect.
         data_parallel_size: ranks of the job.
     """
 
@@ -148,19 +143,10 @@ class Router:
         return tuple(self._ranks)
 
     def index(self, name: str) -> int:
-        """Position in the sorted names.
-
-        Raises:
-            ValueError: no such rank.
-        """
         return self.ranks.index(self._rank(name).name)
 
     def add_rank(self, name: str, max_requests: int) -> None:
-        """Add a rank with at most `max_requests` running samples and an empty cache.
-
-        Raises:
-            ValueError: the name is taken, or `max_requests` is below 1.
-        """
+        """Add a rank with an empty cache; `ValueError` if the name is taken or `max_requests` is below 1."""
         if max_requests < 1:
             raise ValueError(f"rank {name!r}, max_requests={max_requests!r}: must be at least 1")
         if name in self._ranks:
@@ -170,11 +156,7 @@ class Router:
         self.complete = self.complete or len(self._ranks) >= self._data_parallel_size
 
     def remove_rank(self, name: str) -> None:
-        """Remove a rank and its hashes; claims on it may still be released.
-
-        Raises:
-            ValueError: no such rank.
-        """
+        """Remove a rank and its hashes; claims on it may still be released."""
         del self._ranks[self._rank(name).name]
 
     def _rank(self, name: str) -> _Rank:
@@ -192,20 +174,17 @@ class Router:
     def place(self, hashes: Sequence[int], samples: int, *, exclude: Collection[str] = ()) -> list[Placement]:
         """Choose the ranks for a group; `assigned` records the decision.
 
-        A group goes to one rank unless a prefix policy scores another rank higher for some of its samples, placed one by
-        one: a rank that got one of them matches the whole prompt and has one slot less. All chosen ranks have room for
-        the whole group.
+        A group goes to one rank unless a prefix policy scores another rank higher for some of its samples, placed one
+        by one: a rank that got one of them matches the whole prompt and has one slot less. All chosen ranks have room
+        for the whole group.
 
         Args:
             hashes: of the prompt's complete blocks, from the first.
-            samples: number of samples of the group.
+            samples: number of samples of the group, at least 1.
             exclude: ranks that are no candidates.
 
         Returns:
             Parts of the group, in the order in which to assign them; empty if no rank has room.
-
-        Raises:
-            ValueError: `samples` is below 1.
         """
         if samples < 1:
             raise ValueError(f"samples={samples!r}: must be at least 1")
@@ -264,18 +243,10 @@ class Router:
     # --- events -------------------------------------------------------------------------------------------------
 
     def assigned(self, name: str, hashes: Sequence[int], samples: int) -> Claim:
-        """Record that part of a group was assigned to a rank.
+        """Record that `samples` of a group were assigned to a rank, which will cache the hashes of its prompt's
+        complete blocks.
 
-        Args:
-            name: the rank.
-            hashes: of the prompt's complete blocks, which the rank will cache.
-            samples: number of samples.
-
-        Returns:
-            Claim to pass to `released` when the assignment has ended.
-
-        Raises:
-            ValueError: no such rank, or `samples` is below 1.
+        Returns the claim to pass to `released` when the assignment has ended.
         """
         rank, asked = self._rank(name), self._asked(hashes)
         if samples < 1:
@@ -289,11 +260,7 @@ class Router:
         return Claim(rank, () if self._deterministic else asked)
 
     def ended(self, name: str, samples: int = 1) -> None:
-        """Record that samples have ended on, or were withdrawn from, a rank.
-
-        Raises:
-            ValueError: no such rank, or it has fewer.
-        """
+        """Record that samples have ended on, or were withdrawn from, a rank; `ValueError` if it has fewer."""
         rank = self._rank(name)
         if not 0 <= samples <= rank.pending:
             raise ValueError(
@@ -312,16 +279,13 @@ class Router:
         claim.hashes = ()
 
     def reported(self, name: str, added: Iterable[int], removed: Iterable[int], flushed: bool) -> None:
-        """Apply a rank's report of prefix cache changes, in this order: `flushed`, `removed`, `added`.
+        """Apply a rank's report of prefix cache changes.
 
         Args:
             name: the rank.
+            flushed: whether all earlier hashes were dropped; applied first.
+            removed: evicted hashes; those of open assignments stay expected. Applied second.
             added: newly cached hashes, of one prompt from its first block on.
-            removed: evicted hashes; those of open assignments stay expected.
-            flushed: whether all earlier ones were dropped.
-
-        Raises:
-            ValueError: no such rank.
         """
         rank = self._rank(name)
         if self._deterministic or not self._by_prefix:
@@ -333,11 +297,7 @@ class Router:
         rank.use(added, limit=self._max_hashes)
 
     def version_changed(self, name: str) -> None:
-        """Remove a rank's hashes and void its claims: blocks of an older policy version match no new request.
-
-        Raises:
-            ValueError: no such rank.
-        """
+        """Remove a rank's hashes and void its claims: blocks of an older policy version match no new request."""
         rank = self._rank(name)
         if not self._deterministic:
             rank.expected = {}
@@ -346,39 +306,5 @@ class Router:
     # --- queries ------------------------------------------------------------------------------------------------
 
     def pending(self, name: str) -> int:
-        """Number of assigned samples that have not ended.
-
-        Raises:
-            ValueError: no such rank.
-        """
+        """Number of assigned samples that have not ended."""
         return self._rank(name).pending
-
-    def held(self, name: str) -> set[int]:
-        """Hashes held by a rank, expected or listed.
-
-        Raises:
-            ValueError: no such rank.
-        """
-        rank = self._rank(name)
-        return {*rank.expected, *rank.listed}
-
-    def match(self, name: str, hashes: Sequence[int]) -> int:
-        """Number of leading blocks of a prompt that a rank holds.
-
-        Raises:
-            ValueError: no such rank.
-        """
-        return self._rank(name).match(self._asked(hashes))
-
-    def check(self) -> None:
-        """Check the invariants.
-
-        Raises:
-            AssertionError: one is violated.
-        """
-        assert list(self._ranks) == sorted(self._ranks)
-        for rank in self._ranks.values():
-            assert min(rank.pending, rank.load) >= 0, rank.name
-            assert self._deterministic or rank.load == rank.pending, rank.name
-            assert all(count > 0 for count in rank.expected.values()), rank.name
-            assert len(rank.listed) <= self._max_hashes, rank.name

@@ -1,7 +1,8 @@
-"""Sessions of peers: handshake, sequence numbers, heartbeats, and what the end of one leads to. No I/O, no clock of its own.
+"""Sessions of peers: handshake, sequence numbers, heartbeats, and what the end of one leads to. No I/O; the clock is
+passed in.
 
-Always true: an identity has at most one session, and so has a rank's name and a member's number; when a session ends, the
-requests of its client are closed, and the samples at its rank return to the queue.
+Always true: an identity has at most one session, and so has a rank's name and a member's number; when a session ends,
+the requests of its client are closed, and the samples at its rank return to the queue.
 """
 
 from __future__ import annotations
@@ -15,19 +16,9 @@ from rollout.distributed.coordinator.core.grace_periods import GracePeriods
 from rollout.distributed.coordinator.core.peers import Peers, shortened
 from rollout.distributed.coordinator.core.request_table import RequestTable
 from rollout.distributed.coordinator.core.requests import ClientPeer, Peer, RankPeer
-from rollout.distributed.protocol.frames import LostFramesError, Sequencer
-from rollout.distributed.protocol.messages import (
-    PROTOCOL_VERSION,
-    Connect,
-    ConnectAck,
-    Disconnect,
-    Heartbeat,
-    Message,
-    Refused,
-    Register,
-    RegisterAck,
-    version_mismatch,
-)
+from rollout.distributed.protocol import messages as wire
+from rollout.distributed.protocol.fields import LostFramesError
+from rollout.distributed.protocol.frames import Sequencer
 from rollout.state import CoordinatorState, EngineState
 
 MAX_PEERS = 65536
@@ -64,24 +55,24 @@ class Sessions:
 
     # --- handshake --------------------------------------------------------------------------------------------------
 
-    def greet(self, identity: bytes, sequence: int, message: Message, now: float) -> None:
+    def greet(self, identity: bytes, sequence: int, message: wire.Message, now: float) -> None:
         """Open a session for a peer that has none, or refuse it with a reason."""
-        if not isinstance(message, Connect | Register) or sequence != 0:
-            if not isinstance(message, Disconnect):
+        if not isinstance(message, wire.Connect | wire.Register) or sequence != 0:
+            if not isinstance(message, wire.Disconnect):
                 text = "no session at this coordinator: reconnect (it was restarted, or has closed the session)"
                 self._peers.refuse(identity, "unknown_peer", text)
-        elif (mismatch := version_mismatch(PROTOCOL_VERSION, message.protocol_version)) is not None:
+        elif (mismatch := wire.version_mismatch(wire.PROTOCOL_VERSION, message.protocol_version)) is not None:
             self._peers.refuse(identity, "version", mismatch)
         elif self._control.state is CoordinatorState.STOPPING:
             self._peers.refuse(identity, "stopping", "the job is stopping; start another coordinator")
         elif len(self._peers) >= MAX_PEERS:
             self._peers.refuse(identity, "full", f"{MAX_PEERS} peers are here; start another coordinator")
-        elif isinstance(message, Connect):
+        elif isinstance(message, wire.Connect):
             self._greet_client(identity, message, now)
         else:
             self._greet_rank(identity, message, now)
 
-    def _greet_client(self, identity: bytes, message: Connect, now: float) -> None:
+    def _greet_client(self, identity: bytes, message: wire.Connect, now: float) -> None:
         size = self._config.data_parallel_size
         if message.member is not None and message.member >= size:
             text = f"member={message.member}: must be below data_parallel_size={size}"
@@ -96,9 +87,9 @@ class Sessions:
         if client.member is not None:
             client.catching_up = True
             self._barriers.joined(client)
-        self._peers.say(client, ConnectAck(*self._terms(), self._barriers.passed + 1))
+        self._peers.say(client, wire.ConnectAck(*self._terms(), self._barriers.passed + 1))
 
-    def _greet_rank(self, identity: bytes, message: Register, now: float) -> None:
+    def _greet_rank(self, identity: bytes, message: wire.Register, now: float) -> None:
         if message.max_requests < 1 or message.block_size != self._config.block_size_tokens:
             self._peers.refuse(
                 identity,
@@ -107,9 +98,9 @@ class Sessions:
                 f"coordinator's block_size_tokens={self._config.block_size_tokens}",
             )
             return
-        if self._peers.has_rank(message.name):
+        if message.name in self._peers.by_name:
             text = f"another process has registered as {message.name!r}"
-            self.end(self._peers.rank_named(message.name), "replaced", text, now)
+            self.end(self._peers.by_name[message.name], "replaced", text, now)
         rank = RankPeer(
             identity, message.name, now, now, _begun(), message.max_requests, EngineState(message.state),
             message.policy_version, progressed=now,
@@ -117,13 +108,13 @@ class Sessions:
         self._peers.add_rank(rank)
         self._dispatcher.add_rank(rank, message.hashes)
         self._control.policy_version = max(self._control.policy_version, rank.policy_version)
-        self._peers.say(rank, RegisterAck(*self._terms(), self._config.progress_interval))
+        self._peers.say(rank, wire.RegisterAck(*self._terms(), self._config.progress_interval))
 
     def _terms(self) -> tuple[int, str, str, int, float, float]:
         """Fields that `ConnectAck` and `RegisterAck` begin with."""
         config, control = self._config, self._control
         return (
-            PROTOCOL_VERSION, self._instance, control.state.value, control.policy_version, config.heartbeat_interval_s,
+            wire.PROTOCOL_VERSION, self._instance, control.state.value, control.policy_version, config.heartbeat_interval_s,
             config.heartbeat_timeout_s,
         )  # fmt: skip
 
@@ -154,7 +145,7 @@ class Sessions:
             if now - peer.heard > timeout:
                 self.end(peer, "silent", f"no frame was received from it for {timeout} s", now)
             elif now - peer.spoken >= interval / 2:
-                self._peers.say(peer, Heartbeat())
+                self._peers.say(peer, wire.Heartbeat())
 
     def next_beat(self) -> float | None:
         """Time at which `beat` is due; None: at once."""
@@ -164,7 +155,7 @@ class Sessions:
 
     def end(self, peer: Peer, code: str, text: str, now: float) -> None:
         """End a session with a reason; the peer counts as lost."""
-        self._peers.say(peer, Refused(code, shortened(text), True))
+        self._peers.say(peer, wire.Refused(code, shortened(text), True))
         self.leave(peer, text, now, died=True)
 
     def leave(self, peer: Peer, why: str, now: float, *, died: bool) -> None:

@@ -9,23 +9,9 @@ from rollout.distributed.coordinator.core import dispatch
 from rollout.distributed.coordinator.core.control import MAX_CALLS
 from rollout.distributed.coordinator.core.peers import MAX_ERROR_CHARACTERS, shortened
 from rollout.distributed.coordinator.core.requests import MAX_SAMPLES
+from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, MAX_REQUEST_BYTES, encode
-from rollout.distributed.protocol.messages import (
-    Abort,
-    Accepted,
-    Assign,
-    Cancel,
-    Command,
-    CommandAck,
-    ControlDone,
-    Decline,
-    Disconnect,
-    Heartbeat,
-    RequestFailed,
-    Stretch,
-    Submit,
-    Update,
-)
+from tests.distributed.coordinator.core.routers import held
 from tests.distributed.coordinator.job import Job, int32, stretch
 
 HALF = 600 << 10
@@ -36,10 +22,9 @@ def charged(job: Job) -> int:
     return job.core.requests.admission.total_bytes
 
 
-def known(size: int) -> Stretch:
-    """So many bytes of known tokens and log-probs of sample 0."""
+def known(size: int) -> wire.Stretch:
     tokens = size // 8
-    return Stretch(0, 0, [0], [0], [tokens], bytes(4 * tokens), bytes(4 * tokens), [[0, 0, tokens]])
+    return wire.Stretch(0, 0, [0], [0], [tokens], bytes(4 * tokens), bytes(4 * tokens), [[0, 0, tokens]])
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------
@@ -48,10 +33,10 @@ def known(size: int) -> Stretch:
 @pytest.mark.parametrize(
     "heavy",
     [
-        lambda number: Submit(number, bytes(HALF), 1, b""),
-        lambda number: Submit(number, int32(1), 1, bytes(HALF)),
-        lambda number: Submit(number, int32(1), 1, b"", known=[known(HALF)]),
-        lambda number: Submit(number, int32(1), 5000, b""),
+        lambda number: wire.Submit(number, bytes(HALF), 1, b""),
+        lambda number: wire.Submit(number, int32(1), 1, bytes(HALF)),
+        lambda number: wire.Submit(number, int32(1), 1, b"", known=[known(HALF)]),
+        lambda number: wire.Submit(number, int32(1), 5000, b""),
     ],
     ids=["prompt", "params", "known tokens", "samples"],
 )
@@ -65,19 +50,19 @@ def test_whatever_a_request_brings_is_charged_until_it_ends(heavy, leave):
     assert "max_open_mb=1" in client.failed("QueueFullError").text
     other.say(heavy(0))
     assert other.quiet()
-    client.say(Disconnect() if leave else Abort(0))
-    other.say(Abort(0))
+    client.say(wire.Disconnect() if leave else wire.Abort(0))
+    other.say(wire.Abort(0))
     assert charged(job) == 0
 
 
 def test_all_clients_together_have_a_budget_too():
     job = Job(max_open_mb=1, max_total_open_mb=1)
     client, other = job.client(), job.client("other")
-    client.say(Submit(0, bytes(HALF), 1, b""))
-    other.say(Submit(0, bytes(HALF), 1, b""))
+    client.say(wire.Submit(0, bytes(HALF), 1, b""))
+    other.say(wire.Submit(0, bytes(HALF), 1, b""))
     assert "max_total_open_mb=1" in other.failed("QueueFullError").text
-    client.say(Abort(0))
-    other.say(Submit(1, bytes(HALF), 1, b""))
+    client.say(wire.Abort(0))
+    other.say(wire.Submit(1, bytes(HALF), 1, b""))
     assert other.quiet()
 
 
@@ -89,11 +74,11 @@ def test_tokens_that_ranks_compute_are_charged_and_never_refused():
     before = charged(job)
     for start in range(0, 200_000, 50_000):
         rank.progress(stretch(assign, {0: (start, [1] * 50_000)}))
-        client.hear(Update)
+        client.hear(wire.Update)
     assert charged(job) == before + 8 * 200_000
     client.submit()
     client.failed("QueueFullError")
-    rank.finish(Assign(0, assign.attempt, [0], b"", b"", 0, 0, 0.0, 0, [known(8 * 200_000)]))
+    rank.finish(wire.Assign(0, assign.attempt, [0], b"", b"", 0, 0, 0.0, 0, [known(8 * 200_000)]))
     assert charged(job) == 0
 
 
@@ -104,7 +89,7 @@ def test_a_text_that_was_aborted_is_charged_until_the_tokenizer_is_through_with_
     texts = []
     for number in range(3):
         client.submit("x" * 1_500_000, request_id=number)
-        client.say(Abort(number))
+        client.say(wire.Abort(number))
         client.failed("RequestAbortedError")
         texts += job.text_jobs()
     assert [(each.text, each.token_ids) for each in texts] == [(None, None)] * 3
@@ -123,7 +108,7 @@ def test_completions_of_a_group_that_was_aborted_are_not_made_texts():
     rank.progress(stretch(assign, {0: (0, [1, 2])}, ended=[0]))
     (text,) = job.text_jobs()
     assert text.token_ids == [int32(1, 2)]
-    client.say(Abort(0))
+    client.say(wire.Abort(0))
     client.failed("RequestAbortedError")
     assert text.token_ids is None
     job.core.detokenized(text.job_id, [], job.now)
@@ -148,10 +133,10 @@ def test_a_request_whose_assignment_would_not_fit_into_a_frame_is_refused_at_the
     job = Job()
     client, rank = job.client(), job.rank()
     half = MAX_REQUEST_BYTES // 2
-    client.say(Submit(0, bytes(half), MAX_SAMPLES, bytes(half + 1)))
+    client.say(wire.Submit(0, bytes(half), MAX_SAMPLES, bytes(half + 1)))
     assert f"{MAX_REQUEST_BYTES + 1} bytes of prompt, images, parameters" in client.failed("InvalidRequestError").text
     rank = job.rank("wide", slots=MAX_SAMPLES)
-    client.say(Submit(1, bytes(half), MAX_SAMPLES, bytes(half)))
+    client.say(wire.Submit(1, bytes(half), MAX_SAMPLES, bytes(half)))
     while not rank.quiet():
         assert len(encode(2**63 - 1, rank.assigned())) < MAX_FRAME_BYTES
 
@@ -164,10 +149,10 @@ def test_an_assignment_that_outgrew_a_frame_fails_its_request_and_no_rank():
     job.core.too_long(rank.identity, assign, MAX_FRAME_BYTES + 1, job.now)
     job.carry()
     assert f"takes {MAX_FRAME_BYTES + 1} bytes" in client.failed("InvalidRequestError").text
-    rank.hear(Cancel)
+    rank.hear(wire.Cancel)
     client.submit()
     rank.finish(rank.assigned())
-    client.hear(Update)
+    client.hear(wire.Update)
     job.core.too_long(rank.identity, assign, MAX_FRAME_BYTES + 1, job.now)
     job.carry()
     assert client.quiet()
@@ -179,14 +164,14 @@ def test_an_update_that_outgrew_a_frame_fails_its_requests_by_name():
     client.submit()
     client.submit()
     rank.finish(rank.assigned())
-    ended = client.hear(Update)
+    ended = client.hear(wire.Update)
     going_on = stretch(rank.assigned(), {0: (0, [1])})
     going_on.request_id = 1
-    job.core.too_long(client.identity, Update([*ended.stretches, going_on]), 99, job.now)
+    job.core.too_long(client.identity, wire.Update([*ended.stretches, going_on]), 99, job.now)
     job.carry()
     assert [client.failed("InvalidRequestError").request_id for _ in range(2)] == [0, 1]
-    job.core.too_long(client.identity, Accepted(7, b""), 99, job.now)
-    job.core.too_long(b"nobody", Heartbeat(), 99, job.now)
+    job.core.too_long(client.identity, wire.Accepted(7, b""), 99, job.now)
+    job.core.too_long(b"nobody", wire.Heartbeat(), 99, job.now)
 
 
 # --- one message --------------------------------------------------------------------------------------------------------
@@ -198,15 +183,14 @@ def test_of_very_many_hashes_the_first_are_looked_at(monkeypatch):
     job = Job()
     rank = job.rank()
     hashes = np.arange(1000, dtype="<i8")
-    router = job.core.router
+    router = job.core.dispatcher.router
     rank.progress(blocks_added=hashes.tobytes())
-    held = sorted(router.held("rank"))
-    assert held == list(range(100))
+    assert sorted(held(router, "rank")) == list(range(100))
     rank.progress(blocks_removed=hashes[:100].tobytes())
-    assert not router.held("rank")
+    assert not held(router, "rank")
     rank.progress(blocks_added=hashes[:50].tobytes())
     rank.progress(blocks_added=hashes[60:70].tobytes(), blocks_removed=hashes[100:].tobytes())
-    assert sorted(router.held("rank")) == list(range(60, 70))
+    assert sorted(held(router, "rank")) == list(range(60, 70))
 
 
 def test_of_a_very_long_prompt_the_first_blocks_decide_where_it_goes(monkeypatch):
@@ -229,13 +213,13 @@ def test_no_error_repeats_megabytes():
     client.submit(wanted=[2**62] * 100_000)
     client.submit()
     assign = rank.assigned()
-    rank.say(Decline(assign.request_id, assign.attempt, "InvalidRequestError", "x" * 1_000_000))
-    rank.hear(Cancel)
+    rank.say(wire.Decline(assign.request_id, assign.attempt, "InvalidRequestError", "x" * 1_000_000))
+    rank.hear(wire.Cancel)
     client.call("pause")
-    rank.say(CommandAck(rank.hear(Command).command_id, "running", 0, "y" * 1_000_000))
+    rank.say(wire.CommandAck(rank.hear(wire.Command).command_id, "running", 0, "y" * 1_000_000))
     while not client.quiet():
         message = client.heard.popleft()
-        assert isinstance(message, RequestFailed | ControlDone)
+        assert isinstance(message, wire.RequestFailed | wire.ControlDone)
         assert len(message.text) < MAX_ERROR_CHARACTERS + 100
     assert shortened("a" * 5000).startswith("aaa")
     assert "3000 characters" in shortened("a" * 5000)
@@ -269,7 +253,7 @@ def test_calls_of_a_caller_that_has_left_are_forgotten_but_for_a_stop():
     stopper.call("pause", timeout_s=1e6)
     stopper.call("stop", timeout_s=20.0)
     for client in (caller, stopper):
-        client.say(Disconnect())
+        client.say(wire.Disconnect())
     (left,) = job.core.control._calls.values()
     assert (left.signal, job.core.control.stopped) == ("stop", False)
     assert not mute.quiet()
@@ -282,7 +266,7 @@ def test_a_deadline_that_is_no_deadline_is_refused():
     client, _ = job.client(), job.rank()
     client.call("pause", timeout_s=1e300)
     assert "at most 2592000" in client.answered().text
-    assert job.core.state.value == "running"
+    assert job.core.control.state.value == "running"
 
 
 def test_the_next_deadline_is_that_of_the_first_open_call():

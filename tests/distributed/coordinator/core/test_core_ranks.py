@@ -7,19 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from rollout.distributed.protocol.messages import (
-    PROTOCOL_VERSION,
-    Abort,
-    Barrier,
-    BarrierDone,
-    Cancel,
-    Decline,
-    EngineMoved,
-    Refused,
-    Register,
-    Stretch,
-    Update,
-)
+from rollout.distributed.protocol import messages as wire
+from tests.distributed.coordinator.core.routers import held
 from tests.distributed.coordinator.job import BLOCK, LONG, Job, Line, int32, lose, stretch
 
 
@@ -28,16 +17,8 @@ def test_a_rank_gets_nothing_before_it_is_ready_and_then_what_waits():
     client, rank = job.client(), job.rank(ready=False)
     client.submit()
     assert rank.quiet()
-    rank.say(EngineMoved("running", 0))
+    rank.say(wire.EngineMoved("running", 0))
     assert rank.assigned().request_id == 0
-
-
-def test_a_rank_that_is_lost_before_it_is_ready_holds_nobody_up():
-    job = Job()
-    client, ready = job.client(), job.rank("b")
-    lose(job, job.rank("a", ready=False))
-    client.submit()
-    assert ready.assigned().request_id == 0
 
 
 def test_samples_of_a_lost_rank_go_on_elsewhere_from_the_last_tokens_known():
@@ -50,7 +31,7 @@ def test_samples_of_a_lost_rank_go_on_elsewhere_from_the_last_tokens_known():
     first.progress(stretch(assign, {0: (2, [5]), 2: (1, [6])}, ended=[2], version=2))
     client.heard.clear()
     first.progress(stretch(assign, {1: (1, [7])}, version=2))
-    second.say(EngineMoved("running", 2))
+    second.say(wire.EngineMoved("running", 2))
     lose(job, first)
     again = second.assigned()
     assert again.attempt > assign.attempt
@@ -63,20 +44,6 @@ def test_samples_of_a_lost_rank_go_on_elsewhere_from_the_last_tokens_known():
     second.finish(again, [8], version=2)
     (row,) = client.stretches()
     assert row.starts == [3, 2]
-
-
-def test_what_a_given_up_rank_still_says_is_not_believed():
-    job = Job()
-    client = job.client()
-    first, second = job.rank("a"), job.rank("b")
-    client.submit()
-    assign = first.assigned()
-    lose(job, first)
-    second.assigned()
-    first.finish(assign)
-    assert first.hear(Refused).code == "unknown_peer"
-    second.finish(assign)
-    assert client.quiet()
 
 
 @pytest.mark.parametrize(
@@ -95,26 +62,12 @@ def test_a_rank_whose_tokens_do_not_follow_is_given_up_and_another_goes_on(rows,
     first.progress(stretch(assign, {0: (0, [8])}))
     client.heard.clear()
     first.progress(stretch(assign, rows))
-    refusal = first.hear(Refused)
+    refusal = first.hear(wire.Refused)
     assert (refusal.code, refusal.over) == ("malformed", True)
     assert re.search(words, refusal.text)
     assert client.quiet()
     again = second.assigned()
     assert again.known[0].token_ids == int32(8)
-
-
-def test_a_sample_that_starts_afresh_goes_on_from_there_alone():
-    job = Job()
-    client = job.client()
-    first, second = job.rank("a"), job.rank("b")
-    client.submit()
-    assign = first.assigned()
-    first.progress(stretch(assign, {0: (0, [1, 2, 3])}))
-    first.progress(stretch(assign, {0: (0, [4])}))
-    first.progress(stretch(assign, {0: (1, [5])}))
-    lose(job, first)
-    (known,) = second.assigned().known
-    assert (known.starts, known.token_ids) == ([0], int32(4, 5))
 
 
 def test_an_engine_that_refuses_a_request_ends_that_one_alone():
@@ -123,12 +76,12 @@ def test_an_engine_that_refuses_a_request_ends_that_one_alone():
     client.submit()
     client.submit()
     first, second = rank.assigned(), rank.assigned()
-    rank.say(Decline(first.request_id + 1, first.attempt, "X", "another request"))
+    rank.say(wire.Decline(first.request_id + 1, first.attempt, "X", "another request"))
     assert client.quiet()
-    rank.say(Decline(first.request_id, first.attempt, "InvalidRequestError", "too long"))
+    rank.say(wire.Decline(first.request_id, first.attempt, "InvalidRequestError", "too long"))
     failure = client.failed("InvalidRequestError")
     assert (failure.request_id, failure.text) == (0, "request 0 of client 'client': too long")
-    rank.hear(Cancel)
+    rank.hear(wire.Cancel)
     rank.finish(second)
     assert client.stretches()[0].request_id == 1
 
@@ -162,16 +115,16 @@ def test_tokens_of_a_newer_version_wait_for_a_rank_of_that_version_while_others_
     new, old = job.rank("new"), job.rank("old")
     client.submit()
     assign = new.assigned()
-    new.say(EngineMoved("running", 3))
+    new.say(wire.EngineMoved("running", 3))
     new.progress(stretch(assign, {0: (0, [1])}, version=3))
     lose(job, new)
     assert old.quiet()
     assert job.core.status()["queued_samples"] == 1
     client.submit()
     assert old.assigned().request_id == 1
-    old.say(EngineMoved("running", 2))
+    old.say(wire.EngineMoved("running", 2))
     assert old.quiet()
-    old.say(EngineMoved("running", 3))
+    old.say(wire.EngineMoved("running", 3))
     again = old.assigned()
     assert (again.request_id, again.known[0].versions) == (0, [[3, 3, 1]])
 
@@ -183,28 +136,12 @@ def test_tokens_that_are_too_new_for_every_rank_fail_by_name_in_the_end():
     client.submit()
     assign = new.assigned()
     new.progress(stretch(assign, {0: (0, [1])}, version=3))
-    client.hear(Update)
+    client.hear(wire.Update)
     lose(job, new)
     job.wait(19.0)
     assert client.quiet()
     job.wait(2.0)
     assert "no rank has reached policy version 3" in client.failed("RequestTimeoutError").text
-    assert old.quiet()
-
-
-def test_what_is_aborted_while_it_waits_for_a_version_is_forgotten():
-    job = Job(no_rank_timeout_s=20.0)
-    client = job.client()
-    new, old = job.rank("new"), job.rank("old")
-    client.submit()
-    new.progress(stretch(new.assigned(), {0: (0, [1])}, version=3))
-    lose(job, new)
-    client.say(Abort(0))
-    client.heard.clear()
-    assert job.core.status()["queued_samples"] == 0
-    job.wait(25.0)
-    old.say(EngineMoved("running", 3))
-    assert client.quiet()
     assert old.quiet()
 
 
@@ -234,15 +171,15 @@ def test_a_version_change_empties_the_table_of_that_rank():
     client.submit(LONG)
     assign = rank.assigned()
     rank.progress(stretch(assign, {0: (0, [1])}, ended=[0]), blocks_added=np.arange(3, dtype="<i8").tobytes())
-    assert job.core.router.held("a") == {0, 1, 2}
-    rank.say(EngineMoved("running", 1))
-    assert job.core.router.held("a") == set()
+    assert held(job.core.dispatcher.router, "a") == {0, 1, 2}
+    rank.say(wire.EngineMoved("running", 1))
+    assert held(job.core.dispatcher.router, "a") == set()
     rank.progress(blocks_added=np.arange(5, dtype="<i8").tobytes())
-    rank.say(EngineMoved("paused", 1))
+    rank.say(wire.EngineMoved("paused", 1))
     rank.progress(blocks_removed=np.arange(2, dtype="<i8").tobytes())
-    assert job.core.router.held("a") == {2, 3, 4}
+    assert held(job.core.dispatcher.router, "a") == {2, 3, 4}
     rank.progress(blocks_added=np.arange(7, 8, dtype="<i8").tobytes(), flushed=True)
-    assert job.core.router.held("a") == {7}
+    assert held(job.core.dispatcher.router, "a") == {7}
 
 
 def test_state_and_version_that_an_engine_acknowledges_are_believed_like_those_it_tells_of_itself():
@@ -255,10 +192,10 @@ def test_state_and_version_that_an_engine_acknowledges_are_believed_like_those_i
     second.obey(error="RuntimeError: no", version=0)
     seen = [(each["state"], each["policy_version"]) for each in job.core.status()["ranks"]]
     assert seen == [("paused", 2), ("running", 0)]
-    assert job.core.router.held("a") == set()
-    second.say(EngineMoved("suspended", 5))
+    assert held(job.core.dispatcher.router, "a") == set()
+    second.say(wire.EngineMoved("suspended", 5))
     assert job.core.status()["ranks"][1]["state"] == "suspended"
-    assert job.core.policy_version == 5
+    assert job.core.control.policy_version == 5
 
 
 def test_a_request_that_waits_for_a_version_goes_on_when_a_rank_acknowledges_it():
@@ -277,8 +214,8 @@ def test_a_request_that_waits_for_a_version_goes_on_when_a_rank_acknowledges_it(
 def test_what_a_rank_holds_at_registration_counts():
     job = Job(data_parallel_size=2)
     rank = Line(job, b"rank")
-    rank.say(Register(PROTOCOL_VERSION, "a", 4, BLOCK, "running", 0, np.arange(3, dtype="<i8").tobytes()))
-    assert job.core.router.held("a") == {0, 1, 2}
+    rank.say(wire.Register(wire.PROTOCOL_VERSION, "a", 4, BLOCK, "running", 0, np.arange(3, dtype="<i8").tobytes()))
+    assert held(job.core.dispatcher.router, "a") == {0, 1, 2}
 
 
 def test_every_decision_is_told_with_what_was_found():
@@ -307,17 +244,17 @@ def test_a_rank_with_older_weights_than_the_asker_computes_nothing_for_it():
     first, second = job.client("rank-0", member=True), job.client("rank-1", member=True)
     a, b = job.rank("rank-0"), job.rank("rank-1")
     for member in (first, second):
-        member.say(Barrier(0, "generate()", 0))
-    first.hear(BarrierDone)
+        member.say(wire.Barrier(0, "generate()", 0))
+    first.hear(wire.BarrierDone)
     # The second one's BarrierDone is still on its way: it is in generate, and steps whatever it has.
-    a.say(EngineMoved("running", 1))
+    a.say(wire.EngineMoved("running", 1))
     first.submit((1, 2), min_policy_version=1)
     first.submit((3, 4), min_policy_version=1)
     assert a.assigned().request_id == 0
     assert b.quiet()
     assert [rank["assigned_samples"] for rank in job.core.status()["ranks"]] == [1, 1]
-    second.hear(BarrierDone)
-    b.say(EngineMoved("running", 1))
+    second.hear(wire.BarrierDone)
+    b.say(wire.EngineMoved("running", 1))
     held = b.assigned()
     assert held.request_id == 1
     b.finish(held, version=1)
@@ -335,21 +272,6 @@ def test_what_is_held_for_a_rank_that_stays_behind_goes_to_one_that_has_the_weig
     assert new.assigned().request_id == 1
     assert old.quiet()
     assert job.core.status()["ranks"][1]["assigned_samples"] == 0
-
-
-def test_what_is_held_for_a_rank_is_aborted_and_lost_without_a_word_to_it():
-    job = Job(max_rank_losses=1)
-    client = job.client()
-    old, new = job.rank("old"), job.rank("new", version=1)
-    for _ in range(4):
-        client.submit(min_policy_version=1)
-    assert new.assigned_ids() == [0, 3]
-    client.say(Abort(1))
-    client.failed("RequestAbortedError")
-    assert old.quiet()
-    lose(job, old)
-    assert client.quiet()
-    assert new.assigned_ids() == [2]
 
 
 def test_what_is_held_waits_for_another_rank_when_the_only_one_that_had_the_weights_is_lost():
@@ -377,18 +299,18 @@ def test_what_waits_from_before_an_update_of_its_asker_needs_the_new_weights_too
     client.submit(min_policy_version=1)
     rank.finish(rank.assigned())
     assert rank.quiet()
-    rank.say(EngineMoved("running", 1))
+    rank.say(wire.EngineMoved("running", 1))
     assert rank.assigned_ids() == [1, 2]
 
 
 def test_another_life_of_the_coordinator_holds_what_the_first_one_held():
     job = Job()
     client, rank = job.client("loop", member=True), job.rank(version=3)
-    known = Stretch(0, 0, [0], [0], [1], int32(5), b"\0\0\0\0", [[3, 3, 1]])
+    known = wire.Stretch(0, 0, [0], [0], [1], int32(5), b"\0\0\0\0", [[3, 3, 1]])
     client.submit(n=2, known=[known], min_policy_version=4)
     assert rank.quiet()
     assert job.core.status()["queued_samples"] == 2
-    rank.say(EngineMoved("running", 4))
+    rank.say(wire.EngineMoved("running", 4))
     assert rank.assigned().known[0].token_ids == int32(5)
 
 
@@ -397,7 +319,7 @@ def test_a_rank_that_rests_keeps_its_share_for_a_moment_and_then_others_compute_
     job = Job(heartbeat_interval_s=1.0)
     client = job.client()
     back, resting = job.rank("back"), job.rank("gone-on")
-    resting.say(EngineMoved("running", 0, True))
+    resting.say(wire.EngineMoved("running", 0, True))
     client.submit(n=2)
     client.submit(n=2)
     back.assigned()
@@ -405,13 +327,13 @@ def test_a_rank_that_rests_keeps_its_share_for_a_moment_and_then_others_compute_
     resting.progress(stretch(left, {0: (0, [7])}))
     client.heard.clear()
     job.wait(4.0)
-    assert resting.hear(Cancel).attempt == left.attempt
+    assert resting.hear(wire.Cancel).attempt == left.attempt
     again = back.assigned()
     assert (again.request_id, again.indices, again.known[0].token_ids) == (left.request_id, [0, 1], int32(7))
     client.submit()
     assert back.assigned().request_id == 2
     assert resting.quiet()
-    resting.say(EngineMoved("running", 0, False))
+    resting.say(wire.EngineMoved("running", 0, False))
     for _ in range(2):
         client.submit()
     assert resting.assigned().request_id == 3
@@ -425,13 +347,13 @@ def test_while_everybody_rests_nothing_is_taken_from_anybody():
     client.submit(n=2)
     for rank in ranks:
         rank.assigned()
-        rank.say(EngineMoved("running", 0, True))
+        rank.say(wire.EngineMoved("running", 0, True))
     job.wait(60.0)
     assert all(rank.quiet() for rank in ranks)
     # The first to come back waits for the other one a moment, as in every round.
-    ranks[0].say(EngineMoved("running", 0, False))
+    ranks[0].say(wire.EngineMoved("running", 0, False))
     job.wait(1.0)
-    ranks[1].say(EngineMoved("running", 0, False))
+    ranks[1].say(wire.EngineMoved("running", 0, False))
     job.wait(60.0)
     assert all(rank.quiet() for rank in ranks)
 
@@ -458,17 +380,17 @@ def test_what_only_a_full_rank_may_take_holds_up_no_idle_one():
 def member_rank(job: Job, name: str, version: int) -> Line:
     """A rank with one slot, whose training loop alone decides on its version."""
     rank = job.rank(name, 1, version=version, ready=False)
-    rank.say(EngineMoved("running", version))
+    rank.say(wire.EngineMoved("running", version))
     return rank
 
 
 def left_behind(job: Job) -> tuple[Line, Line]:
     """The client of a member that the others have left behind at version 3, and the rank of another one at version 5."""
     other, client = job.client("b", member=True), job.client("a", member=True)
-    other.say(Barrier(0, "generate()", 4))
+    other.say(wire.Barrier(0, "generate()", 4))
     lose(job, client)
     job.wait(15.0)
-    other.hear(BarrierDone)
+    other.hear(wire.BarrierDone)
     return job.client("a", member=True), member_rank(job, "b", 5)
 
 
@@ -484,7 +406,7 @@ def test_a_rank_that_is_ahead_computes_nothing_for_a_member_that_catches_up():
     assert ahead.assigned().request_id == 3, "it waits for a request that only another rank may compute"
     own.finish(first[0], version=3)
     assert own.assigned().request_id == 2
-    own.say(EngineMoved("running", 5))
+    own.say(wire.EngineMoved("running", 5))
     client.submit(min_policy_version=5)
     assert ahead.assigned().request_id == 4
 
@@ -496,8 +418,8 @@ def test_a_rank_that_moves_ahead_gives_back_what_it_computes_for_a_member_that_c
     client.submit(min_policy_version=3)
     assert moves.assigned().request_id == 0
     own = member_rank(job, "a", 3)
-    moves.say(EngineMoved("running", 4))
-    assert moves.hear(Cancel).request_id == 0
+    moves.say(wire.EngineMoved("running", 4))
+    assert moves.hear(wire.Cancel).request_id == 0
     assert own.assigned().request_id == 0
 
 
@@ -515,8 +437,8 @@ def test_a_member_that_has_caught_up_is_helped_by_ranks_that_update_before_it():
     job = Job(data_parallel_size=2)
     client, ahead = left_behind(job)
     own = member_rank(job, "a", 5)
-    client.say(Barrier(1, "generate()", 5))
-    ahead.say(EngineMoved("running", 6))
+    client.say(wire.Barrier(1, "generate()", 5))
+    ahead.say(wire.EngineMoved("running", 6))
     for _ in range(4):
         client.submit(min_policy_version=5)
     assert (len(own.heard), len(ahead.heard)) == (2, 2)
@@ -530,5 +452,5 @@ def test_a_request_fails_by_name_if_all_ranks_stay_ahead_of_its_asker():
     assert "all ranks are ahead of policy version 3 of its asker" in client.failed("RequestTimeoutError").text
     client.submit(min_policy_version=3)
     assert ahead.quiet()
-    client.say(Barrier(1, "generate()", 5))
+    client.say(wire.Barrier(1, "generate()", 5))
     assert ahead.assigned().request_id == 1

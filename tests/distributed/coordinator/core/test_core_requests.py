@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rollout.distributed.coordinator.core.requests import MAX_SAMPLES
-from rollout.distributed.protocol.frames import MAX_REQUEST_BYTES
-from rollout.distributed.protocol.messages import Abort, Assign, Cancel, Refused, Submit, Update
-from rollout.requests.seeds import stream_key
+from rollout.distributed.protocol.messages import Abort, Assign, Cancel, Refused, Update
+from rollout.requests.block_hash import stream_key
 from tests.distributed.coordinator.job import Job, int32, lose, stretch
 
 
@@ -30,11 +29,11 @@ def test_a_request_goes_to_a_rank_and_its_results_to_its_client_under_its_own_nu
         int32(8, 9, 9),
         [None, b"ended"],
     )
-    assert job.core.router.pending("rank") == 2
+    assert job.core.dispatcher.router.pending("rank") == 2
     rank.progress(stretch(assign, {0: (1, [8])}, ended=[0]))
     (row,) = client.stretches()
     assert (row.starts, row.columns["outcome"]) == ([1], [b"ended"])
-    assert job.core.router.pending("rank") == 1
+    assert job.core.dispatcher.router.pending("rank") == 1
     assert not job.core.peers.clients[client.identity].requests
     assert other.quiet()
 
@@ -89,22 +88,6 @@ def test_what_can_never_be_served_fails_at_once_and_the_next_is_served(fields, e
     assert rank.assigned().request_id == 0
 
 
-def test_the_largest_group_is_taken():
-    job = Job()
-    client, rank = job.client(), job.rank()
-    client.submit(n=MAX_SAMPLES)
-    assert len(rank.assigned().indices) == MAX_SAMPLES
-
-
-def test_a_prompt_that_would_not_fit_into_a_frame_again_is_refused():
-    job = Job()
-    client = job.client()
-    client.say(Submit(0, bytes(MAX_REQUEST_BYTES + 4), 1, b""))
-    assert f"{MAX_REQUEST_BYTES + 4} bytes" in client.failed("InvalidRequestError").text
-    client.say(Submit(1, bytes(MAX_REQUEST_BYTES), 1, b""))
-    assert client.quiet()
-
-
 def test_a_client_has_only_so_many_requests_open():
     job = Job(max_open_requests=2)
     client, other, rank = job.client(), job.client("other"), job.rank()
@@ -145,40 +128,6 @@ def test_higher_priority_first_then_the_order_of_arrival():
     assert job.rank().assigned_ids() == [1, 3, 0, 4, 2]
 
 
-def test_what_a_lost_rank_had_keeps_its_place():
-    job = Job()
-    client = job.client()
-    first = job.rank("a", slots=2)
-    for _ in range(5):
-        client.submit()
-    assert first.assigned_ids() == [0, 1, 2]
-    lose(job, first)
-    assert job.rank("b").assigned_ids() == [0, 1, 2, 3, 4]
-
-
-def test_order_of_arrival_survives_suspend_and_resume():
-    job = Job()
-    client, rank = job.client(), job.rank(slots=1)
-    for _ in range(4):
-        client.submit()
-    running = [rank.assigned(), rank.assigned()]
-    for signal in ("pause", "suspend"):
-        client.call(signal)
-        rank.obey()
-        client.answered()
-    client.submit()
-    for signal in ("resume", "unpause"):
-        client.call(signal)
-        rank.obey()
-        client.answered()
-    for assign in running:
-        rank.finish(assign)
-    later = [rank.assigned(), rank.assigned()]
-    for assign in later:
-        rank.finish(assign)
-    assert [each.request_id for each in later] + rank.assigned_ids() == [2, 3, 4]
-
-
 @pytest.mark.parametrize("state", ["running", "paused", "suspended"])
 def test_requests_are_taken_and_aborted_in_every_state(state):
     job = Job()
@@ -192,26 +141,6 @@ def test_requests_are_taken_and_aborted_in_every_state(state):
     client.say(Abort(request_id))
     assert client.failed("RequestAbortedError").text == "request 0 of client 'client': it was aborted"
     assert rank.hear(Cancel).attempt == assign.attempt
-
-
-def test_what_is_aborted_while_it_waits_never_reaches_a_rank():
-    job = Job()
-    client = job.client()
-    first = client.submit()
-    client.submit()
-    client.say(Abort(first))
-    client.failed("RequestAbortedError")
-    assert job.rank().assigned_ids() == [1]
-
-
-def test_an_abort_of_what_has_ended_is_ignored():
-    job = Job()
-    client, rank = job.client(), job.rank()
-    client.submit()
-    rank.finish(rank.assigned())
-    client.hear(Update)
-    client.say(Abort(0), Abort(77))
-    assert client.quiet()
 
 
 def test_a_request_fails_by_name_when_its_own_time_has_passed():
@@ -230,18 +159,6 @@ def test_a_request_fails_by_name_when_its_own_time_has_passed():
     assert failure.request_id == 0
     assert "timeout_s" in failure.text
     assert rank.hear(Cancel).attempt == assign.attempt
-    assert client.quiet()
-
-
-def test_the_time_of_a_request_that_has_ended_means_nothing():
-    job = Job()
-    client, rank = job.client(), job.rank()
-    client.submit(timeout_s=3.0)
-    client.submit(timeout_s=3.0)
-    rank.finish(rank.assigned())
-    client.say(Abort(1))
-    client.heard.clear()
-    job.wait(5.0)
     assert client.quiet()
 
 

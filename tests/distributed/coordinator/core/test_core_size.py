@@ -7,20 +7,8 @@ from collections.abc import Callable
 from rollout.distributed.coordinator.core import peers
 from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
 from rollout.distributed.coordinator.core.peers import UPDATE_BYTES
+from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, encode
-from rollout.distributed.protocol.messages import (
-    PROTOCOL_VERSION,
-    Abort,
-    Assign,
-    Cancel,
-    Connect,
-    EngineMoved,
-    Message,
-    Progress,
-    Register,
-    Submit,
-    Update,
-)
 from tests.distributed.coordinator.job import BLOCK, Job, int32, lose, stretch
 
 
@@ -42,7 +30,7 @@ def test_what_is_said_after_tokens_arrives_after_them():
     assign = rank.assigned()
     with job.one_turn():
         rank.progress(stretch(assign, {0: (0, [1])}))
-        client.say(Abort(0))
+        client.say(wire.Abort(0))
     assert client.stretches()[0].token_ids == int32(1)
     client.failed("RequestAbortedError")
 
@@ -53,9 +41,9 @@ def test_an_assignment_cancelled_in_the_turn_of_its_submission_never_leaves():
     client, rank = job.client(), job.rank()
     with job.one_turn():
         client.submit(range(1000))
-        client.say(Abort(0))
+        client.say(wire.Abort(0))
         client.submit((1, 2))
-    rank.hear(Cancel)
+    rank.hear(wire.Cancel)
     assert rank.assigned().prompt == int32(1, 2)
     client.failed("RequestAbortedError")
 
@@ -71,18 +59,18 @@ def test_a_client_that_leaves_in_the_turn_of_its_tokens_is_said_nothing():
     assert client.quiet()
 
 
-def update_sizes(fill: Callable[[Assign, int], Message]) -> list[int]:
+def update_sizes(fill: Callable[[wire.Assign, int], wire.Message]) -> list[int]:
     """Frame lengths of the updates of one turn with so much to tell that it does not fit into one."""
     core = CoordinatorCore(Job(max_open_requests=10_000).config, "x")
-    core.receive(b"client", 0, Connect(PROTOCOL_VERSION, "client"), 0.0)
-    core.receive(b"rank", 0, Register(PROTOCOL_VERSION, "rank", 4096, BLOCK, "running", 0), 0.0)
-    core.receive(b"rank", 1, EngineMoved("running", 0), 0.0)
+    core.receive(b"client", 0, wire.Connect(wire.PROTOCOL_VERSION, "client"), 0.0)
+    core.receive(b"rank", 0, wire.Register(wire.PROTOCOL_VERSION, "rank", 4096, BLOCK, "running", 0), 0.0)
+    core.receive(b"rank", 1, wire.EngineMoved("running", 0), 0.0)
     for number in range(8):
-        core.receive(b"client", 1 + number, Submit(number, int32(1), 512, b""), 0.0)
-    assigns = [message for _, _, message in core.take_outbox() if isinstance(message, Assign)]
+        core.receive(b"client", 1 + number, wire.Submit(number, int32(1), 512, b""), 0.0)
+    assigns = [message for _, _, message in core.take_outbox() if isinstance(message, wire.Assign)]
     for number, assign in enumerate(assigns):
         core.receive(b"rank", 2 + number, fill(assign, number), 0.0)
-    updates = [(sequence, message) for _, sequence, message in core.take_outbox() if isinstance(message, Update)]
+    updates = [(sequence, message) for _, sequence, message in core.take_outbox() if isinstance(message, wire.Update)]
     assert sum(len(message.stretches) for _, message in updates) == len(assigns)
     return [len(encode(sequence, message)) for sequence, message in updates]
 
@@ -100,16 +88,16 @@ def test_an_update_holds_no_more_stretches_than_its_client_decodes(monkeypatch):
 
 
 def test_an_update_stays_below_the_length_of_a_frame_whatever_fills_it():
-    def tokens(assign: Assign, number: int) -> Message:
-        return Progress([stretch(assign, {index: (0, [0] * 500) for index in assign.indices})])
+    def tokens(assign: wire.Assign, number: int) -> wire.Message:
+        return wire.Progress([stretch(assign, {index: (0, [0] * 500) for index in assign.indices})])
 
-    def outcomes(assign: Assign, number: int) -> Message:
+    def outcomes(assign: wire.Assign, number: int) -> wire.Message:
         row = stretch(assign, {index: (0, [1]) for index in assign.indices}, ended=assign.indices)
         row.columns["outcome"] = [bytes(4000)] * len(assign.indices)
-        return Progress([row])
+        return wire.Progress([row])
 
-    def top_n(assign: Assign, number: int) -> Message:
-        return Progress(
+    def top_n(assign: wire.Assign, number: int) -> wire.Message:
+        return wire.Progress(
             [stretch(assign, {index: (0, [1]) for index in assign.indices}, top_n=[bytes(4000)] * len(assign.indices))]
         )
 
@@ -130,7 +118,7 @@ def test_what_is_known_of_a_group_travels_as_one_stretch_however_often_it_was_to
     for position in range(300):
         version = position // 100
         first.progress(stretch(assign, {index: (position, [position]) for index in range(4)}, version=version))
-    second.say(EngineMoved("running", 2))
+    second.say(wire.EngineMoved("running", 2))
     lose(job, first)
     (known,) = second.assigned().known
     assert known.counts == [300] * 4
@@ -154,8 +142,8 @@ def test_a_group_of_which_too_much_is_known_for_one_frame_goes_on_in_parts(monke
     assert [each.known[0].indices for each in again] == [[0, 1], [2], [3]]
     assert len({each.attempt for each in again}) == 3
     assert job.decisions() == [(0, 0)]
-    assert job.core.router.pending("b") == 4
+    assert job.core.dispatcher.router.pending("b") == 4
     for each in again:
         second.finish(each)
-    assert job.core.router.pending("b") == 0
+    assert job.core.dispatcher.router.pending("b") == 0
     assert not job.core.peers.clients[client.identity].requests

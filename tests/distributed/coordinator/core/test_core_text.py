@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollout.distributed.protocol.frames import MAX_REQUEST_BYTES
-from rollout.distributed.protocol.messages import Abort, Accepted, Update
+from rollout.distributed.protocol.messages import Accepted, Update
 from tests.distributed.coordinator.job import Job, int32, lose, stretch
 
 
@@ -61,20 +61,6 @@ def test_an_open_text_weighs_what_its_tokens_do():
     (ended,) = job.text_jobs()
     job.core.detokenized(ended.job_id, ["x"], job.now)
     assert job.core.peers.clients[client.identity].open_bytes == 0
-
-
-def test_a_text_that_is_aborted_while_it_becomes_tokens_reaches_no_rank():
-    job = Job(tokenizer="made up")
-    client, rank = job.client(), job.rank()
-    client.submit("hello")
-    (text,) = job.text_jobs()
-    client.say(Abort(0))
-    client.failed("RequestAbortedError")
-    job.core.tokenized(text.job_id, [1], job.now)
-    job.carry()
-    assert client.quiet()
-    assert rank.quiet()
-    job.core.tokenized(text.job_id, [1], job.now)
 
 
 def test_a_text_keeps_its_place_behind_tokens_that_came_before_and_before_those_that_came_after():
@@ -137,31 +123,3 @@ def test_a_text_that_the_engine_has_made_is_passed_on():
     rank.progress(stretch(rank.assigned(), {0: (0, [1])}, ended=[0], text=["done"]))
     assert client.stretches()[0].columns["text"] == ["done"]
     assert job.text_jobs() == []
-
-
-def test_a_request_that_is_aborted_while_its_text_is_made_ends_once():
-    job = Job(tokenizer="made up")
-    client, rank = job.client(), job.rank()
-    client.submit()
-    rank.finish(rank.assigned())
-    (ended,) = job.text_jobs()
-    client.say(Abort(0))
-    client.failed("RequestAbortedError")
-    job.core.detokenized(ended.job_id, ["late"], job.now)
-    job.carry()
-    assert client.quiet()
-
-
-def test_a_client_that_leaves_while_its_text_is_made_harms_nobody():
-    job = Job(tokenizer="made up")
-    client, rank = job.client(), job.rank()
-    client.submit("a")
-    client.submit((1,))
-    rank.finish(rank.assigned())
-    asked, ended = job.text_jobs()
-    lose(job, client)
-    job.core.tokenized(asked.job_id, [1], job.now)
-    job.core.detokenized(ended.job_id, ["late"], job.now)
-    job.carry()
-    assert client.quiet()
-    assert rank.quiet()

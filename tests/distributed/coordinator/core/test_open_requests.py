@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollout.distributed.coordinator.core.heap import LazyHeap
 from rollout.distributed.coordinator.core.requests import MAX_KNOWN_BYTES, ClientPeer, OpenRequest
 from rollout.distributed.protocol.messages import Assign, Stretch
-from rollout.distributed.protocol.partial import ENTRIES_TOGETHER
+from rollout.distributed.protocol.stretch import ENTRIES_TOGETHER
 from rollout.errors import SerializationError
 from tests.distributed.coordinator.job import int32, stretch
 
@@ -34,14 +34,6 @@ def known_of(request: OpenRequest, samples: set[int]) -> dict[int, list[int]]:
     return {index: delta.token_list() for index, delta in request.tokens.deltas(samples).items() if delta.count}
 
 
-def test_tokens_follow_each_other_and_samples_end():
-    request = a_request(2)
-    assert request.absorb(told({0: (0, [1]), 1: (0, [2])})) == []
-    assert request.absorb(told({0: (1, [3]), 1: (1, [])}, ended=[1])) == [1]
-    assert request.open == {0}
-    assert known_of(request, {0}) == {0: [1, 3]}
-
-
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
@@ -58,19 +50,6 @@ def test_what_does_not_follow_changes_nothing(rows, words):
         request.absorb(told(rows))
     assert known_of(request, {0, 1}) == {0: [1]}
     assert request.tokens.lengths == {0: 1}
-
-
-def test_an_ended_sample_gets_no_more_tokens():
-    request = a_request(2)
-    request.absorb(told({0: (0, [1])}, ended=[0]))
-    with pytest.raises(SerializationError, match="sample 0 of request 0 is not open"):
-        request.absorb(told({0: (1, [1])}))
-
-
-def test_of_what_has_ended_whole_nothing_is_kept():
-    request = a_request(2)
-    request.tokens.forget(request.absorb(told({0: (0, [1]), 1: (0, [1])}, ended=[0, 1])))
-    assert request.tokens.rows == []
 
 
 def test_the_newest_version_of_any_token_or_prompt_is_remembered():
@@ -115,12 +94,6 @@ def test_top_n_rows_are_passed_on_unread():
     assert (known.token_ids, known.columns) == (int32(1), {"top_n": [b"no msgpack \xc1"]})
     (known,) = request.tokens.known([0, 1])
     assert known.columns == {"top_n": [b"no msgpack \xc1", b"bc"]}
-
-
-def test_without_anything_known_there_is_nothing_to_pass_on_and_one_portion():
-    request = a_request(3)
-    assert request.tokens.known({0, 1, 2}) == []
-    assert request.portions([0, 1, 2]) == [[0, 1, 2]]
 
 
 def test_portions_count_top_n_rows_and_a_sample_that_is_too_long_goes_alone():
@@ -200,17 +173,6 @@ def test_nothing_accumulates_in_the_heap_though_nobody_looks_at_it():
         most = max(most, len(heap))
     assert most <= 65
     assert sorted(heap) == sorted(alive)
-
-
-def test_the_order_survives_the_forgetting():
-    dead: set[int] = set()
-    heap = LazyHeap[int](lambda item: item not in dead)
-    keys = np.random.default_rng(1).permutation(500).tolist()
-    for number, key in enumerate(keys):
-        heap.put(key, key)
-        if number % 3 == 0:
-            dead.add(key)
-    assert [heap.pop() for _ in range(500) if heap.head() is not None] == sorted(set(keys) - dead)
 
 
 def test_what_came_token_by_token_is_kept_in_few_rows():

@@ -1,0 +1,130 @@
+"""The manager of this process: `init` makes it, and the functions of the package act on it.
+
+manager = rollout.init(model, tokenizer, optimizer)
+batch = rollout.generate(prompts, n=8, max_tokens=256)
+with rollout.suspended():
+    loss(batch).backward(); optimizer.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+
+from torch import nn
+
+from rollout.config import CoordinatorConfig, InferenceConfig
+from rollout.errors import ConfigError, EngineStateError
+from rollout.journal.journal import Journal
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.scores import Sequences, TokenScores
+from rollout.manager.batch.scores import score as score_under
+from rollout.manager.manager import RolloutManager
+from rollout.state import EngineState
+from trainer_hooks.optimizer import attach
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_managers: list[RolloutManager] = []
+"""The manager of this process, if `init` made one; it may be closed."""
+
+
+def _current() -> RolloutManager | None:
+    return next((each for each in _managers if each.engine.state is not EngineState.STOPPED), None)
+
+
+def init(
+    model: nn.Module,
+    tokenizer: Any = None,
+    optimizer: object = None,
+    config: InferenceConfig | None = None,
+    *,
+    coordinator: CoordinatorConfig | bool = True,
+    journal: Journal | None = None,
+    **options: Any,
+) -> RolloutManager:
+    """Build a `RolloutManager` and make it the manager of this process, until `rollout.close()`.
+
+    Args:
+        model, tokenizer, coordinator, journal: as in `RolloutManager`.
+        optimizer: optimizer, or wrapper of one, whose steps raise the policy version (`trainer_hooks.optimizer.attach`).
+            None: attach one later, or call `rollout.weights_updated()` after each update.
+        config: options of the engine. None: defaults.
+        options: fields of `InferenceConfig`, in place of `config`: `init(model, tokenizer, kv_cache_memory_gb=2)`.
+
+    Raises:
+        EngineStateError: this process has a manager already.
+        ConfigError: `config` next to options, or an option is unknown or out of range.
+        TypeError, ValueError: `optimizer` does not step the model.
+        UnsupportedModelError: see `RolloutManager`.
+    """
+    if _current() is not None:
+        raise EngineStateError(
+            "init(): this process has a manager already; call rollout.close() first, or build further ones by "
+            "rollout.RolloutManager(model, tokenizer)"
+        )
+    if config is not None and options:
+        shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise ConfigError(f"init() got config and {shown}: pass config=config.replace({shown})")
+    manager = RolloutManager(
+        model, tokenizer, config or InferenceConfig(**options), coordinator=coordinator, journal=journal
+    )
+    if optimizer is not None:
+        try:
+            attach(optimizer, manager)
+        except BaseException:
+            manager.close()
+            raise
+    _managers[:] = [manager]
+    return manager
+
+
+def _acting(method: Callable[Concatenate[RolloutManager, P], R]) -> Callable[P, R]:
+    """Return a function that calls `method` of the manager of this process."""
+
+    @wraps(method)
+    def function(*args: P.args, **named: P.kwargs) -> R:
+        manager = _current()
+        if manager is None:
+            raise EngineStateError(
+                f"{method.__name__}(): this process has no manager; call rollout.init(model, tokenizer, optimizer) first"
+            )
+        return method(manager, *args, **named)
+
+    return function
+
+
+generate = _acting(RolloutManager.generate)
+submit = _acting(RolloutManager.submit)
+suspended = _acting(RolloutManager.suspended)
+suspend = _acting(RolloutManager.suspend)
+resume = _acting(RolloutManager.resume)
+weights_updated = _acting(RolloutManager.weights_updated)
+metrics = _acting(RolloutManager.metrics)
+
+
+def close() -> None:
+    """Close the manager of this process (`RolloutManager.close`). Harmless when repeated."""
+    for manager in _managers:
+        manager.close()
+
+
+@overload
+def score(rollouts: RolloutBatch | Sequences, /, **options: Any) -> TokenScores: ...
+@overload
+def score(model: nn.Module, rollouts: RolloutBatch | Sequences, /, **options: Any) -> TokenScores: ...
+def score(*given: Any, **options: Any) -> TokenScores:
+    """Return log-probs of given sequences under the policy, or under another model whose engine lasts for this call.
+
+        rollout.score(batch, entropy=True)         `RolloutManager.score` of the manager of this process
+        rollout.score(reference_model, batch)      another model, such as a reference or a teacher
+
+    Args:
+        given: sequences; or a causal language model of transformers, and sequences.
+        options: as in `RolloutManager.score`. With a model also `config`, an `InferenceConfig`, instead of `adapter`.
+    """
+    if given and isinstance(given[0], nn.Module):
+        return score_under(*given, **options)
+    return _acting(RolloutManager.score)(*given, **options)

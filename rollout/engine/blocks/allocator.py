@@ -1,0 +1,366 @@
+"""KV block allocator: reference counts and LRU eviction over a prefix index.
+
+Always true (`check()` proves it):
+- a block is exactly one of *free*, *held* (reference count above 0) or *cached* (unreferenced but still indexed);
+- a block keeps its id while its memory (`pages`) comes and goes;
+- a holder of a registered block holds its parent too, so the least recently released cached block is a leaf. With
+  `parents_first` it may have released the parent; what is registered behind an evicted block is forgotten then.
+
+Handles block ids and token ids, no tensors and no requests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.engine.blocks.host import NOWHERE, HostBlock, HostCache
+from rollout.engine.blocks.index import IntArray, PrefixIndex
+from rollout.engine.blocks.pages import BlockPages
+from rollout.engine.blocks.states import StateSlots
+from rollout.state import PrefixCachingEvictionPolicy
+
+
+class BlockAllocator:
+    """Reference counts, prefix cache and eviction over blocks of `block_size` token slots.
+
+    Attributes:
+        pages: the memory of the blocks; an `int` makes a pool of so many blocks.
+        index: the registered blocks.
+        ref_count: [number of ids] int32.
+        states: slots for recurrent states, whose snapshots belong to registered blocks; no slots for other models.
+        host: where evicted blocks go; without slots they go nowhere.
+        parents_first: holders may release leading blocks before the later ones.
+        copies: (source, destination) pages to copy before the next forward, in this order; `~s`: slot s of `host`.
+        keeps_released: whether registered blocks stay cached without a holder.
+        evictions: counter of cached blocks.
+    """
+
+    def __init__(
+        self,
+        pages: BlockPages | int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU,
+        states: StateSlots | None = None,
+        host: HostCache | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.parents_first = False
+        self.keeps_released = enable_prefix_caching and eviction_policy is PrefixCachingEvictionPolicy.LRU
+        self.evictions = 0
+        self.pages = BlockPages(pages) if isinstance(pages, int) else pages
+        self.states = states or StateSlots(0)
+        self.host = host or HostCache(0, block_size)
+        self.copies: list[tuple[int, int]] = []
+        self._clock = 0
+        self.index = PrefixIndex(self.pages.num_ids, block_size)
+        self._free_all()
+
+    def _free_all(self) -> None:
+        self.ref_count: IntArray = np.zeros(self.pages.num_ids, np.int32)
+        self._free: list[int] = list(range(self.pages.num_ids - 1, -1, -1))
+        self._lru: OrderedDict[int, int] = OrderedDict()
+        self._lru_outdated: OrderedDict[int, int] = OrderedDict()
+
+    # --- queries ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """Most blocks that the pool can hold."""
+        return self.pages.num_pages // self.pages.whole
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks without cached content, for which there is memory in every layer."""
+        return self.pages.num_free // self.pages.groups
+
+    @property
+    def num_cached(self) -> int:
+        """Number of unreferenced blocks with registered content, including content of older weights."""
+        return len(self._lru) + len(self._lru_outdated)
+
+    @property
+    def num_used(self) -> int:
+        """Number of blocks with at least one holder."""
+        return len(self.ref_count) - len(self._free) - self.num_cached
+
+    @property
+    def num_in_window(self) -> int:
+        """Number of used or cached blocks that have their KV of every layer."""
+        pages, count = self.pages, self.num_used + self.num_cached
+        return (pages.num_pages - pages.num_free - pages.whole * count) // pages.limited if pages.limited else count
+
+    def held_memory(self) -> IntArray:
+        """Ids of the pages of held blocks, ascending."""
+        return np.sort(self.pages.of_blocks(np.flatnonzero(self.ref_count > 0).astype(np.int32)))
+
+    def can_allocate(self, count: int) -> bool:
+        """Whether `allocate(count)` would succeed."""
+        pages = self.pages
+        evictable = pages.whole * self.num_cached + pages.limited * len(pages.unseen)
+        return count * pages.groups <= pages.num_free + evictable
+
+    def writable(self, blocks: IntArray) -> NDArray[np.bool_]:
+        """[n] bool: the block has one holder and is not registered."""
+        writable: NDArray[np.bool_] = (self.ref_count[blocks] == 1) & ~self.index.registered[blocks]
+        return writable
+
+    def findable(self, block_hash: int) -> bool:
+        """Whether a block of this hash is in the current index, or on the host (its tokens may differ)."""
+        return block_hash in self.index.current or self.host.has(self.index.variant, block_hash)
+
+    def counts(self) -> dict[str, int]:
+        """Block counts of the whole pool, keyed as in the GENERATED_TOKEN event."""
+        registered = self.index.registered
+        return {
+            "blocks_total": self.num_blocks,
+            "blocks_hashed_total": int(registered.sum()),
+            "blocks_hashed_active": int((registered & (self.ref_count > 0)).sum()),
+            "blocks_ref_count": int(self.ref_count.sum()),
+        }
+
+    # --- references ---------------------------------------------------------------------------------------------
+
+    def allocate(self, count: int) -> list[int]:
+        """Allocate `count` blocks with one reference each, evicting cached ones if needed. Ask `can_allocate` first.
+
+        Raises:
+            RuntimeError: fewer than `count` blocks are free or evictable.
+        """
+        if not self.can_allocate(count):
+            raise RuntimeError(
+                f"allocate({count}): only {self.num_free} free and {self.num_cached} cached blocks; ask can_allocate()"
+            )
+        if not count:
+            return []
+        while len(self._free) < count or self.pages.num_free < count * self.pages.groups:
+            self._evict()
+        blocks = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        blocks.reverse()
+        self.ref_count[blocks] = 1
+        self.pages.give(blocks)
+        return blocks
+
+    def _evict(self) -> None:
+        """Free what was used least recently: a cached block, or (of a held one, with a host tier) what no window reaches."""
+        cached = self._lru_outdated or self._lru
+        oldest = next(iter(cached.items()), None)
+        if not self._lru_outdated:
+            unseen = next(iter(self.pages.unseen.items()), None)
+            older = unseen is not None and (oldest is None or unseen[1] < oldest[1])
+            if unseen is not None and older and (not self.host.num_slots or self.ref_count[unseen[0]]):
+                self.pages.strip(unseen[0])
+                return
+        assert oldest is not None
+        # A tail that was put in front has been continued; outdated blocks are of no use.
+        if self.host.num_slots and not self._lru_outdated and oldest[1]:
+            falling = [oldest[0], *(self.index.behind(oldest[0]) if self.parents_first else [])]
+            for block in reversed(falling):
+                self.copies += self.host.offload(self.index, block, self.pages.page_of[block].tolist())
+        self._free_cached(oldest[0])
+        self.evictions += 1
+
+    def acquire(self, blocks: IntArray) -> None:
+        """Add one reference to each of `blocks` (held or cached); a block may appear several times."""
+        for block in blocks[self.ref_count[blocks] == 0].tolist():
+            self._lru.pop(block, None)
+            self._lru_outdated.pop(block, None)
+        np.add.at(self.ref_count, blocks, 1)
+
+    def release(self, blocks: IntArray) -> None:
+        """Drop one reference to each of `blocks`, listed in chain order."""
+        np.subtract.at(self.ref_count, blocks, 1)
+        counts = self.ref_count[blocks]
+        if (counts < 0).any():
+            raise RuntimeError(f"release({blocks[counts < 0].tolist()}): these blocks have no holder")
+        for block in dict.fromkeys(reversed(blocks[counts == 0].tolist())):
+            self._clock += 1
+            if not self.index.registered[block]:
+                self._give_back(block)
+            elif not self.keeps_released:
+                self._free_cached(block)
+            else:
+                (self._lru if self.index.findable(block) else self._lru_outdated)[block] = self._clock
+
+    def _give_back(self, block: int) -> None:
+        self._lru.pop(block, None)
+        self._lru_outdated.pop(block, None)
+        self._free.append(block)
+        self.pages.take(block)
+
+    def _free_cached(self, block: int) -> None:
+        self._unregister(block)
+        self._give_back(block)
+        if self.parents_first:
+            self._forget_behind(block)
+
+    def _forget_behind(self, block: int, *, verified: bool = True) -> None:
+        """Unregister what is registered behind a block that no longer is.
+
+        No lookup reaches it any more, and the id of its parent may come to stand for other tokens.
+        """
+        for child in self.index.behind(block):
+            self._unregister(child, verified=verified)
+            if not self.ref_count[child]:
+                self._give_back(child)
+
+    def _unregister(self, block: int, *, verified: bool = True) -> None:
+        self.index.remove(block)
+        self.states.forget(block)
+        self.pages.verified[block] &= verified
+        if block in self.pages.unseen:
+            self.pages.strip(block)
+
+    def unview(self, blocks: IntArray, *, verified: bool) -> None:
+        """End a sequence's view of `blocks` in the layers with a window. What a lookup may find keeps its KV there.
+
+        Args:
+            verified: the sequence has computed finite logits from them. Other content may be NaN and is not kept.
+        """
+        pages = self.pages
+        if not pages.limited:
+            return
+        self._clock += 1
+        if verified:
+            pages.verified[blocks] = True
+        for block in pages.unview(blocks):
+            if pages.verified[block] and self.index.registered[block] and self.index.findable(block):
+                pages.unseen[block] = self._clock
+            else:
+                pages.strip(block)
+
+    # --- the prefix cache ---------------------------------------------------------------------------------------
+
+    def register(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:
+        """Index a held, complete block, as computed by the current weights and variant.
+
+        Args:
+            block: the block, held by the caller.
+            block_hash: hash of the chain up to and including this block.
+            parent: the registered block before it, or `NO_BLOCK`.
+            tokens: [block_size] int32.
+
+        Returns:
+            The block to use from now on. It differs from `block` if an equal block is already registered: the caller's
+            reference has moved there and `block` is released.
+
+        Raises:
+            RuntimeError: the block is already registered under another hash.
+        """
+        if not self.enable_prefix_caching:
+            return block
+        kept = self.index.add(block, block_hash, parent, tokens)
+        if kept != block:
+            self.acquire(np.asarray([kept], np.int32))
+            if self.pages.viewers[block]:
+                self.pages.move(block, kept)
+                self.pages.view(np.asarray([kept], np.int32))
+                self.unview(np.asarray([block], np.int32), verified=True)
+            self.release(np.asarray([block], np.int32))
+        return kept
+
+    def load(self, blocks: Sequence[HostBlock], parent: int) -> list[int]:
+        """Load a chain of blocks, perhaps with a tail, from the host; ask `can_allocate` first.
+
+        Args:
+            parent: the registered block before the first, or `NO_BLOCK`.
+
+        Returns:
+            Ids of the blocks, registered and *pinned*.
+        """
+        # Blocks that are evicted for these may take the place of others on the host, not theirs.
+        self.host.take(blocks)
+        loaded = self.allocate(len(blocks))
+        for block, copy in zip(loaded, blocks, strict=True):
+            places = zip(copy.slots, self.pages.page_of[block].tolist(), strict=True)
+            self.copies += [(~slot, place) for slot, place in places if slot != NOWHERE]
+            self.host.release(copy)
+            if len(copy.tokens) < self.block_size:
+                self.index.add_tail(block, copy.block_hash, parent, copy.tokens)
+            else:
+                self.index.add(block, copy.block_hash, parent, copy.tokens)
+            # Without its KV in layers with a window it gives back the memory there.
+            self.unview(np.asarray([block], np.int32), verified=copy.slots[-1] != NOWHERE)
+            parent = block
+        return loaded
+
+    def forget_copies(self) -> None:
+        """Forget the copies of a step that was not made, and cached blocks whose content may depend on them."""
+        self.copies.clear()
+        if self.host.unsettled:
+            self.drop_cached()
+
+    def evict_next(self, block: int) -> None:
+        """Put a cached leaf in front of the others that wait for eviction; nothing to do for a block that is held."""
+        if block in self._lru:
+            self._lru[block] = 0
+            self._lru.move_to_end(block, last=False)
+            self.states.evict_next(block)
+
+    def outdate(self) -> None:
+        """Invalidate the index after a weight update. Held blocks stay with their holders."""
+        self.index.outdate()
+        self.host.clear()
+        self.states.forget_all()
+        self.pages.strip_unseen()
+        self._lru_outdated.update(self._lru)
+        self._lru.clear()
+
+    def unregister(self, blocks: IntArray) -> None:
+        """Remove held `blocks`, and all behind them, from the index: their content must not be shared (it may hold NaN)."""
+        for block in blocks[self.index.registered[blocks]].tolist():
+            if self.index.registered[block]:
+                self._unregister(block, verified=False)
+                self._forget_behind(block, verified=False)
+
+    def drop_cached(self) -> int:
+        """Free every cached block, also on the host, and what no window reaches; returns the number of blocks freed."""
+        count = self.num_cached
+        self.pages.strip_unseen()
+        while cached := self._lru_outdated or self._lru:
+            self._free_cached(next(iter(cached)))
+        self.host.clear()
+        if not self.index.current:
+            self.index.flushed()
+        return count
+
+    def start_over(self) -> None:
+        """Free every block, whatever its reference count."""
+        self.index.clear()
+        self._free_all()
+        self.copies.clear()
+        self.host.clear()
+        self.pages.start_over()
+        self.states.start_over()
+
+    # --- invariants ---------------------------------------------------------------------------------------------
+
+    def check(self, holders: Iterable[Sequence[int]], seen: Iterable[list[int]] = ()) -> None:
+        """Check the invariants against the block tables of all holders (for tests; visits everything).
+
+        Args:
+            seen: the blocks that each holder sees through a window.
+
+        Raises:
+            AssertionError: names the blocks that disagree.
+        """
+        tables, expected = list(holders), np.zeros_like(self.ref_count)
+        for table in tables:
+            np.add.at(expected, np.asarray(table, np.int32), 1)
+        wrong = np.flatnonzero(expected != self.ref_count)
+        assert not len(wrong), f"blocks {wrong.tolist()}: reference counts {self.ref_count[wrong]} != {expected[wrong]}"
+        cached = [*self._lru, *self._lru_outdated]
+        places = sorted([*self._free, *cached, *np.flatnonzero(expected).tolist()])
+        assert places == list(range(len(expected))), f"{places}: blocks are not exactly one of free/held/cached"
+        assert not self.index.registered[self._free].any(), "a free block is registered"
+        assert self.index.registered[cached].all(), "a cached block is not registered"
+        self.index.check(tables)
+        self.host.check()
+        self.pages.check((expected > 0) | self.index.registered, seen)

@@ -1,0 +1,191 @@
+"""Slots for the recurrent states of a model: one per running sequence, the others hold snapshots for the prefix cache.
+
+A snapshot is the state after the last token of a registered KV block. It is found and forgotten with that block. Slots that
+no sequence needs hold snapshots; the least recently used one makes room. Models without recurrent states have no slots.
+
+Always true (`check()` proves it): a slot is exactly one of *free*, *held* by a sequence, or a *snapshot*.
+
+Handles slot and block ids, no tensors. Copies are collected as moves, which the caller executes before the next forward and
+after each update, all sources before any destination.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from rollout.engine.blocks.index import IntArray
+
+NO_SLOT = -1
+ZERO = -1
+"""Source of a move that zeroes its destination."""
+
+Move = tuple[int, int]
+"""(source slot or `ZERO`, destination slot)."""
+
+
+class StateSlots:
+    """Owners of `num_slots` slots; without slots no sequence holds one and every prefix can be continued.
+
+    Attributes:
+        hits: counter of prefixes that were continued from a snapshot.
+        evictions: counter of snapshots that made room.
+        snapshots: slot of each snapshot by its block, least recently used first.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.hits = 0
+        self.evictions = 0
+        self._reset(num_slots)
+
+    def _reset(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free: list[int] = list(range(num_slots - 1, -1, -1))
+        self.snapshots: OrderedDict[int, int] = OrderedDict()
+        self._sources: dict[int, int] = {}
+
+    # --- queries ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_snapshots(self) -> int:
+        """Number of slots that hold a snapshot."""
+        return len(self.snapshots)
+
+    @property
+    def num_held(self) -> int:
+        """Number of slots that running sequences hold."""
+        return self.num_slots - len(self._free) - len(self.snapshots)
+
+    def deepest(self, blocks: Sequence[int], most: int) -> int:
+        """How many leading blocks of a chain a sequence can continue from.
+
+        With slots these end at a snapshot, and are at most `most`.
+        """
+        if not self.num_slots:
+            return len(blocks)
+        return next((count for count in range(min(most, len(blocks)), 0, -1) if blocks[count - 1] in self.snapshots), 0)
+
+    def has(self, block: int) -> bool:
+        """Whether a sequence can continue from behind this block."""
+        return not self.num_slots or block in self.snapshots
+
+    # --- slots of sequences -------------------------------------------------------------------------------------
+
+    def allocate(self, source: int = ZERO) -> int:
+        """Hold a slot that starts as a copy of slot `source`, or as zeros; `NO_SLOT` if the model has no states.
+
+        Raises:
+            RuntimeError: sequences hold all slots.
+        """
+        if not self.num_slots:
+            return NO_SLOT
+        slot = self._take()
+        if slot is None:
+            raise RuntimeError(f"running sequences hold all {self.num_slots} state slots")
+        self._move(source, slot)
+        return slot
+
+    def allocate_at(self, blocks: Sequence[int]) -> int:
+        """Hold a slot that starts as the snapshot of the last of `blocks`, or as zeros if there are no blocks."""
+        if not blocks or not self.num_slots:
+            return self.allocate()
+        self.snapshots.move_to_end(blocks[-1])
+        self.hits += 1
+        return self.allocate(self.snapshots[blocks[-1]])
+
+    def release(self, slot: int) -> None:
+        """Free a slot that a sequence holds; nothing to do for `NO_SLOT`."""
+        if slot != NO_SLOT:
+            self._sources.pop(slot, None)
+            self._free.append(slot)
+
+    # --- snapshots ----------------------------------------------------------------------------------------------
+
+    def keep(self, block: int, slot: int) -> None:
+        """Keep the state in `slot` as that after `block`, if there is room for it."""
+        if block in self.snapshots:
+            self.snapshots.move_to_end(block)
+        elif (taken := self._take()) is not None:
+            self.snapshots[block] = taken
+            self._move(slot, taken)
+
+    def evict_next(self, block: int) -> None:
+        """Let the snapshot of a block, if there is one, make room before the others."""
+        if block in self.snapshots:
+            self.snapshots.move_to_end(block, last=False)
+
+    def forget(self, block: int) -> None:
+        """Forget the snapshot of a block, if there is one."""
+        self.release(self.snapshots.pop(block, NO_SLOT))
+
+    def forget_all(self) -> None:
+        """Forget every snapshot."""
+        for block in list(self.snapshots):
+            self.forget(block)
+
+    # --- moves --------------------------------------------------------------------------------------------------
+
+    def take_moves(self) -> tuple[Move, ...]:
+        """Moves to execute now, all read before any is written; they are forgotten here."""
+        moves = tuple((source, target) for target, source in self._sources.items())
+        self._sources.clear()
+        return moves
+
+    def _move(self, source: int, target: int) -> None:
+        # The content of a slot that is itself still to be written is that of its own source.
+        self._sources[target] = self._sources.get(source, source)
+
+    def _take(self) -> int | None:
+        if not self._free:
+            if not self.snapshots:
+                return None
+            self.forget(next(iter(self.snapshots)))
+            self.evictions += 1
+        return self._free.pop()
+
+    # --- suspend and resume -------------------------------------------------------------------------------------
+
+    def live_slots(self) -> IntArray:
+        """Ids of all held slots and snapshots, ascending: those that a suspend has to keep."""
+        live = np.ones(self.num_slots, np.bool_)
+        live[self._free] = False
+        return np.flatnonzero(live).astype(np.int32)
+
+    def resize(self, num_slots: int) -> IntArray | None:
+        """Change the number of slots, moving live ones to the lowest ids; forgets snapshots that do not fit.
+
+        Returns:
+            [old num_slots] int32, the new id of each old slot (`NO_SLOT` for those not kept); None if nothing moved.
+
+        Raises:
+            RuntimeError: sequences hold more than `num_slots`.
+        """
+        if num_slots == self.num_slots:
+            return None
+        while len(self.live_slots()) > num_slots:
+            if not self.snapshots:
+                raise RuntimeError(f"resize({num_slots}): sequences hold {self.num_held} state slots")
+            self.forget(next(iter(self.snapshots)))
+        live, snapshots = self.live_slots(), self.snapshots
+        mapping = np.full(self.num_slots, NO_SLOT, np.int32)
+        mapping[live] = np.arange(len(live), dtype=np.int32)
+        self._reset(num_slots)
+        self._free = list(range(num_slots - 1, len(live) - 1, -1))
+        self.snapshots = OrderedDict((block, int(mapping[slot])) for block, slot in snapshots.items())
+        return mapping
+
+    def start_over(self) -> None:
+        """Free every slot."""
+        self._reset(self.num_slots)
+
+    def check(self, held: Iterable[int]) -> None:
+        """Check the invariants against the slots of all running sequences.
+
+        Raises:
+            AssertionError: names the slots that disagree.
+        """
+        slots = sorted([*self._free, *self.snapshots.values(), *(slot for slot in held if slot != NO_SLOT)])
+        assert slots == list(range(self.num_slots)), f"slots {slots} are not each free, held or a snapshot, once"
+        assert not self._sources, f"moves {self._sources} were not executed"

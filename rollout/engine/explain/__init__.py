@@ -1,1 +1,0 @@
-"""What an engine does with its model on this machine, and why."""

@@ -1,0 +1,156 @@
+"""The module's own forward over the KV cache. It serves every step that no faster forward takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rollout.engine.forward.recurrent_forward import forward_by_length
+from rollout.engine.graphs.decode_kernels import kernel_shapes
+from rollout.engine.kernels import cpu_library, triton_paged
+from rollout.engine.kernels.cpu_attention import CpuPagedAttention
+from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
+from rollout.engine.kernels.triton_attention import TritonPagedAttention
+from rollout.engine.kernels.triton_trial import tried_out
+from rollout.engine.memory.buffers import upload_together
+from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.memory.state_pool import StatePool
+from rollout.engine.models.attention import Installation, PagedBatch, forward_with
+from rollout.engine.models.model_support import ModelLayout
+from rollout.engine.models.recurrent_states import StateRows
+from rollout.engine.models.routers import Routers
+from rollout.engine.multimodal.step_images import StepImages
+from rollout.engine.multimodal.vision import Vision
+
+VERIFY_TOKENS = 12
+"""Tokens of a model's verification."""
+
+
+class ModuleForward:
+    """Runs the module's own `forward` with paged attention.
+
+    Args:
+        routers: record the experts that these choose in the cache, which has room for them; None: nothing is recorded.
+        states: recurrent states; None: the model has none.
+        exact: the kernels of exact mode are not this forward's, so they are not tried here.
+
+    Attributes:
+        library: C++ kernels; None: not on a CPU, or there is no compiler.
+        paged: Triton's kernels; None: not on CUDA, or they do not work.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        cache: KVCache,
+        installation: Installation,
+        vision: Vision,
+        *,
+        routers: Routers | None = None,
+        states: StatePool | None = None,
+        exact: bool = False,
+    ) -> None:
+        self._model = model
+        self._layout = layout
+        self._cache = cache
+        self._installation = installation
+        self._vision = vision
+        self._routers = routers
+        self._states = states
+        self.library = cpu_library.load() if layout.device.type == "cpu" else None
+        self.paged = triton_paged.load(layout.device) if layout.device.type == "cuda" else None
+        if self.paged is not None and not exact:
+            self.paged = tried_out(self.paged, kernel_shapes(layout), layout.kv_dtype, cache.block_size, layout.device)
+        self.workspace = Workspace()
+
+    def run(
+        self,
+        ids: NDArray[np.int64],
+        rows: PagedRows,
+        keep: NDArray[np.int64],
+        states: NDArray[np.int32] | None = None,
+        images: StepImages | None = None,
+    ) -> Tensor:
+        """Logits [len(keep), V] at packed positions `keep`; see `ModelRunner.forward`."""
+        if self._states is None or states is None:
+            return self.batch(ids[None], rows, keep, images=images)[0]
+        return forward_by_length(self.batch, self._layout, self._states, ids, rows, keep, states, images)
+
+    def batch(
+        self,
+        ids: NDArray[np.int64],
+        rows: PagedRows,
+        keep: NDArray[np.int64],
+        states: StateRows | None = None,
+        images: StepImages | None = None,
+    ) -> Tensor:
+        """Logits [B, len(keep), V] of ids [B, L] at positions `keep` (none: the last) of every row."""
+        layout = self._layout
+        keep = keep if len(keep) else rows.offsets[-1:] - 1
+        rotary = rows.positions if images is None else images.positions
+        groups = rows.groups()
+        tokens, positions, kept, *slots = upload_together(
+            (ids, rotary, keep, *(each.slots for each in groups)), layout.device
+        )
+        causal = None
+        if rows.seen is not None and self._vision.causal_without_window:
+            causal = [self._attention(replace(each, seen=None)) for each in groups]
+        batch = PagedBatch(
+            self._cache, layout.layer_of, slots, [self._attention(each) for each in groups], layout.mask_windows,
+            layout.chunks, write_slots if self.paged is None else self.paged.write, causal,
+        )  # fmt: skip
+        inputs = dict[str, Any]() if states is None else {layout.cache_argument: states}
+        with ExitStack() as around:
+            around.enter_context(self._installation.forward())
+            if self._routers is not None:
+                around.enter_context(self._routers.recorded(partial(self._cache.write_routes, slots[0])))
+            inputs |= (
+                {"input_ids": tokens} if images is None else around.enter_context(self._vision.inputs(tokens, images))
+            )
+            at = positions.view(*positions.shape[:-1], *tokens.shape)
+            logits: Tensor = forward_with(batch, self._model, **inputs, position_ids=at, logits_to_keep=kept).logits
+        return logits
+
+    def own_logits(self, tokens: Sequence[int]) -> Tensor:
+        """[V] logits after `tokens`, by the model's own unpaged attention, in eval mode."""
+        ids = torch.tensor([list(tokens)], device=self._layout.device)
+        training = [module for module in self._model.modules() if module.training]
+        try:
+            for module in training:
+                module.training = False
+            with torch.no_grad():
+                # A short one computes all positions, which verifies the code that honours `logits_to_keep` too.
+                kept = {} if len(tokens) <= VERIFY_TOKENS else {"logits_to_keep": ids.new_tensor([len(tokens) - 1])}
+                logits: Tensor = self._model(input_ids=ids, use_cache=False, **kept).logits[0, -1]
+        finally:
+            for module in training:
+                module.training = True
+        return logits
+
+    def release(self) -> None:
+        """Release buffers that the next step allocates again."""
+        self.workspace.clear()
+        if self.paged is not None:
+            self.paged.clear()
+
+    @property
+    def without_library(self) -> str:
+        """Why there is no `library`."""
+        on_cpu = self._layout.device.type == "cpu"
+        return cpu_library.status().described if on_cpu else "the fused forward is for CPUs"
+
+    def _attention(self, rows: PagedRows) -> PagedAttention:
+        plain = TorchPagedAttention(rows, self._layout.device, self.workspace)
+        if self.paged is not None:
+            return TritonPagedAttention(self.paged, rows, self._layout.device, plain)
+        return plain if self.library is None else CpuPagedAttention(self.library, rows, plain)

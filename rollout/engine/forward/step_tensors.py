@@ -1,0 +1,120 @@
+"""Tensors of a scheduled step: token ids and rows into the forward, tokens and log-probs out of its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.memory.buffers import download_together, upload
+from rollout.engine.multimodal.vision import Vision
+from rollout.engine.sampling.constraints import Constraints
+from rollout.engine.sampling.sampler import sample, token_logprobs
+from rollout.engine.sampling.sampling_table import SamplingTable
+from rollout.engine.scheduling.sequences import Sequence, SequenceTable
+from rollout.engine.scheduling.step import ScheduledStep, StepTokens
+from rollout.requests.token_columns import KeptTokens, packed_sets
+
+PROMPT_LOGPROB_ROWS = 256
+"""Prompt positions per full-vocabulary log-softmax; bounds the memory."""
+
+
+def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], PagedRows]:
+    """Token ids [P] of a step and their rows, with block tables wide enough for the `step.ahead` steps that may follow."""
+    offsets = np.zeros(len(step.rows) + 1, np.int64)
+    np.cumsum(step.counts, out=offsets[1:])
+    entries = np.repeat(np.arange(len(step.rows)), step.counts)
+    positions = np.arange(offsets[-1]) - offsets[entries] + step.starts[entries]
+    width = -(-(int((step.starts + step.counts).max()) + max(0, step.ahead - 1)) // table.block_size)
+    tables, *others = table.block_tables(step.rows, width)
+    ids = table.tokens[step.rows[entries], positions].astype(np.int64)
+    return ids, PagedRows(offsets, positions, tables, table.block_size, others=tuple(others))
+
+
+def sample_step(
+    step: ScheduledStep,
+    logits: Tensor,
+    table: SequenceTable,
+    sampling: SamplingTable,
+    constraints: Constraints | None,
+    vision: Vision,
+    *,
+    exact: bool,
+) -> StepTokens:
+    """One token for each sampled row of a step, drawn from its logits [R, V]."""
+    rows = step.sampled_rows
+    params = sampling.select(rows)
+    length = table.length[rows] if step.depths is None else table.length[rows] + step.depths
+    short = np.flatnonzero(length < table.min_length[rows])
+    banned = [(index, ids[ids >= 0].tolist()) for index in short.tolist() if len(ids := table.stop_ids[rows[index]])]
+    allowed = None
+    if constraints is not None:
+        allowed = constraints.allowed(rows, table.tokens, table.origin, table.length)
+    # A text that is complete can only end, even before `min_tokens`.
+    complete = [index for index, ids in banned if allowed and allowed.only(index, ids)]
+    banned = [(index, ids) for index, ids in banned if index not in complete]
+    histories = None
+    if params.any_penalty:
+        histories = [
+            (vision.text_ids(table.tokens[row, : table.origin[row]]), table.tokens[row, table.origin[row] : end])
+            for row, end in zip(rows.tolist(), length.tolist(), strict=True)
+        ]
+    positions = upload((length - table.origin[rows]).astype(np.int64), logits.device)
+    sampled = sample(logits, params, positions, histories=histories, banned=banned, allowed=allowed, exact=exact)
+    top = kept = None
+    if sampled.top_ids is not None and sampled.top_logprobs is not None:
+        top = _pairs(sampled.top_ids, sampled.top_logprobs)
+    if sampled.kept_ids is not None and sampled.kept_counts is not None:
+        sets = KeptTokens(sampled.kept_ids.cpu().numpy(), sampled.kept_counts.cpu().numpy().astype(np.int32))
+        kept = packed_sets(sets)
+    token_ids, logprobs = download_together(sampled.token_ids, sampled.logprobs)
+    failed = allowed.failed if allowed else {}
+    return StepTokens(token_ids, logprobs, top, failed=failed, complete=complete, kept=kept)
+
+
+def prompt_spans(
+    step: ScheduledStep, packed: PagedRows, wanted: Rows[Sequence]
+) -> list[tuple[Sequence, NDArray[np.int64]]]:
+    """For each sequence that wants prompt log-probs, the packed positions whose successor is a prompt token."""
+    spans = []
+    for entry, sequence in enumerate(step.prefills, step.num_decodes):
+        if sequence in wanted:
+            span = np.arange(packed.offsets[entry], packed.offsets[entry + 1])
+            last = len(sequence.tokens) - 1
+            spans.append((sequence, span[packed.positions[span] < last]))
+    return spans
+
+
+def take_prompt_logprobs(
+    sequence: Sequence,
+    logits: Tensor,
+    positions: NDArray[np.int64],
+    text_ids: Callable[[NDArray[Any]], NDArray[Any]],
+    *,
+    exact: bool,
+) -> None:
+    """Append the log-probs of the tokens after `positions` to a sequence.
+
+    Args:
+        logits: [P, V] at the positions.
+        positions: [P] in the sequence.
+        text_ids: returns token ids with the placeholders of images.
+        exact: use torch's own log-softmax.
+    """
+    targets = upload(text_ids(sequence.tokens[positions + 1]).astype(np.int64), logits.device)
+    top = sequence.params.prompt_logprobs or 0
+    for start in range(0, len(positions), PROMPT_LOGPROB_ROWS):
+        part = slice(start, start + PROMPT_LOGPROB_ROWS)
+        values, top_ids, top_values = token_logprobs(logits[part], targets[part], top, exact=exact)
+        sequence.prompt_logprobs += values.tolist()
+        if top_ids is not None and top_values is not None:
+            sequence.prompt_top += _pairs(top_ids, top_values)
+
+
+def _pairs(ids: Tensor, values: Tensor) -> list[list[tuple[int, float]]]:
+    return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]

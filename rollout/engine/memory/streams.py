@@ -1,0 +1,121 @@
+"""Streams of a device, and the order of an engine's steps behind what callers queue on theirs.
+
+The host never waits for a whole device: while any thread of the process captures a CUDA graph, that is an error in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+_used: set[torch.cuda.Stream] = set()
+"""Streams on which an engine of this process has run steps since the last `wait_for_steps`."""
+
+
+class Stream(Protocol):
+    """A stream: a queue of device work, run in order and asynchronously to the host."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Queue the device work of `work`."""
+
+    def mark(self) -> Any:
+        """Event at the end of the work queued so far."""
+
+    def after(self, mark: Any) -> None:
+        """Let all work queued from now on wait for `mark`, an event of any stream."""
+
+    def finish(self) -> None:
+        """Block the host until all queued work is done."""
+
+
+class Inline:
+    """A `Stream` that runs work at once, for devices without streams."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        work()
+
+    def mark(self) -> None:
+        pass
+
+    def after(self, mark: Any) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class CudaStream:
+    """A `Stream` over a CUDA stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def run(self, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def mark(self) -> torch.cuda.Event:
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
+
+    def after(self, mark: torch.cuda.Event) -> None:
+        self._stream.wait_event(mark)
+
+    def finish(self) -> None:
+        self._stream.synchronize()
+
+
+def current_stream(device: torch.device) -> Stream:
+    """The current stream of the calling thread."""
+    return CudaStream(torch.cuda.current_stream(device)) if device.type == "cuda" else Inline()
+
+
+def wait_for_steps(device: torch.device) -> None:
+    """Block the host until the steps of all engines on a CUDA device, and the caller's stream, have done what is queued."""
+    streams = {stream for stream in tuple(_used) if stream.device == device}
+    for stream in {*streams, torch.cuda.current_stream(device)}:
+        stream.record_event().synchronize()
+    _used.difference_update(streams)
+
+
+class StreamOrder:
+    """Lets steps run after work of callers, such as new weights or the KV that a resume copies back.
+
+    Without effect on a device without streams.
+
+    Attributes:
+        stream: the current stream of the calling thread; None: the device has none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+        self.stream: Callable[[], Stream] | None = None
+        if device.type == "cuda":
+            self.stream = lambda: current_stream(device)
+
+    def mark(self) -> None:
+        """Have later steps wait for what is queued on the caller's stream: an optimizer may run on one of its own."""
+        if self.stream is not None:
+            self._marks.append(self.stream().mark())
+
+    def follow(self) -> None:
+        """Before a step: let later work of the caller's stream wait for what was marked since the last call."""
+        if self._device.type == "cuda":
+            _used.add(torch.cuda.current_stream(self._device))
+        if self.stream is not None and self._marks:
+            for mark in self._marks:
+                self.stream().after(mark)
+            self._marks.clear()
+
+    def wait(self) -> None:
+        """Block the host until what was marked since the last `follow` is done."""
+        for mark in self._marks:
+            mark.synchronize()
+
+    def settle(self) -> None:
+        """Block the host until the device has done what engines have queued, on whichever stream."""
+        if self._device.type == "cuda":
+            wait_for_steps(self._device)

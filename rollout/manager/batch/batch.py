@@ -1,0 +1,503 @@
+"""`PackedRollouts`: the tokens of a batch end to end, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rollout.errors import unknown_attribute
+from rollout.manager.batch.columns import KeptSets, kept_sets, logprobs_of_rows, no_sets, padded_routes
+from rollout.manager.batch.images import BatchImages, ImageLayout
+from rollout.manager.batch.tree import PackedTree, pack_tree
+from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
+from rollout.sampling_params import FILTERS
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedRollouts:
+    """The tokens of a batch end to end, [L] without padding between sequences.
+
+    Where L was rounded up, the surplus at the end lies beyond `cu_seqlens[-1]`: pad tokens with positions from 0,
+    masked out, of sequence -1 and version -1.
+    """
+
+    input_ids: Tensor
+    """int64 [L]."""
+
+    position_ids: Tensor
+    """int64 [L]: from 0 in every sequence."""
+
+    sequence_ids: Tensor
+    """int64 [L]: the row of the batch a token belongs to, so that `advantages[sequence_ids]` spreads over tokens."""
+
+    cu_seqlens: Tensor
+    """int32 [N+1]: sequence i is `cu_seqlens[i]:cu_seqlens[i+1]`."""
+
+    max_seqlen: int
+    """Length of the longest sequence."""
+
+    response_mask: Tensor
+    """bool [L]: see `RolloutBatch.response_mask`, as the fields below."""
+
+    logprobs: Tensor
+    """float32 [L]."""
+
+    policy_versions: Tensor
+    """int64 [L]."""
+
+    policy_staleness: Tensor
+    """int32 [L]."""
+
+    kv_versions: Tensor
+    """int64 [L]."""
+
+    kv_staleness: Tensor
+    """int32 [L]."""
+
+    routed_experts: Tensor | None
+    """int16 [L, layers, k]; see `RolloutBatch.routed_experts`."""
+    kept_tokens: KeptSets | None = None
+    """See `RolloutBatch.kept_tokens`; its counts are [L]."""
+    image_inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """Arguments of the forward that images bring: their tensors, those of a prompt once per row, token types,
+    `position_ids` [4, 1, L] (place in the row, time, height, width) where a model has such, and `attention_mask`, which the
+    attention of `trainer_hooks.tree` reads, where images see themselves in both directions (Gemma 3, Gemma 4)."""
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of the model's forward, whose logits are [1, L, V]."""
+        return {
+            "input_ids": self.input_ids[None],
+            "position_ids": self.position_ids[None],
+            "use_cache": False,
+            **self.image_inputs,
+        }
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RolloutBatch:
+    """N samples, the longest of T tokens. Built by `from_requests`."""
+
+    requests: tuple[DynamicInferenceRequest, ...]
+    """One per sample, merged: as if never interrupted."""
+
+    policy_version: int
+    """Of the weights when the batch was made: what staleness is measured against."""
+
+    pad_token_id: int
+    """What `input_ids` holds on padding."""
+
+    input_ids: Tensor
+    """int64 [N, T]: prompt and completion."""
+
+    attention_mask: Tensor
+    """int64 [N, T]: 1 on tokens, 0 on padding."""
+
+    position_ids: Tensor
+    """int64 [N, T]: 0, 1, 2 … in every row; 0 on padding."""
+
+    response_mask: Tensor
+    """bool [N, T]: the tokens a loss may use: sampled by a request that did not fail, and not too stale."""
+
+    logprobs: Tensor
+    """float32 [N, T]: of the token at the same index, when it was sampled; 0 on everything but the completion.
+
+    NaN at a position of `response_mask` whose request recorded no log-probs: a loss that needs them shows it."""
+
+    policy_versions: Tensor
+    """int64 [N, T]: the version that sampled the token (a prompt token: at its admission); -1 on padding."""
+
+    policy_staleness: Tensor
+    """int32 [N, T]: `policy_version` minus the version above; 0 on padding."""
+
+    kv_versions: Tensor
+    """int64 [N, T]: the version that computed the position's KV; -1 on padding."""
+
+    kv_staleness: Tensor
+    """int32 [N, T]: `policy_version` minus the version above; 0 on padding."""
+
+    group_ids: Tensor
+    """int64 [N]: the request id, which the samples of a prompt share."""
+
+    sample_indices: Tensor
+    """int64 [N]: which of its prompt's samples a row is."""
+
+    prompt_lengths: Tensor
+    """int64 [N]."""
+
+    response_lengths: Tensor
+    """int64 [N]."""
+
+    routed_experts: Tensor | None
+    """int16 [N, T, layers, k]: the experts that chose for each position with `InferenceConfig.record_routes`, -1 on padding
+    and on the last token of a row, which has none. None: no row has any. See `rollout.replay`."""
+
+    finish_reasons: list[str]
+    """[N], each the value of a `FinishReason`."""
+
+    texts: list[str | None]
+    """[N] completions; None where no text was made."""
+
+    errors: list[str | None]
+    """[N], "Type: message" of a sample that failed."""
+
+    metadata: list[Any]
+    """[N], what was handed in with the prompt."""
+
+    images: BatchImages | None = None
+    """Images of the prompts; None: no row has any. See `model_inputs`."""
+
+    if not TYPE_CHECKING:
+        __getattr__ = unknown_attribute
+
+    kept_tokens: KeptSets | None = None
+    """The sets that completion tokens were drawn from: ids flat, counts int32 [N, T]; None: none were asked for."""
+
+    @classmethod
+    def from_requests(
+        cls,
+        requests: Sequence[DynamicInferenceRequest],
+        *,
+        policy_version: int,
+        pad_token_id: int,
+        max_staleness: int | None = None,
+        device: torch.device | str | None = None,
+        sampled: Sequence[NDArray[np.bool_]] | None = None,
+        image_layout: ImageLayout | None = None,
+        **fields_of_subclass: Any,
+    ) -> Self:
+        """Build the tensors; no loop over tokens in Python.
+
+        Args:
+            requests: ended and merged, one per sample, the samples of a prompt side by side. May be empty.
+            policy_version: of the weights now.
+            pad_token_id: fills `input_ids` on padding.
+            max_staleness: take completion tokens staler than this out of `response_mask`. None: keep all.
+            device: of the tensors. None: the CPU.
+            sampled: bool [G] per request: which tokens of its completion were sampled; the others stay out of
+                `response_mask`. None: all were.
+            image_layout: how the model finds images among its tokens; None: there are none.
+            fields_of_subclass: passed on to the class.
+
+        Raises:
+            TypeError: an element is no `DynamicInferenceRequest`.
+            ValueError: a request has not ended, its log-probs or kept tokens do not match its tokens, it holds a version
+                above `policy_version`, or the samples of a prompt are not side by side.
+        """
+        rows = tuple(requests)
+        _check(rows)
+        prompt_lengths = _integers(len(r.prompt_tokens) for r in rows)
+        response_lengths = _integers(len(r.generated_tokens) for r in rows)
+        lengths = prompt_lengths + response_lengths
+        column = np.arange(lengths.max(initial=0))
+        real = column < lengths[:, None]
+        response = real & (column >= prompt_lengths[:, None])
+        errors = [_error(r) for r in rows]
+
+        def padded(flat: NDArray[Any], where: NDArray[np.bool_], fill: int) -> NDArray[Any]:
+            out = np.full(where.shape, fill, dtype=flat.dtype)
+            out[where] = flat
+            return out
+
+        tokens = chain.from_iterable(chain(r.prompt_tokens, r.generated_tokens) for r in rows)
+        policy_versions = padded(_joined([r.policy_versions for r in rows]), real, -1)
+        kv_versions = padded(_joined([r.kv_versions for r in rows]), real, -1)
+        policy_staleness = _staleness(policy_versions, real, policy_version, rows)
+        kv_staleness = _staleness(kv_versions, real, policy_version, rows)
+
+        drawn = response
+        if sampled is not None:
+            drawn = response & padded(np.concatenate([*sampled, np.empty(0, np.bool_)]), response, 0)
+        usable = drawn & ~np.array([error is not None for error in errors], dtype=bool)[:, None]
+        if max_staleness is not None:
+            usable &= policy_staleness <= max_staleness
+        logprobs = padded(_logprobs(rows, errors, int(response_lengths.sum())), response, 0)
+        logprobs[np.isnan(logprobs) & ~usable] = 0
+
+        arrays = {
+            "input_ids": padded(_integers(tokens, int(lengths.sum())), real, pad_token_id),
+            "attention_mask": real.astype(np.int64),
+            "position_ids": np.where(real, column, 0),
+            "response_mask": usable,
+            "logprobs": logprobs,
+            "policy_versions": policy_versions,
+            "policy_staleness": policy_staleness,
+            "kv_versions": kv_versions,
+            "kv_staleness": kv_staleness,
+            "group_ids": _integers(r.request_id for r in rows),
+            "sample_indices": _integers(r.sample_index for r in rows),
+            "prompt_lengths": prompt_lengths,
+            "response_lengths": response_lengths,
+        }
+        kept = kept_sets(rows, len(column))
+        shown = [row.images if isinstance(row, VLMInferenceRequest) else None for row in rows]
+        images = BatchImages.of(image_layout, shown, arrays["input_ids"], drawn, device)
+        return cls(
+            requests=rows,
+            policy_version=policy_version,
+            pad_token_id=pad_token_id,
+            finish_reasons=[r.finish_reason.value if r.finish_reason else "error" for r in rows],
+            texts=[r.generated_text for r in rows],
+            errors=errors,
+            metadata=[r.metadata for r in rows],
+            routed_experts=padded_routes(rows, len(column), device),
+            images=images,
+            kept_tokens=kept if kept is None or device is None else kept.to(device),
+            **{name: torch.from_numpy(array).to(device) for name, array in arrays.items()},
+            **fields_of_subclass,
+        )
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __getitem__(self, index: int) -> DynamicInferenceRequest:
+        return self.requests[index]
+
+    def __iter__(self) -> Iterator[DynamicInferenceRequest]:
+        return iter(self.requests)
+
+    def __repr__(self) -> str:
+        failed = sum(error is not None for error in self.errors)
+        return (
+            f"RolloutBatch({len(self)} samples in {self.num_groups} groups, {failed} failed, "
+            f"{int(self.response_lengths.sum())} completion tokens, policy version {self.policy_version})"
+        )
+
+    @property
+    def num_groups(self) -> int:
+        """How many prompts the samples belong to."""
+        return sum(1 for _ in self.groups())
+
+    def groups(self) -> Iterator[tuple[int, slice]]:
+        """(group id, its rows as a slice), in order."""
+        start = 0
+        for group, members in groupby(self.requests, key=lambda request: request.request_id):
+            stop = start + sum(1 for _ in members)
+            yield group, slice(start, stop)
+            start = stop
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same batch with its tensors on `device`."""
+        every = ((field.name, getattr(self, field.name)) for field in fields(self))
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in every if isinstance(value, Tensor | KeptSets | BatchImages)
+        }
+        return replace(self, **moved)
+
+    def model_inputs(self, rows: Tensor | slice | None = None) -> dict[str, Tensor]:
+        """Arguments of the trainer's forward: `model(**batch.model_inputs()).logits` is [N, T, V].
+
+        `input_ids` and `attention_mask`; with images also their tensors (`pixel_values`, `image_grid_thw`, …), those of a
+        prompt once per row, and token types where the model needs them.
+
+        Args:
+            rows: int64 or a slice: the rows. None: all.
+
+        Raises:
+            ValueError: a placeholder of an image was sampled in one of the rows.
+        """
+        chosen = torch.arange(len(self))[
+            slice(None) if rows is None else rows if isinstance(rows, slice) else rows.cpu()
+        ]
+        index = chosen.to(self.input_ids.device)
+        inputs = {"input_ids": self.input_ids[index], "attention_mask": self.attention_mask[index]}
+        return inputs if self.images is None else inputs | self.images.inputs(chosen.tolist())
+
+    def replay_logprobs(self, logits: Tensor, packed: PackedTree | None = None) -> Tensor:
+        """Log-probs of the completions under the distributions they were drawn from; differentiable.
+
+        Temperature, penalties, biases and kept tokens are those of the requests, so that with the weights that sampled and
+        `logprobs_mode="processed"` this is `logprobs`. See `rollout.algorithms.replay_logprobs`.
+
+        Args:
+            logits: [N, T, V], of a forward of `input_ids`; with `packed`, of its inputs.
+            packed: a tree of rows of this batch, from `tree` or `trees`.
+
+        Returns:
+            float32 [N, T] (float64 of float64 logits), 0 outside of `response_mask`; with `packed`, of its rows.
+
+        Raises:
+            ValueError: `logits` has another shape; or a request was truncated and returned no kept tokens, or was shaped by
+                a bias or penalty without them, so that its distribution is unknown.
+        """
+        rows = range(len(self)) if packed is None else packed.rows.tolist()
+        chosen, mask = [self.requests[row] for row in rows], self.response_mask
+        for request in chosen:
+            params = request.sampling_params
+            if params.truncated and not params.greedy and request.generated_kept_tokens is None:
+                raise ValueError(
+                    f"{_name(request)} was truncated ({', '.join(params.shaping(FILTERS))}) and has no kept tokens: "
+                    "sample with SamplingParams.return_kept_tokens=True"
+                )
+        kept = self.kept_tokens or no_sets(self.input_ids)
+        if packed is None:
+            return logprobs_of_rows(chosen, logits, kept, self.input_ids, mask)
+        columns = packed.nodes.shape[1]
+        return logprobs_of_rows(
+            chosen, packed.predicting(logits), kept.of_rows(packed.rows, columns),
+            self.input_ids[packed.rows, :columns], mask[packed.rows, :columns] & packed.wanted, packed.predictors_of_rows(),
+        )  # fmt: skip
+
+    def packed(self, multiple_of: int = 1) -> PackedRollouts:
+        """The same tokens without padding, for kernels that take `cu_seqlens`.
+
+        Args:
+            multiple_of: round L up to a multiple of this.
+
+        Raises:
+            ValueError: `multiple_of` is below 1; or, with images, a placeholder of one was sampled in a row, or the model
+                has recurrent layers.
+        """
+        if multiple_of < 1:
+            raise ValueError(f"multiple_of={multiple_of!r}: must be at least 1, which rounds nothing up")
+        # Found once: on a device, every boolean index would wait for its own count.
+        real = self.attention_mask.flatten().nonzero()[:, 0]
+        surplus = -len(real) % multiple_of
+
+        def flat(values: Tensor, fill: int) -> Tensor:
+            return torch.cat([values.flatten().index_select(0, real), values.new_full((surplus,), fill)])
+
+        position_ids = flat(self.position_ids, 0)
+        position_ids[len(real) :] = torch.arange(surplus, device=real.device)
+        ends = (self.prompt_lengths + self.response_lengths).cumsum(0)
+        return PackedRollouts(
+            input_ids=flat(self.input_ids, self.pad_token_id),
+            position_ids=position_ids,
+            sequence_ids=torch.cat([real // max(self.input_ids.shape[1], 1), real.new_full((surplus,), -1)]),
+            cu_seqlens=pad(ends, (1, 0)).to(torch.int32),
+            max_seqlen=self.input_ids.shape[1],
+            response_mask=flat(self.response_mask, 0),
+            logprobs=flat(self.logprobs, 0),
+            policy_versions=flat(self.policy_versions, -1),
+            policy_staleness=flat(self.policy_staleness, 0),
+            kv_versions=flat(self.kv_versions, -1),
+            kv_staleness=flat(self.kv_staleness, 0),
+            routed_experts=None if self.routed_experts is None else self._flat_routes(real, surplus),
+            kept_tokens=self.kept_tokens and KeptSets(self.kept_tokens.ids, flat(self.kept_tokens.counts, 0)),
+            image_inputs={} if self.images is None else self.images.packed(flat, position_ids, ends),
+        )
+
+    def _flat_routes(self, real: Tensor, surplus: int) -> Tensor:
+        assert self.routed_experts is not None
+        routes = self.routed_experts.flatten(0, 1).index_select(0, real)
+        return torch.cat([routes, routes.new_full((surplus, *routes.shape[1:]), -1)])
+
+    def tree(self, rows: Tensor | slice | None = None) -> PackedTree:
+        """The same tokens with every common prefix of rows once, for a forward that `trainer_hooks.tree` is attached to.
+
+        Log-probs are computed of the completions: `packed.logprobs_of(logits)` is aligned with `logprobs[packed.rows]`. With
+        recorded routes a prefix is common as far as its experts are too; `rollout.replay(packed, model)` replays them.
+
+        Args:
+            rows: int64 or a slice: the rows to pack. None: all.
+
+        Raises:
+            ValueError: a placeholder of an image was sampled in one of the rows.
+        """
+        every = torch.arange(len(self), device=self.input_ids.device)
+        chosen = every if rows is None else every[rows]
+        real = self.attention_mask[chosen].bool()
+        columns = torch.arange(self.input_ids.shape[1], device=real.device)
+        wanted = real & (columns >= self.prompt_lengths[chosen, None])
+        routes = None if self.routed_experts is None else self.routed_experts[chosen]
+        pack = pack_tree if self.images is None else self.images.tree
+        packed = pack(self.input_ids[chosen], real, wanted, chosen, routes)
+        if routes is None:
+            return packed
+        missing = (routes < 0).any(3).any(2) & real & (columns < real.sum(1, keepdim=True) - 1)
+        trained = self.response_mask[chosen].any(1)
+        return replace(packed, unrouted=chosen[missing.any(1) & trained])
+
+    def trees(self, max_tokens: int) -> Iterator[PackedTree]:
+        """Whole groups in order, packed in trees of up to `max_tokens`, for gradient accumulation; every row is in one.
+
+        A group that exceeds `max_tokens` alone is a tree of its own.
+
+        Raises:
+            ValueError: `max_tokens` is below 1.
+        """
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens={max_tokens!r}: must be at least 1, which makes a tree of every group")
+        packed, start = None, 0
+        for _, rows in self.groups():
+            larger = self.tree(slice(start, rows.stop))
+            if packed is not None and len(larger) > max_tokens:
+                yield packed
+                start, larger = rows.start, self.tree(rows)
+            packed = larger
+        if packed is not None:
+            yield packed
+
+
+def _integers(values: Any, count: int = -1) -> NDArray[np.int64]:
+    return np.fromiter(values, dtype=np.int64, count=count)
+
+
+def _joined(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
+
+
+def _name(request: DynamicInferenceRequest) -> str:
+    return f"request {request.request_id} sample {request.sample_index}"
+
+
+def _check(rows: tuple[DynamicInferenceRequest, ...]) -> None:
+    for request in rows:
+        if not isinstance(request, DynamicInferenceRequest):
+            raise TypeError(
+                f"a batch is made of DynamicInferenceRequest, not {type(request).__name__}: merge() a record"
+            )
+        if request.finish_reason is None and not request.failed():
+            raise ValueError(f"{_name(request)} has not ended ({request.status.name}): leave it out, or abort it first")
+    seen: set[int] = set()
+    for group, _ in groupby(rows, key=lambda request: request.request_id):
+        if group in seen:
+            raise ValueError(
+                f"the samples of request {group} are not side by side: sort by prompt, then by sample_index"
+            )
+        seen.add(group)
+
+
+def _error(request: DynamicInferenceRequest) -> str | None:
+    if request.failed():
+        return request.error or f"RequestFailedError: {_name(request)} failed and recorded no reason"
+    return request.error
+
+
+def _staleness(
+    versions: NDArray[np.int64],
+    real: NDArray[np.bool_],
+    policy_version: int,
+    rows: tuple[DynamicInferenceRequest, ...],
+) -> NDArray[np.int32]:
+    staleness = np.where(real, policy_version - versions, 0)
+    if (staleness < 0).any():
+        row = rows[int(np.argwhere(staleness < 0)[0, 0])]
+        raise ValueError(
+            f"{_name(row)} holds tokens of version {policy_version - int(staleness.min())}, above policy_version="
+            f"{policy_version}: pass the version of the weights now"
+        )
+    return staleness.astype(np.int32)
+
+
+def _logprobs(rows: tuple[DynamicInferenceRequest, ...], errors: list[str | None], count: int) -> NDArray[np.float32]:
+    def of(request: DynamicInferenceRequest, error: str | None) -> Sequence[float]:
+        known, needed = request.generated_log_probs or (), len(request.generated_tokens)
+        if len(known) == needed:
+            return known
+        if len(known) == 0 or error is not None:
+            return (float("nan"),) * needed
+        raise ValueError(
+            f"{_name(request)} has {len(known)} log-probs for {needed} tokens: its record was built wrongly"
+        )
+
+    each = (of(request, error) for request, error in zip(rows, errors, strict=True))
+    return np.fromiter(chain.from_iterable(each), dtype=np.float32, count=count)

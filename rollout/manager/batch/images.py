@@ -1,0 +1,299 @@
+"""Images of a batch, as the trainer's forward takes them.
+
+Always true: the placeholders of the chosen rows and the images' embeddings agree, or `inputs` raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rollout.manager.batch.tree import PackedTree, pack_tree
+from rollout.requests.images import PIXELS, TILED_DIMENSIONS, ImageInputs
+
+Rotary = Callable[[Tensor, Tensor, ImageInputs], Tensor | None]
+"""Rotary positions of a prompt with images and of the token after it, as `multimodal.family.Family.positions`."""
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """How a model finds images among its tokens.
+
+    Attributes:
+        placeholder: token id.
+        tiled: whether tensors of a row are [1, tiles, …].
+        video: token id of the placeholder of videos; None: there is none.
+        token_types: argument of the forward that marks the placeholders; None: it needs none.
+        bidirectional: whether positions of an image see each other in both directions.
+        recurrent: whether layers carry a state from one token to the next.
+        rotary: rotary positions, where they are not those of text; None: they are. A batch does not keep it.
+    """
+
+    placeholder: int
+    token_types: str | None
+    tiled: bool = False
+    video: int | None = None
+    bidirectional: bool = False
+    recurrent: bool = False
+    rotary: Rotary | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class BatchImages:
+    """Images of N rows.
+
+    Attributes:
+        tensors: per row what its prompt brought, shared by the samples of a group; None: a row of text.
+        placeholders: uint8 [N, T], 1 where embeddings of images go, 2 where those of videos go, 0 elsewhere.
+        sampled: int64 [N], placeholders that were sampled, to which no image belongs.
+        rotary: int64 [3, N, T], positions in time, height and width; None: they are those of text.
+    """
+
+    layout: ImageLayout
+    tensors: tuple[Mapping[str, Tensor] | None, ...]
+    placeholders: Tensor
+    sampled: Tensor
+    rotary: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        layout: ImageLayout | None,
+        images: Sequence[ImageInputs | None],
+        input_ids: NDArray[np.int64],
+        sampled: NDArray[np.bool_],
+        device: torch.device | str | None,
+    ) -> BatchImages | None:
+        """Images of a batch; None: no row has any.
+
+        Args:
+            images: of each row.
+            input_ids: [N, T], padded on the right.
+            sampled: bool [N, T], tokens that were sampled.
+        """
+        if layout is None or not any(images):
+            return None
+        kinds = (input_ids == layout.placeholder).astype(np.uint8)
+        if layout.video is not None:
+            kinds[input_ids == layout.video] = 2
+        given = np.where(sampled, 0, kinds)
+        rotary = None if layout.rotary is None else _rotary(layout.rotary, images, input_ids, given)
+        return cls(
+            replace(layout, rotary=None),
+            tuple(None if each is None else each.tensors for each in images),
+            torch.from_numpy(given).to(device),
+            torch.from_numpy((sampled & (kinds > 0)).sum(1)).to(device),
+            None if rotary is None else torch.from_numpy(rotary).to(device),
+        )
+
+    def to(self, device: torch.device | str) -> BatchImages:
+        """The same with masks on `device`; `inputs` moves the pixels it takes."""
+        return replace(
+            self,
+            placeholders=self.placeholders.to(device),
+            sampled=self.sampled.to(device),
+            rotary=None if self.rotary is None else self.rotary.to(device),
+        )
+
+    def inputs(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Arguments of the trainer's forward beside tokens and mask, on the device of the masks.
+
+        Raises:
+            ValueError: a placeholder was sampled in one of the rows.
+        """
+        if not any(self.tensors[row] is not None for row in rows):
+            return {}
+        self._check_sampled(rows)
+        found = self._pixels(rows)
+        if self.layout.token_types is not None:
+            found[self.layout.token_types] = self.placeholders[list(rows)].long()
+        return found
+
+    def tree(
+        self, input_ids: Tensor, real: Tensor, wanted: Tensor, rows: Tensor, routed_experts: Tensor | None
+    ) -> PackedTree:
+        """`pack_tree` of rows of the batch, in whose forward every image is that of all rows that have it in their prefix.
+
+        Args:
+            input_ids, real, wanted, routed_experts: of the rows; see `pack_tree`.
+            rows: int64 [R], their numbers in the batch.
+
+        Raises:
+            ValueError: a placeholder was sampled in one of the rows.
+        """
+        numbers: list[int] = rows.tolist()
+        self._check_sampled(numbers)
+        keyed, first_of = input_ids.clone(), self._mark(input_ids, numbers)
+        kinds = self.placeholders[rows]
+        for row, first in enumerate(first_of):
+            keyed[row, kinds[row] > 0] = -1 - first
+        packed = pack_tree(keyed, real, wanted, rows, routed_experts)
+        nodes = packed.nodes[real]
+
+        def of_tree(values: Tensor) -> Tensor:
+            """[..., L] of [..., R, T]."""
+            whole = values.new_zeros(*values.shape[:-2], len(packed))
+            whole[..., nodes] = values[..., real]
+            return whole
+
+        marked = packed.input_ids[0, packed.input_ids[0] < 0].tolist()
+        # In the order of the tree: the images of a row lie between those of the rows that begin otherwise.
+        shown = [numbers[-1 - mark] for mark in dict.fromkeys(marked)]
+        inputs = self._pixels(shown, joined=True) if shown else {}
+        if self.layout.token_types is not None:
+            inputs[self.layout.token_types] = of_tree(kinds)[None].long()
+        if self.rotary is not None:
+            rotary = of_tree(self.rotary[:, rows])[:, None]
+            inputs["position_ids"] = torch.cat([packed.position_ids[None], rotary])
+        packed = replace(packed, input_ids=of_tree(input_ids)[None], image_inputs=inputs)
+        if not self.layout.bidirectional:
+            return packed
+        lasts = of_tree(packed.nodes.gather(1, _last_columns(kinds))).to(packed.attention_mask)
+        return replace(packed, attention_mask=torch.cat([packed.attention_mask, lasts[None, None, None]], dim=2))
+
+    def packed(self, flat: Callable[[Tensor, int], Tensor], position_ids: Tensor, ends: Tensor) -> dict[str, Tensor]:
+        """What images change in the forward of all rows end to end: arguments beside the tokens, or in place of positions.
+
+        Args:
+            flat: [N, T] to [L], with a value for what lies behind the last row.
+            position_ids: int64 [L].
+            ends: [N], index behind the last token of each row.
+
+        Raises:
+            ValueError: a placeholder was sampled in a row; or the model has recurrent layers.
+        """
+        if self.layout.recurrent:
+            raise ValueError(
+                "packed(): this model has recurrent layers, whose state would pass from one row to the next: train on "
+                "model_inputs()"
+            )
+        self._check_sampled(range(len(self.tensors)))
+        inputs = self._pixels([row for row, each in enumerate(self.tensors) if each is not None], joined=True)
+        if self.layout.token_types is not None:
+            inputs[self.layout.token_types] = flat(self.placeholders, 0)[None].long()
+        if self.rotary is not None:
+            inputs["position_ids"] = torch.stack([position_ids, *(flat(each, 0) for each in self.rotary)])[:, None]
+        if self.layout.bidirectional:
+            # The mask of a tree whose rows share nothing. In that which transformers makes of packed positions, an image of
+            # any row stands where one of the first row does (5.23).
+            columns, length = _last_columns(self.placeholders), len(position_ids)
+            starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+            behind = flat(ends[:, None].expand_as(columns), length)
+            lasts = flat(starts[:, None] + columns, 0).maximum(torch.arange(length, device=ends.device))
+            inputs["attention_mask"] = torch.stack([behind, position_ids, lasts]).to(torch.int32)[None, None]
+        return inputs
+
+    def _mark(self, input_ids: Tensor, numbers: Sequence[int]) -> list[int]:
+        """For each row the first row that has the same images after the same tokens, up to the last placeholder."""
+        known: dict[Any, int] = {}
+        first_of: list[int] = []
+        digest, before = b"", None
+        for row, number in enumerate(numbers):
+            places, tensors = self.placeholders[number].nonzero()[:, 0], self.tensors[number]
+            if tensors is None or not len(places):
+                first_of.append(row)
+                continue
+            if before is None or not _same(tensors, before):
+                digest, before = ImageInputs(tensors).digest, tensors
+            tokens = input_ids[row, : int(places[-1]) + 1].tolist()
+            first_of.append(known.setdefault((digest, *tokens), row))
+        return first_of
+
+    def _check_sampled(self, rows: Sequence[int]) -> None:
+        if self.sampled[list(rows)].any():
+            wrong = [row for row in rows if self.sampled[row]]
+            of_video = "" if self.layout.video is None else f", or {self.layout.video} of a video"
+            bias = {token: -100 for token in (self.layout.placeholder, self.layout.video) if token is not None}
+            raise ValueError(
+                f"rows {wrong}: a placeholder of an image (token {self.layout.placeholder}{of_video}) was sampled, and the "
+                "model's forward would look for its image: leave these rows out, or sample with "
+                f"SamplingParams(logit_bias={bias})"
+            )
+
+    def _pixels(self, rows: Sequence[int], joined: bool = False) -> dict[str, Tensor]:
+        """Tensors of the images of rows.
+
+        Args:
+            joined: as of one row that holds the images of all.
+        """
+        chosen = [self.tensors[row] for row in rows]
+        named = [each for each in chosen if each is not None]
+        found = {}
+        for name in {name: None for each in named for name in each}:
+            parts = [each[name] for each in named if name in each]
+            tiled = self.layout.tiled and named[0][PIXELS].ndim == TILED_DIMENSIONS
+            whole = _tiled(parts, [each is not None for each in chosen]) if tiled else _filled(name, parts)
+            # Surplus tiles are zeros, which models leave out.
+            found[name] = (whole.flatten(0, 1)[None] if tiled and joined else whole).to(self.placeholders.device)
+        return found
+
+
+def _rotary(
+    rotary: Rotary, images: Sequence[ImageInputs | None], input_ids: NDArray[np.int64], kinds: NDArray[np.uint8]
+) -> NDArray[np.int64] | None:
+    """[3, N, T] rotary positions; None: they are those of text."""
+    count, width = input_ids.shape
+    found = np.broadcast_to(np.arange(width), (3, count, width)).copy()
+    before: tuple[int, int] | None = None
+    for row, each in enumerate(images):
+        places = np.flatnonzero(kinds[row])
+        if each is None or not len(places):
+            continue
+        stop, earlier = int(places[-1]) + 1, None if before is None else images[before[0]]
+        if before is not None and earlier is not None and before[1] == stop and _same(each.tensors, earlier.tensors) and (
+            (input_ids[row, :stop] == input_ids[before[0], :stop]).all()
+        ):  # fmt: skip
+            found[:, row] = found[:, before[0]]
+            continue
+        known = rotary(
+            torch.from_numpy(input_ids[row, :stop]), torch.from_numpy(kinds[row, :stop].astype(np.int64)), each
+        )
+        if known is None:
+            return None
+        positions = known.cpu().numpy()
+        found[:, row, :stop] = positions[:, :stop]
+        found[:, row, stop:] += positions[0, stop] - stop
+        before = row, stop
+    return found
+
+
+def _last_columns(kinds: Tensor) -> Tensor:
+    """int64 [N, T] of uint8 [N, T]: column of the last of the run of placeholders that a token is in, or its own."""
+    columns = torch.arange(kinds.shape[1], device=kinds.device).expand(kinds.shape)
+    behind = torch.where(kinds > 0, kinds.shape[1], columns).flip(1).cummin(1).values.flip(1)
+    return torch.where(kinds > 0, behind - 1, columns)
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether they are the very same tensors, as those of the samples of a prompt are."""
+    return one.keys() == other.keys() and all(value is other[name] for name, value in one.items())
+
+
+def _filled(name: str, parts: list[Tensor]) -> Tensor:
+    """Parts behind each other. Images of unequal numbers of squares are filled up with zeros, which models leave out."""
+    if name != PIXELS or parts[0].ndim != TILED_DIMENSIONS:
+        return torch.cat(parts)
+    most = max(part.shape[1] for part in parts)
+    return torch.cat([pad(part, [0] * 7 + [most - part.shape[1]]) for part in parts])
+
+
+def _tiled(parts: Iterable[Tensor], present: Sequence[bool]) -> Tensor:
+    """[1, tiles, …] of the rows that have images → [rows, most tiles, …], filled up with zeros, which models leave out."""
+    parts = list(parts)
+    largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    filled = iter(
+        pad(
+            part,
+            [side for size, most in zip(part.shape[:0:-1], largest[::-1], strict=True) for side in (0, most - size)],
+        )
+        for part in parts
+    )
+    empty = parts[0].new_zeros(1, *largest)
+    return torch.cat([next(filled) if there else empty for there in present])

@@ -1,0 +1,359 @@
+"""Log-probs, entropies and likeliest tokens of given sequences by the engine: `RolloutManager.score`, `rollout.score`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rollout.algorithms.replay import replay_logprobs
+from rollout.config import Advanced, InferenceConfig
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.parts.prefill import Wanted
+from rollout.engine.sampling.sampler import token_logprobs
+from rollout.engine.scheduling.planner import blocks_for
+from rollout.errors import ConfigError
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.columns import token_entropies
+from rollout.requests.images import ImageInputs
+from rollout.requests.prompt import unpadded
+from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
+from rollout.sampling_params import FILTERS, PENALTIES, SamplingParams
+
+Sequences = Sequence[Sequence[int] | Tensor]
+
+ENTROPY_ROWS = 256
+"""Logits that are divided by their temperatures at a time."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenScores:
+    """Scores of N sequences, the longest of T tokens, at the columns of `RolloutBatch`: entry t is of token t."""
+
+    logprobs: Tensor
+    """float32 [N, T], 0 outside of `mask`."""
+
+    mask: Tensor
+    """bool [N, T]: the tokens that were scored."""
+
+    entropies: Tensor | None
+    """float32 [N, T] in nats, of softmax(logits / temperature) over the whole vocabulary; 0 outside of `mask`. None: not
+    asked for."""
+
+    top_ids: Tensor | None
+    """int64 [N, T, k], likeliest first; -1 outside of `mask`. None: not asked for."""
+
+    top_logprobs: Tensor | None
+    """float32 [N, T, k], of the whole vocabulary; 0 outside of `mask`. None: not asked for."""
+
+    policy_version: int
+    """Of the weights that scored."""
+
+    staleness: Tensor | None
+    """int32 [N, T]: weight updates between the sampling of a token and its score; 0 outside of `mask`. None: not of a batch
+    of the engine that scored."""
+
+    adapters: str
+    """Names of the model's own adapters that acted and of those that rows named; "none": the model itself."""
+
+    def __repr__(self) -> str:
+        return (
+            f"TokenScores({int(self.mask.sum())} tokens of {len(self.mask)} sequences, policy version "
+            f"{self.policy_version}, adapters: {self.adapters})"
+        )
+
+
+def score(
+    model: nn.Module,
+    rollouts: RolloutBatch | Sequences,
+    *,
+    prompt_lengths: int | Sequence[int] | None = None,
+    temperature: float | None = None,
+    top_k: int = 0,
+    entropy: bool = False,
+    config: InferenceConfig | None = None,
+) -> TokenScores:
+    """Score sequences under a model that has no rollout, such as a reference model; its engine lasts for this call.
+
+    Adapters that the requests of a batch named play no part: they were loaded into another engine.
+
+    Args:
+        model: a causal language model of transformers.
+        rollouts, prompt_lengths, temperature, top_k, entropy: see `RolloutManager.score`.
+        config: of the engine. None: the KV pool holds a step of 2048 tokens and the longest sequence.
+
+    Raises:
+        UnsupportedModelError: see `DynamicInferenceEngine`.
+        InvalidRequestError, ConfigError, ValueError: see `RolloutManager.score`.
+    """
+    plan = _Plan.of(_sequences(rollouts, model), prompt_lengths, temperature, top_k, entropy)
+    engine = DynamicInferenceEngine(model, None, config or _just_enough(plan))
+    try:
+        return plan.run(engine, of_own=False)
+    finally:
+        engine.pause()
+        engine.stop()
+
+
+class Scorer:
+    """Scores sequences with a running engine.
+
+    Args:
+        ready: a block in which the engine's weights are whole and nothing is sampled.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine, ready: Callable[[], AbstractContextManager[None]]) -> None:
+        self._engine, self._ready = engine, ready
+
+    def score(
+        self,
+        rollouts: RolloutBatch | Sequences,
+        *,
+        prompt_lengths: int | Sequence[int] | None = None,
+        temperature: float | None = None,
+        top_k: int = 0,
+        entropy: bool = False,
+        adapter: str | None = None,
+    ) -> TokenScores:
+        """Log-probs of given sequences under the present weights and adapters; nothing is sampled.
+
+        A prompt that several sequences share is computed once, or not at all if the prefix cache has it. Logits are
+        computed only for the scored tokens, chunk by chunk. Groups in flight are paused meanwhile. For another adapter:
+        `with trainer_hooks.peft.adapter(manager, name)`. Recorded routes of a mixture of experts are not replayed.
+        On several ranks every rank may call it; if the weights are sharded, every rank has to.
+
+        Args:
+            rollouts: a batch, whose `response_mask` is scored; or token ids of each sequence, as lists or as the output of
+                one call of the tokenizer, whose padding is dropped.
+            prompt_lengths: of token ids, one for all or one each: tokens from there on are scored. None: all but the first.
+            temperature: logits are divided by it, and log-probs are of the whole vocabulary. None: 1 for token ids; for a
+                batch the distribution of `batch.logprobs`: a row's own temperature, over its kept tokens.
+            top_k: also return the k most likely tokens.
+            entropy: also return entropies.
+            adapter: name of a loaded LoRA adapter for all rows. None: a row's own, or the model as it is.
+
+        Raises:
+            InvalidRequestError: a sequence cannot be computed: empty, too long, an unknown id or adapter.
+            ConfigError: an argument is out of range; or `temperature` is None and a row was sampled with penalties, or
+                truncated without kept tokens.
+            EngineStateError, WeightsChangedError, DeadlineError: see `generate`.
+        """
+        with self._ready():
+            plan = _Plan.of(_sequences(rollouts, self._engine.model), prompt_lengths, temperature, top_k, entropy)
+            if adapter is not None:
+                plan.adapters = [adapter] * len(plan.tokens)
+            elif plan.batch is not None:
+                plan.adapters = [request.sampling_params.adapter for request in plan.batch]
+            return plan.run(self._engine, of_own=True)
+
+
+def _sequences(rollouts: Any, model: nn.Module) -> Any:
+    """The sequences without padding. Lists stay as they are: a sequence may end with a token that also pads."""
+    owners = [getattr(model, name, None) for name in ("generation_config", "config")]
+    return rollouts if isinstance(rollouts, list | tuple) else unpadded(rollouts, *owners, name="rollouts")
+
+
+def _just_enough(plan: _Plan) -> InferenceConfig:
+    default = InferenceConfig()
+    size, longest = default.advanced.block_size_tokens, max(map(len, plan.tokens), default=1)
+    step = default.step_tokens
+    blocks = blocks_for(step + longest, step + longest, size)
+    return InferenceConfig(kv_cache_blocks=blocks, max_tokens_per_step=step, advanced=Advanced(verify_model=False))
+
+
+@dataclass(eq=False)
+class _Plan:
+    """What is asked of which sequences, and the results so far."""
+
+    tokens: list[list[int]]
+    mask: NDArray[np.bool_]
+    batch: RolloutBatch | None
+    temperature: NDArray[np.float32]
+    """[N]."""
+    replayed: list[SamplingParams | None]
+    """[N]: parameters of rows whose log-probs are of the distribution that was sampled from, and not of all tokens."""
+    top_k: int
+    entropy: bool
+    images: list[ImageInputs | None] = field(default_factory=list)
+    """[N]; empty: there are none."""
+    adapters: list[str | None] = field(default_factory=list)
+    """[N] LoRA adapter of each row; empty: none has one."""
+
+    @classmethod
+    def of(
+        cls,
+        rollouts: RolloutBatch | Sequences,
+        prompt_lengths: int | Sequence[int] | None,
+        temperature: float | None,
+        top_k: int,
+        entropy: bool,
+    ) -> _Plan:
+        if temperature is not None and not temperature > 0:
+            raise ConfigError(f"temperature={temperature!r}: must be above 0, or None")
+        if type(top_k) is not int or top_k < 0:
+            raise ConfigError(f"top_k={top_k!r}: must be an integer of at least 0")
+        if isinstance(rollouts, RolloutBatch):
+            if prompt_lengths is not None:
+                raise ConfigError(
+                    "prompt_lengths= with a RolloutBatch, whose response_mask is what is scored: leave it out"
+                )
+            return cls._of_batch(rollouts, temperature, top_k, entropy)
+        tokens = [[int(token) for token in each] for each in rollouts]
+        starts = _starts(prompt_lengths, len(tokens))
+        columns = np.arange(max(map(len, tokens), default=0))
+        lengths = np.array([len(each) for each in tokens], np.int64)[:, None]
+        mask = (columns < lengths) & (columns >= starts[:, None])
+        warm = np.full(len(tokens), temperature or 1.0, np.float32)
+        return cls(tokens, mask, None, warm, [None] * len(tokens), top_k, entropy)
+
+    @classmethod
+    def _of_batch(cls, batch: RolloutBatch, temperature: float | None, top_k: int, entropy: bool) -> _Plan:
+        tokens = [[*request.prompt_tokens, *request.generated_tokens] for request in batch]
+        mask = batch.response_mask.cpu().numpy().copy()
+        mask[:, :1] = False
+        if temperature is not None:
+            warm = [temperature] * len(tokens)
+            replayed: list[SamplingParams | None] = [None] * len(tokens)
+        else:
+            params = [request.sampling_params for request in batch]
+            warm = [1.0 if one.greedy or one.logprobs_mode == "raw" else one.temperature for one in params]
+            replayed = [one if _of_set(request) else None for one, request in zip(params, batch, strict=True)]
+        images = [each.images if isinstance(each, VLMInferenceRequest) else None for each in batch]
+        return cls(tokens, mask, batch, np.array(warm, np.float32), replayed, top_k, entropy, images)
+
+    def run(self, engine: DynamicInferenceEngine, *, of_own: bool) -> TokenScores:
+        rows = np.flatnonzero(self.mask.any(1))
+        images = self.images or [None] * len(self.tokens)
+        adapters = self.adapters or [None] * len(self.tokens)
+        wanted = [
+            Wanted(self.tokens[row], np.flatnonzero(self.mask[row]) - 1, images[row], adapters[row]) for row in rows
+        ]
+        results = _Results(self, engine.controller.runner.exact, min(self.top_k, engine.controller.layout.vocab_size))
+
+        def take(indices: NDArray[np.int64], positions: NDArray[np.int64], logits: Tensor) -> bool:
+            return results.take(rows[indices], positions + 1, logits)
+
+        version, own = engine.logits_at(wanted, take)
+        named = sorted({repr(adapters[row]) for row in rows if adapters[row] is not None})
+        acting = ", ".join(named if named and own == "none" else [own, *named])
+        device = engine.guard.training_device if self.batch is None else self.batch.input_ids.device
+        return results.scores(version, acting, device, of_own)
+
+
+class _Results:
+    """Arrays [N, T] that logits are turned into, chunk by chunk."""
+
+    def __init__(self, plan: _Plan, exact: bool, top_k: int) -> None:
+        shape = plan.mask.shape
+        self._plan = plan
+        self._exact = exact
+        self._k = top_k
+        self._logprobs = torch.zeros(shape)
+        self._entropies = torch.zeros(shape) if plan.entropy else None
+        self._top_ids = torch.full((*shape, top_k), -1) if top_k else None
+        self._top_logprobs = torch.zeros(*shape, top_k) if top_k else None
+        kept = None if plan.batch is None else plan.batch.kept_tokens
+        self._kept = None if kept is None else kept.to("cpu")
+
+    def take(self, rows: NDArray[np.int64], columns: NDArray[np.int64], logits: Tensor) -> bool:
+        """Score the tokens at (rows, columns) [K] by logits [K, V]; returns whether all log-probs are numbers."""
+        if not len(rows):
+            return True
+        plan, device, at = self._plan, logits.device, (torch.from_numpy(rows), torch.from_numpy(columns))
+        targets = torch.tensor(
+            [plan.tokens[row][column] for row, column in zip(rows, columns, strict=True)], device=device
+        )
+        warm = torch.from_numpy(plan.temperature[rows]).to(device)
+        logprobs, top_ids, top_logprobs = token_logprobs(logits, targets, self._k, exact=self._exact, temperature=warm)
+        if reshaped := [index for index, row in enumerate(rows.tolist()) if plan.replayed[row] is not None]:
+            some = torch.tensor(reshaped, device=device)
+            logprobs[some] = self._replayed(rows[reshaped], columns[reshaped], logits[some], targets[some], warm[some])
+        self._logprobs[at] = logprobs.cpu()
+        if self._entropies is not None:
+            parts = zip(torch.split(logits, ENTROPY_ROWS), torch.split(warm, ENTROPY_ROWS), strict=True)
+            entropies = [token_entropies(part.float() / divisor[:, None]) for part, divisor in parts]
+            self._entropies[at] = torch.cat(entropies).cpu()
+        if (
+            self._top_ids is not None
+            and self._top_logprobs is not None
+            and top_ids is not None
+            and top_logprobs is not None
+        ):
+            self._top_ids[at], self._top_logprobs[at] = top_ids.cpu(), top_logprobs.cpu()
+        return not bool(logprobs.isnan().any())
+
+    def _replayed(
+        self, rows: NDArray[np.int64], columns: NDArray[np.int64], logits: Tensor, targets: Tensor, warm: Tensor
+    ) -> Tensor:
+        """[K] log-probs over the sets that tokens were drawn from, every token as a row of its own."""
+        device = logits.device
+        counts, ids = torch.zeros(len(rows), 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+        if self._kept is not None:
+            own = self._kept.of_tokens(torch.from_numpy(rows), torch.from_numpy(columns))
+            counts, ids = own.counts[:, None], own.ids
+        found = replay_logprobs(
+            logits,
+            (ids.to(device), counts.to(device)),
+            targets[:, None],
+            torch.ones(len(rows), 1, dtype=torch.bool, device=device),
+            temperature=warm,
+            logit_bias=[(self._plan.replayed[row] or SamplingParams()).logit_bias for row in rows.tolist()],
+            predictors=torch.arange(len(rows), device=device)[:, None],
+        )
+        return found[:, 0]
+
+    def scores(self, version: int, adapters: str, device: torch.device, of_own: bool) -> TokenScores:
+        plan, mask = self._plan, torch.from_numpy(self._plan.mask)
+        staleness = None
+        if of_own and plan.batch is not None:
+            staleness = torch.where(mask, version - plan.batch.policy_versions.cpu(), 0).to(torch.int32)
+
+        def moved(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value.to(device)
+
+        return TokenScores(
+            logprobs=self._logprobs.to(device),
+            mask=mask.to(device),
+            entropies=moved(self._entropies),
+            top_ids=moved(self._top_ids),
+            top_logprobs=moved(self._top_logprobs),
+            policy_version=version,
+            staleness=moved(staleness),
+            adapters=adapters,
+        )
+
+
+def _starts(prompt_lengths: int | Sequence[int] | None, count: int) -> NDArray[np.int64]:
+    given = 1 if prompt_lengths is None else prompt_lengths
+    each = [given] * count if isinstance(given, int) else [int(one) for one in given]
+    if len(each) != count or any(one < 0 for one in each):
+        raise ConfigError(
+            f"prompt_lengths={prompt_lengths!r}: must be one number of at least 0, or one for each of {count}"
+        )
+    return np.maximum(np.array(each, np.int64), 1)
+
+
+def _of_set(request: DynamicInferenceRequest) -> bool:
+    """Whether log-probs of a request are of the sets that its tokens were drawn from.
+
+    Raises:
+        ConfigError: they are of a distribution that the engine cannot score.
+    """
+    params = request.sampling_params
+    if params.greedy or params.logprobs_mode != "processed":
+        return False
+    # Kept tokens hold what filters, biases and constraints did.
+    named = PENALTIES if params.return_kept_tokens else [*PENALTIES, *FILTERS, "logit_bias", "structured"]
+    if shaped := params.shaping(named):
+        raise ConfigError(
+            f"request {request.request_id} sample {request.sample_index} was sampled with {', '.join(shaped)}: "
+            f"{', '.join(FILTERS)} and structured (logit_bias next to one of them) are scored with return_kept_tokens=True, "
+            "penalties by batch.replay_logprobs(logits) alone; or pass temperature= for log-probs of the whole vocabulary"
+        )
+    return params.return_kept_tokens

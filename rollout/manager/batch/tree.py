@@ -1,0 +1,264 @@
+"""Prefix-tree packing: every prefix that rows of a batch have in common is packed, and so trained, once.
+
+A hidden state depends on the tokens up to its position alone, and on the experts that were recorded for them, so rows that
+begin alike share it. Tokens lie in depth-first
+order of the tree of all prefixes: a token is followed by its subtree, and the tokens that continue it are those before the
+subtree's end. Hence token q attends to token k iff k <= q < end[k] (and, in a sliding window, position[q] - position[k] <
+window). `rollout.engine.forward.tree_attention` is the attention that reads this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout.engine.training.tree_forward import is_attached
+from rollout.errors import EngineStateError
+from rollout.manager.batch.columns import selected_logprobs, token_entropies
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedTree:
+    """N rows, the longest of T tokens, as one sequence of the L tokens of their prefix tree. Built by `pack_tree`."""
+
+    input_ids: Tensor
+    """int64 [1, L], in depth-first order."""
+
+    position_ids: Tensor
+    """int64 [1, L]: of a token in its rows, from 0 in every branch."""
+
+    attention_mask: Tensor
+    """int32 [1, 1, 2, L]: the index behind each token's subtree, and its position; [1, 1, 3, L] with images that see
+    themselves in both directions: also the last token of its image, or itself. Read by the tree attention alone."""
+
+    logits_to_keep: Tensor
+    """int64 [K]: tokens that a wanted token follows, whose logits alone are computed."""
+
+    rows: Tensor
+    """int64 [N]: rows of the batch, in order, so that `advantages[packed.rows]` belongs to `logprobs_of(logits)`."""
+
+    nodes: Tensor
+    """int64 [N, T]: the tree's token at each column of each row; -1 on padding."""
+
+    predicted: Tensor
+    """int64 [M]: the wanted tokens of the tree, each once."""
+
+    predictors: Tensor
+    """int64 [M]: the index into `logits_to_keep` of the token before each of `predicted`."""
+
+    wanted: Tensor
+    """bool [N, T]: the tokens whose log-probs are computed."""
+
+    routed_experts: Tensor | None = None
+    """int16 [1, L, layers, k]: the experts recorded for each token, -1 where there are none. Read by `rollout.replay`."""
+
+    image_inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """Arguments of the forward that images bring: their tensors, once per image of a prompt, token types, and
+    `position_ids` [4, 1, L] (place in the row, time, height, width) where a model has such."""
+
+    unrouted: Tensor | None = None
+    """int64: rows of the batch that are trained on and have no routes for some token; None: not looked for."""
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[1]
+
+    def __repr__(self) -> str:
+        return f"PackedTree({len(self.rows)} rows of {int((self.nodes >= 0).sum())} tokens in {len(self)})"
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of the model's forward, to which `trainer_hooks.tree` is attached.
+
+        Raises:
+            EngineStateError: it is attached to no model of this process.
+        """
+        if not is_attached():
+            raise EngineStateError(
+                "the inputs of a tree need tree attention, which no model of this process has: call attach_tree(model) once "
+                "before (from trainer_hooks.tree import attach as attach_tree)"
+            )
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "attention_mask": self.attention_mask,
+            "logits_to_keep": self.logits_to_keep,
+            "use_cache": False,
+            **self.image_inputs,
+        }
+
+    def logprobs_of(self, logits: Tensor, temperature: float = 1.0) -> Tensor:
+        """float32 [N, T]: log-prob of every wanted token, 0 elsewhere; differentiable (float64 of float64 logits).
+
+        Args:
+            logits: [1, K, V], of a forward of `inputs`; or [1, L, V] without `logits_to_keep`.
+            temperature: that logits are divided by.
+
+        Raises:
+            ValueError: `logits` has another shape.
+        """
+        of_token = selected_logprobs(
+            self.predicting(logits), self.predictors, self.input_ids[0, self.predicted], temperature
+        )
+        return self._on_rows(of_token)
+
+    def entropies_of(self, logits: Tensor, temperature: float = 1.0) -> Tensor:
+        """float32 [N, T]: entropy in nats of what every wanted token was drawn from, 0 elsewhere; differentiable.
+
+        Args:
+            logits, temperature: see `logprobs_of`.
+
+        Raises:
+            ValueError: `logits` has another shape.
+        """
+        return self._on_rows(token_entropies(self.predicting(logits), temperature)[self.predictors])
+
+    def predicting(self, logits: Tensor) -> Tensor:
+        """[K, V]: the logits that wanted tokens follow.
+
+        Raises:
+            ValueError: `logits` has another shape; see `logprobs_of`.
+        """
+        if logits.ndim == 3 and logits.shape[:2] == (1, len(self.logits_to_keep)):
+            return logits[0]
+        if logits.ndim == 3 and logits.shape[:2] == (1, len(self)):
+            return logits[0, self.logits_to_keep]
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)}: this tree's are [1, {len(self.logits_to_keep)}, V] (or "
+            f"[1, {len(self)}, V] without logits_to_keep): pass model(**packed.inputs).logits of this very tree"
+        )
+
+    def predictors_of_rows(self) -> Tensor:
+        """int64 [N, T]: the index into `logits_to_keep` of what predicts each wanted token of the rows; 0 elsewhere."""
+        index = torch.zeros(len(self) + 1, dtype=torch.int64, device=self.nodes.device)
+        index[self.predicted] = self.predictors
+        return torch.where(self.wanted, index[self.nodes], 0)
+
+    def _on_rows(self, of_token: Tensor) -> Tensor:
+        # Index M: the zero of everything that is not wanted.
+        index = torch.full((len(self) + 1,), len(self.predicted), device=self.nodes.device)
+        index[self.predicted] = torch.arange(len(self.predicted), device=self.nodes.device)
+        where = torch.where(self.wanted, index[self.nodes], len(self.predicted))
+        return torch.cat([of_token, of_token.new_zeros(1)])[where]
+
+
+def pack_tree(
+    input_ids: Tensor,
+    real: Tensor,
+    wanted: Tensor,
+    rows: Tensor | None = None,
+    routed_experts: Tensor | None = None,
+) -> PackedTree:
+    """Pack rows as the tree of their common prefixes; O(N·T) array operations, no loop over tokens in Python.
+
+    Args:
+        input_ids: int64 [N, T], padded anywhere.
+        real: bool [N, T]: what is not padding.
+        wanted: bool [N, T]: tokens whose log-probs will be asked for; a row's first token has none and is left out.
+        rows: int64 [N]: the rows' numbers in a larger batch; None: from 0.
+        routed_experts: int16 [N, W, layers, k] of the tokens of each row from its first on, W at least their number. Rows
+            share a prefix as far as its tokens and their experts are the same.
+
+    Returns:
+        The tree, on the device of `input_ids`.
+    """
+    device = input_ids.device
+    ids, mask = input_ids.cpu().numpy(), real.cpu().numpy()
+    # Tokens to the left, rows in lexicographic order: rows with a common prefix are side by side.
+    columns = np.argsort(~mask, axis=1, kind="stable")
+    tokens, lengths = np.take_along_axis(ids, columns, 1), mask.sum(1)
+    routes = None if routed_experts is None else _routes(routed_experts, lengths.max(initial=0))
+    order = sorted(range(len(ids)), key=lambda row: _prefixes(row, tokens, lengths, routes))
+    forest = _depth_first(tokens[order], lengths[order], None if routes is None else routes[order])
+
+    nodes, asked = np.empty_like(columns), wanted.cpu().numpy() & mask
+    np.put_along_axis(nodes, columns, forest.nodes[np.argsort(order)], 1)
+    np.put_along_axis(asked, columns[:, :1], False, 1)
+    predicted = np.unique(nodes[asked])
+    keep, predictors = np.unique(forest.parents[predicted], return_inverse=True)
+
+    def tensor(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return PackedTree(
+        input_ids=tensor(forest.tokens)[None],
+        position_ids=tensor(forest.depths)[None],
+        attention_mask=tensor(np.stack([forest.ends, forest.depths]).astype(np.int32))[None, None],
+        logits_to_keep=tensor(keep),
+        rows=torch.arange(len(ids), device=device) if rows is None else rows.to(device),
+        nodes=tensor(nodes),
+        predicted=tensor(predicted),
+        predictors=tensor(predictors),
+        wanted=tensor(asked),
+        routed_experts=None if forest.routes is None else tensor(forest.routes)[None],
+    )
+
+
+def _routes(routed_experts: Tensor, width: int) -> NDArray[np.int16]:
+    """[N, width, layers, k]."""
+    if routed_experts.ndim != 4 or routed_experts.shape[1] < width:
+        raise ValueError(
+            f"routed_experts of shape {tuple(routed_experts.shape)}: must be [N, at least {width}, layers, k] for rows of "
+            f"up to {width} tokens"
+        )
+    routes: NDArray[np.int16] = routed_experts[:, :width].to("cpu", torch.int16).numpy()
+    return routes
+
+
+def _prefixes(
+    row: int, tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: NDArray[np.int16] | None
+) -> bytes:
+    """Sort key by which rows with a common prefix are side by side: token by token, each with its experts."""
+    ids = tokens[row, : lengths[row]]
+    if routes is None:
+        return ids.tobytes()
+    experts = routes[row, : lengths[row]].reshape(len(ids), -1)
+    return np.concatenate([ids[:, None].view(np.int16), experts], axis=1).tobytes()
+
+
+class _Forest(NamedTuple):
+    """Prefix trees of rows in depth-first order."""
+
+    nodes: NDArray[np.int64]
+    """[N, T] of each token; -1 behind the end of a row."""
+    tokens: NDArray[np.int64]
+    """[L], as all below."""
+    depths: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    """Index behind the subtree."""
+    parents: NDArray[np.int64]
+    """-1 of a root."""
+    routes: NDArray[np.int16] | None
+    """[L, layers, k]."""
+
+
+def _depth_first(tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: NDArray[np.int16] | None) -> _Forest:
+    """The prefix trees of lexicographically ordered rows [N, T]: a row adds what it does not share with the row above."""
+    count, width = tokens.shape
+    depth = np.arange(width)
+    shared = np.zeros(count, dtype=np.int64)
+    equal = (tokens[1:] == tokens[:-1]) & (depth < np.minimum(lengths[1:], lengths[:-1])[:, None])
+    if routes is not None:
+        longest = routes.shape[1]
+        equal[:, :longest] &= (routes[1:] == routes[:-1]).all((2, 3))
+    shared[1:] = np.logical_and.accumulate(equal, axis=1).sum(1)
+    starts = np.concatenate([[0], np.cumsum(lengths - shared)])
+    # A token belongs to the last row above, or at, its own that shared no more than the tokens before it.
+    row = np.arange(count)[:, None]
+    fresh = shared[:, None] <= depth
+    owner = np.maximum.accumulate(np.where(fresh, row, 0), axis=0)
+    nodes = np.where(depth < lengths[:, None], starts[owner] + depth - shared[owner], -1)
+    # Its subtree ends where the next row begins that shares no more than that.
+    below = np.minimum.accumulate(np.where(fresh, row, count)[::-1], axis=0)[::-1]
+    below = np.concatenate([below[1:], np.full((1, width), count)]) if count else below
+    new = fresh & (depth < lengths[:, None])
+    parents = np.full(starts[-1], -1)
+    parents[nodes[:, 1:][new[:, 1:]]] = nodes[:, :-1][new[:, 1:]]
+    # Row by row, the new tokens are in the order of the tree.
+    chosen = None if routes is None else routes[new[:, : routes.shape[1]]]
+    return _Forest(nodes, tokens[new], np.broadcast_to(depth, new.shape)[new], starts[below][new], parents, chosen)

@@ -1,0 +1,191 @@
+"""Completions that are asked for one at a time from any thread, and computed by the thread that steps the engine.
+
+Always true: every completion that was opened ends once, with its request or with an error, unless its caller has
+cancelled it; what happens to one touches no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from rollout.errors import RequestError, RolloutError
+from rollout.manager.backend import Backend
+from rollout.manager.groups import GroupJournal
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+
+OnEnd = Callable[[DynamicInferenceRequest | BaseException], None]
+"""Receives the ended request, or why there is none; called on the thread that steps."""
+
+
+@dataclass(eq=False, slots=True)
+class OpenSample:
+    """One completion that was asked for and has not ended."""
+
+    tokens: list[int]
+    params: SamplingParams
+    on_end: OnEnd
+    owner: Hashable = None
+    """Of whose age its tokens count; None: of nothing's."""
+    request_id: int | None = None
+    """None: not queued yet."""
+    cancelled: bool = False
+
+
+class OpenSamples:
+    """The open completions of one manager.
+
+    Args:
+        wake: ends the backend's `wait`.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        # A leaf lock: its holder acquires no other.
+        self._changed = threading.Condition()
+        self._arrived: list[OpenSample] = []
+        self._cancelled: list[OpenSample] = []
+        self._queued: dict[int, OpenSample] = {}
+        self._signalled = False
+
+    def __len__(self) -> int:
+        return len(self._arrived) + len(self._queued)
+
+    # --- any thread -----------------------------------------------------------------------------------------------
+
+    async def completion(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        keep: Callable[[DynamicInferenceRequest], None] | None = None,
+        owner: Hashable = None,
+    ) -> DynamicInferenceRequest:
+        """Wait for the completion of a prompt that `check_request` has accepted. Cancelling ends the request.
+
+        Args:
+            keep: called with the result on the thread that steps, before anything else is.
+
+        Raises:
+            RolloutError: there is none; says why.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[DynamicInferenceRequest] = loop.create_future()
+
+        def settle(outcome: DynamicInferenceRequest | BaseException) -> None:
+            if future.done():
+                return
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+        def on_end(outcome: DynamicInferenceRequest | BaseException) -> None:
+            if keep is not None and not isinstance(outcome, BaseException):
+                keep(outcome)
+            # The caller's loop may have been closed meanwhile.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(settle, outcome)
+
+        sample = self.open(tokens, params, on_end, owner)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.cancel(sample)
+            raise
+
+    def open(self, tokens: list[int], params: SamplingParams, on_end: OnEnd, owner: Hashable = None) -> OpenSample:
+        """As `completion`, for any thread."""
+        sample = OpenSample(tokens, params, on_end, owner)
+        with self._changed:
+            self._arrived.append(sample)
+            self._signal()
+        self._wake()
+        return sample
+
+    def cancel(self, sample: OpenSample) -> None:
+        """Give a completion up; its `on_end` is not called any more. Harmless when it has ended."""
+        with self._changed:
+            sample.cancelled = True
+            self._cancelled.append(sample)
+            self._signal()
+        self._wake()
+
+    def wake(self) -> None:
+        """End a `wait` now, or the next one at once."""
+        with self._changed:
+            self._signal()
+        self._wake()
+
+    def _signal(self) -> None:
+        self._signalled = True
+        self._changed.notify_all()
+
+    # --- the thread that steps ------------------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until something was opened, cancelled or woken since the last `wait`, at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._signalled, timeout_s)
+            self._signalled = False
+
+    def apply(self, backend: Backend, journal: GroupJournal) -> None:
+        """Queue what has arrived and abort what was cancelled; the caller holds the engine's lock.
+
+        Args:
+            journal: of turns that had ended before a restart, which are not sampled again.
+        """
+        with self._changed:
+            arrived, self._arrived = self._arrived, []
+            cancelled, self._cancelled = self._cancelled, []
+        for sample in arrived:
+            if sample.cancelled:
+                continue
+            sample.request_id = backend.next_group_id
+            if sample.owner is not None and (known := journal.turn(sample.tokens, sample.params, sample.request_id)):
+                backend.reserve_group_ids(sample.request_id + 1)
+                sample.on_end(known)
+                continue
+            self._queued[sample.request_id] = sample
+            try:
+                backend.submit(sample.request_id, sample.tokens, sample.params, None)
+            except RolloutError as exc:
+                del self._queued[sample.request_id]
+                sample.on_end(exc)
+        for sample in cancelled:
+            if sample.request_id is not None and self._queued.pop(sample.request_id, None) is not None:
+                backend.abort(sample.request_id)
+
+    def take(self, result: DynamicInferenceRequest) -> OpenSample | None:
+        """Hand an ended request to its caller, and return what was asked; None: it is of no completion that is open here."""
+        sample = self._queued.pop(result.request_id, None)
+        if sample is not None and not sample.cancelled:
+            failed = result.error is not None
+            error = RequestError(f"request {result.request_id}: {result.error}", result.request_id)
+            sample.on_end(error if failed else result)
+        return sample
+
+    def owners(self) -> dict[int, Hashable]:
+        """Request id → owner of the completions that are queued in the backend."""
+        return {request_id: sample.owner for request_id, sample in self._queued.items()}
+
+    @property
+    def num_unowned(self) -> int:
+        """Open completions that have no owner."""
+        return sum(sample.owner is None for sample in (*self._arrived, *self._queued.values()))
+
+    def fail(self, error: BaseException, backend: Backend, *, unowned_only: bool = False) -> None:
+        """End every open completion (or those without an owner) with an error; the caller holds the engine's lock."""
+        with self._changed:
+            given_up = [
+                each for each in (*self._arrived, *self._queued.values()) if each.owner is None or not unowned_only
+            ]
+            self._arrived = [each for each in self._arrived if each not in given_up]
+        for sample in given_up:
+            if sample.request_id is not None and self._queued.pop(sample.request_id, None) is not None:
+                backend.abort(sample.request_id)
+            if not sample.cancelled:
+                sample.on_end(error)

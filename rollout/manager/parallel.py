@@ -1,0 +1,348 @@
+"""The loop of a manager whose ranks exchange tokens inside each layer: every rank computes a forward whenever one does.
+
+    each round     agree            what every rank has to do: nothing any more, wait, or compute
+                    └ compute       one step here; without requests, the layers of experts alone, without tokens
+
+Always true: the ranks of the group begin and end a run together. One that raises first takes part in the round, and tells
+the others before the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from rollout import errors
+from rollout.config import CoordinatorConfig
+from rollout.distributed.job.data_parallel import DataParallelBackend
+from rollout.distributed.job.meeting import GO, INTERRUPTED, Meeting
+from rollout.distributed.job.world import World
+from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.memory.buffers import plain_tensors
+from rollout.engine.parallel.group import TensorParallelGroup
+from rollout.engine.parallel.lockstep import BUSY, DONE, IDLE, LEFT
+from rollout.engine.parts.context import KEPT_ALL
+from rollout.errors import ConfigError, DeadlineError, EngineDeadError, EngineStateError, RolloutError
+from rollout.manager.backend import Backend, LocalBackend
+from rollout.manager.run_loop import Goal, RunLoop
+from rollout.requests.codec import unpack_msgpack
+from rollout.requests.images import images_of
+from rollout.requests.request import DynamicInferenceRequest, results_of, told_once
+from rollout.state import EngineState
+from rollout.threads.interrupts import interrupt_deferred, interruptible, uninterrupted
+
+IDLE_S = 0.005
+"""Longest wait for work between two rounds, in which no rank had any."""
+
+
+class LockstepLoop(RunLoop):
+    """The loop of one rank of an expert-parallel group."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        lockstep = self._engine.peers.lockstep
+        assert lockstep is not None
+        self._lockstep = lockstep
+
+    def _steps(self, finished: Callable[[], bool], step: Callable[[float], None], left: Callable[[], float]) -> None:
+        told, done, idle_since = BUSY, False, self._clock()
+        with self._lockstep.watching():
+            try:
+                while told != DONE:
+                    with interrupt_deferred():
+                        done = done or finished()
+                        told = self._engine.parts.stepper.agree(DONE if done else BUSY if self._can_step() else IDLE)
+                        if told == LEFT:
+                            raise EngineStateError(
+                                f"a rank of the {self._lockstep.group.name} has left generate() by an error; what "
+                                "is in flight stays in flight: call it again on every rank"
+                            )
+                        if told == BUSY:
+                            idle_since = self._clock()
+                            with plain_tensors(), self._lockstep.round():
+                                if not done:
+                                    step(0.0)
+                        elif not done:
+                            left()
+                            self._wait(self._clock() - idle_since)
+            except BaseException:
+                # After the last round (a deferred Ctrl-C) the others agree on nothing any more.
+                if told not in (LEFT, DONE):
+                    with suppress(EngineDeadError):
+                        self._engine.parts.stepper.agree(LEFT)
+                raise
+
+    def _can_step(self) -> bool:
+        return self._engine.has_unfinished and self._engine.state is EngineState.RUNNING
+
+    def _wait(self, idle_s: float) -> None:
+        """Wait for work; after a control timeout for so long that the backend names the ranks that do not come."""
+        limit = self._engine.config.advanced.control_timeout_s
+        self._backend.wait(IDLE_S if idle_s < limit else 2 * limit)
+        if self._engine.state is EngineState.SUSPENDED:
+            self._ensure_running()
+        self.take_ended()
+
+
+_DIFFER = "the members differ: "
+_KEPT = "what suspend() has kept of the KV cache (0: nothing, 1: what requests hold, 2: all)"
+
+
+class FollowerBackend(LocalBackend):
+    """Requests of a member that follows: checked and kept in its engine, which computes none of them."""
+
+    def ended(self, result: DynamicInferenceRequest) -> None:
+        """The first rank has told how a sample has ended."""
+        self._engine.parts.intake.forget(result.request_id, result.sample_index)
+
+    def wait(self, timeout_s: float) -> None:
+        """Nothing to wait for: the first rank decides."""
+
+    def try_finish(self) -> bool:
+        """False: the first rank knows."""
+        return False
+
+    def gather(self, what: str, value: bytes) -> list[bytes] | None:
+        """None: the first rank has the group's part."""
+        return None
+
+
+class GroupCalls:
+    """Begins the calls of a group on all of its members, or on none.
+
+    Args:
+        world: the job's ranks.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine, group: TensorParallelGroup, world: World) -> None:
+        self._engine = engine
+        self._group = group
+        names = [f"rank {rank}" for rank in group.ranks]
+        self._meeting = Meeting(world.within(group.ranks, f"group-{group.ranks[0]}"), "call", names)
+        self._submitted = hashlib.sha256()
+
+    def submitted(self, first: int, prompts: Sequence[Any], params: Sequence[Any]) -> None:
+        """Note prompts that were queued: those of all members have to be equal."""
+        plain = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
+        plain += [images.digest for prompt in prompts if (images := images_of(prompt)) is not None]
+        self._submitted.update(msgpack.packb([first, plain, [each.serialize() for each in params]], default=str))
+
+    def meet(self, groups: Iterable[int]) -> None:
+        """Wait until every member makes its next call.
+
+        Args:
+            groups: ids of those in flight.
+
+        Raises:
+            DeadlineError: some have not come within `control_timeout_s`; names them. Raised on all that have.
+            EngineStateError: they were given other prompts, or are in another state; says which. Raised on all.
+            EngineDeadError: the group has ended.
+        """
+        self._group.refuse_when_lost()
+        engine = self._engine
+        mine = {
+            "policy version": engine.policy_version,
+            "prompts or parameters": self._submitted.hexdigest()[:16],
+            "groups in flight": sorted(groups),
+            "adapters": engine.inspection.acting_adapters,
+            _KEPT: engine.context.kept,
+        }
+        decision = self._meeting.meet(
+            engine.config.advanced.control_timeout_s, msgpack.packb(mine), self._judge
+        ).decode()
+        if decision == GO.decode():
+            return
+        if INTERRUPTED in decision:
+            # On all members: each gives up the prompts of this call.
+            raise KeyboardInterrupt
+        if decision.startswith(_DIFFER):
+            raise EngineStateError(f"{self._group.name}: {decision}")
+        raise DeadlineError(
+            f"{self._group.name}: {decision}; every rank of the group must make the same calls (where it only needs longer: "
+            "Advanced.control_timeout_s)"
+        )
+
+    def _judge(self, values: list[bytes]) -> str | None:
+        told = [unpack_msgpack("call of a tensor-parallel group", value) for value in values]
+        ranks = self._group.ranks
+        for name, expected in told[0].items():
+            for rank, each in zip(ranks, told, strict=True):
+                value = each.get(name)
+                # The first rank alone may be suspended by its coordinator, which loses no block of the others.
+                if value != expected and not (name == _KEPT and value > expected):
+                    return (
+                        f"{_DIFFER}{name} of rank {rank}: {value!s:.100}, of rank {ranks[0]}: {expected!s:.100}; every rank "
+                        "of the group makes the same calls with the same arguments"
+                    )
+        return None
+
+
+class LeaderLoop(RunLoop):
+    """The loop of the rank that decides."""
+
+    attended = True
+
+    def __init__(self, calls: GroupCalls, *parts: Any) -> None:
+        super().__init__(*parts)
+        leader = self._engine.peers.leader
+        assert leader is not None
+        self._leader = leader
+        self._calls = calls
+        self._untold: list[DynamicInferenceRequest] = []
+
+    def submitted(self, first: int, prompts: Sequence[Any], params: Sequence[Any]) -> None:
+        """Note prompts that were queued."""
+        self._calls.submitted(first, prompts, params)
+
+    def book(self, samples: Iterable[DynamicInferenceRequest]) -> None:
+        """Book samples that had ended before they were submitted again."""
+        samples = list(samples)
+        self._untold += samples
+        super().book(samples)
+
+    def call(self) -> AbstractContextManager[None]:
+        """Ctrl-C takes effect in the steps, or at the end."""
+        return uninterrupted()
+
+    def run(self, goal: Goal, **options: Any) -> None:
+        """Step until the goal is reached, while the others follow."""
+        with uninterrupted():
+            self._calls.meet(self.groups)
+            with self._leader.leading(self._outcome), interruptible(first=True):
+                super().run(goal, **options)
+
+    def _step(self, timeout_s: float, patient: bool) -> None:
+        self._leader.beat()
+        super()._step(timeout_s, patient)
+
+    def _take(self, results: list[DynamicInferenceRequest]) -> None:
+        self._untold += results
+        super()._take(results)
+
+    def _outcome(self, failed: BaseException | None) -> dict[str, Any]:
+        untold, self._untold = self._untold, []
+        live, held = self._engine.context.blocks_in_use()
+        self._engine.context.kept = KEPT_ALL
+        return {
+            "error": None if failed is None else [type(failed).__name__, str(failed)],
+            **told_once(untold),
+            "live": live.tobytes(),
+            "held": held.tobytes(),
+        }
+
+
+class FollowerLoop(RunLoop):
+    """The loop of a rank that follows."""
+
+    attended = True
+
+    def __init__(self, calls: GroupCalls, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._calls = calls
+
+    def submitted(self, first: int, prompts: Sequence[Any], params: Sequence[Any]) -> None:
+        """Note prompts that were queued."""
+        self._calls.submitted(first, prompts, params)
+
+    def call(self) -> AbstractContextManager[None]:
+        """Ctrl-C takes effect at the end: only the first rank can end the steps."""
+        return uninterrupted(wholly=True)
+
+    def run(self, goal: Goal, **options: Any) -> None:
+        """Follow the first rank until it ends its call, whatever the goal is here."""
+        with self.call():
+            self._follow()
+
+    def _follow(self) -> None:
+        self._calls.meet(self.groups)
+        self._metrics.enter_phase("generate")
+        failed: Exception | None = None
+        try:
+            with self.gathering.held():
+                try:
+                    self.gathering.ensure()
+                except Exception as exc:  # noqa: BLE001 - the first rank could not gather either, and says so
+                    failed = exc
+                with self._engine.installation:
+                    told = self._engine.parts.stepper.follow()
+        finally:
+            self._metrics.enter_phase("train")
+        self._book(told)
+        self.sync_metrics()
+        if failed is not None:
+            raise failed
+        if told["error"] is not None:
+            raise _error_of(*told["error"])
+
+    def _book(self, told: dict[str, Any]) -> None:
+        context = self._engine.context
+        context.follow_blocks(*(np.frombuffer(bytearray(told[name]), np.int32) for name in ("live", "held")))
+        context.kept = KEPT_ALL
+        results = results_of(told)
+        assert isinstance(self._backend, FollowerBackend)
+        for result in results:
+            self._backend.ended(result)
+        with self._engine.locked():
+            self._take(results)
+
+
+def _error_of(name: str, message: str) -> BaseException:
+    """What the first rank has raised."""
+    if name == "KeyboardInterrupt":
+        return KeyboardInterrupt()
+    kind = getattr(errors, name, None)
+    known = isinstance(kind, type) and issubclass(kind, RolloutError) and kind is not errors.RolloutFailedError
+    return kind(message) if known and kind is not None else EngineStateError(f"the first rank raised {name}: {message}")
+
+
+def loop_of(engine: DynamicInferenceEngine, world: World | None, *parts: Any) -> RunLoop:
+    """The loop of a manager: that of this rank's place in its group, or of a rank without one.
+
+    Args:
+        world: the job's ranks.
+        parts: arguments of `RunLoop`.
+    """
+    if engine.peers.lockstep is not None:
+        return LockstepLoop(*parts)
+    if engine.peers.group is None:
+        return RunLoop(*parts)
+    assert world is not None
+    calls = GroupCalls(engine, engine.peers.group, world)
+    return LeaderLoop(calls, *parts) if engine.peers.group.leads else FollowerLoop(calls, *parts)
+
+
+def choose_backend(
+    engine: DynamicInferenceEngine, coordinator: CoordinatorConfig | bool, world: World | None
+) -> Backend:
+    """A `DataParallelBackend` where there are several ranks and `coordinator` is not False.
+
+    A tensor-parallel group is one rank: its first member is asked, and the others follow.
+
+    Args:
+        world: the job's ranks; None: this one alone.
+
+    Raises:
+        ConfigError: `coordinator` asks for a schedule file, and there is one rank.
+        DeadlineError: the ranks have not found each other.
+    """
+    if coordinator is False:
+        world = None
+    if (group := engine.peers.group) is not None and world is not None:
+        leaders = world.leaders(group.ranks[0])
+        world = world.within(leaders, "leaders") if group.leads and len(leaders) > 1 else None
+    if group is not None and not group.leads:
+        return FollowerBackend(engine)
+    options = coordinator if isinstance(coordinator, CoordinatorConfig) else None
+    if world is None:
+        if options is not None and options.schedule_output_path is not None:
+            raise ConfigError(
+                f"CoordinatorConfig.schedule_output_path={options.schedule_output_path!r}: there is one rank, and "
+                "nothing to route; leave it None, or initialise torch.distributed with several ranks first"
+            )
+        return LocalBackend(engine)
+    return DataParallelBackend(engine, options, world)

@@ -1,0 +1,316 @@
+"""Decides when `run` has played enough, which groups it keeps, and when it begins others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import length_hint
+from typing import Any
+
+from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError
+from rollout.manager.backend import LocalBackend
+from rollout.manager.episodes.batch import EpisodeBatch
+from rollout.manager.episodes.environment import (
+    BrokenEnvironmentError,
+    EnvironmentFactory,
+    EnvironmentTask,
+    Play,
+    as_play,
+    name_of,
+)
+from rollout.manager.episodes.episode import Episode
+from rollout.manager.episodes.player import EpisodePlayer
+from rollout.manager.rounds import OnError, Rounds, check_on_error
+from rollout.manager.scoring import most_discarded
+from rollout.requests.prompt import Prompt
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams, one_each, takes_options, warn_of_equal_samples
+
+
+@dataclass(eq=False)
+class PlayGoal:
+    """The goal of one `run`: decides when it has played enough, which groups it keeps, and when it begins others."""
+
+    player: EpisodePlayer
+    tasks: Iterator[Any]
+    """Drawn from while fewer than `most` groups are in play."""
+    begin: Callable[[Any], None]
+    """Begins a group."""
+    most: float
+    least: int | None
+    """Number of kept groups that must have finished; None: all that are in play."""
+    number: int
+    keep: Callable[[Sequence[Episode]], bool] | None
+    """Whether a finished group counts; otherwise it is dropped. None: every group counts."""
+    discards_left: float
+    """Number of groups that may still be dropped; then every group counts."""
+    discard: Callable[[], None]
+    """Called for each dropped group."""
+    too_old: Callable[[], set[int] | None]
+    """Ids of groups that must have finished too; None: not known yet."""
+    _kept: set[int] = field(default_factory=set)
+
+    def ended(self) -> int:
+        """How many groups have ended."""
+        return len(self.player) - len(self.player.unfinished)
+
+    def reached(self) -> bool:
+        """Apply deadlines, drop and begin groups; then whether enough has ended.
+
+        Raises:
+            BrokenEnvironmentError: an environment cannot be played.
+        """
+        if (broken := self.player.take_broken()) is not None:
+            raise broken
+        self.player.look_at_the_clock()
+        if self.keep is not None:
+            self._drop(self.keep)
+        self._draw()
+        if not self.player.unfinished:
+            return True
+        if self.least is None or self.ended() < self.least:
+            return False
+        must = self.too_old()
+        return must is not None and must.isdisjoint(self.player.unfinished)
+
+    def _drop(self, keep: Callable[[Sequence[Episode]], bool]) -> None:
+        if self.ended() == len(self._kept):
+            return
+        for number in self.player.ended():
+            if number not in self._kept:
+                if self.discards_left == 0 or keep(self.player.episodes(number)):
+                    self._kept.add(number)
+                else:
+                    self.discards_left -= 1
+                    self.player.drop([number])
+                    self.discard()
+
+    def _draw(self) -> None:
+        while len(self.player) < self.most:
+            try:
+                task = next(self.tasks)
+            except StopIteration:
+                return
+            self.begin(task)
+
+
+DRIVE_S = 0.02
+"""Longest time that the steps for `sample` keep the caller's event loop from other work."""
+BUSY_S = 0.005
+"""Between two looks at an engine that another thread generates with."""
+
+
+class EpisodeRuns:
+    """Episodes and single completions of one manager."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self._pacer = rounds.new_pacer()
+        self._driver: asyncio.Task[None] | None = None
+
+    async def sample(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, session: Episode | None = None
+    ) -> DynamicInferenceRequest:
+        """Sample one completion; completions of all callers are computed together. Cancelling aborts the request.
+
+        While `run` or `generate` runs in another thread, that thread computes it. Otherwise the steps are made here, in
+        the caller's event loop.
+
+        Args:
+            sampling_params: with n = 1.
+            session: an episode of `run` that it becomes a turn of; None: it is in no batch.
+
+        Raises:
+            InvalidRequestError: the prompt can never be served, or n > 1.
+            RequestError: it failed, or was aborted.
+            EngineStateError: paused, suspended or closed; or outside of `run` on several ranks.
+        """
+        if session is not None:
+            return await session.sample(prompt, sampling_params)
+        rounds = self._rounds
+        rounds.refuse_in_group("sample")
+        (params,) = one_each(sampling_params, 1)
+        if params.n != 1:
+            raise InvalidRequestError(f"n={params.n} in sample(): one completion per call; gather() several calls")
+        if rounds.closed:
+            raise EngineStateError("sampling after close(): build another RolloutManager")
+        tokens = rounds.engine.check_request(prompt, params)
+        if not rounds.player.inside:
+            if not isinstance(rounds.backend, LocalBackend):
+                raise EngineStateError("sample() on several ranks: call it in an environment of run()")
+            if self._driver is None or self._driver.done() or self._driver.get_loop().is_closed():
+                self._driver = asyncio.get_running_loop().create_task(self._drive())
+        return await rounds.loop.samples.completion(tokens, params)
+
+    async def _drive(self) -> None:
+        await asyncio.sleep(0)
+        rounds, engine = self._rounds, self._rounds.engine
+        while rounds.loop.samples.num_unowned:
+            pause_s = 0.0
+            try:
+                with engine.turns.taken(0):
+                    rounds.ensure_running()
+                    if not engine.has_unfinished:
+                        engine.check_weights()
+                    rounds.loop.drive(DRIVE_S)
+            except DeadlineError:
+                pause_s = BUSY_S
+            except Exception as exc:  # noqa: BLE001 - raised to every caller that waits
+                with engine.locked():
+                    rounds.loop.samples.fail(exc, rounds.backend, unowned_only=True)
+            await asyncio.sleep(pause_s)
+
+    @takes_options
+    def run(
+        self,
+        /,
+        tasks: Iterable[Any],
+        environment: EnvironmentFactory | Play | None = None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        max_turns: int = 16,
+        min_groups: int | None = None,
+        max_groups: int | None = None,
+        keep: Callable[[Sequence[Episode]], bool] | None = None,
+        max_discarded: int | None = None,
+        episode_timeout_s: float | None = None,
+        environments: Mapping[str, EnvironmentFactory | Play] | None = None,
+        on_error: OnError = "mask",
+        progress: bool | None = None,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> EpisodeBatch:
+        """Play episodes of many turns; blocks until they are done. Tools of one overlap with the tokens of others.
+
+        What is in play when it returns, or raises, stays in play: tools keep running, and completions continue in the next
+        call, under the weights of that time. On several ranks every rank calls it, as `generate`.
+
+        Args:
+            tasks: one group of n episodes each. An iterator is drawn from as groups finish; all of anything else is begun.
+            environment: makes an object with `reset` and `step`, one per episode; or a coroutine function of an `Episode`
+                that plays all of it and returns the reward. None: tasks are `EnvironmentTask`s, as `mixture` makes them.
+            sampling_params: of a turn, with n = 1.
+            max_turns: of an environment with `reset` and `step`.
+            min_groups: None: until all have finished, also what earlier calls left in play. A number: until so many groups
+                have finished, and those that `max_staleness` does not let wait.
+            max_groups: most groups in play at once, drawn from an iterator; None: `min_groups`.
+            keep: whether a finished group is returned; otherwise it is dropped and does not count. See `rewards_differ`.
+            max_discarded: after this many dropped groups every one is kept. None: four times `min_groups`, or all.
+            episode_timeout_s: an episode fails after this many seconds within `run`, with the turns that it has.
+            environments: without `environment`: `__qualname__` → environment, of episodes from `load_state_dict`.
+            on_error: `mask`: rows of a failed episode are masked; `RolloutFailedError` only if every episode failed.
+                `raise`: `RolloutFailedError` if one failed.
+            progress, timeout_s, fields: as in `generate`.
+
+        Returns:
+            Groups in the order in which they were begun, episodes of a group side by side.
+
+        Raises:
+            ConfigError: options that contradict each other.
+            TypeError: the environment lacks `reset` or `step`, or one of its methods returned a value of another type.
+            KeyboardInterrupt: Ctrl-C, at the end of the step. Then, as after TypeError, this call's episodes are dropped.
+            RolloutFailedError: see `on_error`.
+            Exception: others as `generate`.
+        """
+        rounds, player = self._rounds, self._rounds.player
+        rounds.refuse_in_group("run")
+        check_on_error(on_error)
+        (params,) = one_each(sampling_params, 1)
+        warn_of_equal_samples(params, n)
+        most = _room(tasks, min_groups, max_groups, params, n)
+        if environment is not None and environments is not None:
+            raise ConfigError("environment= with environments=, which are for restored episodes of a mixture: pass one")
+        drawn, begun = iter(tasks), list[int]()
+        tokenizer = rounds.engine.controller.tokenizer
+
+        def begin(task: Any) -> None:
+            asked = task if environment is None else EnvironmentTask(environment, task)
+            if not isinstance(asked, EnvironmentTask):
+                raise TypeError(f"task {task!r:.80} without environment=: must be an EnvironmentTask; see mixture()")
+            play = as_play(asked.environment, tokenizer, max_turns)
+            name = name_of(asked.environment)
+            begun.append(player.begin(asked.task, play, n, params, episode_timeout_s, name))
+
+        with rounds.round("run", timeout_s):
+            self._resume(environment, environments or {}, max_turns)
+            self._pacer.begin_round(rounds.engine.policy_version)
+            waited_for = min_groups or len(player) + length_hint(drawn)
+            goal = PlayGoal(
+                player, drawn, begin, most, min_groups, waited_for, keep, most_discarded(min_groups, max_discarded),
+                lambda: rounds.metrics.add("rollout/groups_discarded"), self._too_old,
+            )  # fmt: skip
+            player.take_broken()
+            try:
+                rounds.loop.run(goal, call="run", progress=progress, timeout_s=timeout_s, patient=True)
+            except (KeyboardInterrupt, SystemExit, BrokenEnvironmentError):
+                player.drop(begun)
+                raise
+            finally:
+                player.stop_clock()
+            return self._hand_out(on_error)
+
+    def _resume(
+        self,
+        environment: EnvironmentFactory | Play | None,
+        named: Mapping[str, EnvironmentFactory | Play],
+        max_turns: int,
+    ) -> None:
+        """Let the episodes that `load_state_dict` brought go on; all of them or none."""
+        player, tokenizer = self._rounds.player, self._rounds.engine.controller.tokenizer
+        plays: dict[int, Play] = {}
+        for number, saved in player.restored.items():
+            played_by = named.get(saved.environment) if environment is None else environment
+            if played_by is None:
+                raise ConfigError(
+                    f"{len(player.restored)} groups of episodes of before the restart go on, the first by "
+                    f"{saved.environment!r}: pass environments={{{saved.environment!r}: ...}}, or environment="
+                )
+            plays[number] = as_play(played_by, tokenizer, max_turns)
+        for number, play in plays.items():
+            player.resume(number, play)
+
+    def _too_old(self) -> set[int] | None:
+        owners = self._rounds.loop.samples.owners()
+
+        def group(number: int) -> int | None:
+            owner = owners.get(number)
+            return owner if isinstance(owner, int) else None
+
+        return self._rounds.too_old(self._pacer, self._rounds.player, group)
+
+    def _hand_out(self, on_error: OnError) -> EpisodeBatch:
+        rounds, player = self._rounds, self._rounds.player
+        ended = player.ended()
+        episodes = [episode for number in ended for episode in player.episodes(number)]
+        batch = EpisodeBatch.from_episodes(
+            episodes, detokenize=rounds.engine.controller.detokenize, **rounds.batch_options()
+        )
+        rounds.metrics.add("rollout/episode_turns_dropped", sum(episode.num_recorded for episode in episodes))
+        player.drop(ended)
+        if episodes and all(episode.error is not None for episode in episodes):
+            on_error = "raise"
+        return rounds.handed_out(batch, on_error)
+
+
+def _room(
+    tasks: Iterable[Any], min_groups: int | None, max_groups: int | None, params: SamplingParams, n: int
+) -> float:
+    """Most groups in play at once."""
+    if params.n != 1:
+        raise ConfigError(f"SamplingParams.n={params.n} in run(): a turn is one completion; n= of run() is of episodes")
+    for name, value in (("n", n), ("min_groups", min_groups), ("max_groups", max_groups)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{name}={value!r}: must be an integer of at least 1")
+    if not isinstance(tasks, Iterator):
+        if max_groups is not None:
+            raise ConfigError(
+                f"max_groups={max_groups} with tasks that are no iterator, all of which are begun: pass iter(tasks)"
+            )
+        return float("inf")
+    if min_groups is None:
+        raise ConfigError("tasks is an iterator, which may have no end: pass min_groups=, or list(tasks)")
+    if max_groups is not None and max_groups < min_groups:
+        raise ConfigError(f"max_groups={max_groups}: must be at least min_groups={min_groups}")
+    return max_groups or min_groups

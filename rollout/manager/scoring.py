@@ -1,0 +1,327 @@
+"""`generate_scored` of a manager: batches filled with groups that are scored as they finish and worth training on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import isfinite
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rollout.errors import ConfigError, InvalidRequestError
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.episodes.environment import check_call
+from rollout.manager.generation import Generation, prompts_of, submit
+from rollout.manager.groups import GroupLedger
+from rollout.manager.rounds import OnError, Rounds, check_on_error
+from rollout.observe.recorder import span
+from rollout.requests.prompt import Prompt
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams, one_each, takes_options
+
+MOST_DISCARDED = 4
+"""A call discards at most this many times the groups it returns, if `max_discarded` is None."""
+
+
+class Scored(Protocol):
+    """An episode, or a `ScoredSample`."""
+
+    @property
+    def reward(self) -> float | None:
+        """None: it failed."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed."""
+
+
+def rewards_differ(group: Sequence[Scored]) -> bool:
+    """Whether a group teaches GRPO anything: what did not fail in it has different rewards. For `keep=`."""
+    return len({each.reward for each in group if each.error is None}) > 1
+
+
+def most_discarded(groups: int | None, asked: int | None) -> float:
+    """How many groups a call may discard: `asked`, or four times the groups it returns.
+
+    Raises:
+        ConfigError: `asked` is neither None nor an integer of at least 0.
+    """
+    if asked is None:
+        return math.inf if groups is None else MOST_DISCARDED * groups
+    if type(asked) is not int or asked < 0:
+        raise ConfigError(f"max_discarded={asked!r}: must be None or an integer of at least 0")
+    return asked
+
+
+Reward = Callable[[Sequence[DynamicInferenceRequest]], Sequence[float] | Tensor]
+"""The rewards of a group: of its samples that did not fail, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTask:
+    """A prompt as `generate_scored` draws it."""
+
+    prompt: Prompt
+    metadata: Any = None
+    """msgpack-able; `request.metadata` where the reward is computed, and in `batch.metadata`."""
+    sampling_params: SamplingParams | None = None
+    """None: those of the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSample:
+    """A sample with its reward, as `keep` judges it."""
+
+    request: DynamicInferenceRequest
+    reward: float | None
+    """None: it failed."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed."""
+        return self.request.error
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class ScoredBatch(RolloutBatch):
+    """The samples of the groups that were kept, with their rewards."""
+
+    rewards: Tensor
+    """float32 [N]; NaN: the sample failed."""
+
+    discarded_rewards: Tensor
+    """float32 [M]: of the samples of the groups that this call has discarded. The mean of both is the policy's reward; that
+    of `rewards` alone is of prompts that were chosen for being neither solved nor hopeless."""
+
+
+@dataclass(eq=False)
+class ScoredGoal:
+    """The goal of one `generate_scored`. Scores groups that finish, discards some, and begins others."""
+
+    groups: GroupLedger
+    """Groups in flight, of this call and of earlier ones."""
+    tasks: Iterator[Any]
+    """Drawn from while fewer than `most` groups are in flight."""
+    begin: Callable[[Sequence[Any]], None]
+    """Submits groups."""
+    number: int
+    """Number of kept groups that fill the batch."""
+    most: int
+    reward: Reward
+    keep: Callable[[Sequence[ScoredSample]], bool] | None
+    """Whether a group is worth training on. None: every group is."""
+    discards_left: float
+    """Number of groups that may still be discarded; then all are kept."""
+    discard: Callable[[list[float | None]], None]
+    """Called with the rewards of each discarded group."""
+    too_old: Callable[[], set[int] | None]
+    """Ids of groups that must have finished too; None: not known yet."""
+    _full: bool = False
+
+    def ended(self) -> int:
+        """How many kept groups have ended."""
+        return len(self.groups.rewards)
+
+    def reached(self) -> bool:
+        """Scores and discards what has ended, begins new groups; then whether the batch is full, or no group is left."""
+        if self._full:
+            # Other ranks may need more steps; what ends in them is scored by the next call.
+            return True
+        self._score()
+        if len(self.groups.rewards) < self.number:
+            self._draw()
+            self._full = not self.groups.unfinished
+        else:
+            must = self.too_old()
+            self._full = must is not None and must.isdisjoint(self.groups.unfinished)
+        return self._full
+
+    def _score(self) -> None:
+        if len(self.groups) - len(self.groups.unfinished) == len(self.groups.rewards):
+            return
+        for group_id in self.groups.complete():
+            if group_id in self.groups.rewards:
+                continue
+            requests = self.groups.results([group_id])
+            with span("reward"):
+                rewards = rewards_of(requests, self.reward)
+            samples = [ScoredSample(*each) for each in zip(requests, rewards, strict=True)]
+            # A failed sample has to be seen, not discarded.
+            failed = any(sample.error is not None for sample in samples)
+            if self.keep is None or failed or self.discards_left == 0 or self.keep(samples):
+                self.groups.rewards[group_id] = rewards
+            else:
+                self.discards_left -= 1
+                self.groups.drop([group_id])
+                self.discard(rewards)
+
+    def _draw(self) -> None:
+        drawn = list(islice(self.tasks, max(0, self.most - len(self.groups))))
+        if drawn:
+            self.begin(drawn)
+
+
+def rewards_of(requests: Sequence[DynamicInferenceRequest], reward: Reward) -> list[float | None]:
+    """Rewards of a group's samples; None of those that failed.
+
+    Raises:
+        ValueError: there are not as many rewards as samples, or one is no finite number.
+    """
+    sound = [request for request in requests if request.error is None]
+    try:
+        told = reward(sound) if sound else []
+    except (AttributeError, TypeError) as exc:
+        exc.add_note(
+            "reward is called with the list of a group's samples and returns a list of numbers, one each; a sample has "
+            "generated_text, generated_tokens and metadata: reward=lambda samples: [score(each) for each in samples]"
+        )
+        raise
+    try:
+        given = [float(each) for each in told]
+    except (TypeError, ValueError) as exc:
+        raise ValueError(
+            f"reward returned {told!r:.80} for the {len(sound)} samples of group {requests[0].request_id}: return a list "
+            "of numbers, one each"
+        ) from exc
+    if len(given) != len(sound):
+        raise ValueError(
+            f"reward returned {len(given)} values for the {len(sound)} samples of group {requests[0].request_id}: "
+            "return one each"
+        )
+    for value, request in zip(given, sound, strict=True):
+        if not isfinite(value):
+            raise ValueError(
+                f"reward={value!r} of request {request.request_id} sample {request.sample_index}: must be finite"
+            )
+    values = iter(given)
+    return [next(values) if request.error is None else None for request in requests]
+
+
+class Scoring:
+    """Scores the groups of one manager."""
+
+    def __init__(self, rounds: Rounds, generation: Generation) -> None:
+        self._rounds = rounds
+        self._generation = generation
+
+    @takes_options
+    def generate_scored(
+        self,
+        /,
+        tasks: Iterable[Prompt | PromptTask],
+        reward: Reward,
+        sampling_params: SamplingParams | None = None,
+        *,
+        groups: int,
+        max_groups: int | None = None,
+        keep: Callable[[Sequence[ScoredSample]], bool] | None = rewards_differ,
+        max_discarded: int | None = None,
+        on_error: OnError = "raise",
+        progress: bool | None = None,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> ScoredBatch:
+        """Sample and score groups until `groups` of them are worth training on (DAPO's dynamic sampling); blocks until then.
+
+        A group is scored as soon as its last sample finishes, while others are still sampled. A group that `keep` rejects
+        is discarded, and another prompt starts in its place. On several ranks every rank calls it, as `generate`.
+
+        Args:
+            tasks: prompts as in `generate`, or `PromptTask`s. What was not drawn stays in an iterator.
+            reward: gets the list of a group's samples and returns one finite number each. It runs on the stepping thread.
+            sampling_params: of tasks without their own; `n` samples per prompt.
+            groups: size of the batch, unless the tasks run out.
+            max_groups: most groups in flight, kept ones included. Above `groups` the call does not wait for the slowest:
+                groups in flight at its end continue in the next call, after the weight update. None: `groups`.
+            keep: whether a finished group counts. None: each counts. A group with a failed sample always counts.
+            max_discarded: after this many discarded groups every one counts. None: four times `groups`.
+            on_error, progress, timeout_s, fields: as in `generate`.
+
+        Returns:
+            Groups in order of submission. Groups left over when the batch is full begin the next batch.
+
+        Raises:
+            ConfigError: an option is out of its range.
+            TypeError: `reward` does not take one argument.
+            ValueError: `reward` did not return one finite number per sample; the group stays in flight.
+            InvalidRequestError, TypeError, ConfigError: a task can never be served, and is dropped; a note shows it.
+            KeyboardInterrupt: Ctrl-C, at the end of the step; the groups that this call began are aborted.
+            Exception: others as `generate`.
+        """
+        rounds, engine = self._rounds, self._rounds.engine
+        rounds.refuse_in_group("generate_scored")
+        check_on_error(on_error)
+        check_call("reward", reward, 1, "it gets the list of a group's samples and returns a list of numbers, one each")
+        (params,) = one_each(sampling_params, 1)
+        most, bound = _most_groups(groups, max_groups), most_discarded(groups, max_discarded)
+        discarded: list[float | None] = []
+        begun: list[int] = []
+        with rounds.round("generate_scored", timeout_s):
+            too_old = self._generation.begin_round()
+            at_once = isinstance(tasks, str | bytes | Mapping | list | tuple) or hasattr(tasks, "ndim")
+            drawn = iter(prompts_of(engine.controller, tasks, "tasks") if at_once else tasks)
+
+            def begin(drawn: Sequence[Prompt | PromptTask]) -> None:
+                asked = [task if isinstance(task, PromptTask) else PromptTask(task) for task in drawn]
+                with engine.locked():
+                    begun.extend(self._submit_sound(asked, params))
+
+            def discard(rewards: list[float | None]) -> None:
+                discarded.extend(rewards)
+                rounds.metrics.add("rollout/groups_discarded")
+
+            goal = ScoredGoal(rounds.groups, drawn, begin, groups, most, reward, keep, bound, discard, too_old)
+            try:
+                rounds.loop.run(goal, call="generate_scored", progress=progress, timeout_s=timeout_s)
+            except (KeyboardInterrupt, SystemExit):
+                rounds.loop.abort(begun)
+                raise
+            return self._hand_out(groups, discarded, on_error)
+
+    def _submit_sound(self, tasks: Sequence[PromptTask], params: SamplingParams) -> list[int]:
+        """Submit the tasks that can be served; then raise for the first that cannot."""
+        try:
+            prompts, chosen = [each.prompt for each in tasks], [each.sampling_params or params for each in tasks]
+            return submit(self._rounds, prompts, chosen, [each.metadata for each in tasks])
+        except (InvalidRequestError, TypeError, ConfigError) as exc:
+            if len(tasks) == 1:
+                exc.add_note(f"{tasks[0]!r:.200}")
+                raise
+            refused: list[Exception] = []
+            for task in tasks:
+                try:
+                    self._submit_sound([task], params)
+                except (InvalidRequestError, TypeError, ConfigError) as each:
+                    refused.append(each)
+            raise refused[0] from None
+
+    def _hand_out(self, groups: int, discarded: list[float | None], on_error: OnError) -> ScoredBatch:
+        rounds, device = self._rounds, self._rounds.engine.guard.training_device
+        with rounds.engine.locked():
+            known = rounds.groups.rewards
+            chosen = [each for each in rounds.groups if each in known][:groups]
+            rewards = [value for each in chosen for value in known[each]]
+            batch = ScoredBatch.from_requests(
+                rounds.groups.results(chosen), rewards=_tensor(rewards, device),
+                discarded_rewards=_tensor(discarded, device), **rounds.batch_options(),
+            )  # fmt: skip
+            rounds.groups.drop(chosen)
+        return rounds.handed_out(batch, on_error)
+
+
+def _tensor(rewards: list[float | None], device: torch.device | str | None) -> torch.Tensor:
+    return torch.tensor(
+        [float("nan") if each is None else each for each in rewards], dtype=torch.float32, device=device
+    )
+
+
+def _most_groups(groups: Any, max_groups: Any) -> int:
+    if type(groups) is not int or groups < 1:
+        raise ConfigError(f"groups={groups!r}: must be an integer of at least 1")
+    if max_groups is not None and (type(max_groups) is not int or max_groups < groups):
+        raise ConfigError(f"max_groups={max_groups!r}: must be None or an integer of at least groups={groups}")
+    return max_groups or groups

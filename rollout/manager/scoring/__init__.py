@@ -1,1 +1,0 @@
-"""Groups that are scored as they end: batches filled with groups worth training on, and rounds of long prompts."""

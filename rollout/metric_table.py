@@ -1,0 +1,352 @@
+"""Table of metrics: name, kind, unit, meaning, and where an engine's counters and gauges are read.
+
+`METRICS` defines every metric; `LOGGED` lists the flat names that a snapshot can contain, and `ENGINE_STATS` the plain names
+of `engine.stats()`. A new counter or gauge of an engine is one row with `read`: the manager's metrics,
+`/metrics` of a server and the reference follow from it.
+
+One "request" in this table is one sample: a prompt with n=8 is eight requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from rollout.errors import did_you_mean
+
+
+class Kind(StrEnum):
+    """How a metric is recorded, and how a snapshot reports it."""
+
+    COUNTER = "counter"
+    """`add`: sum over the interval, 0 if nothing was added. With `total`, also the sum since construction."""
+
+    TIMER = "timer"
+    """`phase` / `enter_phase`: seconds of the interval spent in the phase."""
+
+    GAUGE = "gauge"
+    """`set`: last value, absent until set. With `peak`, also the maximum during the interval."""
+
+    SUMMARY = "summary"
+    """`observe`: statistics of the interval's values, absent if there were none."""
+
+    RATIO = "ratio"
+    """Derived: ratio of two sums of logged values, absent if a part is absent or the denominator is 0."""
+
+
+Statistic = Literal["mean", "p50", "p99", "max", "nonzero_share"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Definition of one metric.
+
+    Attributes:
+        kind: how it is recorded.
+        unit: unit of the value; statistics of a summary have the same unit, except `nonzero_share`, in [0, 1].
+        help: meaning, one line.
+        stats: summaries: the statistics logged, as `<name>_<statistic>`.
+        total: counters: also log `<name>_total`.
+        peak: gauges: also log `<name>_peak`.
+        numerator, denominator: ratios: the logged names that are summed.
+        read: counters and gauges of an engine: where `engine.stats()` reads them, below scheduler, allocator, cache or
+            ledger; "": not of an engine.
+        logged: whether it is recorded and in snapshots; False: it is in `engine.stats()` only.
+    """
+
+    kind: Kind
+    unit: str
+    help: str
+    stats: tuple[Statistic, ...] = ()
+    total: bool = False
+    peak: bool = False
+    numerator: tuple[str, ...] = ()
+    denominator: tuple[str, ...] = ()
+    read: str = ""
+    logged: bool = True
+
+    def logged_as(self, name: str) -> tuple[str, ...]:
+        """Flat names under which a snapshot reports the metric `name`."""
+        if not self.logged:
+            return ()
+        if self.kind is Kind.SUMMARY:
+            return tuple(f"{name}_{stat}" for stat in self.stats)
+        return (name, *[f"{name}_total"] * self.total, *[f"{name}_peak"] * self.peak)
+
+
+def _counter(unit: str, text: str, read: str = "", *, total: bool = False) -> Metric:
+    return Metric(Kind.COUNTER, unit, text, read=read, total=total)
+
+
+def _timer(text: str) -> Metric:
+    return Metric(Kind.TIMER, "s", text)
+
+
+def _gauge(unit: str, text: str, read: str = "", *, peak: bool = False, logged: bool = True) -> Metric:
+    return Metric(Kind.GAUGE, unit, text, read=read, peak=peak, logged=logged)
+
+
+def _summary(unit: str, text: str, *stats: Statistic) -> Metric:
+    return Metric(Kind.SUMMARY, unit, text, stats=stats)
+
+
+def _ratio(unit: str, text: str, numerator: tuple[str, ...], denominator: tuple[str, ...]) -> Metric:
+    return Metric(Kind.RATIO, unit, text, numerator=numerator, denominator=denominator)
+
+
+PHASES = ("generate", "suspend", "train", "resume")
+_PHASE_SECONDS = tuple(f"rollout/{phase}_s" for phase in PHASES)
+
+METRICS: dict[str, Metric] = {
+    "rollout/requests_running": _gauge(
+        "requests", "active requests: they hold KV and advance in every step", "scheduler.num_active", peak=True
+    ),
+    "rollout/requests_waiting": _gauge(
+        "requests", "requests waiting for a slot or for KV blocks", "scheduler.num_waiting", peak=True
+    ),
+    "rollout/groups_in_flight": _gauge("groups", "unfinished groups, continued by the next generate"),
+    "rollout/groups_discarded": _counter(
+        "groups", "groups that were dropped when scored: generate_scored and run(keep=...)", total=True
+    ),
+    "rollout/episode_turns_dropped": _counter(
+        "turns", "turns of before a restart that their environment did not ask for again", total=True
+    ),
+    "rollout/requests_finished": _counter("requests", "requests that ended with a result", total=True),
+    "rollout/requests_truncated": _counter("requests", "finished requests that were cut off by their token budget"),
+    "rollout/requests_failed": _counter("requests", "requests that ended with an error", "ledger.requests_failed"),
+    "rollout/requests_aborted": _counter("requests", "requests that were aborted", "ledger.requests_aborted"),
+    "rollout/requests_stale": _counter(
+        "requests", "requests ended early because they would exceed max_staleness", "ledger.requests_stale"
+    ),
+    "rollout/requests_requeued": _counter(
+        "requests", "requests restarted from the prompt because of max_staleness", "ledger.requests_requeued"
+    ),
+    "rollout/truncated_share": _ratio(
+        "share",
+        "share of the finished requests that were cut off by the token budget",
+        ("rollout/requests_truncated",),
+        ("rollout/requests_finished",),
+    ),
+    "rollout/preemptions": _counter("requests", "requests preempted because KV blocks ran out", "queues.preemptions"),
+    "rollout/kv_pool_shrinks": _counter(
+        "shrinks",
+        "steps that ran out of device memory and were computed again in a smaller KV pool",
+        "ledger.kv_pool_shrinks",
+    ),
+    "rollout/steps": _counter("steps", "forwards of the engine", "ledger.steps"),
+    "rollout/step_requests": _summary("requests", "requests advanced by one forward", "mean", "max"),
+    "rollout/step_tokens": _summary("tokens", "tokens computed by one forward", "mean", "max"),
+    "rollout/prompt_tokens": _counter(
+        "tokens", "prompt tokens of admitted requests, counted once per sample of a group", "ledger.prompt_tokens"
+    ),
+    "rollout/images_encoded": _counter(
+        "images", "images, or tiles of one, that went through the vision tower", "images.encoded"
+    ),
+    "rollout/images_reused": _counter(
+        "images", "times a prefill chunk took an image's embeddings from the cache", "images.reused"
+    ),
+    "rollout/image_cache_bytes": _gauge(
+        "bytes", "size of the cached embeddings of images", "images.bytes", logged=False
+    ),
+    "rollout/generated_tokens": _counter("tokens", "sampled tokens", "queues.generated_tokens", total=True),
+    "rollout/kept_tokens_bytes": _counter(
+        "bytes",
+        "size of the sets that tokens were drawn from, returned on request",
+        "queues.kept_tokens_bytes",
+        total=True,
+    ),
+    "rollout/tokens_per_second": _ratio(
+        "tokens/s",
+        "sampled tokens per second of the generate phase",
+        ("rollout/generated_tokens",),
+        ("rollout/generate_s",),
+    ),
+    "rollout/drafts": _counter("drafts", "drafts that a forward checked, one per sequence and step", "queues.drafts"),
+    "rollout/draft_tokens": _counter("tokens", "draft tokens that a forward checked", "queues.draft_tokens"),
+    "rollout/draft_tokens_accepted": _counter(
+        "tokens", "draft tokens that equalled the sampled ones", "queues.draft_tokens_accepted"
+    ),
+    "rollout/draft_acceptance": _ratio(
+        "share",
+        "share of the draft tokens that were accepted",
+        ("rollout/draft_tokens_accepted",),
+        ("rollout/draft_tokens",),
+    ),
+    "rollout/draft_accepted_length": _ratio(
+        "tokens", "mean accepted tokens of a draft", ("rollout/draft_tokens_accepted",), ("rollout/drafts",)
+    ),
+    "rollout/prefill_tokens_computed": _counter(
+        "tokens", "prompt positions whose KV a forward computed", "queues.prefill_tokens_computed"
+    ),
+    "rollout/prefill_tokens_saved": _counter(
+        "tokens", "prompt positions whose KV came from the prefix cache or a fork", "queues.prefill_tokens_saved"
+    ),
+    "rollout/prefix_hit_rate": _ratio(
+        "share",
+        "share of the required prompt positions that needed no forward",
+        ("rollout/prefill_tokens_saved",),
+        ("rollout/prefill_tokens_saved", "rollout/prefill_tokens_computed"),
+    ),
+    "rollout/prefix_tail_tokens": _counter(
+        "tokens",
+        "prompt positions of these whose KV was copied from the partly filled last block of an ended request",
+        "queues.prefix_tail_tokens",
+    ),
+    "rollout/prefix_hits_refused_version": _counter(
+        "blocks",
+        "cached blocks with equal tokens, not reused because their KV is of another policy version",
+        "allocator.index.refused",
+    ),
+    "rollout/kv_blocks_used": _gauge("blocks", "KV blocks referenced by a request", "allocator.num_used", peak=True),
+    "rollout/kv_blocks_cached": _gauge("blocks", "unreferenced KV blocks kept for prefix hits", "allocator.num_cached"),
+    "rollout/kv_blocks_free": _gauge("blocks", "KV blocks without content", "allocator.num_free"),
+    "rollout/kv_blocks_in_window": _gauge(
+        "blocks",
+        "KV blocks, used or cached, whose KV is there in layers with a window too",
+        "allocator.num_in_window",
+        logged=False,
+    ),
+    "rollout/kv_blocks_total": _gauge(
+        "blocks", "most blocks that the KV pool can hold", "allocator.num_blocks", logged=False
+    ),
+    "rollout/oldest_request_timestamp_s": _gauge(
+        "s",
+        "arrival of the oldest unfinished request, since the epoch; 0: there is none",
+        "engine.oldest_request_timestamp_s",
+        logged=False,
+    ),
+    "rollout/hold_level": _gauge(
+        "level", "0: the engine runs, 1: it is paused, 2: its KV cache is suspended", "engine.hold_level", logged=False
+    ),
+    "rollout/kv_device_bytes": _gauge(
+        "bytes", "memory of the KV cache on the device", "cache.device_bytes", logged=False
+    ),
+    "rollout/kv_route_bytes": _gauge(
+        "bytes", "share of `kv_device_bytes` that holds expert routes", "cache.route_device_bytes", logged=False
+    ),
+    "rollout/graph_bytes": _gauge(
+        "bytes", "device memory of CUDA graphs, their workspace and logits", "runner.graph_bytes", logged=False
+    ),
+    "rollout/autocast_copy_bytes": _gauge(
+        "bytes", "device memory of copies of weights in autocast's dtype", "runner.copies.nbytes", logged=False
+    ),
+    "rollout/state_slots": _gauge("slots", "recurrent states that can be kept", "states.num_slots", logged=False),
+    "rollout/state_slots_used": _gauge(
+        "slots", "recurrent states of running requests", "states.num_held", logged=False
+    ),
+    "rollout/state_snapshots": _gauge(
+        "slots", "recurrent states kept for prefix hits", "states.num_snapshots", logged=False
+    ),
+    "rollout/state_hits": _counter("requests", "requests that went on from a kept recurrent state", "states.hits"),
+    "rollout/state_snapshots_evicted": _counter(
+        "slots", "kept recurrent states evicted to make room", "states.evictions"
+    ),
+    "rollout/state_device_bytes": _gauge(
+        "bytes", "memory of recurrent states on the device", "state_pool.device_bytes", logged=False
+    ),
+    "rollout/kv_host_bytes": _gauge("bytes", "memory of the KV cache on the host", "cache.host_bytes", logged=False),
+    "rollout/kv_blocks_copied": _counter(
+        "blocks", "KV blocks copied on the first write after a fork", "queues.kv_blocks_copied"
+    ),
+    "rollout/kv_blocks_out_of_window": _counter(
+        "blocks",
+        "KV blocks that running requests gave back, whole or in layers with a window, because the windows have passed them",
+        "queues.kv_blocks_out_of_window",
+    ),
+    "rollout/kv_blocks_evicted": _counter("blocks", "cached KV blocks evicted to make room", "allocator.evictions"),
+    "rollout/kv_blocks_offloaded": _counter("blocks", "evicted KV blocks that went to the host tier", "host.offloaded"),
+    "rollout/kv_blocks_loaded": _counter("blocks", "KV blocks that came back from the host tier", "host.loaded"),
+    "rollout/kv_blocks_evicted_from_host": _counter(
+        "blocks", "KV blocks of the host tier that made room for others", "host.evicted"
+    ),
+    "rollout/prefix_host_tokens": _counter(
+        "tokens", "positions whose KV came back from the host tier", "host.hit_tokens"
+    ),
+    "rollout/kv_host_cache_bytes": _gauge("bytes", "size of the KV blocks that the host tier holds", "host.num_bytes"),
+    "rollout/kv_blocks_lost": _counter("blocks", "KV blocks the pool lost because a resume found too little memory"),
+    "rollout/queue_s": _summary("s", "time from arrival to the request's first forward", "mean", "max"),
+    "rollout/ttft_s": _summary("s", "time from arrival to the first token", "mean", "p50", "p99", "max"),
+    "rollout/tpot_s": _summary("s", "time between two tokens of a request", "mean", "p50", "p99"),
+    "rollout/request_s": _summary("s", "time from arrival to the last token", "mean", "p50", "p99", "max"),
+    "rollout/tail_factor": _ratio(
+        "ratio",
+        "duration of the slowest request over the mean duration",
+        ("rollout/request_s_max",),
+        ("rollout/request_s_mean",),
+    ),
+    "rollout/prompt_length": _summary("tokens", "prompt length of finished requests", "mean", "max"),
+    "rollout/completion_length": _summary(
+        "tokens", "completion length of finished requests", "mean", "p50", "p99", "max"
+    ),
+    "rollout/policy_version": _gauge("updates", "weight updates since the engine was constructed", "scheduler.version"),
+    "rollout/policy_staleness": _summary(
+        "updates", "weight updates since a returned completion token was sampled", "mean", "max", "nonzero_share"
+    ),
+    "rollout/kv_staleness": _summary(
+        "updates", "weight updates since the KV of a returned position was computed", "mean", "max"
+    ),
+    "rollout/logprob_diff": _summary(
+        "nats", "absolute difference between rollout and trainer log-prob of a token", "mean", "p99", "max"
+    ),
+    "rollout/generate_s": _timer("time spent generating"),
+    "rollout/suspend_s": _timer("time spent releasing the KV cache's device memory"),
+    "rollout/train_s": _timer("time spent outside the engine: rewards, backward, optimizer"),
+    "rollout/resume_s": _timer("time spent restoring the KV cache, its copies included"),
+    **{
+        f"rollout/time_share_{phase}": _ratio(
+            "share", f"share of the time of all phases spent in {phase}", (f"rollout/{phase}_s",), _PHASE_SECONDS
+        )
+        for phase in PHASES
+    },
+    "rollout/suspends": _counter("calls", "suspends that released the KV cache's device memory"),
+    "rollout/suspend_bytes": _counter("bytes", "KV copied to host memory"),
+    "rollout/suspend_fallbacks": _counter(
+        "calls", "suspends that dropped KV which they were to offload, for want of memory to copy it to"
+    ),
+    "rollout/resumes": _counter("calls", "resumes that restored the KV cache"),
+    "rollout/resume_bytes": _counter("bytes", "KV copied back to the device"),
+    "rollout/resume_fallbacks": _counter("requests", "requests recomputed at a resume because their KV no longer fits"),
+    "rollout/resume_tokens_restored": _counter("tokens", "positions whose KV was restored without a forward"),
+    "rollout/tokens_recomputed": _counter("tokens", "positions to prefill again after a resume"),
+    "rollout/preemption_tokens_recomputed": _counter(
+        "tokens", "positions to prefill again after a preemption", "queues.preemption_tokens_recomputed"
+    ),
+}
+
+LOGGED: dict[str, Metric] = {flat: metric for name, metric in METRICS.items() for flat in metric.logged_as(name)}
+"""Flat name → its metric: every key that a snapshot can contain."""
+
+ENGINE_STATS: dict[str, Metric] = {
+    name.removeprefix("rollout/"): metric for name, metric in METRICS.items() if metric.read
+}
+"""Plain name → its metric: what `engine.stats()` returns."""
+
+
+def describe() -> str:
+    """Return the table as Markdown, one row per logged name."""
+    rows = [f"| `{name}` | {metric.kind.value} | {metric.unit} | {metric.help} |" for name, metric in LOGGED.items()]
+    return "\n".join(["| name | kind | unit | meaning |", "|---|---|---|---|", *rows])
+
+
+def unknown_name(name: str, known: Mapping[str, Metric]) -> KeyError:
+    """Return the `KeyError` for a name that is not in the table, with the closest known names."""
+    cure = did_you_mean(name, known, "see rollout.metrics.describe()", most=3, cutoff=0.5)
+    return KeyError(f"{name!r} is not a metric of this package: names are those of rollout.metrics; {cure}")
+
+
+def short_count(number: float) -> str:
+    """`596 M`, `1.5 G`, `12 k`: three digits and a decimal unit."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
+
+
+def binary_bytes(number: float) -> str:
+    """`1.1 GiB`, `12.0 MiB`, `3 KiB`, `96 B`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number / 2**10:.0f} KiB" if number >= 2**10 else f"{number:.0f} B"

@@ -1,0 +1,219 @@
+"""`report`: one HTML page of a run that opens without a network: charts, slots of a traced step, samples."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rollout.errors import ConfigError
+from rollout.observe import charts
+from rollout.observe.run_log import read_log
+from rollout.observe.summary import summary
+from rollout.observe.timeline import ReadTrace, read
+
+BLUE, ORANGE, GREEN, RED, GREY, TEAL = "#3b82c4", "#f2a541", "#4c9f70", "#d9534f", "#9aa5b1", "#3aa6a0"
+AGES = ("#ffffff", "#fdf3d0", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f")
+"""Background of tokens sampled 0, 1, 2 … weight updates ago; the last one for all older tokens."""
+AGE_AREAS = ("#dbe7f3", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f", "#a33a3a")
+SHOWN = 6
+"""Slowest, and most stale samples of the run that are shown."""
+
+
+def report(
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    trace: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+) -> Path:
+    """Write the page of a run that `RunLog` has logged.
+
+    Args:
+        folder: of the run.
+        out: the file. None: `report.html` in the folder.
+        trace: the step whose slots are drawn: a file of `rollout.trace`, or those of all ranks. None: the last one in the
+            folder or in its `traces`; if there is none, that part is left out.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: there is no log in the folder, the trace cannot be read, or the page cannot be written.
+    """
+    title, rows = read_log(folder)
+    paths = _traces(Path(folder)) if trace is None else [trace] if isinstance(trace, str | os.PathLike) else list(trace)
+    seen = read(paths) if paths else None
+    name = ", ".join(Path(path).name for path in paths)
+    target = Path(folder) / "report.html" if out is None else Path(out)
+    try:
+        target.write_text(_page(title, rows, seen, name), encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"report({str(target)!r}): cannot be written: {exc}") from exc
+    return target
+
+
+def _traces(folder: Path) -> list[str | os.PathLike[str]]:
+    """The last trace below a run, with those of the other ranks of the same step."""
+    found = [
+        path
+        for parent in (folder, folder / "traces")
+        for path in (*parent.glob("*.json.gz"), *parent.glob("step*.json"))
+    ]
+    if not found:
+        return []
+    last = max(found, key=lambda path: (path.name.partition(".")[0], path.stat().st_mtime))
+    step = last.name.partition(".")[0]
+    ranks = [path for path in found if path.parent == last.parent and path.name.startswith(f"{step}.rank")]
+    return list(ranks) if last in ranks else [last]
+
+
+def _page(title: str, rows: list[dict[str, Any]], trace: ReadTrace | None, trace_name: str) -> str:
+    panels = "".join(f"<section><h2>{escape(name)}</h2>{chart}</section>" for name, chart in _charts(rows))
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
+        f"<h1>{escape(title)}</h1>{_headline(rows)}<main>{panels}</main>"
+        f"{_slots(trace, trace_name)}{_samples(rows)}</body></html>\n"
+    )
+
+
+def _headline(rows: list[dict[str, Any]]) -> str:
+    def total(name: str) -> float:
+        return sum(row["metrics"].get(f"rollout/{name}") or 0.0 for row in rows)
+
+    seconds = sum(total(f"{phase}_s") for phase in ("generate", "suspend", "train", "resume"))
+    facts = [
+        (f"{len(rows)}", "steps"),
+        (f"{seconds:,.0f} s", "measured"),
+        (f"{total('requests_finished'):,.0f}", "samples"),
+        (f"{total('generated_tokens'):,.0f}", "tokens sampled"),
+    ]
+    if total("generate_s"):
+        facts.append((f"{total('generated_tokens') / total('generate_s'):,.0f}", "tokens per second of generating"))
+    rewards = [row["reward"][0] for row in rows if "reward" in row]
+    if rewards:
+        facts.append((f"{rewards[0]:.3g} → {rewards[-1]:.3g}", "mean reward"))
+    return '<div class="facts">' + "".join(f"<div><b>{a}</b>{b}</div>" for a, b in facts) + "</div>"
+
+
+def _charts(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    steps = [row["step"] for row in rows]
+
+    def metric(name: str) -> list[float | None]:
+        return [row["metrics"].get(f"rollout/{name}") for row in rows]
+
+    def reward(index: int) -> list[float | None]:
+        return [row["reward"][index] if "reward" in row else None for row in rows]
+
+    oldest = max((len(row.get("ages", ())) for row in rows), default=0)
+    shown = min(oldest, len(AGE_AREAS))
+    ages = []
+    for age in range(shown):
+        last = age == shown - 1 and oldest > shown
+        counts = [float(sum(row.get("ages", [])[age:] if last else row.get("ages", [])[age : age + 1])) for row in rows]
+        ages.append((f"{age}" + " or more updates" * last, AGE_AREAS[age], counts))
+    length = "completion_length"
+    return [
+        ("Reward", charts.lines(
+            steps, [("mean", BLUE, reward(0))], band=("10th to 90th percentile", BLUE, reward(1), reward(2)))),
+        ("Completion length (tokens)", charts.lines(
+            steps, [("mean", BLUE, metric(f"{length}_mean")), ("longest", GREY, metric(f"{length}_max"))],
+            band=("median to 99th percentile", BLUE, metric(f"{length}_p50"), metric(f"{length}_p99")))),
+        ("Where the seconds of a step went", charts.areas(steps, [
+            ("generate", BLUE, metric("generate_s")), ("train", ORANGE, metric("train_s")),
+            ("suspend", RED, metric("suspend_s")), ("resume", TEAL, metric("resume_s"))])),
+        ("Sampled tokens per second of generating", charts.lines(
+            steps, [("tokens per second", BLUE, metric("tokens_per_second"))])),
+        ("Staleness of trained tokens (share by updates since sampling)", charts.areas(steps, ages, shares=True)),
+        ("Log-prob gap between sampler and trainer (nats)", charts.lines(
+            steps, [("mean", BLUE, metric("logprob_diff_mean")), ("99th percentile", ORANGE, metric("logprob_diff_p99")),
+                    ("largest", RED, metric("logprob_diff_max"))], log=True)),
+        ("KV blocks", charts.lines(steps, [
+            ("used, peak", BLUE, metric("kv_blocks_used_peak")), ("cached", ORANGE, metric("kv_blocks_cached")),
+            ("free", GREY, metric("kv_blocks_free"))])),
+        ("Prompt positions served by the prefix cache or a fork", charts.lines(
+            steps, [("share", GREEN, metric("prefix_hit_rate"))], top=1.0)),
+        ("Time to first token and of a whole request (s)", charts.lines(
+            steps, [("first token, p99", ORANGE, metric("ttft_s_p99")), ("request, median", BLUE, metric("request_s_p50")),
+                    ("request, p99", RED, metric("request_s_p99"))])),
+        ("Requests: preempted, failed, stale", charts.lines(steps, [
+            ("preempted", ORANGE, metric("preemptions")), ("failed", RED, metric("requests_failed")),
+            ("stale", GREY, metric("requests_stale"))])),
+    ]  # fmt: skip
+
+
+def _slots(trace: ReadTrace | None, name: str) -> str:
+    if trace is None:
+        return ""
+    parts = [f"<h2>Slots of a traced step <small>{escape(name)}</small></h2>"]
+    for engine in trace.engines:
+        parts.append(f"<h3>{escape(engine.name)}</h3>{charts.slots(engine, trace.duration_s)}")
+    parts.append(f"<pre>{escape(summary(trace))}</pre>")
+    return f'<section class="wide">{"".join(parts)}</section>'
+
+
+def _samples(rows: list[dict[str, Any]]) -> str:
+    every = [(row["step"], sample) for row in rows for sample in row.get("samples", ())]
+    slowest = sorted(
+        (each for each in every if "slowest" in each[1]["why"]), key=lambda each: -(each[1]["seconds"] or 0)
+    )
+    stalest = sorted((each for each in every if "most stale" in each[1]["why"]), key=lambda each: -_age(each[1]))
+    parts = []
+    for name, chosen in (("Slowest samples", slowest), ("Most stale samples", stalest)):
+        if chosen:
+            parts.append(f"<h2>{name}</h2>" + "".join(_sample(step, sample) for step, sample in chosen[:SHOWN]))
+    if not parts:
+        return ""
+    key = "".join(
+        f'<span><i style="background:{color}"></i>{age}{" or more" * (age == len(AGES) - 1)} updates old</span>'
+        for age, color in enumerate(AGES)
+    )
+    return f'<section class="wide"><div class="legend">{key}</div>{"".join(parts)}</section>'
+
+
+def _age(sample: dict[str, Any]) -> int:
+    return max((sample["version"] - version for version, _, _ in sample["runs"]), default=0)
+
+
+def _sample(step: int, sample: dict[str, Any]) -> str:
+    facts = [f"step {step}", f"group {sample['group']}/{sample['sample']}"]
+    facts += [f"{sample['seconds']:.2f} s"] if sample["seconds"] is not None else []
+    facts += [f"reward {sample['reward']:.3g}"] if sample["reward"] is not None else []
+    facts += [f"{sum(tokens for _, tokens, _ in sample['runs'])} tokens", sample["finish"]]
+    facts += ["versions " + " → ".join(str(version) for version, _, _ in sample["runs"])]
+    return (
+        f'<article><header>{escape(" · ".join(facts))}</header><div class="prompt">{escape(sample["prompt"])}</div>'
+        f'<div class="text">{colored(sample["runs"], sample["version"])}</div></article>'
+    )
+
+
+def colored(runs: Iterable[tuple[int, int, str]], now: int) -> str:
+    """Return the text of `version_runs` as HTML; the background of each shows its age at the policy version `now`."""
+    spans = []
+    for version, count, text in runs:
+        age = max(0, now - version)
+        told = f"version {version}, {age} update{'s' * (age != 1)} ago, {count} token{'s' * (count != 1)}"
+        spans.append(f'<span style="background:{AGES[min(age, len(AGES) - 1)]}" title="{told}">{escape(text)}</span>')
+    return "".join(spans)
+
+
+_STYLE = """
+:root{color-scheme:light}body{font:14px/1.45 system-ui,"DejaVu Sans",sans-serif;color:#1f2933;background:#f4f6f8;
+margin:0 auto;max-width:1180px;padding:24px}h1{font-size:24px;margin:0 0 12px}h2{font-size:15px;margin:0 0 8px}
+h3{font-size:13px;margin:8px 0 4px;color:#52606d}small{font-weight:400;color:#7b8794}
+.facts{display:flex;flex-wrap:wrap;gap:10px;margin-bottom:16px}.facts div{background:#fff;border:1px solid #e1e6eb;
+border-radius:6px;padding:8px 14px;color:#52606d;font-size:12px}.facts b{display:block;font-size:19px;color:#1f2933}
+main{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(460px,100%),1fr));gap:14px}
+section{background:#fff;border:1px solid #e1e6eb;border-radius:6px;padding:14px;min-width:0}
+section.wide{margin-top:14px}svg{width:100%;height:auto;display:block}svg text{font-size:11px;fill:#616e7c}
+.grid{stroke:#e4e7eb;fill:none}.legend{display:flex;flex-wrap:wrap;gap:4px 14px;font-size:12px;color:#52606d;margin:6px 0}
+.legend i{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:5px;vertical-align:-1px;
+border:1px solid #0001}.none{color:#9aa5b1;text-align:center;padding:70px 0}
+pre{overflow:auto;font:12px/1.4 ui-monospace,"DejaVu Sans Mono",monospace;background:#f8fafb;padding:10px;margin:10px 0 0}
+article{border:1px solid #e1e6eb;border-radius:4px;margin:0 0 10px}header{background:#f8fafb;padding:5px 10px;
+font-size:12px;color:#52606d;border-bottom:1px solid #e1e6eb}.prompt{padding:6px 10px;color:#7b8794;white-space:pre-wrap;
+overflow-wrap:anywhere;max-height:90px;overflow:auto}.text{padding:2px 10px 8px;white-space:pre-wrap;overflow-wrap:anywhere;
+max-height:260px;overflow:auto;font-family:ui-monospace,"DejaVu Sans Mono",monospace;font-size:12.5px}
+"""

@@ -1,0 +1,373 @@
+"""Records what the engines and the trainer of one process do, as rows in memory, and the lives of samples.
+
+    Stepper, Ledger, EngineControl → EngineTap → EngineLog      steps, ended samples, control calls of one engine
+    manager phases, `span`, `mark`  → TraceRecorder             what happens around the engines
+
+A trace is of a process: engines that are built while it is on are in it too. Appends to lists only, so that any thread
+may report. After `MAX_ROWS` steps or samples the rest is counted, not kept.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollout.errors import EngineStateError
+from rollout.requests.events import DynamicInferenceEventType
+
+if TYPE_CHECKING:
+    from rollout.requests.record import DynamicInferenceRequestRecord
+    from rollout.requests.request import DynamicInferenceRequest
+
+
+WAITING, PREFILL, DECODE, PREEMPTED, HELD, TOOL = "waiting", "prefill", "decode", "preempted", "held", "tool"
+STATES = (WAITING, PREFILL, DECODE, PREEMPTED, HELD, TOOL)
+"""In the queue; its prompt is computed; tokens are sampled; in the queue after its KV was dropped; it has KV and the
+engine makes no steps; it has ended and its episode waits for a tool."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """One sample.
+
+    Attributes:
+        states: (state, start, end) in order of time, seconds by the engine's clock.
+        versions: (time, policy version) of its first token and of every change of version.
+        prompt_tokens, tokens: lengths of prompt and completion.
+        cached_tokens: prompt tokens whose KV came from the prefix cache at its first admission.
+        finish: value of the `FinishReason`; "unfinished" at the end of the trace.
+    """
+
+    request_id: int
+    sample_index: int
+    states: tuple[tuple[str, float, float], ...]
+    versions: tuple[tuple[float, int], ...]
+    prompt_tokens: int
+    tokens: int
+    cached_tokens: int
+    finish: str
+
+    @property
+    def start(self) -> float:
+        return self.states[0][1]
+
+    @property
+    def end(self) -> float:
+        return self.states[-1][2]
+
+
+def life_of(record: DynamicInferenceRequestRecord, until: float) -> Life:
+    """Life of a sample; one that has not ended lives `until` that time."""
+    first, last = record[0], record[-1]
+    at, state = first.arrival_time, WAITING
+    states: list[tuple[str, float, float]] = []
+    versions: list[tuple[float, int]] = []
+    for segment in record:
+        first_token = None if segment.ttft is None else segment.arrival_time + segment.ttft
+        for event in segment.events:
+            following = _FOLLOWS.get(event.type)
+            if following is None:
+                continue
+            at = _close(states, state, at, event.timestamp, first_token)
+            state = following
+        if first_token is not None:
+            _add_versions(versions, segment, first_token)
+            if state == PREFILL:
+                at = _close(states, state, at, first_token, None)
+                state = DECODE
+    if state:
+        _close(states, state, at, max(until, at), None)
+    return Life(
+        record.request_id, record.sample_index, tuple(states), tuple(versions), len(first.prompt_tokens),
+        sum(len(segment.generated_tokens) for segment in record), first.num_cached_tokens,
+        "unfinished" if last.finish_reason is None else last.finish_reason.value,
+    )  # fmt: skip
+
+
+_FOLLOWS = {
+    DynamicInferenceEventType.ADD_CONTEXT: PREFILL,
+    DynamicInferenceEventType.EVICT: PREEMPTED,
+    DynamicInferenceEventType.FINISH: "",
+    DynamicInferenceEventType.FAIL: "",
+}
+
+
+def _close(
+    states: list[tuple[str, float, float]], state: str, start: float, end: float, first_token: float | None
+) -> float:
+    """Append `state`, in two parts if a prefill has led to a first token; returns its end, at least `start`."""
+    end = max(start, end)
+    if state == PREFILL and first_token is not None and start <= first_token < end:
+        states.append((PREFILL, start, first_token))
+        state, start = DECODE, first_token
+    if state:
+        states.append((state, start, end))
+    return end
+
+
+def _add_versions(versions: list[tuple[float, int]], segment: DynamicInferenceRequest, first_token: float) -> None:
+    position, prompt = 0, len(segment.prompt_tokens)
+    for version, count in segment.policy_spans.runs:
+        begin, position = position, position + count
+        if position <= prompt:
+            continue
+        token = max(0, begin - prompt)
+        if not versions or versions[-1][1] != version:
+            versions.append((first_token + sum(segment.tpot[:token]), version))
+
+
+MAX_ROWS = 500_000
+"""Steps, samples, and spans that are kept, each."""
+
+
+class StepRow(NamedTuple):
+    """One step. Times are seconds since the epoch; counters count from the engine's construction."""
+
+    start: float
+    scheduled: float
+    executed: float
+    end: float
+    decodes: int
+    prefills: int
+    prefill_tokens: int
+    sampled: int
+    running: int
+    waiting: int
+    kv_used: int
+    kv_cached: int
+    kv_free: int
+    kv_on_host: int
+    kv_offloaded: int
+    kv_loaded: int
+    prefill_tokens_saved: int
+    preemptions: int
+    version: int
+
+
+class Span(NamedTuple):
+    """Something with a beginning and an end on a track; `end` equals `start` for an instant."""
+
+    track: str
+    name: str
+    start: float
+    end: float
+    args: dict[str, Any]
+
+
+class EngineLog:
+    """Rows of one engine.
+
+    Attributes:
+        lives: of samples that have ended.
+        controls: control calls and weight updates.
+        states: (time, value of the `EngineState`), from the beginning on.
+        tools: request id → when an episode began to wait for the tool that its turn asked for, and when it continued.
+        dropped: rows beyond `MAX_ROWS`.
+        saved_before: `prefill_tokens_saved` before the first step.
+    """
+
+    def __init__(self, clock: Callable[[], float], state: str) -> None:
+        self.clock = clock
+        self.steps: list[StepRow] = []
+        self.lives: list[Life] = []
+        self.controls: list[Span] = []
+        self.states: list[tuple[float, str]] = [(clock(), state)]
+        self.tools: dict[int, tuple[float, float]] = {}
+        self.dropped = 0
+        self.saved_before = 0
+        self._marks: list[float] = []
+
+    def step_begins(self, tokens_saved: int) -> None:
+        """A step begins; `step_reached` and `step_ends` follow, unless it is empty or fails."""
+        self._marks = [self.clock()]
+        if not self.steps:
+            self.saved_before = tokens_saved
+
+    def step_reached(self) -> None:
+        """The step is scheduled, or executed."""
+        self._marks.append(self.clock())
+
+    def step_ends(self, numbers: Iterable[int]) -> None:
+        """The step's tokens are booked; `numbers` are what a `StepRow` holds after its times."""
+        if len(self.steps) >= MAX_ROWS:
+            self.dropped += 1
+            return
+        start, scheduled, executed = self._marks
+        self.steps.append(StepRow(start, scheduled, executed, self.clock(), *numbers))
+
+    def ended(self, record: DynamicInferenceRequestRecord) -> None:
+        if len(self.lives) >= MAX_ROWS:
+            self.dropped += 1
+            return
+        self.lives.append(life_of(record, self.clock()))
+
+    def tool_begins(self, request_id: int) -> None:
+        """The episode of this turn begins to wait for a tool; from any thread."""
+        if len(self.tools) < MAX_ROWS:
+            self.tools[request_id] = (self.clock(), math.inf)
+
+    def tool_ends(self, request_id: int) -> None:
+        """The episode of this turn goes on, or ends; without effect where the trace began later."""
+        if (wait := self.tools.get(request_id)) is not None:
+            self.tools[request_id] = (wait[0], self.clock())
+
+    def instant(self, name: str, **args: Any) -> None:
+        now = self.clock()
+        self.controls.append(Span("engine", name, now, now, args))
+
+    def control(self, name: str, start: float, state: str, **args: Any) -> None:
+        """A control call that began at `start` has ended, and the engine is in `state`."""
+        now = self.clock()
+        self.controls.append(Span("engine", name, start, now, args))
+        self.states.append((now, state))
+
+
+class TraceRecorder:
+    """Rows of one process.
+
+    Args:
+        clock: seconds since the epoch, of everything but the engines, which have their own.
+
+    Attributes:
+        started, ended: seconds; `ended` is 0 until `finish`.
+        engines: one log per engine that was built or has reported.
+        spans: of the trainer and the job.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time, destination: str = "") -> None:
+        self.clock = clock
+        self.destination = destination
+        self.started = clock()
+        self.ended = 0.0
+        self.engines: list[EngineLog] = []
+        self.spans: list[Span] = []
+        self._phases: dict[object, tuple[str | None, float]] = {}
+        self._of_tap: dict[EngineTap, EngineLog] = {}
+        self._lock = threading.Lock()
+
+    def log_of(self, tap: EngineTap) -> EngineLog:
+        """The log of an engine, from its first report on."""
+        log = self._of_tap.get(tap)
+        if log is None:
+            with self._lock:
+                log = self._of_tap.get(tap)
+                if log is None:
+                    log = EngineLog(tap.clock, tap.state())
+                    self.engines.append(log)
+                    self._of_tap[tap] = log
+        return log
+
+    def add(self, span: Span) -> None:
+        if len(self.spans) < MAX_ROWS:
+            self.spans.append(span)
+
+    def phase(self, of: object, phase: str | None, before: str | None) -> None:
+        """Note that `of` moves from the phase `before` to another; the earlier one becomes a span."""
+        now = self.clock()
+        name, since = self._phases.get(of, (before, self.started))
+        if name == phase:
+            return
+        if name is not None:
+            self.add(Span("phases", name, since, now, {"phase": name}))
+        self._phases[of] = (phase, now)
+
+    def finish(self) -> None:
+        """End the trace: unfinished things are recorded as they stand. Waits for the step boundary of every engine."""
+        self.ended = self.clock()
+        for of in list(self._phases):
+            self.phase(of, None, None)
+        for tap, log in list(self._of_tap.items()):
+            log.tools = {turn: (start, min(end, self.ended)) for turn, (start, end) in log.tools.copy().items()}
+            log.lives += [life_of(record, self.ended) for record in tap.records()]
+        self._of_tap.clear()
+
+
+_active: TraceRecorder | None = None
+_switching = threading.Lock()
+
+
+class EngineTap:
+    """Where one engine reports; `log` is None while nothing is recorded.
+
+    Args:
+        clock: the engine's, for its events and steps.
+        state: returns the value of its `EngineState`.
+        records: brings the records of its unfinished samples up to date and returns them; called when a trace ends.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        state: Callable[[], str],
+        records: Callable[[], list[DynamicInferenceRequestRecord]],
+    ) -> None:
+        self.clock = clock
+        self.state = state
+        self.records = records
+
+    @property
+    def log(self) -> EngineLog | None:
+        """The engine's log in the active recorder."""
+        recorder = _active
+        return None if recorder is None else recorder.log_of(self)
+
+
+def start(destination: str, clock: Callable[[], float] = time.time) -> TraceRecorder:
+    """Begin to record in this process; `EngineStateError` if a trace is being recorded already."""
+    global _active
+    with _switching:
+        if _active is not None:
+            raise EngineStateError(
+                f"trace({destination!r}) while {_active.destination!r} is being recorded: a process records one trace at a "
+                "time; end that one first"
+            )
+        _active = TraceRecorder(clock, destination)
+        return _active
+
+
+def stop(recorder: TraceRecorder) -> None:
+    """End the recording; harmless when it has ended."""
+    global _active
+    with _switching:
+        if _active is not recorder:
+            return
+        _active = None
+    recorder.finish()
+
+
+def active() -> TraceRecorder | None:
+    """The recorder of this process, if it is on."""
+    return _active
+
+
+@contextmanager
+def span(name: str, *, track: str = "trainer", **args: Any) -> Iterator[None]:
+    """A block that a trace shows as a span on a track; without effect while no trace is recorded.
+
+    Args:
+        name: of the span, such as "reward".
+        track: row of the timeline.
+        args: shown with it; numbers and strings.
+    """
+    recorder = _active
+    if recorder is None:
+        yield
+        return
+    start_s = recorder.clock()
+    try:
+        yield
+    finally:
+        recorder.add(Span(track, name, start_s, recorder.clock(), args))
+
+
+def mark(name: str, *, track: str = "trainer", **args: Any) -> None:
+    """Record an instant on a track; without effect while no trace is recorded."""
+    recorder = _active
+    if recorder is not None:
+        now = recorder.clock()
+        recorder.add(Span(track, name, now, now, args))

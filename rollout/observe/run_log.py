@@ -1,0 +1,171 @@
+"""The log of a training run, `<folder>/run.jsonl`: a line per step with metrics, rewards, staleness, slowest and
+stalest samples.
+
+A line that a crash has cut off is skipped when read; `report` makes `report.html` of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.errors import ConfigError
+
+FILE = "run.jsonl"
+LONGEST_TEXT = 4000
+"""Characters of a prompt, and of a run of tokens, that are kept."""
+
+
+class RunLog:
+    """Appends the steps of one run to `<folder>/run.jsonl`.
+
+    Args:
+        folder: made if need be. A run that is there already is continued.
+        title: of the report.
+        samples: number of the slowest, and of the most stale samples that are kept per step.
+
+    Raises:
+        ConfigError: the folder cannot be made, or the file not be written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, title: str = "", samples: int = 2) -> None:
+        if type(samples) is not int or samples < 0:
+            raise ConfigError(f"RunLog(samples={samples!r}): must be an integer of at least 0")
+        self.folder = Path(folder)
+        self._samples = samples
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._append({"title": title or self.folder.name})
+        except OSError as exc:
+            raise ConfigError(f"RunLog({str(folder)!r}): cannot be written: {exc}") from exc
+
+    def step(
+        self,
+        number: int,
+        metrics: Mapping[str, float],
+        *,
+        batch: Any = None,
+        rewards: Sequence[float] | Any = None,
+        tokenizer: Any = None,
+    ) -> None:
+        """Append one step.
+
+        Args:
+            number: of the step.
+            metrics: `manager.metrics()` of it, and any numbers of yours.
+            batch: the `RolloutBatch` it was trained on, for staleness and samples; None: neither is logged.
+            rewards: one number per sample of the batch: a sequence, array or tensor of N elements.
+            tokenizer: decodes the samples' runs of tokens by version; None: their ids are kept.
+
+        Raises:
+            ValueError: `rewards` are not one per sample of `batch`, or come without one.
+            OSError: the file cannot be written.
+        """
+        row: dict[str, Any] = {"step": int(number), "metrics": {k: _number(v) for k, v in metrics.items()}}
+        reward = None if rewards is None else _flat(rewards)
+        if reward is not None:
+            if batch is None or reward.size != len(batch):
+                count = "no batch" if batch is None else f"{len(batch)} samples"
+                raise ValueError(f"{reward.size} rewards for {count}: give the batch, and one reward per sample")
+            if reward.size:
+                low, high = np.percentile(reward, [10, 90])
+                row["reward"] = [float(reward.mean()), float(low), float(high)]
+        if batch is not None and len(batch):
+            row |= _of_batch(batch, reward, tokenizer, self._samples)
+        self._append(row)
+
+    def _append(self, row: dict[str, Any]) -> None:
+        with open(self.folder / FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def read_log(folder: str | os.PathLike[str]) -> tuple[str, list[dict[str, Any]]]:
+    """Return the title and steps of a run, the last line of each step's number; `ConfigError` without a log or any
+    step.
+    """
+    path = Path(folder) / FILE
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{str(path)!r}: cannot be read: {exc}; rollout.RunLog writes it") from exc
+    title, steps = "", {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(row, dict):
+            continue
+        if isinstance(row.get("title"), str):
+            title = row["title"]
+        if isinstance(row.get("step"), int) and isinstance(row.get("metrics"), dict):
+            steps[row["step"]] = row
+    if not steps:
+        raise ConfigError(f"{str(path)!r}: holds no step; RunLog.step() appends them")
+    return title, [steps[number] for number in sorted(steps)]
+
+
+def _of_batch(batch: Any, reward: NDArray[np.float64] | None, tokenizer: Any, count: int) -> dict[str, Any]:
+    response = batch.response_mask.cpu().numpy()
+    staleness = batch.policy_staleness.cpu().numpy()
+    ages = np.bincount(np.maximum(staleness[response], 0)).tolist()
+    worst = np.where(response, staleness, -1).max(axis=1)
+    seconds = np.array([-1.0 if each.latency is None else each.latency for each in batch.requests])
+    chosen: dict[int, list[str]] = {}
+    for index in np.argsort(-seconds, kind="stable")[:count].tolist():
+        chosen.setdefault(index, []).append("slowest")
+    for index in np.argsort(-worst, kind="stable")[:count].tolist():
+        if worst[index] > 0:
+            chosen.setdefault(index, []).append("most stale")
+    return {"ages": ages, "samples": [_sample(batch, i, why, reward, tokenizer) for i, why in chosen.items()]}
+
+
+def _sample(
+    batch: Any, index: int, why: list[str], reward: NDArray[np.float64] | None, tokenizer: Any
+) -> dict[str, Any]:
+    request = batch.requests[index]
+    runs = [[version, count, text[:LONGEST_TEXT]] for version, count, text in version_runs(batch, index, tokenizer)]
+    told = request.prompt
+    if told is None:
+        ids = request.prompt_tokens
+        told = " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(ids))
+    return {
+        "why": why, "group": request.request_id, "sample": request.sample_index, "seconds": request.latency,
+        "ttft": request.ttft, "finish": batch.finish_reasons[index], "version": batch.policy_version,
+        "reward": None if reward is None else _number(reward[index]), "prompt": told[:LONGEST_TEXT], "runs": runs,
+    }  # fmt: skip
+
+
+def version_runs(batch: Any, index: int, tokenizer: Any) -> list[tuple[int, int, str]]:
+    """Return (version, number of tokens, text) of each run of completion tokens that one policy version sampled.
+
+    Without a tokenizer the text is their ids, with a space behind each.
+    """
+    request = batch.requests[index]
+    prompt, runs, begin = len(request.prompt_tokens), [], 0
+    versions = batch.policy_versions[index, prompt : prompt + len(request.generated_tokens)].tolist()
+    for version, run in groupby(versions):
+        tokens = request.generated_tokens[begin : begin + len(list(run))]
+        begin += len(tokens)
+        text = "".join(f"{token} " for token in tokens) if tokenizer is None else str(tokenizer.decode(tokens))
+        runs.append((version, len(tokens), text))
+    return runs
+
+
+def _number(value: Any) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _flat(values: Any) -> NDArray[np.float64]:
+    if hasattr(values, "detach"):
+        values = values.detach().double().cpu().numpy()
+    return np.asarray(values, dtype=np.float64).reshape(-1)

@@ -1,0 +1,340 @@
+"""Turns recorded rows into trace events, the JSON that Perfetto and Chrome open; writes them and reads them back.
+
+One process per engine, with tracks for the trainer, the engine's control calls and its steps, counters, and one track
+per sample. Times in the file are microseconds since the start of rank 0's trace.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollout.errors import ConfigError
+from rollout.observe.recorder import DECODE, HELD, PREFILL, TOOL, EngineLog, Life, Span, StepRow, TraceRecorder
+
+FORMAT = "rollout-trace-1"
+Event = dict[str, Any]
+TRAINER, ENGINE, STEPS, PARTS, OTHER, SAMPLES = 1, 2, 3, 4, 5, 100
+"""Track numbers within a process; other tracks follow `OTHER`, samples follow `SAMPLES`."""
+RANKS_FROM = 10
+ENGINES_PER_RANK = 100
+
+
+def timeline(recorder: TraceRecorder, rank: int = 0) -> dict[str, Any]:
+    """Return the trace of one process as plain values, ready for `json`, from a finished recorder."""
+    base = recorder.started
+    engines = recorder.engines or [EngineLog(recorder.clock, "none")]
+    events: list[Event] = []
+    for index, log in enumerate(engines):
+        pid = RANKS_FROM + rank * ENGINES_PER_RANK + index
+        title = f"rank {rank}" + (f", engine {index}" if index else "")
+        around = recorder.spans if index == 0 else []
+        events += _process(pid, title, log, around, base, recorder.ended)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "format": FORMAT, "rank": rank, "started_s": base, "duration_s": recorder.ended - base,
+            "dropped": sum(log.dropped for log in engines),
+        },
+    }  # fmt: skip
+
+
+def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one trace of all ranks, by the clocks of their hosts; the start of the first one is time 0."""
+    first = traces[0]["otherData"]
+    events: list[Event] = []
+    end_s = 0.0
+    for trace in traces:
+        late_s = trace["otherData"]["started_s"] - first["started_s"]
+        end_s = max(end_s, late_s + trace["otherData"]["duration_s"])
+        for event in trace["traceEvents"]:
+            events.append(event if event["ph"] == "M" else event | {"ts": round(event["ts"] + late_s * 1e6, 1)})
+    about = first | {
+        "duration_s": end_s,
+        "ranks": [trace["otherData"]["rank"] for trace in traces],
+        "dropped": sum(trace["otherData"]["dropped"] for trace in traces),
+    }
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def write(trace: dict[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write a trace in one move, compressed if the name ends in `.gz`; `ConfigError` if it cannot be written."""
+    target = Path(path)
+    data = json.dumps(trace, separators=(",", ":")).encode()
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(gzip.compress(data, 5) if target.suffix == ".gz" else data)
+        partial.replace(target)
+    except OSError as exc:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"trace({str(path)!r}): cannot be written: {exc}") from exc
+    return target
+
+
+# --- one process --------------------------------------------------------------------------------------------------------
+
+
+def _process(pid: int, title: str, log: EngineLog, around: list[Span], base: float, end: float) -> Iterator[Event]:
+    yield _name(pid, 0, "process_name", title)
+    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+    yield from _spans(pid, around, log.controls, base)
+    yield _name(pid, STEPS, "thread_name", "steps")
+    yield _name(pid, PARTS, "thread_name", "schedule, execute, update")
+    before = log.steps[0]._replace(prefill_tokens_saved=log.saved_before) if log.steps else None
+    for row in log.steps:
+        yield from _step(pid, row, before or row, base)
+        before = row
+    held = _held(log, around, end)
+    for number, life in enumerate(sorted(log.lives, key=lambda life: (life.start, life.request_id, life.sample_index))):
+        yield from _sample(pid, SAMPLES + number, life, held, base)
+        if (wait := log.tools.get(life.request_id)) is not None:
+            start, until = max(wait[0], life.end, base), wait[1]
+            yield _slice(pid, SAMPLES + number, TOOL, start, max(start, until), base, {}, cat="state")
+
+
+def _spans(pid: int, around: list[Span], controls: list[Span], base: float) -> Iterator[Event]:
+    tracks = {"trainer": TRAINER, "engine": ENGINE}
+    for span in (*around, *controls):
+        if span.track not in tracks:
+            tracks[span.track] = OTHER + len(tracks) - 2
+        tid = tracks[span.track]
+        if span.end > span.start:
+            yield _slice(pid, tid, span.name, span.start, span.end, base, span.args, cat=span.track)
+        else:
+            yield {
+                "ph": "i", "s": "t", "pid": pid, "tid": tid, "name": span.name, "ts": _us(span.start, base),
+                "cat": span.track, "args": span.args,
+            }  # fmt: skip
+    for track, tid in tracks.items():
+        yield _name(pid, tid, "thread_name", track)
+
+
+def _step(pid: int, row: StepRow, before: StepRow, base: float) -> Iterator[Event]:
+    saved = row.prefill_tokens_saved - before.prefill_tokens_saved
+    name = f"{row.decodes} decode" + (f" + {row.prefill_tokens} prefill" if row.prefills else "")
+    args = {
+        "decodes": row.decodes, "prefills": row.prefills, "prefill_tokens": row.prefill_tokens, "sampled": row.sampled,
+        "running": row.running, "prefix_tokens_saved": saved, "preemptions": row.preemptions, "version": row.version,
+        "kv_blocks_offloaded": row.kv_offloaded - before.kv_offloaded, "kv_blocks_loaded": row.kv_loaded - before.kv_loaded,
+    }  # fmt: skip
+    yield _slice(pid, STEPS, name, row.start, row.end, base, args, cat="step")
+    for part, start, end in (
+        ("schedule", row.start, row.scheduled),
+        ("execute", row.scheduled, row.executed),
+        ("update", row.executed, row.end),
+    ):
+        yield _slice(pid, PARTS, part, start, end, base, {}, cat="part")
+    counters = {
+        "KV blocks": {"used": row.kv_used, "cached": row.kv_cached, "free": row.kv_free},
+        **({"KV blocks on the host": {"kept": row.kv_on_host}} if row.kv_offloaded else {}),
+        "samples": {"running": row.running, "waiting": row.waiting},
+        "prefix cache hits (tokens)": {"tokens": saved},
+    }
+    for counter, values in counters.items():
+        yield {"ph": "C", "pid": pid, "name": counter, "ts": _us(row.end, base), "args": values}
+
+
+def _sample(pid: int, tid: int, life: Life, held: list[tuple[float, float]], base: float) -> Iterator[Event]:
+    yield _name(pid, tid, "thread_name", f"request {life.request_id} sample {life.sample_index}")
+    yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+    start = max(life.start, base)
+    args = {
+        "request": life.request_id, "sample": life.sample_index, "prompt_tokens": life.prompt_tokens,
+        "tokens": life.tokens, "cached_tokens": life.cached_tokens, "finish": life.finish,
+        "versions": [version for _, version in life.versions], "arrived_s_before_trace": max(0.0, base - life.start),
+    }  # fmt: skip
+    name = f"request {life.request_id}/{life.sample_index}: {life.finish}"
+    yield _slice(pid, tid, name, start, max(start, life.end), base, args, cat="sample")
+    for state, begin, end in life.states:
+        for part, a, b in _without(state, max(begin, base), end, held):
+            yield _slice(pid, tid, part, a, b, base, {}, cat="state")
+    for time, version in life.versions[1:]:
+        if time >= base:
+            yield {
+                "ph": "i", "s": "t", "pid": pid, "tid": tid, "name": f"version {version}", "ts": _us(time, base),
+                "cat": "version", "args": {"version": version},
+            }  # fmt: skip
+
+
+# --- intervals ----------------------------------------------------------------------------------------------------------
+
+
+def _held(log: EngineLog, around: Iterable[Span], end: float) -> list[tuple[float, float]]:
+    """Where samples that have KV make no tokens: the engine is paused or suspended, or its manager is in another phase."""
+    found = [(span.start, span.end) for span in around if span.args.get("phase") not in (None, "generate")]
+    for (time, state), (until, _) in zip(log.states, [*log.states[1:], (end, "")], strict=True):
+        if state != "running":
+            found.append((time, until))
+    joined: list[tuple[float, float]] = []
+    for start, stop in sorted(found):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _without(
+    state: str, start: float, end: float, held: list[tuple[float, float]]
+) -> Iterator[tuple[str, float, float]]:
+    """The parts of a state, those inside `held` as `HELD`; a sample that waits in the queue waits there too."""
+    if end <= start:
+        return
+    if state in (PREFILL, DECODE):
+        for a, b in held:
+            a, b = max(a, start), min(b, end)
+            if a >= b:
+                continue
+            if start < a:
+                yield state, start, a
+            yield HELD, a, b
+            start = b
+    if start < end:
+        yield state, start, end
+
+
+# --- events -------------------------------------------------------------------------------------------------------------
+
+
+def _us(time: float, base: float) -> float:
+    return round((time - base) * 1e6, 1)
+
+
+def _name(pid: int, tid: int, what: str, name: str) -> Event:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}}
+
+
+def _slice(
+    pid: int, tid: int, name: str, start: float, end: float, base: float, args: dict[str, Any], *, cat: str
+) -> Event:
+    return {
+        "ph": "X", "pid": pid, "tid": tid, "name": name, "cat": cat, "ts": _us(start, base),
+        "dur": max(0.0, round((end - start) * 1e6, 1)), "args": args,
+    }  # fmt: skip
+
+
+Interval = tuple[str, float, float]
+"""Name, start and end; seconds since the start of the trace."""
+
+
+class TracedSample(NamedTuple):
+    """One sample.
+
+    Attributes:
+        start: its arrival, or the start of the trace.
+        states: see `rollout.observe.recorder.STATES`.
+        versions: of its tokens, in order, each change once.
+    """
+
+    request: int
+    sample: int
+    start: float
+    end: float
+    states: tuple[Interval, ...]
+    versions: tuple[int, ...]
+    prompt_tokens: int
+    tokens: int
+    cached_tokens: int
+    finish: str
+
+
+@dataclass
+class TracedEngine:
+    """One engine of a trace.
+
+    Attributes:
+        steps: arguments of the step events, with `start` and `end`, in seconds.
+        kv: (seconds, blocks by kind) after each step.
+    """
+
+    name: str = ""
+    steps: list[dict[str, float]] = field(default_factory=list)
+    samples: list[TracedSample] = field(default_factory=list)
+    phases: list[Interval] = field(default_factory=list)
+    controls: list[Interval] = field(default_factory=list)
+    kv: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+
+
+class ReadTrace(NamedTuple):
+    """A trace file, or several of the ranks of one job."""
+
+    duration_s: float
+    engines: tuple[TracedEngine, ...]
+    dropped: int
+
+
+def read(paths: Sequence[str | os.PathLike[str]]) -> ReadTrace:
+    """Read one trace file, or those of several ranks; see `merged`.
+
+    Raises:
+        ConfigError: a file is missing, damaged or not a trace of this package; names it. Or two are of the same rank.
+    """
+    return parse(load(paths), str(paths[0]))
+
+
+def load(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
+    """The trace events of one file, or of several merged; raises as `read`."""
+    traces = sorted(map(_load, paths), key=lambda trace: trace["otherData"]["rank"])
+    ranks = [rank for trace in traces for rank in trace["otherData"].get("ranks", [trace["otherData"]["rank"]])]
+    twice = [rank for rank in ranks if ranks.count(rank) > 1]
+    if twice:
+        raise ConfigError(
+            f"{', '.join(map(str, paths))}: several are of rank {twice[0]}; give the files of one step, one of each rank"
+        )
+    return traces[0] if len(traces) == 1 else merged(traces)
+
+
+def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        data = Path(path).read_bytes()
+        trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except (OSError, ValueError, EOFError) as exc:
+        raise ConfigError(f"{str(path)!r}: cannot be read as a trace: {exc}") from exc
+    about = trace.get("otherData") if isinstance(trace, dict) else None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise ConfigError(f"{str(path)!r}: is no trace of this package ({FORMAT}); rollout.trace() writes them")
+    return dict(trace)
+
+
+def parse(trace: dict[str, Any], name: str = "trace") -> ReadTrace:
+    """Group the events of a trace by engine and sample; `ConfigError` if an event lacks a field."""
+    engines: dict[int, TracedEngine] = defaultdict(TracedEngine)
+    samples: list[tuple[tuple[int, int], dict[str, Any], float, float]] = []
+    states: dict[tuple[int, int], list[Interval]] = defaultdict(list)
+    try:
+        for event in trace["traceEvents"]:
+            engine, args, start = engines[event["pid"]], event.get("args", {}), event.get("ts", 0.0) / 1e6
+            end, track = start + event.get("dur", 0.0) / 1e6, (event["pid"], event.get("tid", 0))
+            match event.get("cat"), event["name"]:
+                case None, "process_name":
+                    engine.name = args["name"]
+                case None, "KV blocks":
+                    engine.kv.append((start, args))
+                case "step", _:
+                    engine.steps.append(args | {"start": start, "end": end})
+                case "sample", _:
+                    samples.append((track, args, start, end))
+                case "state", state:
+                    states[track].append((state, start, end))
+                case "phases", phase:
+                    engine.phases.append((phase, start, end))
+                case "engine", control:
+                    engine.controls.append((control, start, end))
+        for track, args, start, end in samples:
+            engines[track[0]].samples.append(
+                TracedSample(
+                    args["request"], args["sample"], start, end, tuple(states[track]), tuple(args["versions"]),
+                    args["prompt_tokens"], args["tokens"], args["cached_tokens"], args["finish"],
+                )
+            )  # fmt: skip
+        about = trace["otherData"]
+        return ReadTrace(float(about["duration_s"]), tuple(engines[pid] for pid in sorted(engines)), about["dropped"])
+    except (KeyError, TypeError, AttributeError) as exc:
+        raise ConfigError(f"{name!r}: damaged trace: {type(exc).__name__}: {exc}") from exc

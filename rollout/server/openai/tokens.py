@@ -1,0 +1,285 @@
+"""Endpoints of vLLM's token dialect: `/inference/v1/generate`, `/tokenize`, `/detokenize`, `/tokenizer_info`.
+
+Renderers of training frameworks (verifiers, prime-rl, TRL) turn messages to tokens themselves and generate from these. In
+addition to vLLM's fields, every choice has the policy version and the staleness of its tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from fastapi import FastAPI
+from pydantic import Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollout.distributed.client.text_stream import TextDelta, whole
+from rollout.errors import InvalidRequestError
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.sampling_params import SamplingParams
+from rollout.server.bodies import Body, ReplyBody, body_of, documented_body, off_the_loop
+from rollout.server.chat_template.prompt_ids import PromptTokenizer, Stop
+from rollout.server.errors import bad_request
+from rollout.server.openai import generation as calls
+from rollout.server.openai.chat_schema import MAX_MESSAGES, Message, Tool
+from rollout.server.openai.logprobs import TokenIdNames, chat_logprobs, prompt_logprobs
+from rollout.server.openai.response_schema import TokenGeneration, described
+from rollout.server.openai.samples import finish_reason, routed_experts, sampling_mask, staleness
+from rollout.server.openai.schema import INT32, Absent, RequestFields, SamplingFields, TokenIds, at_most
+from rollout.server.serving import Serving
+
+
+class GenerateParams(SamplingFields):
+    """Sampling parameters of vLLM."""
+
+    logprobs: int | None = Field(None, ge=0, le=20)
+    """Return log-probs of every token, and of this many most likely tokens per position. 0: only the tokens' own."""
+    output_kind: int | None = Field(None, ge=0, le=2)
+    """Accepted, without effect: a reply has every sample, and a stream its new tokens."""
+    detokenize: bool | None = None
+    """Accepted, without effect: a reply has no text."""
+
+
+class GenerateRequest(RequestFields):
+    """Body of `POST /inference/v1/generate`."""
+
+    prompt_field = "token_ids"
+
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Id of the request, for the reply and for `/abort_requests`. Null: the server chooses one."""
+    token_ids: Annotated[TokenIds, Field(min_length=1)]
+    """Token ids of the prompt."""
+    sampling_params: GenerateParams = Field(default_factory=lambda: GenerateParams.model_validate({}))
+    return_token_ids: bool | None = None
+    """Include `prompt_token_ids` in the reply."""
+    priority: int | None = Field(None, ge=-INT32, le=INT32)
+    """Requests with a lower priority are scheduled first, as in vLLM. Default 0."""
+    features: Absent = None
+    content_parts: list[JsonValue] | None = Field(None, max_length=0)
+    kv_transfer_params: Absent = None
+
+    @property
+    def samples(self) -> int:
+        return self.sampling_params.n or 1
+
+    @property
+    def constraint_field(self) -> str:
+        return "sampling_params.structured_outputs"
+
+    @property
+    def urgency(self) -> int:
+        return -(self.priority or 0)
+
+
+class TokenizeRequest(Body):
+    """Body of `POST /tokenize`: a text or a conversation."""
+
+    model: str | None = None
+    """Name of the served model or of an adapter."""
+    prompt: str | None = None
+    """The text."""
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)] | None = None
+    """The conversation, oldest message first; it and the options below as in a chat request."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens around a text. Default true. A chat template writes its own."""
+    return_token_strs: bool | None = None
+    """Include the tokens' names."""
+    tools: list[Tool] | None = Field(None, max_length=1024)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeRequest:
+        if (self.prompt is None) is (self.messages is None):
+            raise PydanticCustomError("one_of", "needs either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """Body of `POST /detokenize`."""
+
+    model: str | None = None
+    """Name of the served model or of an adapter."""
+    tokens: TokenIds
+
+
+class TokenizeReply(ReplyBody):
+    """Tokens of a text or a conversation."""
+
+    count: int
+    max_model_len: int
+    """Maximum length of prompt + completion, in tokens."""
+    tokens: list[int]
+    token_strs: list[str] | None = None
+    """The tokens' names in the vocabulary."""
+
+
+class DetokenizeReply(ReplyBody):
+    """Text of tokens, special tokens included."""
+
+    prompt: str
+
+
+class TokenizerInfoReply(ReplyBody):
+    """Description of the tokenizer."""
+
+    tokenizer_class: str
+    vocab_size: int
+    """Number of tokens, added ones included."""
+    model_max_length: int
+    """Maximum length of prompt + completion, in tokens."""
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+
+
+def add_token_routes(app: FastAPI, serving: Serving) -> None:
+    """Register the routes."""
+    names = TokenIdNames(serving.llm.tokenizer)
+    tokenizer = copy.deepcopy(serving.llm.tokenizer)
+
+    def known() -> Any:
+        if tokenizer is None:
+            raise bad_request("the model has no tokenizer: send token ids to /inference/v1/generate")
+        return tokenizer
+
+    def room() -> int:
+        return int(serving.llm.max_sequence_length)
+
+    @app.post(
+        "/inference/v1/generate",
+        tags=["tokens"],
+        response_model=None,
+        responses=calls.ERRORS | described(TokenGeneration),
+        openapi_extra=documented_body(GenerateRequest),
+    )
+    async def generate(request: Request) -> Response:
+        """Generate completions of a prompt of token ids."""
+        body = await body_of(serving, request, GenerateRequest)
+        calls.admit(serving, request, body, 1)
+        work = calls.work_of(body.sampling_params, len(await request.body()))
+        params = await off_the_loop(serving, request, work, lambda _: _params(serving, body))
+        name = serving.name_of_reply("gen", body.request_id)
+        head = {"request_id": name, "model": body.model or serving.model_name}
+        choices = _TokenChoices(body, names, params)
+        reply = calls.Reply(serving, body, choices, [(body.token_ids, params)], name, head)
+        return await reply.answer(request)
+
+    @app.post("/tokenize", tags=["tokens"], responses=calls.ERRORS, openapi_extra=documented_body(TokenizeRequest))
+    async def tokenize(request: Request) -> TokenizeReply:
+        """Tokenise a text, or a conversation as a chat request renders it."""
+        body = await body_of(serving, request, TokenizeRequest)
+        serving.adapter_of(body.model)
+        known()
+        ids = await off_the_loop(serving, request, len(await request.body()), lambda stop: _ids(body, stop))
+        strs = [str(tokenizer.convert_ids_to_tokens(token)) for token in ids] if body.return_token_strs else None
+        return TokenizeReply(count=len(ids), max_model_len=room(), tokens=ids, token_strs=strs)
+
+    def _ids(body: TokenizeRequest, stop: Stop) -> list[int]:
+        try:
+            if body.prompt is not None:
+                special = body.add_special_tokens is not False
+                return PromptTokenizer(tokenizer, room, special=special).ids(body.prompt, "prompt", stop)
+            assert serving.conversation is not None
+            return serving.conversation.render(
+                [message.model_dump(exclude_none=True) for message in body.messages or ()],
+                tools=[tool.model_dump(exclude_unset=True) for tool in body.tools or ()] or None,
+                add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+                continue_final_message=bool(body.continue_final_message),
+                template_kwargs=body.chat_template_kwargs,
+                stop=stop,
+            ).token_ids
+        except InvalidRequestError as exc:
+            raise bad_request(str(exc), param="messages" if body.prompt is None else "prompt") from exc
+
+    @app.post("/detokenize", tags=["tokens"], responses=calls.ERRORS, openapi_extra=documented_body(DetokenizeRequest))
+    async def detokenize(request: Request) -> DetokenizeReply:
+        """Return the text of tokens."""
+        body = await body_of(serving, request, DetokenizeRequest)
+        serving.adapter_of(body.model)
+        most, vocab_size = room(), serving.llm.controller.layout.vocab_size
+        if len(body.tokens) > most or any(token >= vocab_size for token in body.tokens):
+            raise bad_request(f"tokens: must be at most {most} token ids below {vocab_size}", param="tokens")
+        decode, size = known().decode, len(await request.body())
+        text = await off_the_loop(serving, request, size, lambda _: decode(body.tokens, skip_special_tokens=False))
+        return DetokenizeReply(prompt=str(text))
+
+    @app.get("/tokenizer_info", tags=["tokens"], responses=calls.ERRORS)
+    async def tokenizer_info() -> TokenizerInfoReply:
+        """Describe the tokenizer."""
+        found = known()
+        template = serving.config.chat_template or getattr(found, "chat_template", None)
+        return TokenizerInfoReply(
+            tokenizer_class=type(found).__name__,
+            vocab_size=len(found),
+            model_max_length=room(),
+            chat_template=template if isinstance(template, str) else None,
+            **{name: getattr(found, name, None) for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
+        )
+
+
+def _params(serving: Serving, body: GenerateRequest) -> SamplingParams:
+    asked = body.sampling_params
+    try:
+        return calls.params_of(
+            serving,
+            body,
+            asked,
+            max_tokens=calls.tokens_left(serving, body.token_ids, asked.max_tokens),
+            logprobs=asked.logprobs,
+            prompt_logprobs=calls.listed(serving, asked, len(body.token_ids)),
+        )
+    except InvalidRequestError as exc:
+        raise calls.refused(exc, body) from exc
+
+
+class _TokenChoices:
+    """Choices of token ids."""
+
+    def __init__(self, body: GenerateRequest, names: TokenIdNames, params: SamplingParams) -> None:
+        self._body = body
+        self._names = names
+        self._params = params
+        self.growing = params.prompt_logprobs is None
+        self._begun = False
+
+    def whole(self, index: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
+        return self._choice(whole(sample), version)
+
+    def pieces(
+        self, index: int, delta: TextDelta, version: int, sample: DynamicInferenceRequest | None
+    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        beside = {} if self.growing else {"prompt_logprobs": None}
+        if not self._begun:
+            self._begun, beside = True, self._prompt(sample)
+        yield self._choice(delta, version), beside
+
+    def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
+        return {"prompt_token_ids": None, "prompt_logprobs": None} | self._prompt(sample)
+
+    def _prompt(self, sample: DynamicInferenceRequest | None) -> dict[str, Any]:
+        fields: dict[str, Any] = {"prompt_token_ids": self._body.token_ids} if self._body.return_token_ids else {}
+        if self._params.prompt_logprobs is not None and sample is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(self._names, sample, self._params.prompt_logprobs)
+        return fields
+
+    def _choice(self, delta: TextDelta, version: int) -> dict[str, Any]:
+        logprobs = None
+        if self._params.logprobs is not None:
+            logprobs = {"content": chat_logprobs(self._names, delta.token_ids, delta.log_probs, delta.top_log_probs)}
+        choice = {
+            "index": delta.sample_index,
+            "token_ids": delta.token_ids,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(delta),
+            "stop_reason": delta.stop_reason,
+            "policy_versions": delta.policy_versions,
+            "policy_staleness": staleness(delta, version),
+        }
+        return choice | routed_experts(delta) | sampling_mask(delta)

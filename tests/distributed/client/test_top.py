@@ -1,0 +1,167 @@
+"""Tests of `rollout top`: views of a coordinator and of a server's metrics, rates, and refused addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import re
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rollout.__main__ import main
+from rollout.config import CoordinatorConfig
+from rollout.distributed.client import top
+from rollout.distributed.client.top import View, _rates, read_coordinator, view_of_metrics
+from rollout.distributed.coordinator.launch import launch_coordinator
+from rollout.distributed.transport.keys import JobKeys
+from rollout.errors import ConnectionLostError
+from rollout.sampling_params import SamplingParams
+from rollout.server.prometheus import RequestMetrics
+from tests.models import make_model
+from tests.rollouts import make_rollout
+
+RANK = {
+    "name": "rank-0", "state": "suspended", "policy_version": 3, "ready": True, "resting": False, "max_requests": 8,
+    "assigned_samples": 5, "running": 4, "waiting": 1, "tokens": 70, "silent_for_s": 0.1, "since_progress_s": 0.2,
+}  # fmt: skip
+STATUS = {
+    "state": "paused", "policy_version": 3, "queued_samples": 2, "oldest_request_s": 12.34, "ranks": [RANK],
+    "clients": [{"name": "loop", "open_requests": 2, "member": True}], "barrier_waits_for": ["rank-1"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def metrics() -> str:
+    """What /metrics says of an engine in the middle of its work."""
+    with make_rollout(make_model("qwen2", num_hidden_layers=1)) as manager:
+        manager.generate([[5, 6, 7, 8, 9]], SamplingParams(n=4, max_tokens=5, ignore_eos=True))
+        manager.submit([[5, 6, 7]], SamplingParams(max_tokens=5))
+        llm = SimpleNamespace(stats=manager.engine.stats, num_open=1)
+        text = RequestMetrics(llm).text().decode()
+        manager.suspend()
+        manager.resume()
+        manager.abort([1])
+    return text
+
+
+def test_a_coordinators_view_names_what_holds_the_engines_and_the_oldest_request():
+    view = read_coordinator(STATUS, at=1.0)
+    facts = dict(view.facts)
+    assert facts["held by"] == "the coordinator (paused), rank-0 suspended"
+    assert facts["oldest request"] == "12.3 s"
+    assert facts["barrier waits for"] == "rank-1"
+    assert facts["open requests"] == "loop 2"
+    (rank,) = view.ranks
+    assert (rank["running"], rank["assigned"], rank["version"]) == ("4 of 8", "5", "3")
+
+
+def test_rates_are_differences_and_a_rank_that_counts_anew_has_none():
+    before = View(1.0, (), (), {"a": 10.0, "b": 50.0})
+    after = View(3.0, (), (), {"a": 30.0, "b": 5.0, "c": 9.0})
+    assert _rates(after, before) == {"a": 10.0, "b": 0.0}
+    assert _rates(after, None) == {}
+
+
+def test_a_servers_view_reads_its_metrics(metrics):
+    arrived = float(re.search(r"^rollout_oldest_request_timestamp_s (\S+)$", metrics, re.MULTILINE)[1])
+    view = view_of_metrics(metrics, at=1.0, now=arrived + 7.5)
+    facts = dict(view.facts)
+    assert facts["engine"] == "answers"
+    assert facts["samples"] == "0 running, 1 waiting"
+    assert facts["held"] == "by nothing"
+    assert facts["oldest request"] == "7.5 s"
+    assert facts["KV blocks"].startswith("0 used")
+    assert "%" in facts["prefix cache"]
+    assert view.tokens == {"": 20.0}
+
+
+def test_top_shows_a_running_coordinator_that_asks_for_keys(tmp_path, capsys):
+    keys = JobKeys.generate()
+    mine = {name: None if key is None else key.decode() for name, key in keys.client_side().serialize().items()}
+    (tmp_path / "keys.json").write_text(json.dumps(mine), encoding="utf-8")
+    handle = launch_coordinator(CoordinatorConfig(), keys)
+    try:
+        arguments = ["--keys", str(tmp_path / "keys.json"), "--once", "--interval", "0.1"]
+        assert main(["top", handle.address, *arguments]) == 0
+    finally:
+        handle.stop(10)
+    said = capsys.readouterr().out
+    assert handle.address in said
+    assert "barrier waits for" in said
+    assert "since progress" not in said  # a job without a rank has no table of them
+
+
+def test_top_shows_a_running_server(metrics, capsys, monkeypatch):
+    asked = []
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append((self.path, self.headers["Authorization"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(metrics.encode())
+
+        def log_message(self, *args: object) -> None:
+            return
+
+    monkeypatch.setenv("ROLLOUT_API_KEY", "a-key")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        assert main(["top", f"http://127.0.0.1:{server.server_port}/", "--once", "--interval", "0.1"]) == 0
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert asked == [("/metrics", "Bearer a-key")] * 2
+    said = capsys.readouterr().out
+    assert "KV blocks" in said
+    assert "a-key" not in said
+
+
+def test_a_view_is_drawn_with_the_one_before_it_until_the_job_is_gone(monkeypatch):
+    views, drawn = [View(float(at), ()) for at in range(3)], []
+    coming = iter(views)
+
+    async def read() -> View:
+        for view in coming:
+            return view
+        raise ConnectionLostError("gone")
+
+    monkeypatch.setattr(top, "draw", lambda address, view, before: drawn.append((view, before)) or "")
+    with pytest.raises(ConnectionLostError):
+        asyncio.run(top._show("tcp://a:1", read, 0.0, once=False))
+    assert drawn == [(views[0], None), (views[1], views[0]), (views[2], views[1])]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["localhost:1"], "must begin with tcp://"),
+        (["http://127.0.0.1:9"], "http://127.0.0.1:9/metrics"),
+        (["tcp://127.0.0.1:9", "--keys", "no-such-file"], "--keys no-such-file"),
+    ],
+)
+def test_an_address_that_does_not_answer_is_one_line(arguments, said, capsys):
+    assert main(["top", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_the_grafana_dashboard_asks_for_metrics_that_a_server_has(metrics):
+    """Histograms and replies appear with labels; a name that nothing exports would be an empty panel for ever."""
+    dashboard = json.loads((Path(__file__).parents[3] / "docs" / "grafana.json").read_text(encoding="utf-8"))
+    exported = set(re.findall(r"^# TYPE (\w+) ", metrics, re.MULTILINE))
+    exported |= {f"{name}_bucket" for name in exported}
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"\brollout_\w+", target["expr"])
+    }
+    assert len(asked) > 15
+    assert not asked - exported

@@ -1,0 +1,77 @@
+"""Callback of a rollout in a TRL trainer: hooks of the optimizer, metrics in the training logs, state in checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from contextlib import ExitStack
+from typing import Any
+
+from transformers import TrainerState
+
+from rollout.manager.manager import RolloutManager
+from rollout.state import Mode
+from trainer_hooks.optimizer import Attachment
+from trainer_hooks.transformers import RolloutCallback
+
+Log = bool | Collection[str]
+
+
+class Follower(RolloutCallback):
+    """`RolloutCallback` that is called before the reporters and resumes also without a state file of the rollout."""
+
+    def __init__(self, rollout: RolloutManager, mode: Mode, log: Log, checkpoint: bool) -> None:
+        super().__init__(rollout, mode=mode, log=log, checkpoint=checkpoint)
+        self._manager = rollout
+        self._latest: Attachment | None = None
+
+    @property
+    def steps(self) -> int:
+        return 0 if self._latest is None else self._latest.steps
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_begin(*args, **kwargs)
+        self._latest = self.attachment
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        # Metrics are reported in training logs only, not in evaluation logs or the final summary.
+        if self._log and logs is not None and "loss" in logs:
+            self._join(logs, state)
+
+    def _resume(self, args: Any, state: Any) -> None:
+        if self.rollout.policy_version:
+            # The rollout continues from an earlier training.
+            return
+        file = self._file_to_resume(args, state)
+        if file is not None and file.saved_by_anybody:
+            file.load(self.rollout)
+            return
+        self._manager.engine.weights_updated(state.global_step)
+        warnings.warn(
+            f"the trainer stands at step {state.global_step}, and no state of the rollout is found beside that of the "
+            f"trainer in {', '.join(map(str, self._folders(args, state)))}: the policy version goes on from "
+            f"{state.global_step}, and random streams start from the seed. If another folder has it, give the trainer "
+            "RolloutCallback(manager, resume_from_checkpoint=FOLDER) before attaching",
+            stacklevel=2,
+        )
+
+
+def follow(trainer: Any, rollout: RolloutManager, mode: Mode, log: Log, checkpoint: bool, undo: ExitStack) -> Follower:
+    """Add a `Follower` to the trainer; `undo` removes it. Nothing is added if the caller has a `RolloutCallback` there."""
+    follower, handler = Follower(rollout, mode, log, checkpoint), trainer.callback_handler
+    # A RolloutCallback of the caller already does all of this.
+    if any(getattr(callback, "rollout", None) is rollout for callback in handler.callbacks):
+        return follower
+
+    def unfollow() -> None:
+        follower.detach()
+        handler.callbacks = [each for each in handler.callbacks if each is not follower]
+
+    # Placed before reporters, so that they receive the rollout's metrics too. A new list, because the handler may be
+    # iterating over the old one if this runs inside a callback.
+    handler.callbacks = [follower, *handler.callbacks]
+    undo.callback(unfollow)
+    if trainer.optimizer is not None:
+        state = trainer.state if trainer.is_in_train else TrainerState()
+        follower.on_train_begin(trainer.args, state, trainer.control, model=trainer.model, optimizer=trainer.optimizer)
+    return follower
