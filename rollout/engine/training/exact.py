@@ -18,9 +18,8 @@ from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.models.model_support import ModelLayout, inspect_model
 from rollout.engine.models.originals import Unfusable, bypassed
 from rollout.engine.training.decoder import logits_of, output_of
-from rollout.engine.training.kernels import kernels_on
+from rollout.engine.training.kernels import bound_exactly, kernels_on
 from rollout.engine.training.packing import packing_of
-from rollout.engine.training.served import bound_exactly
 from rollout.engine.weights.source import weights_of
 from rollout.errors import UnsupportedModelError
 
