@@ -24,10 +24,10 @@ from rollout.engine.models.routers import Topk
 from rollout.engine.sampling.sampler import token_logprobs
 from rollout.errors import UnsupportedModelError
 
+SAME_ATTENTION = 1e-2
+"""Largest difference between logits of a replayed step and of the same forward without one, over the largest."""
 FOREIGN_TOKENS = 4096
 """Most tokens of a verification if parts of the model are not transformers' own."""
-SAME_ATTENTION = 1e-2
-"""Largest relative difference between a replayed step and the same forward by the same kernels without a graph."""
 
 
 # --- verification ---------------------------------------------------------------------------------------------------------
@@ -36,10 +36,9 @@ SAME_ATTENTION = 1e-2
 def verify_model(runner: ModelRunner, room: int, all_ranks: Callable[[bool], bool] = bool) -> None:
     """Compare tokens in chunks through the paged path with the model's own forward, along the same routes.
 
-    This finds state that travels between positions by other ways than attention. On a GPU it also finds kernels and graphs
-    that compute something else, since the last token is a decode step. Attention or positions that are not transformers'
-    own may differ from ours only far into a sequence, or next to a long one, so both are compared too. A graph or fused
-    forward that differs is given up; a graph is compared with the same forward without one, which is a closer look.
+    This finds state that travels between positions by other ways than attention, and on a GPU wrong kernels and graphs,
+    since the last token is a decode step. A graph or fused forward that differs is given up. Attention or positions that
+    are not transformers' own may differ only far into a sequence, or next to a long one, so both are compared too.
 
     Args:
         room: most tokens of a sequence.
@@ -73,16 +72,17 @@ def _verify(
         cuts.append(length - 1)
     tolerance = 2e-3 if layout.narrowest_dtype == torch.float32 else 1e-1
 
-    if beside is None and all_ranks(runner.graphs is not None):
-        replayed = paged_logits(runner, tokens, *cuts)
-        with _without(runner, "graphs") as graphs:
-            differs = _relative(replayed, paged_logits(runner, tokens, *cuts))
-        if not all_ranks(differs <= min(tolerance, SAME_ATTENTION)):
-            graphs.give_up(f"a replayed step differs from an eager one by {differs:.3g} of the largest logit")
-
     def fine(found: float) -> bool:
         return all_ranks(found <= tolerance)
 
+    if beside is None and all_ranks(runner.graphs is not None):
+        replayed = paged_logits(runner, tokens, *cuts)
+        with _without(runner, "graphs") as graphs:
+            apart = _relative(replayed, paged_logits(runner, tokens, *cuts))
+        if not all_ranks(apart <= min(tolerance, SAME_ATTENTION)) and graphs is not None:
+            graphs.give_up(
+                f"a replayed step differs from the same forward without one by {apart:.3g} of the largest logit"
+            )
     worst = difference(runner, tokens, cuts, fine, beside)
     passed = fine(worst)
     if not passed and not runner.exact and all_ranks(runner.fused is not None):
@@ -130,9 +130,6 @@ def difference(
     It is relative to the largest of the model's own logits (at least 1). If it is not `fine` and the model has routers, the
     model's own forward takes the routes of the chunks: two experts may score so alike that rounding decides between them.
     Then the routers' scores count too, by how much the chosen ones are lower, relative to the largest score.
-
-    Args:
-        beside: see `paged_logits`.
     """
     found = _relative(paged_logits(runner, tokens, *cuts, beside=beside), runner.module.own_logits(tokens))
     if fine(found):
@@ -254,13 +251,9 @@ class _Replayed(Topk):
 
 
 def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int:
-    """Device memory that a step takes next to weights and pool, measured by a prefill of `tokens` tokens; 0 on a CPU.
+    """Device memory that a step takes next to weights and pool, measured by `run_prefill`; 0 on a CPU.
 
-    If the device has no memory for them, fewer are measured. All blocks of the pool are free.
-
-    Args:
-        longest: most tokens of one sequence.
-        rows: most rows that are sampled.
+    If the device has no memory for `tokens` tokens, fewer are measured.
     """
     device = runner.layout.device
     if device.type != "cuda":

@@ -1,8 +1,7 @@
-"""Memory of equal blocks on a device, one host pool beside it, and the copies between them.
+"""Memory of equal blocks on a device, one host pool next to it, and the copies between them.
 
-Owns memory; the meaning of a block is the scheduler's. Part-major: the blocks of one part (K of one layer, a state of one
-layer) are contiguous, because gathering contiguous rows is many times faster than strided ones (13 times, for 8 kB rows on a
-CPU).
+Part-major: the blocks of one part (K of one layer, a state of one layer) are contiguous, because gathering contiguous rows
+is many times faster than strided ones (13 times, for 8 kB rows on a CPU).
 """
 
 from __future__ import annotations

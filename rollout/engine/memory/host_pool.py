@@ -76,14 +76,13 @@ class HostPool:
             return
         kept = len(self.chunks)
         try:
-            if not self._pinned:
+            if self._pinned:
+                self._add_chunks(numel)
+            else:
                 # Geometrically: mapping pages costs more than copying into them.
                 grown, kept = max(numel, min(2 * len(self), most)), 0
                 self.chunks.clear()
                 self.chunks.append(torch.empty(grown, dtype=self._dtype, device="cpu"))
-            while (missing := numel - len(self)) > 0:
-                size = min(CHUNK_BYTES // self._dtype.itemsize, 1 << (missing - 1).bit_length())
-                self.chunks.append(torch.empty(size, dtype=self._dtype, device="cpu", pin_memory=True))
         except (RuntimeError, MemoryError) as exc:
             del self.chunks[kept:]
             kind = "pinned host memory" if self._pinned else "host memory"
@@ -94,6 +93,11 @@ class HostPool:
         """Elements `begin` to `end`: a view if they are in one chunk, else a copy."""
         found = list(pieces(self.chunks, begin, end))
         return found[0] if len(found) == 1 else torch.cat([torch.empty(0, dtype=self._dtype, device="cpu"), *found])
+
+    def _add_chunks(self, numel: int) -> None:
+        while (missing := numel - len(self)) > 0:
+            size = min(CHUNK_BYTES // self._dtype.itemsize, 1 << (missing - 1).bit_length())
+            self.chunks.append(torch.empty(size, dtype=self._dtype, device="cpu", pin_memory=True))
 
 
 class HostBlocks:
