@@ -13,6 +13,7 @@ from rollout.engine.fused.fused_binding import Bound
 from rollout.engine.kernels import cpu_exact, triton_exact
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.models.model_support import ModelLayout
+from rollout.engine.models.originals import Unfusable, bypassed
 from rollout.errors import UnsupportedModelError
 
 
