@@ -26,8 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rollout.engine.graphs.cuda_capture import Device, Uncapturable, disturbed, no_kept_casts
-from rollout.engine.graphs.decode_kernels import CapturedBatch, DecodeKernels
+from rollout.engine.graphs.cuda_capture import CudaDevice, Uncapturable, disturbed, no_kept_casts
+from rollout.engine.graphs.decode_kernels import CapturedBatch, TritonDecode
 from rollout.engine.graphs.decode_state import DecodeInputs, DecodeState
 from rollout.engine.graphs.graph_sizes import GraphMemory, row_sizes
 from rollout.engine.kernels.decode_parts import num_splits
@@ -118,8 +118,8 @@ class GraphedDecode:
         layout: ModelLayout,
         cache: KVCache,
         max_rows: int,
-        device: Device,
-        kernels: DecodeKernels,
+        device: CudaDevice,
+        kernels: TritonDecode,
         forward: Callable[[DecodeInputs], Tensor] | None = None,
         *,
         copies: AutocastCopies = NO_COPIES,
