@@ -137,7 +137,7 @@ def disturbed(exc: BaseException) -> bool:
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
-    """Whether the stream's capture was ended, also if the graph could not be instantiated; then it cleans up itself."""
+    """Whether the stream's capture was ended. A graph that then could not be instantiated cleans up itself."""
     try:
         graph.pool()
     except RuntimeError:
