@@ -25,7 +25,7 @@ from rollout.engine.kernels import cpu_library, triton_paged
 from rollout.engine.kernels.cpu_attention import MAX_GROUP
 from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.training.served import why_not_exact
+from rollout.engine.training.kernels import why_not_exact
 from rollout.engine.weights.base import Weights as WeightSource
 from rollout.metric_table import binary_bytes, short_count
 from rollout.sampling_params import SamplingParams
