@@ -103,7 +103,7 @@ class DynamicInferenceRequestRecord:
         return [entry for segment in self.segments for entry in getattr(segment, name)]
 
     def of_prompt(self, name: str) -> list[Any] | None:
-        """A per-token field of the prompt, from the first segment that has it for the whole of it; None: none has."""
+        """A per-token field of the prompt, from the first segment that has all of it; None: no segment has."""
         needed = len(self.segments[0].prompt_tokens) - 1
         rows = (getattr(segment, name) for segment in self.segments)
         return next((row[:needed] for row in rows if row is not None and len(row) >= needed), None)
@@ -119,12 +119,9 @@ class DynamicInferenceRequestRecord:
     def checkpoint(self, tokenizer: object = None) -> DynamicInferenceRequest:
         """Drop the KV: prompt and output become the prompt of a new live segment, which is returned.
 
-        The budget shrinks by the number of generated tokens. Policy spans are carried over, closed at the current length; KV
-        spans are empty until the segment is prefilled. A sample without a token restarts: its prompt gets the version of its
-        next admission. A missing ADD_ENGINE event is added at the arrival time.
-
-        Args:
-            tokenizer: without effect, as for `merge`; older callers pass one.
+        The budget shrinks by the number of generated tokens. Policy spans are kept, closed at the current length; a sample
+        without a token has none, so that its prompt gets the version of its next admission. A missing ADD_ENGINE event is
+        added at the arrival time. `tokenizer` has no effect, here and in `merge`; older callers pass one.
         """
         live = self.segments[-1]
         if live.event_add_engine is None:
@@ -175,12 +172,11 @@ class DynamicInferenceRequestRecord:
         """Merge all segments into one request, as if never interrupted; the record is unchanged.
 
         From the first segment: id, prompt and its log-probs, budget, block hashes. Concatenated: tokens, log-probs,
-        top-n, kept tokens, tpot, events, routing indices. From the last: status, finish reason, versions. A value that the
-        first segment was interrupted too early to have (ttft, prompt log-probs) comes from the first segment that has it.
+        top-n, kept tokens, tpot, events, routing indices. From the last: status, finish reason, versions. Time to first
+        token and prompt log-probs come from the first segment that has them.
 
         Raises:
-            ValueError: a segment has log-probs or kept tokens for only some of its tokens, so that joined ones would be
-                misaligned.
+            ValueError: a segment has log-probs or kept tokens for only some of its tokens.
         """
         first, last = self.segments[0], self.segments[-1]
         routing = [segment.routing_indices for segment in self.segments if segment.routing_indices is not None]

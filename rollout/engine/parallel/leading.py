@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.multimodal.family import ImageItem
-from rollout.engine.multimodal.step_images import StepImages
+from rollout.engine.multimodal.family import ImageItem, StepImages
 from rollout.engine.parallel.group import TensorParallelGroup
 from rollout.errors import EngineDeadError, EngineStateError, SerializationError
 from rollout.requests.codec import refuse, unpack_msgpack
