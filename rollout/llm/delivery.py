@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollout.distributed.client.futures import Readers, RequestFuture, RequestStream
 from rollout.engine.engine import DynamicInferenceEngine
@@ -21,7 +20,7 @@ DELTAS_PER_S = 1000
 
 _NOTHING_KNOWN = (0, 0, 0)
 
-Listener = RequestFuture | RequestStream[Any]
+Listener = RequestFuture | RequestStream
 """Receives the tokens or the samples of a group, and its end."""
 
 
@@ -60,7 +59,7 @@ class Delivery:
         self.groups: dict[int, Group] = {}
         self.readers = Readers()
         self._by_request: dict[int, Group] = {}
-        self._streams: dict[int, tuple[Group, RequestStream[Any]]] = {}
+        self._streams: dict[int, tuple[Group, RequestStream]] = {}
         self._next_deltas = 0.0
 
     @property

@@ -11,7 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rollout.distributed.client.futures import Readers, RequestFuture, RequestStream
-from rollout.distributed.client.text_stream import GroupText, TextDelta
+from rollout.distributed.client.text_stream import GroupText
 from rollout.distributed.job.world import World
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, InvalidRequestError, RequestError, RolloutError
@@ -122,7 +122,7 @@ class Requests:
         interval: int | None = 1,
         client: Hashable = None,
         **fields: Any,
-    ) -> RequestStream[TextDelta]:
+    ) -> RequestStream:
         """Submit one prompt and stream its n samples: `async for delta in llm.stream(prompt)`.
 
         Args:

@@ -154,7 +154,7 @@ class JobRequests:
         return self._client
 
 
-def _grown(stream: RequestStream[Any], group: OpenGroup, stretch: Stretch) -> None:
+def _grown(stream: RequestStream, group: OpenGroup, stretch: Stretch) -> None:
     """Pass new tokens of a group to a stream."""
     for delta in stretch.deltas():
         stream.take(delta, None if delta.outcome is None else group.request(delta.sample_index))

@@ -28,20 +28,16 @@ _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 class Tokenizer(Protocol):
     """The tokenizer methods used here; every Hugging Face tokenizer has them."""
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> Any:
-        """Text of the tokens."""
-
-    def convert_ids_to_tokens(self, ids: int) -> Any:
-        """The token's name in the vocabulary; None when there is no such token."""
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> Any: ...
+    def convert_ids_to_tokens(self, ids: int) -> Any: ...
 
 
 class IncrementalDetokenizer:
     """Converts tokens to text, emitting it as soon as no following token can change it.
 
-    A token is decoded together with some of its predecessors, because its text depends on them: a leading space is dropped
-    only at the start, and a character may span tokens. Two kinds of text are unsettled: a trailing U+FFFD, which may be the
-    start of a character, and a run of byte tokens (`<0x0A>`, sentencepiece's byte fallback), which is decoded as a whole and
-    becomes U+FFFD if one byte is bad; it is settled by the next other token.
+    A token is decoded together with some of its predecessors, because its text depends on them. Two kinds of text are
+    unsettled: a trailing U+FFFD, which may be the start of a character, and a run of byte tokens (`<0x0A>`, sentencepiece's
+    byte fallback), which is decoded as a whole; it is settled by the next other token.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -122,8 +118,8 @@ def pieces_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 class CompletionText:
     """Text of one completion, ended by the first of its stop strings.
 
-    The stop string that starts earliest in the text counts; of several with the same start, the longest. It may span tokens.
-    A stop string that was completed while stopping was not allowed does not count later.
+    The stop string that starts earliest counts; of several with the same start, the longest. It may span tokens. A stop
+    string that was completed while stopping was not allowed does not count later.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], include_stop_str_in_output: bool) -> None:

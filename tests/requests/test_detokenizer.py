@@ -162,18 +162,6 @@ def test_the_pieces_of_any_tokens_join_to_what_the_tokenizer_decodes(
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
-@pytest.mark.parametrize("name", ["byte_level", "unigram"])
-@settings(max_examples=50, deadline=None)
-@given(text=st.text(st.sampled_from("the cat東京é🙂\n '"), max_size=40), cut=st.integers(0, 40))
-def test_a_written_text_comes_back_in_pieces_however_they_are_pushed(name: str, text: str, cut: int) -> None:
-    tokenizer = tokenizer_named(name)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    pushed = detokenizer.push(ids[:cut]) + detokenizer.push([]) + detokenizer.push(ids[cut:]) + detokenizer.finish()
-    assert pushed == tokenizer.decode(ids, skip_special_tokens=True)
-    assert detokenizer.text == pushed
-
-
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
 @settings(max_examples=150, deadline=None)
 @given(
@@ -190,12 +178,6 @@ def test_a_character_is_given_out_whole_with_the_token_that_completes_it() -> No
     assert stream("byte_level", ids_of_bytes("byte_level", "a🙂b".encode())) == ["a", "", "", "", "🙂", "b", ""]
 
 
-@pytest.mark.parametrize("offset", range(4))
-def test_the_window_may_move_on_inside_a_character(offset: int) -> None:
-    text = "a" * offset + "🙂" * WINDOW
-    assert "".join(stream("byte_level", ids_of_bytes("byte_level", text.encode()))) == text
-
-
 def test_unfinished_bytes_appear_at_the_end_as_the_tokenizer_shows_them() -> None:
     assert stream("byte_level", ids_of_bytes("byte_level", b"a\xf0\x9f")) == ["a", "", "", "\ufffd"]
 
@@ -209,17 +191,6 @@ def test_one_bad_byte_spoils_a_run_of_byte_tokens_so_the_run_is_held_back() -> N
     good, bad = "東".encode(), b"\xff"
     assert stream("byte_fallback", ids_of_bytes("byte_fallback", good)) == ["", "", "", "東"]
     assert stream("byte_fallback", ids_of_bytes("byte_fallback", good + bad)) == ["", "", "", "", "\ufffd" * 4]
-
-
-def test_a_special_token_inside_a_character_is_left_out() -> None:
-    ids = ids_of_bytes("byte_level", "é".encode())
-    assert stream("byte_level", [ids[0], 1, 1, ids[1]]) == ["", "", "", "é", ""]
-
-
-def test_a_space_after_special_tokens_at_the_start_is_dropped_and_later_ones_kept() -> None:
-    tokenizer = tokenizer_named("byte_fallback")
-    the, cat = tokenizer.convert_tokens_to_ids(["▁the", "▁cat"])
-    assert stream("byte_fallback", [1, the, 1, 1, 1, 1, 1, cat]) == ["", "the", "", "", "", "", "", " cat", ""]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from rollout.engine.memory.buffers import upload, upload_together
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.models.recurrent_states import StateRows
-from rollout.engine.multimodal.step_images import StepImages
+from rollout.engine.multimodal.family import StepImages
 
 IntArray = NDArray[np.int64]
 Forward = Callable[[IntArray, PagedRows, IntArray, StateRows, StepImages | None], Tensor]
@@ -36,14 +36,7 @@ def forward_by_length(
     states: NDArray[np.int32],
     images: StepImages | None,
 ) -> Tensor:
-    """Logits [len(keep), V] at packed positions `keep`; advances the states in `pool`.
-
-    Args:
-        forward: the model's.
-        ids: [P] token ids.
-        states: [R] slot of each sequence.
-        images: those of the step; None: it has none.
-    """
+    """Logits [len(keep), V] at packed positions `keep`; advances the states in slots `states` [R] of `pool`."""
     parts, places = [], []
     for group in length_groups(rows, keep, continues=layout.continues):
         cache = StateRows(pool, states[group.members], begins=group.begins)

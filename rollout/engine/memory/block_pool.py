@@ -1,8 +1,7 @@
-"""Memory of equal blocks on a device, one host pool beside it, and the copies between them.
+"""Memory of equal blocks on a device, one host pool next to it, and the copies between them.
 
-Owns memory; the meaning of a block is the scheduler's. Part-major: the blocks of one part (K of one layer, a state of one
-layer) are contiguous, because gathering contiguous rows is many times faster than strided ones (13 times, for 8 kB rows on a
-CPU).
+Part-major: the blocks of one part (K of one layer, a state of one layer) are contiguous, because gathering contiguous rows
+is many times faster than strided ones (13 times, for 8 kB rows on a CPU).
 """
 
 from __future__ import annotations
@@ -51,6 +50,7 @@ class BlockMemory(Protocol):
     def materialize(self, num_blocks: int) -> None: ...
     def drop(self) -> int: ...
     def discard_saved(self) -> None: ...
+    def prepare_save(self, num_blocks: int) -> None: ...
     def save(self, blocks: NDArray[np.int32]) -> int: ...
     def restore(self, blocks: NDArray[np.int32] | None, mapping: NDArray[np.int32] | None = None) -> int: ...
 
@@ -176,6 +176,10 @@ class BlockPool:
             part.index_fill_(0, index, 0)
 
     # --- suspend and resume -------------------------------------------------------------------------------------
+
+    def prepare_save(self, num_blocks: int) -> None:
+        """Have host memory for so many blocks pinned in the background, for CUDA; `save` waits for it."""
+        self._host.prepare(num_blocks * sum(self._widths), partial(torch.cuda.device, self.device))
 
     def save(self, blocks: NDArray[np.int32]) -> int:
         """Copy `blocks` into the host pool and free the device memory; returns the bytes copied.

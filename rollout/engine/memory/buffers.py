@@ -1,4 +1,4 @@
-"""Buffers reused across steps, uploads of numpy arrays to a device, and what else tensors need in several places."""
+"""Buffers reused across steps, copies of small arrays to and from a device, and modes and errors of its memory."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def download_together(ids: Tensor, values: Tensor) -> tuple[NDArray[np.int64], N
 
 
 def downloading(ids: Tensor, values: Tensor) -> Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    """Queue the copy of `download_together` on the current stream; returns what waits for it and gives the arrays."""
+    """Queue the copy of `download_together` on the current stream; the function returned waits for the arrays."""
     if ids.device.type == "cpu":
         return lambda: (ids.numpy(), values.numpy())
     both = torch.stack((ids.to(torch.int32), values.view(torch.int32)))

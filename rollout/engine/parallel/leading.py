@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.multimodal.family import ImageItem
-from rollout.engine.multimodal.step_images import StepImages
+from rollout.engine.multimodal.family import ImageItem, StepImages
 from rollout.engine.parallel.group import TensorParallelGroup
 from rollout.errors import EngineDeadError, EngineStateError, SerializationError
 from rollout.requests.codec import refuse, unpack_msgpack
@@ -110,11 +109,7 @@ class Together:
 
 
 class Leader(Together):
-    """First rank of a tensor-parallel group: sends the group's messages.
-
-    Args:
-        clock: monotonic, in seconds.
-    """
+    """First rank of a tensor-parallel group: sends the group's messages."""
 
     def __init__(self, group: TensorParallelGroup, clock: Callable[[], float] = time.monotonic) -> None:
         self.group = group
