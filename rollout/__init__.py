@@ -68,10 +68,10 @@ if TYPE_CHECKING:  # further public names
     from rollout.manager.episodes.episode import Episode as Episode
     from rollout.manager.scoring import PromptTask as PromptTask
     from rollout.manager.scoring import rewards_differ as rewards_differ
-    from rollout.manager.traces import trace as trace
     from rollout.observe.page import report as report
     from rollout.observe.recorder import span as span
     from rollout.observe.run_log import RunLog as RunLog
+    from rollout.observe.traces import trace as trace
     from rollout.requests.request import DynamicInferenceRequest as DynamicInferenceRequest
     from rollout.state import EngineState as EngineState
     from rollout.state import FinishReason as FinishReason

@@ -1,6 +1,8 @@
-"""Argument checks of the algorithms, and their masked log-prob difference.
+"""Importance weights between trainer and sampler, masks by ratio and staleness, effective sample size, KL; argument checks.
 
-Always true: a message names the tensor, the rule and the cure; shapes and dtypes are checked without a device sync.
+Always true: Δ = `logprobs` − `rollout_logprobs` at the positions of the mask; masked positions are 0 or False; an
+unmasked NaN stays NaN, and no mask drops it, so that a missing log-prob is noticed. An error names the tensor, the rule and
+the cure; shapes and dtypes are checked without a device sync.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a training loop holds: `RolloutManager`, its batch, suspension, checkpoint, telemetry."""
+"""What a training loop holds: `RolloutManager`, its rounds, groups, checkpoint and telemetry."""

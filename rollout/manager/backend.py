@@ -1,7 +1,7 @@
 """Backends of `RolloutManager`: the local engine, or all ranks of the job.
 
-A manager knows groups and results; a backend knows where they are computed. Always true: every group that was submitted
-and not aborted gives each of its samples once, by `step` or `take_ended`.
+A manager has groups and results; a backend computes them. Always true: every group that was submitted and not aborted
+returns each of its samples once, by `step` or `take_ended`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rollout.sampling_params import SamplingParams
 
 
 class Backend(Protocol):
-    """Where a manager's groups are computed. Methods with a body have what is right without other ranks."""
+    """Where a manager's groups are computed. Methods with a body do what is right without other ranks."""
 
     @property
     def next_group_id(self) -> int:
-        """The id the next group gets."""
+        """Id of the next group."""
 
     def submit(self, group_id: int, prompt: Prompt, params: SamplingParams, metadata: Any) -> None:
         """Queue a group under an id that has not been used.
@@ -33,7 +33,7 @@ class Backend(Protocol):
         """
 
     def reserve_group_ids(self, until: int) -> None:
-        """Ids below `until` are taken: `next_group_id` is at least that."""
+        """Make `next_group_id` at least `until`."""
 
     def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
         """Continue saved samples where they stand: all of them, or none.
@@ -50,18 +50,27 @@ class Backend(Protocol):
 
         Raises:
             EngineStateError: nothing can progress.
-            DeadlineError: other ranks do not come to the end of theirs; names them.
+            DeadlineError: other ranks do not finish their calls; names them.
             ConnectionLostError: the coordinator was lost, and none took its place in time.
         """
 
     def step(self) -> list[DynamicInferenceRequest]:
-        """Make at most one step. Samples that have ended, merged."""
+        """Make at most one step; return the samples that have ended, merged."""
 
     def take_ended(self) -> list[DynamicInferenceRequest]:
-        """Samples that have ended meanwhile, merged."""
+        """Return the samples that have ended between two steps, merged."""
+
+    def staleness(self) -> Iterable[tuple[int, int]] | None:
+        """(group id, updates since its oldest token was sampled) of groups with unfinished samples.
+
+        None: the progress of another rank before the last update is not known yet; ask again after `wait`.
+        """
+
+    def snapshot(self) -> list[DynamicInferenceRequestRecord]:
+        """Records of the unfinished samples."""
 
     def try_finish(self) -> bool:
-        """Whether this rank may stop computing; called again and again, with `step` in between, until it may.
+        """Whether this rank may stop computing; called repeatedly, with `step` in between, until it may.
 
         Raises:
             EngineStateError: the ranks have come here by different calls, or with different policy versions.
@@ -94,22 +103,13 @@ class Backend(Protocol):
         """
         return
 
-    def staleness(self) -> Iterable[tuple[int, int]] | None:
-        """(group id, updates since its oldest token was sampled) of groups with unfinished samples.
-
-        None: the progress of another rank before the last update is not known yet; ask again after `wait`.
-        """
-
-    def snapshot(self) -> list[DynamicInferenceRequestRecord]:
-        """Records of the unfinished samples."""
-
     @property
     def coordinator(self) -> JobCoordinator | None:
         """Address and keys of the job's coordinator; None: there is none."""
         return None
 
     def gather(self, what: str, value: bytes) -> list[bytes] | None:
-        """The values of all ranks in their order, on rank 0; None on the others. Every rank calls it.
+        """Return the values of all ranks, in their order, on rank 0; None on the others. Every rank calls it.
 
         Args:
             what: the call that it is part of, equal on all ranks.
@@ -132,19 +132,15 @@ class LocalBackend(Backend):
 
     @property
     def next_group_id(self) -> int:
-        """The id the next group gets."""
         return self._engine.parts.intake.next_request_id
 
     def submit(self, group_id: int, prompt: Prompt, params: SamplingParams, metadata: Any) -> None:
-        """Queue a group."""
         self._engine.add_request(prompt, params, request_id=group_id, metadata=metadata)
 
     def reserve_group_ids(self, until: int) -> None:
-        """Ids below `until` are taken."""
         self._engine.parts.intake.reserve(until)
 
     def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
-        """Continue saved samples where they stand: all of them, or none."""
         try:
             for record in records:
                 self._engine.add_record(record)
@@ -155,20 +151,16 @@ class LocalBackend(Backend):
             raise
 
     def abort(self, group_id: int) -> None:
-        """End a group now; its blocks are free when this returns."""
         self._engine.abort_request(group_id)
 
     @property
     def idle(self) -> bool:
-        """Whether the engine has nothing to do."""
         return not self._engine.has_unfinished
 
     def wake(self) -> None:
-        """End the run of steps that another thread makes."""
         self._engine.ask_for_boundary()
 
     def wait(self, timeout_s: float) -> None:
-        """Return immediately; raise `EngineStateError` if nothing can progress."""
         if not self._engine.has_unfinished:
             self._engine.inspection.refuse_when_nothing_can_run()
             raise EngineStateError(
@@ -177,21 +169,13 @@ class LocalBackend(Backend):
             )
 
     def step(self) -> list[DynamicInferenceRequest]:
-        """Make one step. Samples that have ended, merged."""
-        return _merged(self._engine.step(ahead=True))
+        return [record.merge() for record in self._engine.step(ahead=True)]
 
     def take_ended(self) -> list[DynamicInferenceRequest]:
-        """Samples that ended between two steps."""
-        return _merged(self._engine.take_ended())
+        return [record.merge() for record in self._engine.take_ended()]
 
     def staleness(self) -> Iterable[tuple[int, int]]:
-        """(group id, updates since its oldest token was sampled)."""
         return self._engine.inspection.staleness().items()
 
     def snapshot(self) -> list[DynamicInferenceRequestRecord]:
-        """Records of the unfinished samples."""
         return self._engine.snapshot()
-
-
-def _merged(records: list[DynamicInferenceRequestRecord]) -> list[DynamicInferenceRequest]:
-    return [record.merge() for record in records]

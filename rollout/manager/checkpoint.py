@@ -40,7 +40,7 @@ def save(
         "policy_version": engine.policy_version,
         "next_request_id": backend.next_group_id,
         "updates_per_round": updates_per_round,
-        "groups": [list(group) for group in groups.sizes()],
+        "groups": [[group_id, groups[group_id].size] for group_id in groups],
         "finished": [result.serialize() for result in groups.results(groups)],
         "unfinished": [record.serialize() for record in backend.snapshot() if record.request_id in groups],
         "episodes": SAVED_GROUPS.encode((number, portable(played))),

@@ -1,7 +1,7 @@
-"""Groups of a training loop: submitted, finished, handed out.
+"""Groups of a training loop: submitted, finished, handed out; and their journal.
 
-Always true: a group is *unfinished* or *complete* from `add` to `pop` or `drop`, and leaves once, with all its samples;
-results of groups that are not here (aborted, handed out) are refused.
+Always true: a group is *unfinished* or *complete* from `add` to `drop`, and leaves once, with all its samples; results of
+groups that are not here (aborted, handed out) are refused.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from rollout.sampling_params import SamplingParams
 
 
 @dataclass
-class _Group:
+class Group:
+    """A group that was submitted and not handed out."""
+
     size: int
     prompt: Hashable
-    """Of its prompt, in the `LengthBook`."""
+    """Key of its prompt in the `LengthBook`."""
     key: bytes
-    """In the journal."""
+    """Key in the journal."""
     results: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
     oldest_version: int | None = None
-    """That sampled any completion token in `results`."""
+    """Oldest version that sampled a completion token in `results`."""
 
 
 class GroupLedger:
     """Groups by id, in order of submission."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, Group] = {}
         self.unfinished: set[int] = set()
         """Ids of groups of which samples are missing."""
         self.samples_missing = 0
@@ -54,13 +56,16 @@ class GroupLedger:
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._groups
 
+    def __getitem__(self, group_id: int) -> Group:
+        return self._groups[group_id]
+
     def complete(self) -> list[int]:
         """Ids of groups whose samples have all come back, in order of submission."""
         return [each for each in self._groups if each not in self.unfinished]
 
     def add(self, group_id: int, size: int, prompt: Hashable = None, key: bytes = b"") -> None:
         """Book an accepted group of `size` samples."""
-        self._groups[group_id] = _Group(size, prompt, key)
+        self._groups[group_id] = Group(size, prompt, key)
         self.unfinished.add(group_id)
         self.samples_missing += size
 
@@ -77,18 +82,6 @@ class GroupLedger:
         if len(group.results) == group.size:
             self.unfinished.discard(result.request_id)
         return True
-
-    def prompt(self, group_id: int) -> Hashable:
-        """The `prompt` passed to `add`; None: none."""
-        return self._groups[group_id].prompt
-
-    def key(self, group_id: int) -> bytes:
-        """The `key` passed to `add`."""
-        return self._groups[group_id].key
-
-    def sizes(self) -> Iterator[tuple[int, int]]:
-        """(group id, samples), in order of submission."""
-        return ((group_id, group.size) for group_id, group in self._groups.items())
 
     def results(self, group_ids: Iterable[int]) -> list[DynamicInferenceRequest]:
         """Ended samples of these groups: groups in the order given, samples side by side."""
@@ -116,7 +109,14 @@ _TURN = b"turn:"
 
 
 class GroupJournal:
-    """Writes finished groups to a journal, and gives them out again after a restart.
+    """Writes finished groups and turns of episodes to a journal, and gives them out again after a restart.
+
+    Always true: a finished group is appended once, whole, or tried again with the next one, or it is in a checkpoint made
+    since; a failed group is not appended. After a restart each group is given out once: one that the checkpoint has in
+    flight is found by its id, prompt and parameters, one that was submitted later by what was submitted.
+
+    Weights later than the checkpoint are gone. A token that they sampled keeps its log-prob and gets the checkpoint's
+    version, the last that both lines of updates have in common.
 
     Args:
         journal: None: nothing is written, and nothing was finished earlier.
@@ -147,7 +147,7 @@ class GroupJournal:
             if group_id in groups and group_id not in groups.unfinished:
                 samples = groups.results([group_id])
                 if all(sample.error is None for sample in samples):
-                    self._unwritten.append((groups.key(group_id), samples))
+                    self._unwritten.append((groups[group_id].key, samples))
         while self._unwritten:
             key, samples = self._unwritten[0]
             self._journal.append(samples, key)

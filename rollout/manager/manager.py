@@ -37,8 +37,8 @@ from rollout.manager.run_loop import RunLoop
 from rollout.manager.runs import EpisodeRuns
 from rollout.manager.scoring import Scoring
 from rollout.manager.telemetry import RolloutMetrics
-from rollout.manager.traces import traced
 from rollout.manager.updates import Updates
+from rollout.observe.traces import traced
 from rollout.threads.blocking import called
 from rollout.threads.diagnosis import watch
 
@@ -209,7 +209,7 @@ class RolloutManager:
             ConfigError: the file cannot be written.
             DeadlineError: another rank does not reach the end of its block; names it.
         """
-        return traced(path, self._rounds.backend)
+        return traced(path, self._rounds.backend.gather)
 
     close = called("_rounds", Rounds.close)
 

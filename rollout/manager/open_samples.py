@@ -30,7 +30,7 @@ class OpenSample:
     params: SamplingParams
     on_end: OnEnd
     owner: Hashable = None
-    """Of whose age its tokens count; None: of nothing's."""
+    """Group whose staleness includes its tokens; None: staleness is not tracked."""
     request_id: int | None = None
     """None: not queued yet."""
     cancelled: bool = False
@@ -76,12 +76,8 @@ class OpenSamples:
         future: asyncio.Future[DynamicInferenceRequest] = loop.create_future()
 
         def settle(outcome: DynamicInferenceRequest | BaseException) -> None:
-            if future.done():
-                return
-            if isinstance(outcome, BaseException):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
+            if not future.done():
+                future.set_exception(outcome) if isinstance(outcome, BaseException) else future.set_result(outcome)
 
         def on_end(outcome: DynamicInferenceRequest | BaseException) -> None:
             if keep is not None and not isinstance(outcome, BaseException):
@@ -102,8 +98,7 @@ class OpenSamples:
         sample = OpenSample(tokens, params, on_end, owner)
         with self._changed:
             self._arrived.append(sample)
-            self._signal()
-        self._wake()
+        self.wake()
         return sample
 
     def cancel(self, sample: OpenSample) -> None:
@@ -111,18 +106,14 @@ class OpenSamples:
         with self._changed:
             sample.cancelled = True
             self._cancelled.append(sample)
-            self._signal()
-        self._wake()
+        self.wake()
 
     def wake(self) -> None:
-        """End a `wait` now, or the next one at once."""
+        """End the current `wait`, or the next one immediately."""
         with self._changed:
-            self._signal()
+            self._signalled = True
+            self._changed.notify_all()
         self._wake()
-
-    def _signal(self) -> None:
-        self._signalled = True
-        self._changed.notify_all()
 
     # --- the thread that steps ------------------------------------------------------------------------------------
 

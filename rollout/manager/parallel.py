@@ -1,10 +1,14 @@
-"""The loop of a manager whose ranks exchange tokens inside each layer: every rank computes a forward whenever one does.
+"""Backends and loops of a manager whose ranks compute each forward together.
 
-    each round     agree            what every rank has to do: nothing any more, wait, or compute
-                    └ compute       one step here; without requests, the layers of experts alone, without tokens
+Tensor parallelism: the first rank runs a call (`LeaderLoop`), the others compute its forwards until it ends, then book the
+same results (`FollowerLoop`). `GroupCalls.meet` begins a call on all members, with equal prompts, version and adapters.
+Always true: a call ends on all members together, with the same results or the same error; groups of requests that end
+between two calls are told with the next. Ctrl-C on the first rank ends the call on all. On another member, or between two
+steps, it takes effect when the call has ended, so that all members keep the same groups.
 
-Always true: the ranks of the group begin and end a run together. One that raises first takes part in the round, and tells
-the others before the next.
+Expert parallelism: in each round the ranks agree on what to do (nothing any more, wait, or compute) and then compute one
+step; a rank without requests runs the layers of experts without tokens (`LockstepLoop`). Always true: they begin and end a
+run together. One that raises first takes part in the round, and tells the others before the next.
 """
 
 from __future__ import annotations
@@ -104,11 +108,9 @@ class FollowerBackend(LocalBackend):
         """Nothing to wait for: the first rank decides."""
 
     def try_finish(self) -> bool:
-        """False: the first rank knows."""
         return False
 
     def gather(self, what: str, value: bytes) -> list[bytes] | None:
-        """None: the first rank has the group's part."""
         return None
 
 
@@ -196,21 +198,17 @@ class LeaderLoop(RunLoop):
         self._untold: list[DynamicInferenceRequest] = []
 
     def submitted(self, first: int, prompts: Sequence[Any], params: Sequence[Any]) -> None:
-        """Note prompts that were queued."""
         self._calls.submitted(first, prompts, params)
 
     def book(self, samples: Iterable[DynamicInferenceRequest]) -> None:
-        """Book samples that had ended before they were submitted again."""
         samples = list(samples)
         self._untold += samples
         super().book(samples)
 
     def call(self) -> AbstractContextManager[None]:
-        """Ctrl-C takes effect in the steps, or at the end."""
         return uninterrupted()
 
     def run(self, goal: Goal, **options: Any) -> None:
-        """Step until the goal is reached, while the others follow."""
         with uninterrupted():
             self._calls.meet(self.groups)
             with self._leader.leading(self._outcome), interruptible(first=True):
@@ -246,15 +244,12 @@ class FollowerLoop(RunLoop):
         self._calls = calls
 
     def submitted(self, first: int, prompts: Sequence[Any], params: Sequence[Any]) -> None:
-        """Note prompts that were queued."""
         self._calls.submitted(first, prompts, params)
 
     def call(self) -> AbstractContextManager[None]:
-        """Ctrl-C takes effect at the end: only the first rank can end the steps."""
         return uninterrupted(wholly=True)
 
     def run(self, goal: Goal, **options: Any) -> None:
-        """Follow the first rank until it ends its call, whatever the goal is here."""
         with self.call():
             self._follow()
 

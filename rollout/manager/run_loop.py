@@ -1,4 +1,4 @@
-"""Progress bar of a `generate`."""
+"""Steps a manager's backend until groups have ended, and books every sample that ends."""
 
 from __future__ import annotations
 
@@ -25,60 +25,22 @@ from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
 from rollout.threads.interrupts import uninterrupted
 
+PATIENCE_S = 0.1
+"""Longest wait while environments are busy; then their deadlines are checked."""
 BAR_AFTER_S = 2.0
-"""Without `progress=True` a bar is shown only in calls that take longer."""
-
-
-class ProgressBar:
-    """Ended groups out of `total`. Use as a context manager; leaves no trace when it closes.
-
-    Args:
-        total: groups waited for.
-        shown: True or False; None: on a terminal, after `BAR_AFTER_S`.
-    """
-
-    def __init__(self, total: int, shown: bool | None) -> None:
-        self._bar = tqdm(
-            total=total,
-            desc="rollout",
-            unit="group",
-            leave=False,
-            disable=None if shown is None else not shown,
-            delay=BAR_AFTER_S if shown is None else 0.0,
-        )
-
-    @property
-    def enabled(self) -> bool:
-        """Whether anything is, or may later be, written."""
-        return not self._bar.disable
-
-    def show(self, ended: Callable[[], int], running: int) -> None:
-        """Bring the bar up to date.
-
-        Args:
-            ended: counts the ended groups; asked only when there is a bar.
-            running: samples that advance with every step.
-        """
-        if self.enabled:
-            self._bar.set_postfix(running=running, refresh=False)
-            self._bar.update(min(ended(), self._bar.total) - self._bar.n)
-
-    def __enter__(self) -> ProgressBar:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._bar.close()
-
-
+"""Without `progress=True` only calls that take longer show a bar."""
 NEWEST_SHARE = 0.5
-"""Of the newest length in a prompt's running mean: the policy changes, and the lengths with it."""
+"""Weight of the newest length in a prompt's running mean: the policy changes, and the lengths with it."""
 
 
 class LengthBook:
     """Running mean of completion lengths, per prompt and over all.
 
+    A batch ends with its longest sample, and one of four thousand tokens that starts last is computed nearly alone. Prompts
+    come back epoch after epoch, so their earlier lengths decide which starts first, never what is sampled.
+
     Args:
-        capacity: prompts remembered; the least recently seen go first.
+        capacity: number of prompts remembered; the least recently seen are forgotten.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
@@ -87,7 +49,7 @@ class LengthBook:
         self._overall: float | None = None
 
     def observe(self, prompt: Hashable, length: int) -> None:
-        """Add the completion length of an ended sample to its prompt's mean; `prompt` is its `length_key`."""
+        """Add the completion length of an ended sample to the mean of its prompt, given as its `length_key`."""
         before = self._means.pop(prompt, None)
         self._means[prompt] = length if before is None else before + NEWEST_SHARE * (length - before)
         self._overall = length if self._overall is None else self._overall + 0.01 * (length - self._overall)
@@ -95,10 +57,7 @@ class LengthBook:
             self._means.popitem(last=False)
 
     def longest_first(self, prompts: Sequence[Hashable]) -> list[int]:
-        """Positions of prompts, the longest expected first; equal ones, and all where nothing is known, in their order.
-
-        A prompt never seen before counts as the mean of all.
-        """
+        """Positions of prompts, the longest expected first, equal ones in their order. A new prompt counts as the mean."""
         overall = self._overall or 0.0
         expected = np.array([self._means.get(prompt, overall) for prompt in prompts], dtype=float)
         order: list[int] = np.argsort(-expected, kind="stable").tolist()
@@ -106,7 +65,7 @@ class LengthBook:
 
 
 def length_key(prompt: Any) -> Hashable:
-    """Hash of a prompt: equal for equal prompts; a collision only affects the order of starting."""
+    """Hash of a prompt, equal for equal prompts; a collision only affects the order of starting."""
     if isinstance(prompt, str):
         return hash(prompt)
     if isinstance(prompt, Mapping):
@@ -115,10 +74,6 @@ def length_key(prompt: Any) -> Hashable:
         return hash(tuple(prompt.tolist() if hasattr(prompt, "tolist") else prompt))
     except TypeError:
         return hash(repr(prompt))
-
-
-PATIENCE_S = 0.1
-"""Longest wait while environments are busy, after which their deadlines are looked at."""
 
 
 class Goal(Protocol):
@@ -137,7 +92,7 @@ class Goal(Protocol):
 
 @dataclass(eq=False)
 class GroupGoal:
-    """A number of groups have finished, and then all that are awaited."""
+    """A number of groups have ended, and then all that are awaited."""
 
     unfinished: set[int]
     """Ids of unfinished groups, kept up to date by their owner."""
@@ -145,15 +100,13 @@ class GroupGoal:
     """Ids of the groups that count."""
     number: int
     awaited: Callable[[], set[int] | None]
-    """Ids of groups that must have finished too; asked once the number is reached, until it is not None."""
+    """Ids of groups that must have ended too; asked once the number is reached, until it is not None."""
     _must: set[int] | None = None
 
     def ended(self) -> int:
-        """How many of the groups have ended."""
         return len(self.among) - len(self.among & self.unfinished)
 
     def reached(self) -> bool:
-        """Whether enough has ended."""
         if self.ended() < self.number:
             return False
         if self._must is None:
@@ -162,7 +115,7 @@ class GroupGoal:
 
 
 class _Drive:
-    """The end of some seconds, or of an open completion."""
+    """Some seconds have passed, or an open completion has ended."""
 
     number = 0
 
@@ -171,19 +124,30 @@ class _Drive:
         self._clock, self._stop = clock, clock() + seconds
 
     def ended(self) -> int:
-        """No group is waited for."""
         return 0
 
     def reached(self) -> bool:
-        """Whether the time is over or a completion has ended."""
         return len(self._samples) < self._open_before or self._clock() > self._stop
+
+
+def progress_bar(total: int, shown: bool | None) -> tqdm[Any]:
+    """A bar of ended groups; `shown` None: on a terminal, after `BAR_AFTER_S`."""
+    disable, delay = (None, BAR_AFTER_S) if shown is None else (not shown, 0.0)
+    return tqdm(total=total, desc="rollout", unit="group", leave=False, disable=disable, delay=delay)
+
+
+def advance(bar: tqdm[Any], ended: Callable[[], int], running: int) -> None:
+    """Bring a bar up to date. `ended` is asked only if something is, or may later be, shown."""
+    if not bar.disable:
+        bar.set_postfix(running=running, refresh=False)
+        bar.update(min(ended(), bar.total) - bar.n)
 
 
 class RunLoop:
     """The loop of one manager.
 
     Args:
-        ensure_running: sets the engine going, or raises.
+        ensure_running: ends holds on the engine, or raises.
         clock: seconds that never run backwards.
 
     Attributes:
@@ -244,7 +208,7 @@ class RunLoop:
         try:
             with self.gathering.held(), ExitStack() as phase:
                 self.gathering.ensure()
-                bar = phase.enter_context(ProgressBar(goal.number, progress))
+                bar = phase.enter_context(progress_bar(goal.number, progress))
                 phase.enter_context(self._engine.stepping(follow=alone))
 
                 def left() -> float:
@@ -258,7 +222,7 @@ class RunLoop:
 
                 def step(longest_s: float) -> None:
                     self._step(min(longest_s, left()), patient)
-                    bar.show(goal.ended, self._engine.load[0])
+                    advance(bar, goal.ended, self._engine.load[0])
 
                 # The backend may have others to help, and they may have work for this engine even where there is none.
                 self._steps(lambda: goal.reached() and (alone or self._backend.try_finish()), step, left)
@@ -286,7 +250,7 @@ class RunLoop:
         self.run(_Drive(self.samples, self._clock, seconds), alone=True, patient=True)
 
     def submitted(self, first: int, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
-        """Prompts were queued, as groups from `first` on."""
+        """Note prompts that were queued, as groups from `first` on."""
 
     def book(self, samples: Iterable[DynamicInferenceRequest]) -> None:
         """Book samples that had ended before they were submitted again."""
@@ -345,7 +309,7 @@ class RunLoop:
                 taken.append(result)
         for result in taken:
             self._metrics.result(result)
-            key = self.groups.prompt(result.request_id)
+            key = self.groups[result.request_id].prompt
             if result.error is None and key is not None:
                 self.lengths.observe(key, len(result.generated_tokens))
         self.journal.write(taken, self.groups)

@@ -1,4 +1,8 @@
-"""Decides when `run` has played enough, which groups it keeps, and when it begins others."""
+"""`sample` and `run` of a manager: one completion at a time, and whole episodes.
+
+Environments run on a thread of their own, so that tools overlap with the steps, which the thread that called `run` makes.
+Between two calls of `run` tools continue and completions wait: no step is made while the trainer has the weights.
+"""
 
 from __future__ import annotations
 
@@ -52,15 +56,9 @@ class PlayGoal:
     _kept: set[int] = field(default_factory=set)
 
     def ended(self) -> int:
-        """How many groups have ended."""
         return len(self.player) - len(self.player.unfinished)
 
     def reached(self) -> bool:
-        """Apply deadlines, drop and begin groups; then whether enough has ended.
-
-        Raises:
-            BrokenEnvironmentError: an environment cannot be played.
-        """
         if (broken := self.player.take_broken()) is not None:
             raise broken
         self.player.look_at_the_clock()

@@ -125,11 +125,9 @@ class ScoredGoal:
     """Group id → future of its rewards, of a reward with `submit`."""
 
     def ended(self) -> int:
-        """How many kept groups have ended."""
         return len(self.groups.rewards)
 
     def reached(self) -> bool:
-        """Scores and discards what has ended, begins new groups; then whether the batch is full, or no group is left."""
         if self._full:
             # Other ranks may need more steps; what ends in them is scored by the next call.
             return True

@@ -267,7 +267,6 @@ class RolloutMetrics(MetricsRecorder):
         self._counted = {name: stats[name] for name in _COUNTERS}
 
     def enter_phase(self, phase: str | None) -> None:
-        """Attribute wall time from now on to `phase`; a trace shows it."""
         before = self.present_phase
         super().enter_phase(phase)
         if (recorder := active()) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 from rollout.engine.parts.context import MemoryMove
 from rollout.engine.parts.holds import BLOCK, DIRECT, PAUSE, SUSPEND, UPDATE, HoldLevel
@@ -60,14 +60,17 @@ class Updates:
         with self._together("resume"):
             return self._rounds.release(SUSPEND, PAUSE, UPDATE, DIRECT)
 
-    @contextmanager
-    def suspended(self, mode: Mode = None) -> Iterator[None]:
+    def suspended(self, mode: Mode = None) -> AbstractContextManager[None]:
         """A `with` block in which the KV cache is off the device; the first `generate` afterwards brings it back.
 
         Cached blocks that no request holds are dropped, because the weights are about to change. After an exception inside
         the next `generate` continues as well.
         """
         self._rounds.player.refuse_inside("suspended")
+        return self._suspended(mode)
+
+    @contextmanager
+    def _suspended(self, mode: Mode) -> Iterator[None]:
         self._rounds.make_way(mode)
         with self._rounds.engine.holds.held(BLOCK, HoldLevel.SUSPENDED, mode):
             yield

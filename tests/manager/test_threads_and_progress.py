@@ -12,15 +12,10 @@ from typing import Any
 from rollout.errors import (
     DeadlineError,
 )
-from rollout.manager.run_loop import ProgressBar
+from rollout.manager.run_loop import advance, progress_bar
 from rollout.threads.locks import Turns
 from tests.models import greedy
-from tests.rollouts import (
-    GREEDY,
-    assert_nothing_leaked,
-    completions,
-    make_rollout,
-)
+from tests.rollouts import GREEDY, assert_nothing_leaked, completions, make_rollout
 
 # --- the progress bar -------------------------------------------------------------------------------------------------
 
@@ -42,17 +37,17 @@ def test_a_progress_bar_is_shown_when_asked_for(rollout, capsys):
 
 def test_nobody_asked_and_a_bar_is_for_a_terminal_and_for_patience(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with ProgressBar(4, None) as bar:
-        assert not bar.enabled
+    with progress_bar(4, None) as bar:
+        assert bar.disable
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with ProgressBar(4, None) as bar:
-        assert bar.enabled
-        bar.show(lambda: 2, running=3)
+    with progress_bar(4, None) as bar:
+        assert not bar.disable
+        advance(bar, lambda: 2, running=3)
     assert terminal.getvalue().strip() == ""
-    with ProgressBar(4, True) as bar:
+    with progress_bar(4, True) as bar:
         time.sleep(0.15)
-        bar.show(lambda: 9, running=3)
+        advance(bar, lambda: 9, running=3)
     assert "4/4" in terminal.getvalue()
     assert "running=3" in terminal.getvalue()
 

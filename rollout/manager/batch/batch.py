@@ -1,4 +1,9 @@
-"""`PackedRollouts`: the tokens of a batch end to end, without padding."""
+"""`RolloutBatch`: the samples of a `generate` as padded tensors, packed tensors, and requests.
+
+Always true: row i is sample i, in the order of the prompts and the samples of a prompt side by side. A failed sample keeps
+its row, is masked out of `response_mask` and named in `errors`. In a row prompt and completion start at column 0, padding is
+on the right. A batch never changes; versions and log-probs are what the requests recorded.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -180,10 +180,10 @@ class _Plan:
     """[N]: parameters of rows whose log-probs are of the distribution that was sampled from, and not of all tokens."""
     top_k: int
     entropy: bool
-    images: list[ImageInputs | None] = field(default_factory=list)
-    """[N]; empty: there are none."""
-    adapters: list[str | None] = field(default_factory=list)
-    """[N] LoRA adapter of each row; empty: none has one."""
+    images: list[ImageInputs | None]
+    """[N]."""
+    adapters: list[str | None]
+    """[N] names of loaded LoRA adapters."""
 
     @classmethod
     def of(
@@ -209,8 +209,8 @@ class _Plan:
         columns = np.arange(max(map(len, tokens), default=0))
         lengths = np.array([len(each) for each in tokens], np.int64)[:, None]
         mask = (columns < lengths) & (columns >= starts[:, None])
-        warm = np.full(len(tokens), temperature or 1.0, np.float32)
-        return cls(tokens, mask, None, warm, [None] * len(tokens), top_k, entropy)
+        warm, none = np.full(len(tokens), temperature or 1.0, np.float32), [None] * len(tokens)
+        return cls(tokens, mask, None, warm, [*none], top_k, entropy, [*none], [*none])
 
     @classmethod
     def _of_batch(cls, batch: RolloutBatch, temperature: float | None, top_k: int, entropy: bool) -> _Plan:
@@ -225,14 +225,14 @@ class _Plan:
             warm = [1.0 if one.greedy or one.logprobs_mode == "raw" else one.temperature for one in params]
             replayed = [one if _of_set(request) else None for one, request in zip(params, batch, strict=True)]
         images = [each.images if isinstance(each, VLMInferenceRequest) else None for each in batch]
-        return cls(tokens, mask, batch, np.array(warm, np.float32), replayed, top_k, entropy, images)
+        none: list[str | None] = [None] * len(tokens)
+        return cls(tokens, mask, batch, np.array(warm, np.float32), replayed, top_k, entropy, images, none)
 
     def run(self, engine: DynamicInferenceEngine, *, of_own: bool) -> TokenScores:
-        rows = np.flatnonzero(self.mask.any(1))
-        images = self.images or [None] * len(self.tokens)
-        adapters = self.adapters or [None] * len(self.tokens)
+        rows, adapters = np.flatnonzero(self.mask.any(1)), self.adapters
         wanted = [
-            Wanted(self.tokens[row], np.flatnonzero(self.mask[row]) - 1, images[row], adapters[row]) for row in rows
+            Wanted(self.tokens[row], np.flatnonzero(self.mask[row]) - 1, self.images[row], adapters[row])
+            for row in rows
         ]
         results = _Results(self, engine.controller.runner.exact, min(self.top_k, engine.controller.layout.vocab_size))
 
@@ -256,8 +256,7 @@ class _Results:
         self._k = top_k
         self._logprobs = torch.zeros(shape)
         self._entropies = torch.zeros(shape) if plan.entropy else None
-        self._top_ids = torch.full((*shape, top_k), -1) if top_k else None
-        self._top_logprobs = torch.zeros(*shape, top_k) if top_k else None
+        self._top = (torch.full((*shape, top_k), -1), torch.zeros(*shape, top_k)) if top_k else None
         kept = None if plan.batch is None else plan.batch.kept_tokens
         self._kept = None if kept is None else kept.to("cpu")
 
@@ -279,13 +278,10 @@ class _Results:
             parts = zip(torch.split(logits, ENTROPY_ROWS), torch.split(warm, ENTROPY_ROWS), strict=True)
             entropies = [token_entropies(part.float() / divisor[:, None]) for part, divisor in parts]
             self._entropies[at] = torch.cat(entropies).cpu()
-        if (
-            self._top_ids is not None
-            and self._top_logprobs is not None
-            and top_ids is not None
-            and top_logprobs is not None
-        ):
-            self._top_ids[at], self._top_logprobs[at] = top_ids.cpu(), top_logprobs.cpu()
+        if self._top is not None:
+            assert top_ids is not None
+            assert top_logprobs is not None
+            self._top[0][at], self._top[1][at] = top_ids.cpu(), top_logprobs.cpu()
         return not bool(logprobs.isnan().any())
 
     def _replayed(
@@ -321,8 +317,8 @@ class _Results:
             logprobs=self._logprobs.to(device),
             mask=mask.to(device),
             entropies=moved(self._entropies),
-            top_ids=moved(self._top_ids),
-            top_logprobs=moved(self._top_logprobs),
+            top_ids=moved(None if self._top is None else self._top[0]),
+            top_logprobs=moved(None if self._top is None else self._top[1]),
             policy_version=version,
             staleness=moved(staleness),
             adapters=adapters,

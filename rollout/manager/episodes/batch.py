@@ -1,9 +1,8 @@
-"""Rows of a batch from the turns of an episode: one per history that was never edited.
+"""`EpisodeBatch`: a `RolloutBatch` whose rows are histories of many turns, one per history that was never edited.
 
 A turn whose prompt begins with all tokens of a row (prompt and completion of its last turn) extends that row; any other turn
-begins a row, and so does one with other parameters of the distribution (temperature, truncation), so that a row has one set
-of them. Always true: every sampled token is marked in exactly one row, and the tokens before it there are those that
-the model saw.
+begins one, and so does a turn with other parameters of the distribution (temperature, truncation). Always true: every
+sampled token is marked in exactly one row, and the tokens before it there are those that the model saw.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class EpisodePlayer:
         return [number for number in self._groups if number not in self.unfinished]
 
     def episodes(self, number: int) -> list[Episode]:
-        """Those of a group."""
+        """Episodes of a group."""
         return self._groups[number].episodes
 
     def drop(self, numbers: Iterable[int]) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
-
 from rollout.errors import ConfigError
-from rollout.manager.backend import Backend
 from rollout.observe.recorder import start, stop
 from rollout.observe.timeline import merged, timeline, write
 
@@ -47,15 +44,15 @@ def _own(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def traced(path: str | os.PathLike[str], backend: Backend) -> Iterator[Path]:
-    """See `RolloutManager.trace`."""
+def traced(path: str | os.PathLike[str], gather: Callable[[str, bytes], list[bytes] | None]) -> Iterator[Path]:
+    """See `RolloutManager.trace`; `gather` as a manager's `Backend` has it."""
     target = Path(path)
     own, together = _own_path(target), False
     recorder = start(_checked(target))
     try:
         yield target
         stop(recorder)
-        every = backend.gather("trace", zlib.compress(json.dumps(timeline(recorder, _torch_rank() or 0)).encode(), 1))
+        every = gather("trace", zlib.compress(json.dumps(timeline(recorder, _torch_rank() or 0)).encode(), 1))
         together = True
     finally:
         stop(recorder)
@@ -88,5 +85,7 @@ def _checked(path: Path) -> str:
 
 
 def _torch_rank() -> int | None:
+    import torch.distributed as dist
+
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return dist.get_rank() if several else None
