@@ -171,7 +171,7 @@ class ScoredGoal:
         if not self._pending[group_id].done():
             return None
         future = self._pending.pop(group_id)
-        return lambda samples: future.result()  # type: ignore[no-any-return]
+        return lambda samples: future.result()
 
     def _draw(self) -> None:
         drawn = list(islice(self.tasks, max(0, self.most - len(self.groups))))
