@@ -21,9 +21,8 @@ from rollout.engine.scheduling.run_ahead import StepCost
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.engine.lives_in_runs import life_in_runs
-from tests.engines import at_random, greedily, shared_model, token_ids
-from tests.invariants import check_scheduler
 from tests.engines import at_random, greedily, make_engine, shared_model, token_ids
+from tests.invariants import check_scheduler
 from tests.models import make_model, make_tokenizer
 
 ENDS = at_random(40, n=2, temperature=0.8, ignore_eos=False, stop_token_ids=list(range(3, 13)), min_tokens=6)
