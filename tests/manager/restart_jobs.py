@@ -69,14 +69,14 @@ def train(pipe: Connection, *, folder: Path, life: int, steps: int, with_journal
     run = _run(Journal(folder / "journal", fsync="never") if with_journal else None, seed=life if with_journal else 0)
     if (folder / CHECKPOINT).exists():
         run.load(folder / CHECKPOINT)
-    attach(run.optimizer, run.rollout)
-    step = run.rollout.engine.step
+    attach(run.optimizer, run.manager)
+    step = run.manager.engine.step
 
     def step_aloud(**_: object) -> Any:
         pipe.send_bytes(b"step")
         return step()
 
-    run.rollout.engine.step = step_aloud  # type: ignore[method-assign]
+    run.manager.engine.step = step_aloud  # type: ignore[method-assign]
     options = Namespace(steps=steps, groups=3, in_flight=7, max_tokens=24)
     ledger = os.open(folder / f"life-{life}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.write(ledger, msgpack.packb(run.step))
@@ -86,7 +86,7 @@ def train(pipe: Connection, *, folder: Path, life: int, steps: int, with_journal
             pipe.send_bytes(SAVING)
             run.save(folder / CHECKPOINT)
             pipe.send_bytes(b"saved")
-    rest = run.rollout.generate([], min_groups=run.rollout.groups_in_flight)
+    rest = run.manager.generate([], min_groups=run.manager.groups_in_flight)
     os.write(ledger, _line(run.step + 1, rest))
     pipe.send_bytes(ENDED)
 

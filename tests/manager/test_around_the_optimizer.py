@@ -126,10 +126,15 @@ def test_every_counter_of_the_engine_is_read_where_the_table_says(rollout):
     # Recurrent states and a host tier are counted where there are some: tests/engine/test_recurrent_states.py and
     # test_host_tier.py.
     counters = {name: read for name, read in counters.items() if not read.startswith(("states.", "host."))}
-    objects = {"allocator": scheduler.allocator, "images": engine.controller.runner.vision.features}
+    allocator = scheduler.allocator
+    objects = {
+        "allocator": allocator,
+        "allocator.index": allocator.index,
+        "images": engine.controller.runner.vision.features,
+    }
     rollout.metrics()
     for number, read in enumerate(counters.values(), 1):
-        source, name = read.split(".")
+        source, _, name = read.rpartition(".")
         if source in objects:
             setattr(objects[source], name, getattr(objects[source], name) + number)
         else:
