@@ -38,7 +38,7 @@ from trainer_hooks.wandb import WandbLogger
 
 
 def sharding_accelerator() -> Accelerator:
-    """As `accelerate launch --use_fsdp --fsdp_version 2` makes it; on a CPU, too, where accelerate itself would not."""
+    """Return the accelerator of `accelerate launch --use_fsdp --fsdp_version 2`, on a CPU too."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     if torch.cuda.is_available():
         return Accelerator(fsdp_plugin=plugin)
@@ -59,7 +59,7 @@ def grpo(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: AcceleratedOptimizer,
-    rollout: RolloutManager,
+    manager: RolloutManager,
     problems: Problems,
     options: argparse.Namespace,
 ) -> Iterator[Step]:
@@ -68,20 +68,20 @@ def grpo(
     params = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
     for _ in range(options.steps):
         asked = problems.sample(options.prompts)
-        batch = rollout.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
+        batch = manager.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
         rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)), device=accelerator.device)
         advantages = group_advantages(rewards, batch.group_ids)[:, None]
         mask, staleness = batch.response_mask, []
-        with rollout.suspended():
+        with manager.suspended():
             for epoch in range(EPOCHS):
                 # A forward of sharded weights is a call of all ranks: one for the whole batch, whatever its lengths are.
                 logprobs = token_logprobs(model, batch, rows=len(batch))
                 if epoch == 0:
-                    rollout.observe_logprobs(batch, logprobs)
+                    manager.observe_logprobs(batch, logprobs)
                 ratio = (logprobs - batch.logprobs).exp()
                 clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
                 loss = -torch.minimum(ratio * advantages, clipped * advantages)[mask].mean()
-                staleness.append((rollout.policy_version - batch.policy_versions)[mask])
+                staleness.append((manager.policy_version - batch.policy_versions)[mask])
                 optimizer.zero_grad()
                 accelerator.backward(loss)
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -129,8 +129,8 @@ def main() -> None:
     )
     config = InferenceConfig(max_requests=GROUP * options.prompts, seed=options.seed)
     with (
-        RolloutManager(model, tokenizer, config) as rollout,
-        attach(accelerator, rollout),
+        RolloutManager(model, tokenizer, config) as manager,
+        attach(accelerator, manager),
         WandbLogger(
             "rollout-accelerate-fsdp2-grpo",
             config=vars(options),
@@ -140,13 +140,13 @@ def main() -> None:
     ):
 
         def exam(greedy: bool = False) -> float:
-            solved = exact_match(rollout, problems.held_out, max_tokens=MAX_TOKENS, greedy=greedy)
+            solved = exact_match(manager, problems.held_out, max_tokens=MAX_TOKENS, greedy=greedy)
             return mean(over_ranks(solved)[0])
 
         before, before_greedy = exam(), exam(greedy=True)
         report.say(f"{lessons} supervised steps: held-out {before:.2f} sampled, {before_greedy:.2f} greedy")
-        for number, step in enumerate(grpo(accelerator, model, optimizer, rollout, problems, options), 1):
-            metrics = rollout.metrics()
+        for number, step in enumerate(grpo(accelerator, model, optimizer, manager, problems, options), 1):
+            metrics = manager.metrics()
             step = replace(step, reward=mean(over_ranks(step.reward)[0]))
             held_out = exam() if number % options.every == 0 or number in (1, options.steps) else None
             logger.log(

@@ -99,10 +99,10 @@ class Transcript:
 
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    """Of each token when it was sampled; 0 for a token that was not."""
+    """Log-prob of each token when it was sampled; 0 for a token that was not sampled."""
     sampled: list[bool] = field(default_factory=list)
     versions: set[int] = field(default_factory=set)
-    """Of the weights that wrote in it."""
+    """Policy versions that sampled its tokens."""
     answer: str | None = None
 
     def add(

@@ -47,7 +47,7 @@ class Run:
     optimizer: Optimizer
     schedule: LRScheduler
     problems: Problems
-    rollout: RolloutManager
+    manager: RolloutManager
     step: int = 0
 
     def save(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "rollout": self.rollout.state_dict(),
+            "rollout": self.manager.state_dict(),
         }
         unfinished = path.with_suffix(".unfinished")
         torch.save(state, unfinished)
@@ -70,7 +70,7 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
-        self.rollout.load_state_dict(state["rollout"])
+        self.manager.load_state_dict(state["rollout"])
         self.step, self.problems.dealt = state["step"], state["dealt"]
 
 
@@ -90,8 +90,8 @@ def async_grpo(run: Run, options: argparse.Namespace) -> Iterator[Update]:
     """Repeat: keep a number of groups in flight, train once on the complete ones."""
     params = SamplingParams(n=GROUP, max_tokens=options.max_tokens)
     while run.step < options.steps:
-        asked = run.problems.deal(options.in_flight - run.rollout.groups_in_flight)
-        batch = run.rollout.generate(
+        asked = run.problems.deal(options.in_flight - run.manager.groups_in_flight)
+        batch = run.manager.generate(
             [p.prompt for p in asked],
             params,
             metadata=[p.answer for p in asked],
@@ -101,9 +101,9 @@ def async_grpo(run: Run, options: argparse.Namespace) -> Iterator[Update]:
         mask = batch.response_mask
         rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)), device=mask.device)
         advantages = group_advantages(rewards, batch.group_ids, valid=mask.any(1))[:, None]
-        with run.rollout.suspended():
+        with run.manager.suspended():
             logprobs = token_logprobs(run.model, batch)
-            run.rollout.observe_logprobs(batch, logprobs)
+            run.manager.observe_logprobs(batch, logprobs)
             weights = token_importance(logprobs, batch.logprobs, mask, cap=HIGHEST_WEIGHT)
             loss = -masked_mean(weights * advantages * logprobs, mask)
             run.optimizer.zero_grad()
@@ -121,7 +121,7 @@ def async_grpo(run: Run, options: argparse.Namespace) -> Iterator[Update]:
 
 
 def columns(update: Update, metrics: dict[str, float]) -> str:
-    """What the table says of age: of the tokens in the batch, those thrown away for it, and what the weights cost."""
+    """Return the cells about staleness: share of stale tokens, oldest token, discarded requests, cost of the weights."""
     age = update.step.staleness.float()
     thrown_away = metrics["rollout/requests_stale"] + metrics["rollout/requests_requeued"]
     cells = (
@@ -177,16 +177,16 @@ def main() -> None:
     )
     with (
         Journal(options.out / f"seed-{options.seed}.journal") as journal,
-        RolloutManager(model, tokenizer, config, journal=journal) as rollout,
+        RolloutManager(model, tokenizer, config, journal=journal) as manager,
         RolloutManager(model, tokenizer, InferenceConfig(seed=options.seed)) as examiner,
         WandbLogger("rollout-async-grpo", config=vars(options), directory=options.out) as logger,
     ):
-        run = Run(model, optimizer, schedule, problems, rollout)
+        run = Run(model, optimizer, schedule, problems, manager)
         if resumed:
             run.load(saved)
             examiner.weights_updated()
-            report.say(f"resumed at step {run.step} with {rollout.groups_in_flight} groups in flight")
-        attach(optimizer, rollout)
+            report.say(f"resumed at step {run.step} with {manager.groups_in_flight} groups in flight")
+        attach(optimizer, manager)
         attach(optimizer, examiner)
 
         def exam(greedy: bool = False) -> float:
@@ -196,7 +196,7 @@ def main() -> None:
         before, before_greedy = exam(), exam(greedy=True)
         first = run.step + 1
         for update in async_grpo(run, options):
-            metrics = rollout.metrics()
+            metrics = manager.metrics()
             measured = run.step % options.every == 0 or run.step in (first, options.steps)
             held_out = exam() if measured else None
             scores = {"train/reward": update.step.reward, "train/loss": update.step.loss, "train/held_out": held_out}
@@ -206,7 +206,7 @@ def main() -> None:
             report.row(run.step, update.step, held_out, metrics, columns(update, metrics))
             if run.step % options.save_every == 0:
                 run.save(saved)
-        rollout.generate([], min_groups=rollout.groups_in_flight)
+        manager.generate([], min_groups=manager.groups_in_flight)
         after, after_greedy = exam(), exam(greedy=True)
         report.say(f"wandb: {logger.run.url or logger.run.dir}")
     if report.rows:

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/data_parallel_grpo.py --seed 0
 
-The loop of `examples/grpo.py` with three differences: gradients go through `DistributedDataParallel`, every rank
-constructs a `RolloutManager` (which finds the others by itself), and the ranks' problems differ in length, so that without
-load balancing the ranks with short answers would wait. The last columns of the table show how many tokens each rank
+The loop of `examples/grpo.py` with three differences. Gradients go through `DistributedDataParallel`. Every rank builds a
+`RolloutManager`, which finds the others. The ranks' problems differ in length, so without load balancing the ranks with
+short answers would wait. The last columns of the table show how many tokens each rank
 requested and computed.
 """
 
@@ -78,7 +78,7 @@ def train(options: argparse.Namespace) -> None:
     problems = problems.share(rank, size, seed=options.seed)
     config = InferenceConfig(max_requests=GROUP * options.prompts, seed=options.seed)
     with (
-        RolloutManager(model, tokenizer, config) as rollout,
+        RolloutManager(model, tokenizer, config) as manager,
         WandbLogger(
             "rollout-data-parallel-grpo",
             config=vars(options),
@@ -88,13 +88,13 @@ def train(options: argparse.Namespace) -> None:
     ):
 
         def exam(greedy: bool = False) -> float:
-            solved = exact_match(rollout, problems.held_out, max_tokens=MAX_TOKENS, greedy=greedy)
+            solved = exact_match(manager, problems.held_out, max_tokens=MAX_TOKENS, greedy=greedy)
             return mean(over_ranks(solved)[0])
 
         before, before_greedy = exam(), exam(greedy=True)
         report.say(f"{lessons} supervised steps: held-out {before:.2f} sampled, {before_greedy:.2f} greedy")
-        for number, step in enumerate(grpo(DistributedDataParallel(model), rollout, problems, options), 1):
-            metrics = rollout.metrics()
+        for number, step in enumerate(grpo(DistributedDataParallel(model), manager, problems, options), 1):
+            metrics = manager.metrics()
             rewards, asked_by, computed_by = over_ranks(step.reward, step.tokens, metrics["rollout/generated_tokens"])
             held_out = exam() if number % options.every == 0 or number in (1, options.steps) else None
             step = replace(step, reward=mean(rewards))

@@ -40,32 +40,32 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 def grpo(
     model: PreTrainedModel | DistributedDataParallel,
-    rollout: RolloutManager,
+    manager: RolloutManager,
     problems: Problems,
     options: argparse.Namespace,
 ) -> Iterator[Step]:
     """Repeat: sample groups, score them, train twice on the batch, every prompt once for all of its samples."""
     optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
-    attach(optimizer, rollout)
-    attach_tree(rollout.model)
+    attach(optimizer, manager)
+    attach_tree(manager.model)
     params = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS, **truncation(options))
     for _ in range(options.steps):
         asked = problems.sample(options.prompts)
-        batch = rollout.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
+        batch = manager.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
         rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)), device=model.device)
         advantages = group_advantages(rewards, batch.group_ids)[:, None]
         mask, staleness = batch.response_mask, []
         packed = batch.tree()
-        with rollout.suspended():
+        with manager.suspended():
             for epoch in range(EPOCHS):
                 logprobs = batch.replay_logprobs(model(**packed.inputs).logits, packed)
                 if epoch == 0:
-                    rollout.observe_logprobs(batch, logprobs)
+                    manager.observe_logprobs(batch, logprobs)
                 ratio = (logprobs - batch.logprobs).exp()
                 clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
                 loss = -torch.minimum(ratio * advantages, clipped * advantages)[mask].mean()
-                staleness.append((rollout.policy_version - batch.policy_versions)[mask])
+                staleness.append((manager.policy_version - batch.policy_versions)[mask])
                 optimizer.zero_grad()
                 loss.backward()
                 clip_grad_norm_(model.parameters(), 1.0)
@@ -110,21 +110,21 @@ def main() -> None:
     config = InferenceConfig(max_requests=GROUP * options.prompts, seed=options.seed)
     log = RunLog(options.out / "log", title=report.title) if options.report else None
     with (
-        RolloutManager(model, tokenizer, config) as rollout,
+        RolloutManager(model, tokenizer, config) as manager,
         WandbLogger("rollout-grpo", config=vars(options), directory=options.out) as logger,
     ):
 
         def exam(greedy: bool = False) -> float:
-            return exact_match(rollout, problems.held_out, max_tokens=MAX_TOKENS, greedy=greedy)
+            return exact_match(manager, problems.held_out, max_tokens=MAX_TOKENS, greedy=greedy)
 
         before, before_greedy = exam(), exam(greedy=True)
         report.say(f"{lessons} supervised steps: held-out {before:.2f} sampled, {before_greedy:.2f} greedy")
-        training = grpo(model, rollout, problems, options)
+        training = grpo(model, manager, problems, options)
         for number in range(1, options.steps + 1):
             traced = log is not None and number % max(1, options.steps // 4) == 0
-            with rollout.trace(options.out / "log" / f"step-{number:04}.json.gz") if traced else nullcontext():
+            with manager.trace(options.out / "log" / f"step-{number:04}.json.gz") if traced else nullcontext():
                 step = next(training)
-            metrics = rollout.metrics()
+            metrics = manager.metrics()
             held_out = exam() if number % options.every == 0 or number in (1, options.steps) else None
             logger.log(
                 number, {"train/reward": step.reward, "train/loss": step.loss, "train/held_out": held_out}, metrics

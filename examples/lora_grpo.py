@@ -37,27 +37,27 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 
 def grpo(
-    model: PeftModel, rollout: RolloutManager, problems: Problems, options: argparse.Namespace
+    model: PeftModel, manager: RolloutManager, problems: Problems, options: argparse.Namespace
 ) -> Iterator[tuple[Step, float]]:
     """Repeat: sample groups, score them, train the adapter; each step has its KL from the reference."""
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = AdamW(adapters, lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
-    attach(optimizer, rollout)
+    attach(optimizer, manager)
     params = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
     for _ in range(options.steps):
         asked = problems.sample(options.prompts)
-        batch = rollout.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
+        batch = manager.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
         rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)), device=model.device)
         advantages = group_advantages(rewards, batch.group_ids)[:, None]
         mask, staleness = batch.response_mask, []
-        with rollout.suspended():
-            with adapter(rollout, None), torch.no_grad():
+        with manager.suspended():
+            with adapter(manager, None), torch.no_grad():
                 reference = token_logprobs(model, batch)
             for epoch in range(EPOCHS):
                 logprobs = token_logprobs(model, batch)
                 if epoch == 0:
-                    rollout.observe_logprobs(batch, logprobs)
+                    manager.observe_logprobs(batch, logprobs)
                 ratio = (logprobs - batch.logprobs).exp()
                 clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
                 gain = torch.minimum(ratio * advantages, clipped * advantages)
@@ -65,7 +65,7 @@ def grpo(
                 away = (reference - logprobs)[mask]
                 kl = (away.exp() - 1 - away).mean()
                 loss = -gain[mask].mean() + options.kl * kl
-                staleness.append((rollout.policy_version - batch.policy_versions)[mask])
+                staleness.append((manager.policy_version - batch.policy_versions)[mask])
                 optimizer.zero_grad()
                 loss.backward()
                 clip_grad_norm_(adapters, 1.0)
@@ -110,24 +110,24 @@ def main() -> None:
     trained, every = policy.get_nb_trainable_parameters()
     config = InferenceConfig(max_requests=GROUP * options.prompts, seed=options.seed)
     with (
-        RolloutManager(policy, tokenizer, config) as rollout,
+        RolloutManager(policy, tokenizer, config) as manager,
         WandbLogger("rollout-lora-grpo", config=vars(options), directory=options.out) as logger,
     ):
 
         def exam(greedy: bool = False) -> float:
-            return exact_match(rollout, problems.held_out, max_tokens=MAX_TOKENS, greedy=greedy)
+            return exact_match(manager, problems.held_out, max_tokens=MAX_TOKENS, greedy=greedy)
 
         before, before_greedy = exam(), exam(greedy=True)
         report.say(f"{lessons} supervised steps: held-out {before:.2f} sampled, {before_greedy:.2f} greedy")
         report.say(f"the adapter has {trained:,} parameters, the model underneath {every - trained:,}")
-        for number, (step, kl) in enumerate(grpo(policy, rollout, problems, options), 1):
-            metrics = rollout.metrics()
+        for number, (step, kl) in enumerate(grpo(policy, manager, problems, options), 1):
+            metrics = manager.metrics()
             held_out = exam() if number % options.every == 0 or number in (1, options.steps) else None
             point = {"train/reward": step.reward, "train/loss": step.loss, "train/kl": kl, "train/held_out": held_out}
             logger.log(number, point, metrics)
             report.row(number, step, held_out, metrics, f"{kl:.3f}")
         after, after_greedy = exam(), exam(greedy=True)
-        with adapter(rollout, None):
+        with adapter(manager, None):
             underneath = exam(greedy=True)
         report.say(f"wandb: {logger.run.url or logger.run.dir}")
     report.say(f"picture: {report.picture(f'seed-{options.seed}')}")

@@ -81,16 +81,16 @@ def own_routes(model: Qwen3MoeForCausalLM, batch: RolloutBatch) -> float:
 
 
 def grpo(
-    model: Qwen3MoeForCausalLM, rollout: RolloutManager, problems: Problems, options: argparse.Namespace
+    model: Qwen3MoeForCausalLM, manager: RolloutManager, problems: Problems, options: argparse.Namespace
 ) -> Iterator[Step]:
     """Repeat: sample groups, score them, train on them with the rollout's routes."""
     optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
-    attach(optimizer, rollout)
+    attach(optimizer, manager)
     params = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
     for _ in range(options.steps):
         asked = problems.sample(options.prompts)
-        batch = rollout.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
+        batch = manager.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
         rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)))
         advantages = group_advantages(rewards, batch.group_ids)[:, None]
         with torch.no_grad():
@@ -148,15 +148,15 @@ def main() -> None:
         max_requests=GROUP * options.prompts, seed=options.seed, inference_dtype="bfloat16", record_routes=True
     )
     steps: list[Step] = []
-    with RolloutManager(model, tokenizer, config) as rollout:
-        before = exact_match(rollout, problems.held_out, max_tokens=MAX_TOKENS)
-        for number, step in enumerate(grpo(model, rollout, problems, options), 1):
+    with RolloutManager(model, tokenizer, config) as manager:
+        before = exact_match(manager, problems.held_out, max_tokens=MAX_TOKENS)
+        for number, step in enumerate(grpo(model, manager, problems, options), 1):
             steps.append(step)
             print(
                 f"step {number}: reward {step.reward:.2f}, mean gap {step.live[0]:.4f} live, {step.replayed[0]:.4f} "
                 f"replayed, largest {step.live[1]:.3f} and {step.replayed[1]:.3f}; {step.rerouted:.2%} of experts rerouted"
             )
-        after = exact_match(rollout, problems.held_out, max_tokens=MAX_TOKENS)
+        after = exact_match(manager, problems.held_out, max_tokens=MAX_TOKENS)
     for which, name in enumerate(("mean", "largest")):
         live, replayed = (
             sum(gaps) / len(steps) for gaps in zip(*((s.live[which], s.replayed[which]) for s in steps), strict=True)

@@ -69,35 +69,35 @@ def problems_of_three() -> list[Problem]:
     return every
 
 
-def turn_params(rollout: RolloutManager, **options: float) -> SamplingParams:
+def turn_params(manager: RolloutManager, **options: float) -> SamplingParams:
     """A turn ends with a call's colon or with the answer."""
-    (colon,) = rollout.tokenizer(":", add_special_tokens=False)["input_ids"]
+    (colon,) = manager.tokenizer(":", add_special_tokens=False)["input_ids"]
     return SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=[colon], **options)
 
 
 def grpo(
-    model: PreTrainedModel, rollout: RolloutManager, problems: Problems, options: argparse.Namespace
+    model: PreTrainedModel, manager: RolloutManager, problems: Problems, options: argparse.Namespace
 ) -> Iterator[Step]:
     """Repeat: play groups of episodes, train twice on what was sampled in them."""
     optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
-    attach(optimizer, rollout)
-    params = turn_params(rollout)
+    attach(optimizer, manager)
+    params = turn_params(manager)
     for _ in range(options.steps):
         tasks = problems.sample(options.prompts)
-        batch = rollout.run(tasks, Calculator, params, n=GROUP, max_turns=TURNS, progress=False)
+        batch = manager.run(tasks, Calculator, params, n=GROUP, max_turns=TURNS, progress=False)
         groups = torch.arange(len(batch.episodes), device=model.device) // GROUP
         advantages = group_advantages(batch.rewards, groups)[batch.episode_ids, None]
         mask, staleness = batch.response_mask, []
-        with rollout.suspended():
+        with manager.suspended():
             for epoch in range(EPOCHS):
                 logprobs = token_logprobs(model, batch)
                 if epoch == 0:
-                    rollout.observe_logprobs(batch, logprobs)
+                    manager.observe_logprobs(batch, logprobs)
                 ratio = (logprobs - batch.logprobs).exp()
                 clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
                 loss = -torch.minimum(ratio * advantages, clipped * advantages)[mask].mean()
-                staleness.append((rollout.policy_version - batch.policy_versions)[mask])
+                staleness.append((manager.policy_version - batch.policy_versions)[mask])
                 optimizer.zero_grad()
                 loss.backward()
                 clip_grad_norm_(model.parameters(), 1.0)
@@ -106,11 +106,11 @@ def grpo(
         yield Step(batch.rewards.mean().item(), loss.item(), torch.cat(staleness), tokens=int(mask.sum()))
 
 
-def exam(rollout: RolloutManager, held_out: Sequence[Problem], greedy: bool = False) -> float:
-    """Share of the problems answered rightly. The interval of the metrics begins anew afterwards."""
-    params = turn_params(rollout, temperature=0.0 if greedy else 1.0)
-    batch = rollout.run(held_out, Calculator, params, max_turns=TURNS, progress=False)
-    rollout.metrics()
+def exam(manager: RolloutManager, held_out: Sequence[Problem], greedy: bool = False) -> float:
+    """Share of the problems answered rightly. Resets the metrics."""
+    params = turn_params(manager, temperature=0.0 if greedy else 1.0)
+    batch = manager.run(held_out, Calculator, params, max_turns=TURNS, progress=False)
+    manager.metrics()
     return batch.rewards.mean().item()
 
 
@@ -147,19 +147,19 @@ def main() -> None:
         max_requests=GROUP * options.prompts, seed=options.seed, advanced=Advanced(block_size_tokens=4)
     )
     with (
-        RolloutManager(model, tokenizer, config) as rollout,
+        RolloutManager(model, tokenizer, config) as manager,
         WandbLogger("rollout-multi-turn", config=vars(options), directory=options.out) as logger,
     ):
-        before, before_greedy = exam(rollout, problems.held_out), exam(rollout, problems.held_out, greedy=True)
+        before, before_greedy = exam(manager, problems.held_out), exam(manager, problems.held_out, greedy=True)
         report.say(f"{lessons} supervised steps: held-out {before:.2f} sampled, {before_greedy:.2f} greedy")
-        for number, step in enumerate(grpo(model, rollout, problems, options), 1):
-            metrics = rollout.metrics()
+        for number, step in enumerate(grpo(model, manager, problems, options), 1):
+            metrics = manager.metrics()
             due = number % options.every == 0 or number in (1, options.steps)
-            held_out = exam(rollout, problems.held_out) if due else None
+            held_out = exam(manager, problems.held_out) if due else None
             values = {"train/reward": step.reward, "train/loss": step.loss, "train/held_out": held_out}
             logger.log(number, values, metrics)
             report.row(number, step, held_out, metrics)
-        after, after_greedy = exam(rollout, problems.held_out), exam(rollout, problems.held_out, greedy=True)
+        after, after_greedy = exam(manager, problems.held_out), exam(manager, problems.held_out, greedy=True)
         report.say(f"wandb: {logger.run.url or logger.run.dir}")
     report.say(f"picture: {report.picture(f'seed-{options.seed}')}")
     report.say(f"held-out, sampled {before:.2f} → {after:.2f}, greedy {before_greedy:.2f} → {after_greedy:.2f}")

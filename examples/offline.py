@@ -24,7 +24,7 @@ PROMPTS = ["7+8=", "12+7*3=", "100+1=", "2*2="]
 
 
 def model_and_tokenizer(name: str | None) -> dict[str, Any]:
-    """What `LLM` needs: a folder or the name of a model, or the two objects."""
+    """Return the arguments of `LLM`: the name of a model, or a model and its tokenizer."""
     if name is not None:
         return {"model": name}
     tokenizer = character_tokenizer()

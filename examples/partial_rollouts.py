@@ -40,7 +40,7 @@ HIGHEST_WEIGHT = 2.0
 
 def partial_rollouts(
     model: PreTrainedModel,
-    rollout: RolloutManager,
+    manager: RolloutManager,
     optimizer: Optimizer,
     problems: Problems,
     options: argparse.Namespace,
@@ -50,7 +50,7 @@ def partial_rollouts(
     params = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
     tasks = (PromptTask(problem.prompt, problem.answer) for problem in problems.endless())
     for _ in range(options.steps):
-        batch = rollout.generate_scored(
+        batch = manager.generate_scored(
             tasks,
             lambda group: [reward(sample.generated_text, sample.metadata) for sample in group],
             params,
@@ -60,9 +60,9 @@ def partial_rollouts(
             progress=False,
         )
         advantages = group_advantages(batch.rewards, batch.group_ids)[:, None]
-        with rollout.suspended():
+        with manager.suspended():
             logprobs = token_logprobs(model, batch)
-            rollout.observe_logprobs(batch, logprobs)
+            manager.observe_logprobs(batch, logprobs)
             weights = (logprobs.detach() - batch.logprobs).exp().clamp(max=HIGHEST_WEIGHT)
             loss = -(weights * advantages * logprobs)[batch.response_mask].mean()
             optimizer.zero_grad()
@@ -73,7 +73,7 @@ def partial_rollouts(
         staleness = batch.policy_staleness[batch.response_mask]
         mean = torch.cat([batch.rewards, batch.discarded_rewards]).mean()
         yield Step(mean.item(), loss.item(), staleness, tokens=len(staleness))
-    rollout.generate([], min_groups=rollout.groups_in_flight)
+    manager.generate([], min_groups=manager.groups_in_flight)
 
 
 def parse_options() -> argparse.Namespace:
@@ -113,23 +113,23 @@ def main() -> None:
         max_requests=GROUP * options.in_flight, kv_cache_management_mode=options.kv_mode, seed=options.seed
     )
     with (
-        RolloutManager(model, tokenizer, config) as rollout,
+        RolloutManager(model, tokenizer, config) as manager,
         RolloutManager(model, tokenizer, config) as examiner,
         WandbLogger("rollout-partial", config=vars(options), directory=options.out) as logger,
     ):
-        attach(optimizer, rollout)
+        attach(optimizer, manager)
         attach(optimizer, examiner)
 
         def exam(greedy: bool = False) -> float:
             # With a manager of its own: a look at the held-out problems must not carry forward what is in flight.
             share = exact_match(examiner, problems.held_out, max_tokens=MAX_TOKENS, greedy=greedy)
-            rollout.metrics()
+            manager.metrics()
             return share
 
         before, before_greedy = exam(), exam(greedy=True)
         report.say(f"{lessons} supervised steps: held-out {before:.2f} sampled, {before_greedy:.2f} greedy")
-        for number, step in enumerate(partial_rollouts(model, rollout, optimizer, problems, options), 1):
-            metrics = rollout.metrics()
+        for number, step in enumerate(partial_rollouts(model, manager, optimizer, problems, options), 1):
+            metrics = manager.metrics()
             held_out = exam() if number % options.every == 0 or number in (1, options.steps) else None
             logger.log(
                 number, {"train/reward": step.reward, "train/loss": step.loss, "train/held_out": held_out}, metrics

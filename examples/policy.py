@@ -147,10 +147,10 @@ def _logprobs(model: PreTrainedModel, batch: RolloutBatch, rows: Tensor) -> Tens
 
 
 def exact_match(
-    rollout: RolloutManager, problems: Sequence[Problem], *, max_tokens: int, greedy: bool = False
+    manager: RolloutManager, problems: Sequence[Problem], *, max_tokens: int, greedy: bool = False
 ) -> float:
-    """Share of the problems solved by one completion each. The interval of the metrics begins anew afterwards."""
+    """Share of the problems solved by one completion each. Resets the metrics."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0 if greedy else 1.0)
-    batch = rollout.generate([problem.prompt for problem in problems], params, progress=False)
-    rollout.metrics()
+    batch = manager.generate([problem.prompt for problem in problems], params, progress=False)
+    manager.metrics()
     return sum(map(reward, batch.texts, (problem.answer for problem in problems))) / len(problems)

@@ -96,26 +96,26 @@ class Update:
     rewards: Tensor
     """float32 [N]."""
     scores: dict[str, float]
-    """Of the value head, and of the distance that the policy went."""
+    """Scores of the value head, and the distance that the policy moved."""
 
 
 def ppo(
-    actor_critic: ActorCritic, rollout: RolloutManager, problems: Problems, options: argparse.Namespace
+    actor_critic: ActorCritic, manager: RolloutManager, problems: Problems, options: argparse.Namespace
 ) -> Iterator[Update]:
     """Repeat: sample each problem once, score it, estimate advantages, train on minibatches."""
     optimizer = AdamW(actor_critic.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
-    attach(optimizer, rollout)
+    attach(optimizer, manager)
     params = SamplingParams(max_tokens=MAX_TOKENS, **truncation(options))
     for _ in range(options.steps):
         asked = problems.sample(options.prompts)
-        batch = rollout.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
+        batch = manager.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
         mask, everything = batch.response_mask, torch.arange(len(batch), device=batch.response_mask.device)
         rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)), device=mask.device)
-        with rollout.suspended():
+        with manager.suspended():
             with torch.no_grad():
                 logprobs, values = actor_critic(batch, everything)
-            rollout.observe_logprobs(batch, logprobs)
+            manager.observe_logprobs(batch, logprobs)
             advantages = estimate_advantages(rewards, values, mask)
             returns = values + advantages
             unexplained = advantages[mask].var() / returns[mask].var().clamp(min=1e-8)
@@ -131,7 +131,7 @@ def ppo(
                     error = (values - returns[rows]).square()
                     divergence = rollout_kl(logprobs, batch.logprobs[rows], chosen, detach=False)
                     loss = masked_mean(VALUE_COST * error + KL_COST * divergence - gain, chosen)
-                    staleness.append((rollout.policy_version - batch.policy_versions[rows])[chosen])
+                    staleness.append((manager.policy_version - batch.policy_versions[rows])[chosen])
                     losses.append(loss.item())
                     divergences.append(masked_mean(divergence, chosen).item())
                     optimizer.zero_grad()
@@ -175,17 +175,17 @@ def main() -> None:
     actor_critic = ActorCritic(policy)
     config = InferenceConfig(max_requests=options.prompts, seed=options.seed)
     with (
-        RolloutManager(policy, tokenizer, config) as rollout,
+        RolloutManager(policy, tokenizer, config) as manager,
         WandbLogger("rollout-ppo", config=vars(options), directory=options.out) as logger,
     ):
 
         def exam(greedy: bool = False) -> float:
-            return exact_match(rollout, problems.held_out, max_tokens=MAX_TOKENS, greedy=greedy)
+            return exact_match(manager, problems.held_out, max_tokens=MAX_TOKENS, greedy=greedy)
 
         before, before_greedy = exam(), exam(greedy=True)
         report.say(f"{lessons} supervised steps: held-out {before:.2f} sampled, {before_greedy:.2f} greedy")
-        for number, update in enumerate(ppo(actor_critic, rollout, problems, options), 1):
-            metrics = rollout.metrics()
+        for number, update in enumerate(ppo(actor_critic, manager, problems, options), 1):
+            metrics = manager.metrics()
             measured = number % options.every == 0 or number in (1, options.steps)
             held_out = exam() if measured else None
             scores = {"train/reward": update.step.reward, "train/loss": update.step.loss, "train/held_out": held_out}

@@ -47,13 +47,13 @@ class Step:
     """Mean of the batch."""
 
     loss: float
-    """Of the last update of the step."""
+    """Loss of the last update of the step."""
 
     staleness: Tensor
     """int [tokens]: of every token trained on, the weight updates between its sampling and its use."""
 
     tokens: int
-    """Of the completions in the batch."""
+    """Number of tokens in the completions."""
 
     batch: RolloutBatch | None = None
     rewards: Tensor | None = None

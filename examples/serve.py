@@ -43,7 +43,7 @@ class Answer:
     problem: Problem
     text: str
     versions: list[int]
-    """Of the weights, for each token."""
+    """Policy version of each token."""
 
     @property
     def right(self) -> bool:

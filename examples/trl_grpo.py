@@ -48,7 +48,7 @@ def config(options: argparse.Namespace) -> GRPOConfig:
 
 
 def dataset(problems: list[Problem]) -> Dataset:
-    """What TRL reads: a column of prompts; the others go to the reward function."""
+    """Return a dataset for TRL: a column of prompts; other columns go to the reward function."""
     return Dataset.from_list([{"prompt": problem.prompt, "answer": problem.answer} for problem in problems])
 
 
@@ -133,16 +133,16 @@ def main() -> None:
             train_dataset=dataset(problems.train), eval_dataset=dataset(problems.held_out),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
-        rollout = RolloutManager(model, tokenizer, InferenceConfig(seed=options.seed))  # changed: the first line,
-        attach(trainer, rollout)  # and the second
+        manager = RolloutManager(model, tokenizer, InferenceConfig(seed=options.seed))  # changed: the first line,
+        attach(trainer, manager)  # and the second
         trainer.evaluate()
         report.say(f"{lessons} supervised steps: held-out {rows.held_out[0]:.2f}")
         trainer.train()
         report.say(f"wandb: {logger.run.url or logger.run.dir}")
     report.say(f"picture: {report.picture(f'seed-{options.seed}')}")
     report.say(f"held-out, sampled {rows.held_out[0]:.2f} → {rows.held_out[-1]:.2f}")
-    report.say(f"{rollout.policy_version} updates, {time.perf_counter() - started:.0f} s in all")
-    rollout.close()
+    report.say(f"{manager.policy_version} updates, {time.perf_counter() - started:.0f} s in all")
+    manager.close()
 
 
 if __name__ == "__main__":

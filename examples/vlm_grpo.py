@@ -63,7 +63,7 @@ def draw(chance: random.Random) -> Drawing:
 
 
 def processed(drawing: Drawing) -> dict[str, Tensor]:
-    """What Qwen's processor makes of a prompt: patches of 8 x 8 pixels, twice in time, in the order they are merged in."""
+    """Return the tensors of Qwen's processor: patches of 8 x 8 pixels, twice in time, in merging order."""
     pixels = torch.from_numpy(np.asarray(drawing.picture, np.float32).copy()) / 127.5 - 1
     grid, blocks = SIDE // PATCH, SIDE // PATCH // MERGE
     cut = pixels.permute(2, 0, 1).view(3, blocks, MERGE, PATCH, blocks, MERGE, PATCH)
@@ -109,20 +109,20 @@ def sampling(n: int, temperature: float = 1.0) -> SamplingParams:
 
 
 def grpo(
-    model: Qwen2_5_VLForConditionalGeneration, rollout: RolloutManager, options: argparse.Namespace
+    model: Qwen2_5_VLForConditionalGeneration, manager: RolloutManager, options: argparse.Namespace
 ) -> Iterator[float]:
     """Repeat: draw, sample answers, score them, train on the batch. Yields the mean reward."""
     optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
-    attach(optimizer, rollout)
+    attach(optimizer, manager)
     chance = random.Random(options.seed)
     for _ in range(options.steps):
         drawings = [draw(chance) for _ in range(options.prompts)]
-        batch = rollout.generate([processed(each) for each in drawings], sampling(GROUP), progress=False)
+        batch = manager.generate([processed(each) for each in drawings], sampling(GROUP), progress=False)
         asked = [drawing for drawing in drawings for _ in range(GROUP)]
         rewards = torch.tensor([reward(r.generated_tokens, d) for r, d in zip(batch, asked, strict=True)])
         advantages = group_advantages(rewards, batch.group_ids)[:, None]
-        with rollout.suspended():
+        with manager.suspended():
             logits = model(**batch.model_inputs(), use_cache=False).logits[:, :-1]
             logits[..., [IMAGE, VIDEO]] -= 100.0
             logprobs = logits.log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
@@ -136,9 +136,9 @@ def grpo(
         yield rewards.mean().item()
 
 
-def exam(rollout: RolloutManager, drawings: list[Drawing]) -> float:
-    """Mean reward of the likeliest answers."""
-    batch = rollout.generate([processed(each) for each in drawings], sampling(1, temperature=0.0), progress=False)
+def exam(manager: RolloutManager, drawings: list[Drawing]) -> float:
+    """Return the mean reward of greedy answers."""
+    batch = manager.generate([processed(each) for each in drawings], sampling(1, temperature=0.0), progress=False)
     return sum(reward(r.generated_tokens, d) for r, d in zip(batch, drawings, strict=True)) / len(drawings)
 
 
@@ -177,17 +177,17 @@ def main() -> None:
     model = small_model(options.seed)
     config = InferenceConfig(max_requests=GROUP * options.prompts, kv_cache_memory_gb=0.1, seed=options.seed)
     rewards: list[float] = []
-    with RolloutManager(model, None, config) as rollout:
-        before = exam(rollout, held_out)
-        for number, mean in enumerate(grpo(model, rollout, options), 1):
+    with RolloutManager(model, None, config) as manager:
+        before = exam(manager, held_out)
+        for number, mean in enumerate(grpo(model, manager, options), 1):
             rewards.append(mean)
-            metrics = rollout.metrics()
+            metrics = manager.metrics()
             if number % 10 == 0 or number in (1, options.steps):
                 print(
                     f"step {number}: reward {mean:.2f}; {metrics['rollout/images_encoded']:.0f} drawings encoded for "
                     f"{options.prompts * GROUP} samples"
                 )
-        after = exam(rollout, held_out)
+        after = exam(manager, held_out)
     print(f"held-out {before:.2f} → {after:.2f}")
     print(f"picture: {picture(rewards, held_out, options.out / f'seed-{options.seed}.png')}")
     print(f"{time.perf_counter() - started:.0f} s in all")

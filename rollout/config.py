@@ -284,11 +284,8 @@ class CoordinatorConfig(Options):
     """Maximum number of block hashes indexed per rank, at least 1; the least recently used are evicted."""
 
     schedule_output_path: str | None = None
-    """JSON file to which every routing decision is written when it is taken. None: not recorded."""
-
-    schedule_append: bool = False
-    """Append to the records already in that file, as a coordinator does that replaces a dead one. False: overwrite the
-    file."""
+    """JSON file to which every routing decision is written when it is taken. A coordinator that replaces a dead one writes
+    to `PATH.1`, the next one to `PATH.2`. None: not recorded."""
 
     seed: int = 0
     """Base seed of requests without a seed of their own, assigned in order of arrival. In [0, 2**63)."""

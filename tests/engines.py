@@ -164,6 +164,13 @@ def logprob_error(model: PreTrainedModel | str, request: DynamicInferenceRequest
     return float(np.abs(reference - np.array(request.generated_log_probs)).max(initial=0.0))
 
 
+def logits_of(name: str, tokens: list[int]) -> torch.Tensor:
+    """[len(tokens), V] logits of the trainer's own forward."""
+    model = shared_model(name)
+    with torch.no_grad():
+        return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+
 def distances_to_float64(model: PreTrainedModel | str, request: DynamicInferenceRequest) -> tuple[float, float]:
     """Largest distance to the float64 log-probs of a completion: of the request's, and of the trainer's own forward."""
     chosen = shared_model(model) if isinstance(model, str) else model

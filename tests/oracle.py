@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from rollout.engine.sampling.random_stream import uniforms
+from rollout.engine.sampling.numerics import uniforms
 from rollout.requests.block_hash import stream_key
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest

@@ -20,8 +20,8 @@ from torch import nn
 from rollout.config import InferenceConfig
 from rollout.engine.build import EngineBase, EngineParts, build, check_arguments, followed, rebuilt
 from rollout.engine.memory.block_pool import Allocate, zeros
+from rollout.engine.memory.buffers import plain_tensors
 from rollout.engine.memory.kv_cache import KVCache
-from rollout.engine.memory.plain_tensors import plain_tensors
 from rollout.engine.models.adapters import LoraAdapters
 from rollout.engine.models.attention import Installation, refuse_inside_forward
 from rollout.engine.parts.context import DynamicInferenceContext
@@ -46,7 +46,7 @@ from rollout.state import EngineState
 from rollout.threads.blocking import called, read
 from rollout.threads.diagnosis import answer_signal, watch
 from rollout.threads.interrupts import interruptible, uninterrupted
-from rollout.threads.turns import Turns
+from rollout.threads.locks import Turns
 
 
 class DynamicInferenceEngine:

@@ -1,12 +1,11 @@
-"""One file of a journal: a header and checksummed records; and the reader of a journal's files.
+"""One file of a journal, checksummed records of which the first names job and version; and the reader of such files.
 
-    header   magic, version, length, CRC of these | job and mark | CRC
     record   marker, sequence number, length, CRC of the body, CRC of these | body
 
-Always true: a record is accepted only if its marker, both checksums and the order of sequence numbers are valid;
-otherwise reading resumes at the next marker, so that any damage costs one record, is reported and raises nothing. The
-marker is a hash of the file's random mark, so that contents cannot imitate it; the file name repeats the mark, so that
-a damaged header costs no record. A file only grows, except that a failed append is truncated.
+Always true: a record is accepted only if its marker, both checksums and the order of sequence numbers are valid; otherwise
+reading resumes at the next marker, so that any damage costs one record, is reported and raises nothing. The marker is a
+hash of the random mark in the file's name, so that contents cannot imitate it. A file only grows, except that a failed
+append is truncated.
 """
 
 from __future__ import annotations
@@ -25,18 +24,19 @@ from typing import BinaryIO, NamedTuple
 import msgpack
 
 from rollout.errors import ConfigError, DamagedHeaderError, JournalError, RolloutError, SerializationError
-from rollout.requests.codec import OPAQUE, STR, Codec, decode_fields, list_of, refuse, unpack_msgpack
+from rollout.requests.codec import OPAQUE, Codec, decode_fields, list_of, refuse, unpack_msgpack
 from rollout.requests.request import REQUEST, DynamicInferenceRequest
 
-VERSION = 2
-MAGIC = b"rolljrnl"
+VERSION = 3
 MAX_BODY_BYTES = (1 << 32) - 1
 SUFFIX = ".journal"
-_PRELUDE = struct.Struct("<8sII")
+_OLD_MAGIC = b"rolljrnl"
+"""First bytes of a file of versions 1 and 2."""
 _RECORD = struct.Struct("<8sQII")
 _CRC = struct.Struct("<I")
 _HEAD_BYTES = _RECORD.size + _CRC.size
 _WINDOW_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
 
 
 class SegmentName(NamedTuple):
@@ -51,18 +51,11 @@ class SegmentName(NamedTuple):
         return folder / f"{self.number:06d}-{self.mark}{SUFFIX}"
 
 
-class Header(NamedTuple):
-    """Parsed header of a file."""
-
-    start: int
-    """Offset of the first record."""
-    mark: str
-
-
 class Record(NamedTuple):
     """Location and checksum of a record; the body is not read yet."""
 
     sequence: int
+    """0: the header; groups are counted from 1."""
     start: int
     length: int
     checksum: int
@@ -73,14 +66,48 @@ class Record(NamedTuple):
         return self.start + _HEAD_BYTES + self.length
 
 
-@dataclass(frozen=True)
-class Gap:
+class Gap(NamedTuple):
     """A byte range without a valid record."""
 
     start: int
     end: int
     lost: int | None
-    """Number of lost records; None: unknown."""
+    """Number of lost groups; None: unknown."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A byte range that failed its checksum."""
+
+    path: Path
+    start: int
+    end: int
+    lost: int | None
+    """Number of lost groups; None: unknown."""
+    what: str
+
+    def __str__(self) -> str:
+        lost = "an unknown number of groups" if self.lost is None else f"{self.lost} group{'s' * (self.lost != 1)}"
+        return f"{self.path}, bytes {self.start} to {self.end}: {self.what}, {lost} lost"
+
+
+class Place(NamedTuple):
+    """Location of a group, for `Journal.read`."""
+
+    path: Path
+    record: Record
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """A group as given to `Journal.append`."""
+
+    samples: list[DynamicInferenceRequest]
+    key: bytes
+    place: Place
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def segments(folder: Path) -> list[SegmentName]:
@@ -97,61 +124,39 @@ def segments(folder: Path) -> list[SegmentName]:
     return sorted(found)
 
 
-def pack_header(job: str, mark: str) -> bytes:
-    """Encode the header of a file."""
-    body: bytes = msgpack.packb([job, mark], use_bin_type=True)
-    prelude = _PRELUDE.pack(MAGIC, VERSION, len(body))
-    return prelude + _CRC.pack(zlib.crc32(prelude)) + body + _CRC.pack(zlib.crc32(body))
+def pack_header(job: str) -> bytes:
+    """Encode the body of a file's first record."""
+    packed: bytes = msgpack.packb([VERSION, job])
+    return packed
 
 
-def read_header(file: BinaryIO, path: Path, job: str | None) -> Header | None:
-    """Read the header; None: damaged.
-
-    Args:
-        job: required job; None: any.
+def check_header(path: Path, body: bytes, job: str | None) -> None:
+    """Check the body of a file's first record; `job`: the required one, None: any.
 
     Raises:
-        SerializationError: an intact header of another version or file type.
-        ConfigError: the journal of another job.
+        SerializationError: the file is of another version.
+        ConfigError: it belongs to another job.
     """
-    file.seek(0)
-    prelude, checksum = file.read(_PRELUDE.size), file.read(_CRC.size)
-    if len(checksum) < _CRC.size or _CRC.unpack(checksum)[0] != zlib.crc32(prelude):
-        return None
-    magic, version, length = _PRELUDE.unpack(prelude)
-    if magic != MAGIC or version != VERSION:
-        refuse(str(path), (magic, version), f"a journal of version {VERSION}, which this release reads,")
-    body, checksum = file.read(length), file.read(_CRC.size)
-    if len(checksum) < _CRC.size or _CRC.unpack(checksum)[0] != zlib.crc32(body):
-        return None
     plain = unpack_msgpack(str(path), body)
-    if not isinstance(plain, list) or len(plain) != 2:
-        refuse(str(path), plain, "[job, mark]")
-    owner = STR.decode(plain[0])
-    if job is not None and owner != job:
+    if type(plain) is not list or len(plain) != 2 or plain[0] != VERSION:
+        refuse(str(path), plain, f"a journal of version {VERSION}, which this release reads,")
+    if job is not None and plain[1] != job:
         raise ConfigError(
-            f"{path} belongs to job={owner!r}, and this is job={job!r}: give each job a folder of its own"
+            f"{path} belongs to job={plain[1]!r}, and this is job={job!r}: give each job a folder of its own"
         )
-    return Header(file.tell(), STR.decode(plain[1]))
 
 
-def walk(file: BinaryIO, mark: str, start: int) -> Iterator[Record | Gap]:
-    """Yield records and gaps in file order; together they cover `start` to the end of the file without overlap.
-
-    Args:
-        mark: of the header or, if that is damaged, of the file's name.
-        start: offset of the first record; 0: unknown.
-    """
+def walk(file: BinaryIO, mark: str) -> Iterator[Record | Gap]:
+    """Yield records and gaps in file order; together they cover the file without overlap."""
     marker, size = _marker(mark), file.seek(0, os.SEEK_END)
-    reached = position = start
-    expected = 0
+    reached = position = expected = 0
     while position < size:
         record = _record_at(file, marker, position, size)
         if record is None or record.sequence < expected:
             position = _next_marker(file, marker, position + 1, size)
             continue
         if reached < position:
-            yield Gap(reached, position, record.sequence - expected)
+            yield Gap(reached, position, max(0, record.sequence - max(1, expected)))
         yield record
         reached = position = record.end
         expected = record.sequence + 1
@@ -164,6 +169,13 @@ def read_body(file: BinaryIO, record: Record) -> bytes | None:
     file.seek(record.end - record.length)
     body = file.read(record.length)
     return body if len(body) == record.length and zlib.crc32(body) == record.checksum else None
+
+
+def refuse_old(file: BinaryIO, path: Path) -> None:
+    """Raise a `SerializationError` for a file of an earlier version."""
+    file.seek(0)
+    if file.read(len(_OLD_MAGIC)) == _OLD_MAGIC:
+        refuse(str(path), _OLD_MAGIC, f"a journal of version {VERSION}, which this release reads,")
 
 
 def _marker(mark: str) -> bytes:
@@ -198,12 +210,99 @@ def _next_marker(file: BinaryIO, marker: bytes, position: int, size: int) -> int
     return size
 
 
+class GroupReader:
+    """Iterates over the groups of a journal, with at most one in memory.
+
+    Attributes:
+        damage: byte ranges that could not be read so far; complete after the iteration.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[SegmentName], job: str | None) -> None:
+        self.damage: list[Damage] = []
+        self._folder = folder
+        self._names = names
+        self._job = job
+
+    def __iter__(self) -> Iterator[FinishedGroup]:
+        self.damage.clear()
+        for name in self._names:
+            path = name.path(self._folder)
+            try:
+                with path.open("rb") as file:
+                    refuse_old(file, path)
+                    yield from self._groups(file, path, name.mark)
+            except OSError as exc:
+                raise JournalError(f"{path} cannot be read ({exc.strerror or exc})") from exc
+
+    def _groups(self, file: BinaryIO, path: Path, mark: str) -> Iterator[FinishedGroup]:
+        for found in walk(file, mark):
+            if isinstance(found, Gap):
+                self._note(path, found, _what(found))
+            elif found.sequence:
+                try:
+                    samples, key = unpack_group(read_body(file, found))
+                except RolloutError as exc:
+                    self._note(path, Gap(found.start, found.end, 1), f"record {found.sequence}: {exc}")
+                else:
+                    yield FinishedGroup(samples, key, Place(path, found))
+            elif (body := read_body(file, found)) is None:
+                self._note(path, Gap(found.start, found.end, 0), "damaged header")
+            else:
+                check_header(path, body, self._job)
+
+    def _note(self, path: Path, gap: Gap, what: str) -> None:
+        self.damage.append(Damage(path, gap.start, gap.end, gap.lost, what))
+        _log.warning("journal: %s", self.damage[-1])
+
+
+def read_groups(folder: str | os.PathLike[str], *, job: str | None = None) -> GroupReader:
+    """Return a reader of all groups of a journal, oldest first, without a lock.
+
+    Raises:
+        JournalError: no such folder; while iterating: a file cannot be read.
+        SerializationError, ConfigError: while iterating: a file of another version, or the journal of another job.
+    """
+    return GroupReader(Path(folder), segments(Path(folder)), job)
+
+
+def pack_group(samples: Sequence[DynamicInferenceRequest], key: bytes) -> bytes:
+    """Encode a group as the body of a record."""
+    packed: bytes = msgpack.packb({"key": key, "samples": [sample.serialize() for sample in samples]})
+    return packed
+
+
+def unpack_group(body: bytes | None) -> tuple[list[DynamicInferenceRequest], bytes]:
+    """Decode (samples, key) from a record's body (None: its checksum failed); `RolloutError` if it is damaged."""
+    if body is None:
+        raise SerializationError("its checksum is wrong")
+    fields = decode_fields("group", unpack_msgpack("group", body, strict_map_key=False), _FIELDS)
+    return fields["samples"], fields["key"]
+
+
+def _decode_key(plain: object) -> bytes:
+    if not isinstance(plain, bytes):
+        refuse("key", plain, "bytes")
+    return plain
+
+
+_FIELDS = {"key": Codec(OPAQUE.encode, _decode_key), "samples": list_of(REQUEST)}
+
+
+def _what(gap: Gap) -> str:
+    if not gap.start:
+        return "damaged header"
+    return "torn or damaged tail" if gap.lost is None else "damaged record"
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
 class SegmentWriter:
     """Appends records to one file. Records are written unbuffered: they survive a kill of the process.
 
     Args:
         path: an empty or new file gets a header; another is continued after its last whole record and truncated there.
-        mark: of the checkpoint that a new file begins with.
+        mark: in the file's name.
         job: name of the job.
 
     Attributes:
@@ -212,7 +311,7 @@ class SegmentWriter:
     Raises:
         JournalError: the file cannot be written.
         DamagedHeaderError: the header is damaged; the file is left untouched.
-        SerializationError, ConfigError: see `read_header`.
+        SerializationError, ConfigError: the file is of another version or job.
     """
 
     def __init__(self, path: Path, mark: str, job: str) -> None:
@@ -220,23 +319,23 @@ class SegmentWriter:
         self.mark = mark
         self.cut: Gap | None = None
         self._broken = ""
+        self._marker = _marker(mark)
+        # (offset, sequence number) of the next record, one tuple: Ctrl-C may interrupt between two assignments.
+        self._next = 0, 0
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as exc:
             raise _trouble(path, "opened for writing", exc) from exc
         try:
-            # (offset, sequence number) of the next record, one tuple: Ctrl-C may interrupt between two assignments.
-            self._next = self._continue(job) if os.fstat(self._file).st_size else self._begin(job)
-        except DamagedHeaderError:
+            if os.fstat(self._file).st_size:
+                self._continue(job)
+            else:
+                self.append(pack_header(job))
+        except BaseException as exc:
             os.close(self._file)
+            if isinstance(exc, OSError) and not isinstance(exc, RolloutError):
+                raise _trouble(path, "continued", exc) from exc
             raise
-        except OSError as exc:
-            os.close(self._file)
-            raise _trouble(path, "continued", exc) from exc
-        except BaseException:
-            os.close(self._file)
-            raise
-        self._marker = _marker(self.mark)
 
     def append(self, body: bytes) -> Record:
         """Append a record.
@@ -262,9 +361,7 @@ class SegmentWriter:
         return record
 
     def sync(self) -> None:
-        """Force all records onto the disk. After a `JournalError` the contents are unknown, and further appends are
-        refused.
-        """
+        """Force all records onto the disk. After a `JournalError` the contents are unknown, and appends are refused."""
         try:
             os.fsync(self._file)
         except OSError as exc:
@@ -292,34 +389,24 @@ class SegmentWriter:
         except OSError:
             self._broken = f"half a record could not be taken back ({cause})"
 
-    def _begin(self, job: str) -> tuple[int, int]:
-        return self._write(pack_header(job, self.mark), 0), 0
-
-    def _continue(self, job: str) -> tuple[int, int]:
+    def _continue(self, job: str) -> None:
+        header = last = None
         with open(self._file, "rb", closefd=False) as file:
-            header = read_header(file, self.path, job)
-            if header is None:
+            refuse_old(file, self.path)
+            for found in walk(file, self.mark):
+                if isinstance(found, Record):
+                    header, last = header or found, found
+            body = None if header is None or header.sequence else read_body(file, header)
+            if body is None or last is None:
                 raise DamagedHeaderError(f"{self.path} begins with no whole header")
-            self.mark = header.mark
-            end, sequence = _end_of_records(file, header)
+            check_header(self.path, body, job)
             size = file.seek(0, os.SEEK_END)
-        if end < size:
-            self.cut = Gap(end, size, None)
-            os.ftruncate(self._file, end)
-        return end, sequence
-
-
-def _end_of_records(file: BinaryIO, header: Header) -> tuple[int, int]:
-    """(offset after the last whole record, its sequence number + 1)."""
-    last = None
-    for found in walk(file, header.mark, header.start):
-        last = found if isinstance(found, Record) else last
-    if last is None:
-        return header.start, 0
-    # A crash of the machine may have left the head of the last record without its body.
-    if last.end == file.seek(0, os.SEEK_END) and read_body(file, last) is None:
-        return last.start, last.sequence
-    return last.end, last.sequence + 1
+            # A crash of the machine may have left the head of the last record without its body.
+            torn = last.end == size and read_body(file, last) is None
+        self._next = (last.start, last.sequence) if torn else (last.end, last.sequence + 1)
+        if self._next[0] < size:
+            self.cut = Gap(self._next[0], size, None)
+            os.ftruncate(self._file, self._next[0])
 
 
 def _trouble(path: Path, what: str, exc: OSError) -> JournalError:
@@ -328,134 +415,12 @@ def _trouble(path: Path, what: str, exc: OSError) -> JournalError:
 
 def cure_of(exc: OSError) -> str:
     """What to do about a file that cannot be read or written."""
-    return _CURES.get(exc.errno or 0, "choose a folder on a local disk, where this is a regular file")
+    return _CURES.get(exc.errno or 0, "choose a folder that is writable, on a local disk, where this is a regular file")
 
 
-_FULL = "free space on that disk, or choose a folder on another one"
-_NOT_OURS = "choose a folder that is writable"
 _CURES = {
-    errno.ESPIPE: "it is a pipe; choose a folder on a local disk, where this is a regular file",
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
     **dict.fromkeys(
-        (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOENT, errno.EEXIST, errno.ENOTDIR), _NOT_OURS
+        (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space on that disk, or choose a folder on another one"
     ),
     errno.EIO: "the disk fails: choose a folder on another one",
 }
-
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Damage:
-    """A byte range that failed its checksum."""
-
-    path: Path
-    start: int
-    end: int
-    lost: int | None
-    """Number of lost groups; None: unknown."""
-    what: str
-
-    def __str__(self) -> str:
-        lost = "an unknown number of groups" if self.lost is None else f"{self.lost} group{'s' * (self.lost != 1)}"
-        return f"{self.path}, bytes {self.start} to {self.end}: {self.what}, {lost} lost"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Location of a group, for `Journal.read`."""
-
-    path: Path
-    record: Record
-
-
-@dataclass(frozen=True)
-class FinishedGroup:
-    """A group as given to `Journal.append`."""
-
-    samples: list[DynamicInferenceRequest]
-    key: bytes
-    place: Place
-
-
-class GroupReader:
-    """Iterates over the groups of a journal, with at most one in memory.
-
-    Attributes:
-        damage: byte ranges that could not be read so far; complete after the iteration.
-    """
-
-    def __init__(self, folder: Path, names: Sequence[SegmentName], job: str | None) -> None:
-        self.damage: list[Damage] = []
-        self._folder = folder
-        self._names = names
-        self._job = job
-
-    def __iter__(self) -> Iterator[FinishedGroup]:
-        self.damage.clear()
-        for name in self._names:
-            path = name.path(self._folder)
-            try:
-                with path.open("rb") as file:
-                    yield from self._groups(file, path, name.mark)
-            except OSError as exc:
-                raise JournalError(f"{path} cannot be read ({exc.strerror or exc})") from exc
-
-    def _groups(self, file: BinaryIO, path: Path, mark: str) -> Iterator[FinishedGroup]:
-        # The file's name repeats the mark, in case the header is damaged.
-        start, mark = read_header(file, path, self._job) or (0, mark)
-        for found in walk(file, mark, start):
-            if isinstance(found, Gap):
-                self._note(path, found, _what(found))
-                continue
-            try:
-                samples, key = unpack_group(read_body(file, found))
-            except RolloutError as exc:
-                self._note(path, Gap(found.start, found.end, 1), f"record {found.sequence}: {exc}")
-            else:
-                yield FinishedGroup(samples, key, Place(path, found))
-
-    def _note(self, path: Path, gap: Gap, what: str) -> None:
-        self.damage.append(Damage(path, gap.start, gap.end, gap.lost, what))
-        _log.warning("journal: %s", self.damage[-1])
-
-
-def read_groups(folder: str | os.PathLike[str], *, job: str | None = None) -> GroupReader:
-    """Return a reader of all groups of a journal, oldest first, without a lock.
-
-    Raises:
-        JournalError: no such folder; while iterating: a file cannot be read.
-        SerializationError, ConfigError: while iterating: a file of another version, or the journal of another job.
-    """
-    return GroupReader(Path(folder), segments(Path(folder)), job)
-
-
-def pack_group(samples: Sequence[DynamicInferenceRequest], key: bytes) -> bytes:
-    """Encode a group as the body of a record."""
-    fields = {"key": key, "samples": [sample.serialize() for sample in samples]}
-    packed: bytes = msgpack.packb(fields, use_bin_type=True)
-    return packed
-
-
-def unpack_group(body: bytes | None) -> tuple[list[DynamicInferenceRequest], bytes]:
-    """Decode (samples, key) from a record's body (None: its checksum failed); `RolloutError` if it is damaged."""
-    if body is None:
-        raise SerializationError("its checksum is wrong")
-    fields = decode_fields("group", unpack_msgpack("group", body, strict_map_key=False), _FIELDS)
-    return fields["samples"], fields["key"]
-
-
-def _decode_key(plain: object) -> bytes:
-    if not isinstance(plain, bytes):
-        refuse("key", plain, "bytes")
-    return plain
-
-
-_FIELDS = {"key": Codec(OPAQUE.encode, _decode_key), "samples": list_of(REQUEST)}
-
-
-def _what(gap: Gap) -> str:
-    if not gap.start:
-        return "damaged header"
-    return "torn or damaged tail" if gap.lost is None else "damaged record"

@@ -1,6 +1,6 @@
-"""What an `LLM` does with its engine, or with those of all ranks: scores, weights, adapters, the prefix cache.
+"""Scores, weights, adapters and the prefix cache of an `LLM`, on its engine or on all ranks' engines.
 
-Always true: no step is made while weights change; what the caller has paused or suspended stays so.
+No step runs while weights change; an engine that the caller has paused or suspended stays so.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ _PAUSE_IS_DIRECT = (
 
 
 class LLMControl:
-    """Control of the engines behind an `LLM`. Each method but `relay` blocks, mostly until the next step boundary.
+    """Control of the engines behind an `LLM`. Every method except `relay` blocks, mostly until the next step boundary.
 
     Args:
-        engine: this rank's.
-        loop: the private loop.
-        gathering: of sharded weights.
-        service: where requests are computed; an `EngineService` in a job with a coordinator.
+        gathering: gathers sharded weights.
+        service: an `EngineService` in a job with a coordinator.
     """
 
     def __init__(
@@ -59,25 +57,21 @@ class LLMControl:
 
     @property
     def is_primary(self) -> bool:
-        """Whether requests are taken here."""
+        """Whether this rank takes requests."""
         if (group := self.engine.peers.group) is not None:
             return group.leads
         return self._job is None or self._job.is_primary
 
     @property
     def world_size(self) -> int:
-        """Engines that compute for this LLM."""
+        """Number of engines that compute for this LLM."""
         return 1 if self._job is None else self._job.world_size
 
     def admit(self, what: str) -> None:
-        """Refuse a call of this name if this rank is not primary, or weights changed without an announced update.
+        """Raise if a call of this name cannot be served here: not the primary rank, or weights changed without an update.
 
-        While requests run or a long call is made here, a new one does not wait for a step boundary, and weights are not
-        looked at.
-
-        Raises:
-            RuntimeError, WeightsChangedError: as said.
-        """
+        Weights are checked only while no request runs and no long call is made, so that a request need not wait for a step
+        boundary."""
         self.refuse_unless_primary(what)
         if not self._service.num_open and not self._long_calls:
             with self.engine.locked():
@@ -88,7 +82,7 @@ class LLMControl:
 
     @contextmanager
     def _long_call(self, what: str) -> Iterator[None]:
-        """A block that may hold the engine for seconds though no request runs."""
+        """Block that may occupy the engine for seconds although no request runs."""
         self._long_calls.append(what)
         try:
             yield
@@ -98,11 +92,7 @@ class LLMControl:
     async def relay(
         self, what: str, state: EngineState, timeout_s: float | None, ask: Callable[[InferenceClient], Any]
     ) -> None:
-        """Ask the coordinator for a lifecycle call; on a rank that is not primary, wait until its engine is in `state`.
-
-        Raises:
-            RuntimeError: direct mode.
-        """
+        """Ask the coordinator for a lifecycle call; on a rank that is not primary, wait until its engine is in `state`."""
         if self._job is None:
             raise RuntimeError(_PAUSE_IS_DIRECT.format(what))
         if self.is_primary:
@@ -120,9 +110,7 @@ class LLMControl:
         entropy: bool = False,
         adapter: str | None = None,
     ) -> TokenScores:
-        """Log-probs of given sequences; blocks, and requests that run stand still meanwhile. See `RolloutManager.score`.
-
-        With a coordinator, this rank's engine scores.
+        """Log-probs of given sequences, by this rank's engine; see `RolloutManager.score`. Running requests wait meanwhile.
 
         Raises:
             InvalidRequestError, ConfigError: see `RolloutManager.score`.
@@ -140,10 +128,10 @@ class LLMControl:
         )
 
     def flush_prefix_cache(self) -> int:
-        """Drop cached blocks that no request holds, with a coordinator those of every rank; returns their number.
+        """Evict cached blocks that no request uses, on every rank with a coordinator; returns their number.
 
         Raises:
-            RuntimeError: not the primary rank: `llm.engine.flush_prefix_cache()` is this rank's own.
+            RuntimeError: not the primary rank: call `llm.engine.flush_prefix_cache()` for this rank's own.
             ControlError: engines are late; names them.
         """
         self.refuse_unless_primary("flush_prefix_cache")
@@ -155,15 +143,12 @@ class LLMControl:
     # --- weights and memory -----------------------------------------------------------------------------------------
 
     def weights_updated(self, version: int | None = None) -> int:
-        """Announce changed weights: this rank's policy version moves by 1, or to `version`. Every rank calls it.
+        """Announce changed weights, on every rank; returns the policy version, which moves by 1, or to `version`.
 
-        Resumes what `before_optimizer_step` has stopped. The optimizer hook calls both.
-
-        Returns:
-            The policy version.
+        Also resumes what `before_optimizer_step` stopped. The optimizer hook calls both.
 
         Raises:
-            ConfigError: `version` is below the present one.
+            ConfigError: `version` is below the current one.
         """
         self.refuse_in_group("weights_updated")
         if self.engine.state is not EngineState.STOPPED:
@@ -176,10 +161,10 @@ class LLMControl:
         return self.engine.policy_version
 
     def before_optimizer_step(self, mode: Mode = None) -> None:
-        """Stop before the weights change: no forward runs from here to `weights_updated`. The optimizer hook calls it.
+        """Stop before the weights change: no forward runs until `weights_updated`.
 
         Args:
-            mode: what becomes of the KV cache; None: the configured mode. "persist" leaves it on the device.
+            mode: what happens to the KV cache; None: the configured mode. "persist" leaves it on the device.
         """
         self.refuse_in_group("before_optimizer_step")
         chosen = KVCacheManagementMode.parse(mode)
@@ -189,10 +174,10 @@ class LLMControl:
 
     @contextmanager
     def suspended(self, mode: Mode = None) -> Iterator[None]:
-        """A `with` block in which this rank makes no step and its KV cache is suspended; its end resumes both.
+        """A `with` block in which this rank runs no step and its KV cache is suspended; its end resumes both.
 
         Args:
-            mode: what becomes of the KV cache; None: the configured mode.
+            mode: what happens to the KV cache; None: the configured mode.
         """
         self.refuse_in_group("suspended")
         try:
@@ -211,16 +196,13 @@ class LLMControl:
             self.engine.holds.release(UPDATE)
 
     def load_weights(self, folder: str | PathLike[str], version: int | None = None) -> int:
-        """Load the weights of a folder of safetensors into the module of every rank, and announce them.
+        """Load a folder of safetensors into the module of every rank and announce it; returns the policy version.
 
-        Running requests go on under them; no step is made meanwhile.
-
-        Returns:
-            The policy version.
+        Running requests continue under the new weights; no step runs meanwhile.
 
         Raises:
-            ConfigError: the folder does not fit the model, in which case nothing was changed; or `version` is too low.
-            ControlError: it does not fit, or is not there, on one of several ranks; names them.
+            ConfigError: the folder does not fit the model, and nothing was changed; or `version` is too low.
+            ControlError: it does not fit, or is missing, on one of several ranks; names them.
             RuntimeError: not the primary rank.
         """
         self.refuse_in_group("load_weights")
@@ -241,20 +223,18 @@ class LLMControl:
         ).result()
 
     def load_lora_adapter(self, name: str, folder: str | PathLike[str], *, replace: bool = False) -> int:
-        """Load a LoRA adapter from a folder, as PEFT saves it, on every rank: requests name it by `SamplingParams.adapter`.
+        """Load a LoRA adapter saved by PEFT on every rank, for `SamplingParams.adapter`; returns the policy version.
 
-        The model stays as it is, and so do requests that name no adapter.
+        The model, and requests that name no adapter, do not change.
 
         Args:
-            replace: take the place of a loaded adapter of that name, whose requests go on with this one; the policy version
-                moves by 1 then.
-
-        Returns:
-            The policy version.
+            replace: replace a loaded adapter of that name, whose requests continue with the new one; the policy version
+                moves by 1.
 
         Raises:
-            ConfigError: there is one of that name and `replace` is False; or it does not fit the model; nothing was changed.
-            ControlError: it does not fit, or is not there, on some of several ranks; names them. No rank has it then.
+            ConfigError: an adapter of that name is loaded and `replace` is False; or it does not fit the model. Nothing was
+                changed.
+            ControlError: it does not fit, or is missing, on some of several ranks; names them. No rank has it then.
             UnsupportedModelError: requests for this model cannot name adapters.
             RuntimeError: not the primary rank.
         """
@@ -279,13 +259,10 @@ class LLMControl:
             return present if version is None else version
 
     def unload_lora_adapter(self, name: str) -> int:
-        """Unload an adapter on every rank. Requests that name it end with `RequestAbortedError`.
-
-        Returns:
-            Number of samples that have ended by it.
+        """Unload an adapter on every rank; returns the number of samples that ended, with `RequestAbortedError`.
 
         Raises:
-            InvalidRequestError: there is no such adapter.
+            InvalidRequestError: no adapter of that name is loaded.
             ControlError: engines are late; names them.
             RuntimeError: not the primary rank.
         """

@@ -1,14 +1,10 @@
-"""Hands out what the steps of an engine bring: ended samples to their groups, new tokens to streams at a bounded rate.
-
-Always true: every open group ends once, with its samples or with an error that names the reason.
-"""
+"""Passes on the results of an engine's steps: ended samples to their groups, new tokens to streams at a bounded rate."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollout.distributed.client.futures import Readers, RequestFuture, RequestStream
 from rollout.engine.engine import DynamicInferenceEngine
@@ -18,19 +14,19 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
 DELTAS_PER_S = 1000
-"""Most pieces of text per second that all streams together are given; beyond it each piece holds several tokens. Over HTTP a
-piece costs 40 to 60 µs of one core (three quarters of it Python, which the steps wait for; the rest the socket) and 25 µs
-of its client's: at this rate some 5 % of the steps."""
+"""Maximum pieces of text per second of all streams together; beyond it a piece has several tokens. Over HTTP a piece costs
+40 to 60 µs of one core, mostly Python that the steps wait for, and 25 µs of its client's: here some 5 % of the steps.
+"""
 
 _NOTHING_KNOWN = (0, 0, 0)
 
-Listener = RequestFuture | RequestStream[Any]
+Listener = RequestFuture | RequestStream
 """Receives the tokens or the samples of a group, and its end."""
 
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """An open group: what was asked for, who listens, the samples that have ended."""
+    """An open group: its request, its listener, and the samples that have ended."""
 
     number: int
     tokens: list[int]
@@ -41,30 +37,29 @@ class Group:
     interval: int
     arrival_time: float
     in_engine: int | None = None
-    """Its request id there; None: not queued yet."""
+    """Its request id in the engine; None: not queued yet."""
     ended: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
     steps: int = 0
-    """Since tokens were last handed out."""
+    """Steps since tokens were last passed on."""
     begun: bool = False
-    """Whether any tokens were handed out: the first ones are never held back."""
+    """Whether any tokens were passed on: the first ones are never held back."""
     known: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """Of the samples that have not ended: (tokens, version of the prompt, events) that were handed out."""
+    """Per unfinished sample, (tokens, version of the prompt, events) that were passed on."""
 
 
 class Delivery:
-    """Open groups of one engine, and what was handed out of them. For the thread that steps the engine.
+    """Open groups of one engine, for the thread that steps it.
 
     Attributes:
-        groups: those that were opened and have not ended, by number.
-        readers: of the streams; flushed by `tell`.
-    """
+        groups: number → group that was opened and has not ended.
+        readers: wakes the readers of streams; flushed by `tell`."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self._engine = engine
         self.groups: dict[int, Group] = {}
         self.readers = Readers()
         self._by_request: dict[int, Group] = {}
-        self._streams: dict[int, tuple[Group, RequestStream[Any]]] = {}
+        self._streams: dict[int, tuple[Group, RequestStream]] = {}
         self._next_deltas = 0.0
 
     @property
@@ -81,10 +76,10 @@ class Delivery:
             group.known = dict.fromkeys(range(group.params.n), _NOTHING_KNOWN)
 
     def tell(self, ended: list[DynamicInferenceRequestRecord], *, everything: bool) -> None:
-        """Hand out what a step has brought.
+        """Pass on the results of a step.
 
         Args:
-            everything: also tokens that are not due yet; there may be no step for a while.
+            everything: also tokens that are not due yet, because there may be no step for a while.
         """
         for record in ended:
             group = self._by_request.get(record.request_id)

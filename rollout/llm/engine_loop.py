@@ -1,9 +1,8 @@
-"""In-process engine loop: one thread steps an engine, applies commands between steps and has `Delivery` hand out results.
+"""In-process engine loop: one thread steps an engine, applies commands between steps, and `Delivery` passes on results.
 
-Always true:
-- commands (open, abort, deadlines) are applied at step boundaries, also while the engine is paused or suspended;
-- every group that was opened ends once, with its samples or with an error that names the reason;
-- what one boundary costs is bounded: new samples are queued in turns of `SAMPLES_AT_ONCE`, the clients' in rotation.
+- Commands (open, abort, deadlines) are applied at step boundaries, even while the engine is paused or suspended.
+- Every opened group ends once, with its samples or with an error that gives the reason.
+- The work at one boundary is bounded: new samples are queued in turns of `SAMPLES_AT_ONCE`, clients in rotation.
 """
 
 from __future__ import annotations
@@ -35,26 +34,22 @@ from rollout.threads.diagnosis import watch
 _log = logging.getLogger(__name__)
 
 SAMPLES_AT_ONCE = 256
-"""Most new samples queued in the engine at one step boundary, so that running samples are not delayed for long."""
+"""Maximum new samples queued at one step boundary, so that running samples are not delayed for long."""
 MOST_STALE_DEADLINES = 1024
-"""Deadlines of groups that have ended which are kept before they are swept."""
+"""Maximum deadlines of ended groups that are kept before they are swept."""
 SHUTDOWN_TIMEOUT_S = 30.0
-"""For the step that is being made when the loop is closed."""
+"""Seconds for the step that runs when the loop is closed."""
 LOOK_S = 1.0
-"""Polling interval for Ctrl-C while a further rank of a group waits for the first rank's shutdown."""
+"""Polling interval for Ctrl-C while another rank of a group waits for the first rank's shutdown."""
 SHUT_DOWN = "the LLM was shut down: build another"
 
 
 class EngineLoop:
-    """Steps one engine on a thread of its own; all methods are for any other thread.
-
-    Args:
-        engine: may also be controlled by other threads; steps are made only while it is RUNNING.
+    """Steps one engine on a thread of its own, only while it is RUNNING; other threads may control it and call all methods.
 
     Attributes:
         over: done when the thread has ended; its exception says why the engine died.
-        readers: wakes the readers of streams.
-    """
+        readers: wakes the readers of streams."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self.engine = engine
@@ -86,7 +81,6 @@ class EngineLoop:
 
     @property
     def num_open(self) -> int:
-        """Groups that were opened and have not ended."""
         return len(self._groups)
 
     @property
@@ -95,7 +89,6 @@ class EngineLoop:
         return self._closed
 
     def refuse_when_over(self) -> None:
-        """Raises: EngineDeadError, EngineStateError: no request is served any more."""
         self.engine.lifecycle.refuse_when_stopped()
         if self._closed:
             raise EngineStateError(SHUT_DOWN)
@@ -114,14 +107,14 @@ class EngineLoop:
         interval: int = 1,
         client: Hashable = None,
     ) -> None:
-        """Queue a group; the listener receives what follows.
+        """Queue a group; the listener receives its tokens and its end.
 
         Args:
             number: the caller's, new.
             tokens: as `DynamicInferenceEngine.check_request` returned them for these parameters.
-            interval: steps after which a stream receives new tokens, but for the first ones, which come at once.
+            interval: steps after which a stream receives new tokens; it receives the first ones at once.
             timeout_s: seconds after which the group fails with `RequestTimeoutError`. None: never.
-            client: whose share of the engine it takes; None: this group is a client of its own.
+            client: see `Requests.submit`.
 
         Raises:
             EngineDeadError, EngineStateError: no request is served any more.
@@ -140,14 +133,6 @@ class EngineLoop:
             self._notify()
 
     def abort(self, numbers: Iterable[int] | None = None) -> Future[int]:
-        """End these groups (None: all) at the next step boundary.
-
-        Returns:
-            A future of how many were open.
-
-        Raises:
-            EngineStateError: the loop was closed.
-        """
         aborted: Future[int] = Future()
 
         def act() -> None:
@@ -168,13 +153,13 @@ class EngineLoop:
         return aborted
 
     def wake(self) -> None:
-        """Look at the engine again: its state has changed, or it has new work."""
+        """Check the engine again: its state has changed, or it has new work."""
         with self._changed:
             self._moved = True
             self._notify()
 
     def _notify(self) -> None:
-        """End the thread's wait, or the run of steps that it makes; the caller holds `_changed`."""
+        """End the thread's wait, or its current run of steps; the caller holds `_changed`."""
         self._changed.notify_all()
         self.engine.ask_for_boundary()
 
@@ -208,7 +193,7 @@ class EngineLoop:
             self.engine.lifecycle.refuse_when_stopped()
 
     def _wait(self) -> bool:
-        """Wait for something to do; False: the engine has stopped, or the loop was closed."""
+        """Wait for work; False: the engine has stopped, or the loop was closed."""
         with self._changed:
             while not (self._commands or self._arrived or self._moved or self._closed or self._has_work()):
                 due = self._due()
@@ -219,7 +204,7 @@ class EngineLoop:
             return not self._closed and self.engine.state is not EngineState.STOPPED
 
     def _due(self) -> float | None:
-        """Seconds until a deadline, or until the other members of a group must hear of this one; None: there is none."""
+        """Seconds until a deadline, or until the other members of a group need a sign of life; None: neither."""
         moments = [each[0] for each in self._deadlines[:1]] + [self._next_beat] * (self.engine.peers.leader is not None)
         return min(moments) - time.monotonic() if moments else None
 
@@ -228,10 +213,9 @@ class EngineLoop:
         return not engine.holds.forbid_steps and engine.state is EngineState.RUNNING and engine.has_unfinished
 
     def _steps(self) -> None:
-        """Apply commands, and make steps until there is no work or another thread wants the engine.
+        """Apply commands, and run steps until there is no work or another thread waits for the engine.
 
-        The module counts as unchanged between the steps, until the last step's results are told.
-        """
+        The module counts as unchanged between the steps, until the last step's results are passed on."""
         engine = self.engine
         with engine.locked():
             self._apply()
@@ -265,7 +249,7 @@ class EngineLoop:
                 self._queue(group)
 
     def _passed_deadlines(self) -> list[int]:
-        """Remove the deadlines that have passed; returns the numbers of their groups."""
+        """Remove the deadlines that have passed; return the numbers of their groups."""
         now, numbers = time.monotonic(), list[int]()
         # Looked at and removed under one lock: `open_group` may sweep them meanwhile.
         with self._changed:
@@ -306,7 +290,7 @@ class EngineLoop:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Fail open groups by name, stop the engine and end the thread. Harmless when repeated."""
+        """Fail open groups, stop the engine and end the thread. Idempotent."""
         with self._changed:
             self._closed = True
             self._notify()
@@ -348,7 +332,7 @@ class FollowerLoop(EngineLoop):
         self.engine.parts.stepper.follow()
 
     def close(self) -> None:
-        """Wait until the first rank has shut down; without this rank it could compute nothing. Harmless when repeated."""
+        """Wait until the first rank has shut down, which could compute nothing without this one. Idempotent."""
         while self._thread.is_alive():
             self._thread.join(LOOK_S)
         self._closed = True

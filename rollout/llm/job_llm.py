@@ -1,9 +1,7 @@
-"""`JobLLM`: requests from beside a training job, in a program or over HTTP, computed by all of its ranks.
+"""`JobLLM`: requests next to a training job, in a program or over HTTP, computed by all of its ranks.
 
-    training loop, every rank    manager.generate(...)   as_completed(...)   run(...)     steps while one of these runs
-    any thread of one rank       JobLLM(manager).submit(prompt)   .stream(prompt)   .serve(ServerConfig(...))
-
-Always true: the training loop alone moves weights and engines; an accepted request ends with samples or with one error.
+training loop, every rank    manager.generate(...)   as_completed(...)   run(...)     steps while one of these runs
+any thread of one rank       JobLLM(manager).submit(prompt)   .stream(prompt)   .serve(ServerConfig(...))
 """
 
 from __future__ import annotations
@@ -35,26 +33,23 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 60.0
 """Deadline for a connection to the job's coordinator."""
 ATTEMPT_S = 10.0
-"""Deadline of one attempt at it, after which the job is asked for its coordinator again."""
+"""Deadline of one attempt, after which the job is asked for its coordinator again."""
 PAUSE_S = 0.1
-"""Between two attempts."""
+"""Seconds between two attempts."""
 SHORTEST_S = 0.001
-"""What a request has left at least of its `timeout_s` when it is submitted again."""
+"""Minimum of the `timeout_s` with which a request is submitted again."""
 _ENDS_AT = "ends_at"
-"""Among the options of a request: when its `timeout_s` is over, by the loop's clock."""
+"""Key in a request's options of the time at which its `timeout_s` is over, by the loop's clock."""
 _SHUT_DOWN = "the JobLLM was shut down: build another"
 
 
 class JobLLM(LLMRequests):
-    """An `LLM` in front of all ranks of a training job, beside its loop.
+    """An `LLM` in front of all ranks of a training job, next to its loop.
 
-    Requests are computed while the ranks are in `generate`, `as_completed` or `run`; between two of these they wait, and
-    a weight update happens to them as to any request in flight: every token has its policy version. No rank waits for
-    them, and none of them is in a batch. When the coordinator dies and the job replaces it, open requests go on from the
-    tokens known here. Build one on any rank; close it before the manager.
-
-    Args:
-        manager: of this rank, in a job of several.
+    Requests are computed while the ranks are in `generate`, `as_completed` or `run`, and wait otherwise. They stay open
+    across weight updates: every token has its policy version. No rank waits for them, and no batch contains them. If the
+    coordinator dies and the job replaces it, open requests continue from the tokens received. Build one on any rank; close
+    it before the manager.
 
     Raises:
         EngineStateError: the manager is closed, or has no coordinator (see `RolloutManager.client`).
@@ -73,10 +68,10 @@ class JobLLM(LLMRequests):
         super().__init__(manager.engine, loop, Requests(manager.engine, loop, self._beside))
 
     def serve(self, config: ServerConfig | None = None, *, blocking: bool = False) -> Server:
-        """As `LLM.serve`, in front of all ranks; returns at once unless told otherwise, as the training loop is to go on.
+        """As `LLM.serve`, in front of all ranks; returns immediately by default, so that the training loop can continue.
 
         Raises:
-            ConfigError: with `ServerConfig.admin`: weights and engines are the training loop's to control.
+            ConfigError: with `ServerConfig.admin`: the training loop controls weights and engines.
         """
         if config is not None and config.admin:
             raise ConfigError(
@@ -86,12 +81,12 @@ class JobLLM(LLMRequests):
         return super().serve(config, blocking=blocking)
 
     def abort(self, request_id: int | None = None) -> int:
-        """End one request, or all that this object has open (None); returns how many were open."""
+        """Abort one request, or all that this object has open (None); returns how many were open."""
         self.loop.refuse_inside("abort()")
         return self.service.abort(None if request_id is None else [request_id]).result()
 
     def shutdown(self) -> None:
-        """Stop the server and disconnect; open requests fail. The training job goes on. Harmless when repeated."""
+        """Stop the server and disconnect; open requests fail, the training job continues. Idempotent."""
         if self._beside.closed:
             return
         self.loop.refuse_inside("shutdown()")
@@ -108,11 +103,10 @@ class JobLLM(LLMRequests):
 
 
 class _BesideRequests(JobRequests):
-    """Requests of a client that connects again after a loss: the job replaces a coordinator that dies.
+    """Requests of a client that connects again after a loss, because the job replaces a coordinator that dies.
 
-    Groups that were open are submitted again with the tokens known here, which are not computed again, and with what is
-    left of their `timeout_s`.
-    """
+    Open groups are submitted again with the tokens received, which are not computed again, and with the rest of their
+    `timeout_s`."""
 
     def __init__(self, manager: RolloutManager, loop: LoopThread) -> None:
         super().__init__(manager.engine, loop)
@@ -122,7 +116,7 @@ class _BesideRequests(JobRequests):
         """Groups that wait for a connection."""
 
     async def connected(self) -> None:
-        """Connect unless a client is connected; callers at the same time share one attempt and its failure.
+        """Connect unless a client is connected; concurrent callers share one attempt and its failure.
 
         Raises:
             EngineStateError: shut down, or the manager is closed.
@@ -161,7 +155,6 @@ class _BesideRequests(JobRequests):
                 return
 
     def refuse_when_over(self) -> None:
-        """Raises: EngineDeadError, EngineStateError: no request is served any more. A lost connection is made again."""
         self.engine.lifecycle.refuse_when_stopped()
         if self._closed:
             raise EngineStateError(_SHUT_DOWN)
@@ -220,7 +213,7 @@ class _BesideRequests(JobRequests):
         return super()._abort(number)
 
     def close(self) -> None:
-        """Disconnect. Harmless when repeated."""
+        """Disconnect. Idempotent."""
         self._closed = True
 
         async def leave() -> None:

@@ -1,11 +1,10 @@
 """`AsyncLLM` and the blocking `LLM`: the engine without a training loop.
 
     AsyncLLM(model, tokenizer)                         direct mode: every rank is primary and runs its own prompts
-    AsyncLLM(model, tokenizer, use_coordinator=True)   one coordinator for all ranks; rank 0 is primary and asks
+    AsyncLLM(model, tokenizer, use_coordinator=True)   one coordinator for all ranks; rank 0 is primary and takes requests
 
-Always true: the model is sampled in place, on a thread of its own; a result says of every token which version of the
-weights made it; what was accepted ends with samples or with one named error. While requests run, leave the module alone
-(`suspended`, or `trainer_hooks.optimizer.attach(optimizer, llm)` around a step); while none runs it is as you left it.
+The model is sampled in place, on a thread of its own. Every accepted request ends with samples or with one named error.
+Change the module only while no request runs: in `suspended`, or by `trainer_hooks.optimizer.attach(optimizer, llm)`.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class AsyncLLM(LLMRequests):
             model, tokenizer = load_model(model, tokenizer)
         _refuse_spread_weights(model, coordinator)
         engine = DynamicInferenceEngine(model, tokenizer, inference_config)
-        # Held until the shutdown: requests come at any time, and the ranks have to gather together.
+        # Gathered until the shutdown: requests come at any time, and the ranks have to gather together.
         world = World.of_torch() if engine.weights.collective else None
         calls = "LLM(), suspended(), before_optimizer_step() and weights_updated()"
         gathering = Gathering(engine, lambda call: None, world, calls)
@@ -88,36 +87,32 @@ class AsyncLLM(LLMRequests):
         self._control = LLMControl(engine, loop, gathering, self._service)
         direct = not isinstance(self._service, EngineService)
         super().__init__(engine, loop, Requests(engine, loop, self._service, direct=direct, admit=self._control.admit))
-        # Threads that still compute while the interpreter ends would crash it.
+        # Threads that compute while the interpreter ends would crash it.
         self._at_exit = partial(_shut_down, weakref.ref(self))
         atexit.register(self._at_exit)
 
     def __del__(self) -> None:
-        # Forgotten, it would hold its KV cache and its threads for ever. On a thread: this may be any one, also its own.
+        # Otherwise its KV cache and its threads would live for ever. On a new thread: this one may be the engine's own.
         service: EngineLoop | EngineService | None = getattr(self, "_service", None)
         if service is not None and not service.closed:
             with suppress(RuntimeError):
                 threading.Thread(target=_close, args=(service, self._loop), name="rollout-forgotten").start()
 
-    # --- requests ---------------------------------------------------------------------------------------------------
-
     generate = called("_requests", Requests.generate)
 
     async def abort(self, request_id: int | None = None) -> int:
-        """End one request, or all open ones (None); returns how many were open."""
+        """Abort one request, or all open ones (None); returns how many were open."""
         numbers = None if request_id is None else [request_id]
         return await asyncio.wrap_future(self._service.abort(numbers))
 
     async def pause(self, timeout_s: float | None = None) -> None:
-        """Stop every engine at its next step boundary; on a rank that is not primary, wait until its engine has stopped.
-
-        `pause`, `unpause`, `suspend` and `resume` need a coordinator.
+        """Pause every engine at its next step boundary; on a rank that is not primary, wait until its engine is paused.
 
         Args:
-            timeout_s: deadline; None: `control_timeout_s`.
+            timeout_s: deadline of this and of `unpause`, `suspend` and `resume`; None: `control_timeout_s`.
 
-        Raises:
-            RuntimeError: direct mode.
+        Raises (the other three too):
+            RuntimeError: direct mode, which has no coordinator.
             ControlError: not allowed now, or engines are late; names them.
             DeadlineError: neither done nor refused in time.
         """
@@ -138,23 +133,21 @@ class AsyncLLM(LLMRequests):
         )
 
     async def resume(self, timeout_s: float | None = None) -> None:
-        """Bring the KV cache of every suspended engine back; leads to PAUSED."""
+        """Restore the KV cache of every suspended engine, which is paused afterwards."""
         await self._control.relay(
             "resume", EngineState.PAUSED, timeout_s, lambda client: client.resume_engines(timeout_s)
         )
 
     async def set_policy_version(self, version: int | None = None) -> int:
-        """Announce changed weights on all ranks: every policy version moves by 1, or to `version`. On the primary rank."""
+        """Announce changed weights on all ranks, from the primary one: policy versions move by 1, or to `version`."""
         chosen = self.policy_version + 1 if version is None else version
         self._control.refuse_in_group("set_policy_version")
         if not isinstance(self._service, EngineService):
             announce = self._control.weights_updated if self.engine.weights.collective else self.engine.weights_updated
-            # It waits for a step boundary, and this may be the loop that the server's streams live on.
+            # On a thread: it waits for a step boundary, and this may be the loop of the server's streams.
             return await on_thread(announce, chosen)
         await asyncio.wrap_future(self._service.control(lambda client: client.set_policy_version(chosen)))
         return chosen
-
-    # --- weights, adapters, scores and the prefix cache -------------------------------------------------------------
 
     score = threaded("_control", LLMControl.score)
     flush_prefix_cache = threaded("_control", LLMControl.flush_prefix_cache)
@@ -176,10 +169,8 @@ class AsyncLLM(LLMRequests):
 
     @property
     def blocking(self) -> LLMControl:
-        """The same calls for code that cannot await them, such as optimizer hooks: `attach(optimizer, llm)` uses them."""
+        """The same calls for code that cannot await, such as the optimizer hook of `attach(optimizer, llm)`."""
         return self._control
-
-    # --- the job ----------------------------------------------------------------------------------------------------
 
     @property
     def coordinator_address(self) -> str | None:
@@ -188,16 +179,14 @@ class AsyncLLM(LLMRequests):
 
     @property
     def coordinator_keys(self) -> JobKeys | None:
-        """Keys that the coordinator asks for, without its own secret; None in direct mode, and
-        where it listens on loopback and the launcher gave no secret.
-
-        They are what admits a process to the job: hand them on by a file that only its user can read (`JobKeys.serialize`).
+        """Keys that admit a process to the job, without the coordinator's own secret. None: direct mode, or a coordinator on
+        loopback whose launcher gave no secret. Pass them on in a file that only its user can read (`JobKeys.serialize`).
         """
         keys = self._service.member.coordinator.keys if isinstance(self._service, EngineService) else None
         return None if keys is None else keys.client_side()
 
     def client(self, name: str = "agent") -> InferenceClient:
-        """A further client of the coordinator, on any rank: `async with llm.client() as client`.
+        """Return another client of the coordinator, on any rank: `async with llm.client() as client`.
 
         In another process: `InferenceClient(llm.coordinator_address, keys=llm.coordinator_keys)`.
 
@@ -205,7 +194,7 @@ class AsyncLLM(LLMRequests):
             name: shown in logs and in `rollout top`.
 
         Raises:
-            EngineStateError: direct mode, which has no coordinator, or shut down.
+            EngineStateError: direct mode, or shut down.
         """
         if not isinstance(self._service, EngineService) or self._service.closed:
             why = "it was shut down" if self._service.closed else "direct mode has no coordinator to connect to"
@@ -214,17 +203,17 @@ class AsyncLLM(LLMRequests):
 
     @property
     def is_primary_rank(self) -> bool:
-        """Whether requests are taken here: everywhere in direct mode, on rank 0 with a coordinator, on the first rank of a
+        """Whether this rank takes requests: every rank in direct mode, rank 0 with a coordinator, the first rank of a
         tensor-parallel group."""
         return self._control.is_primary
 
     @property
     def world_size(self) -> int:
-        """Engines that compute for this LLM: one in direct mode, every rank's with a coordinator."""
+        """Number of engines that compute for this LLM: 1 in direct mode, every rank's with a coordinator."""
         return self._control.world_size
 
     def serve(self, config: ServerConfig | None = None, *, blocking: bool = True) -> Server:
-        """As `LLM.serve`; refuses to wait inside a running event loop, which it would stop."""
+        """As `LLM.serve`; raises `RuntimeError` if it would block a running event loop."""
         if blocking and asyncio._get_running_loop() is not None:
             raise RuntimeError(
                 "serve() inside a running event loop would stop it until the server ends: call "
@@ -232,14 +221,12 @@ class AsyncLLM(LLMRequests):
             )
         return super().serve(config, blocking=blocking)
 
-    # --- the end ----------------------------------------------------------------------------------------------------
-
     async def wait_for_shutdown(self, timeout_s: float | None = None) -> None:
-        """Wait until this rank's engine has ended: `shutdown` here or on the primary rank.
+        """Wait until this rank's engine has ended, by a `shutdown` here or on the primary rank.
 
         Raises:
-            DeadlineError: it has not within `timeout_s`.
-            EngineDeadError, ConnectionLostError: the reason why it ended.
+            DeadlineError: it has not ended within `timeout_s`.
+            EngineDeadError, ConnectionLostError: why it ended.
         """
         try:
             await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._service.over)), timeout_s)
@@ -247,7 +234,7 @@ class AsyncLLM(LLMRequests):
             raise _too_late(timeout_s) from exc
 
     async def shutdown(self) -> None:
-        """Fail open requests and stop the engine; on the primary rank, every rank's engine. Harmless when repeated."""
+        """Fail open requests and stop the engine; on the primary rank, every rank's engine. Idempotent."""
         await asyncio.to_thread(self._shutdown)
 
     async def __aenter__(self) -> Self:
@@ -272,16 +259,16 @@ class LLM:
 
     Args:
         model: the Hugging Face causal model, sampled in place; or the folder of one, which is loaded.
-        tokenizer: its tokenizer; None where prompts are token ids and no text is asked for (from a folder: its own).
-        inference_config: see `InferenceConfig`; None: defaults.
-        use_coordinator: one coordinator process for all ranks; every rank builds its LLM, rank 0 is primary.
+        tokenizer: its tokenizer; None: the folder's, or none, if prompts are token ids and no text is wanted.
+        inference_config: None: defaults.
+        use_coordinator: start one coordinator process for all ranks; every rank builds its LLM, rank 0 is primary.
         coordinator_host, coordinator_port: where the coordinator listens; None: loopback (across hosts: the address
             that the others reach, with keys), and a free port.
         coordinator_config: its other options.
 
     Raises:
-        ValueError: a host, a port or options of a coordinator without `use_coordinator`.
-        UnsupportedModelError: the model does something the engine cannot honour; the message names it.
+        ConfigError: a host, a port or options of a coordinator without `use_coordinator`.
+        UnsupportedModelError: the engine cannot sample from the model as it is; says why.
         DeadlineError: the ranks have not found each other.
     """
 
@@ -363,7 +350,6 @@ class LLM:
     serve = called("_inner", LLMRequests.serve)
 
     def wait_for_shutdown(self, timeout_s: float | None = None) -> None:
-        """As `AsyncLLM.wait_for_shutdown`."""
         self.loop.refuse_inside("wait_for_shutdown()")
         try:
             self._inner._service.over.result(timeout_s)
@@ -371,7 +357,6 @@ class LLM:
             raise _too_late(timeout_s) from exc
 
     def shutdown(self) -> None:
-        """As `AsyncLLM.shutdown`."""
         self._inner._shutdown()
 
     def __enter__(self) -> Self:

@@ -11,7 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rollout.distributed.client.futures import Readers, RequestFuture, RequestStream
-from rollout.distributed.client.text_stream import GroupText, TextDelta
+from rollout.distributed.client.text_stream import GroupText
 from rollout.distributed.job.world import World
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.context import DynamicInferenceContext
@@ -34,31 +34,30 @@ Samples = list[DynamicInferenceRequest]
 
 
 class Service(Protocol):
-    """Where requests are computed: the engine of this process, or those of a job."""
+    """Computes requests, by the engine of this process or by a job's. Methods may be called from any thread."""
 
     readers: Readers
 
     @property
     def num_open(self) -> int:
-        """Groups that were accepted and have not ended."""
+        """Number of groups that were accepted and have not ended."""
 
     def refuse_when_over(self) -> None:
-        """Raises: EngineDeadError, EngineStateError, ConnectionLostError: no request is served any more."""
+        """Raise `EngineDeadError`, `EngineStateError` or `ConnectionLostError` if no request is served any more."""
 
     @property
     def open_group(self) -> Callable[..., None]:
-        """Submit a group (number, tokens, params, listener, **options), from any thread; the listener gets what follows."""
+        """Submit a group (number, tokens, params, listener, **options); the listener receives its tokens and its end."""
 
     def abort(self, numbers: Iterable[int] | None = None) -> Future[int]:
-        """How many of these groups (None: of all) were open and end now."""
+        """Abort these groups, or all (None); returns how many were open."""
 
 
 class Requests:
     """Submits prompts to a service, and collects their samples.
 
     Args:
-        engine: this rank's; it checks and tokenises prompts.
-        loop: the private loop.
+        engine: checks and tokenises prompts.
         direct: whether there is no coordinator process.
         admit: raises if a call of this name cannot be served now.
     """
@@ -90,19 +89,19 @@ class Requests:
         """Submit one prompt and return a future of its n samples; from any thread.
 
         Args:
-            priority: higher runs first.
-            timeout_s: the request fails after so many seconds. None: never.
+            priority: requests with a higher priority run first.
+            timeout_s: seconds after which the request fails. None: never.
             client: within a priority, clients with waiting requests get equal shares of the tokens, and the requests of
                 one client run in order of arrival. None: this request is a client of its own. Direct mode only.
             fields: fields of `SamplingParams` in place of `sampling_params`: `submit(prompt, n=8)`.
 
         Returns:
             A future of the list of samples: `await` it on any event loop, or call `result(timeout_s)` in a thread. It
-            fails with a `RequestError` (aborted, timed out), or with `ConnectionLostError` where engine or coordinator
-            have ended; a sample that failed alone is in the result, with its `error`.
+            fails with a `RequestError` (aborted, timed out), or with `ConnectionLostError` if engine or coordinator have
+            ended. A sample that failed alone is in the list, with its `error`.
 
         Raises:
-            InvalidRequestError: it can never be served; nothing was queued.
+            InvalidRequestError: the prompt can never be served; nothing was queued.
             ConfigError: `client` with a coordinator, which serves requests in order of arrival.
             RuntimeError: not the primary rank.
             WeightsChangedError: weights changed without an announced update; checked only while no request runs.
@@ -125,16 +124,15 @@ class Requests:
         interval: int | None = 1,
         client: Hashable = None,
         **fields: Any,
-    ) -> RequestStream[TextDelta]:
+    ) -> RequestStream:
         """Submit one prompt and stream its n samples: `async for delta in llm.stream(prompt)`.
 
         Args:
-            priority, timeout_s, client: as `submit` has them.
-            interval: tokens of a sample that come together, after the first. More do while the reader is busy, and when
-                all streams together would have more than 1,000 pieces per second. None: each sample as a whole, when all
-                of them have ended.
+            priority, timeout_s, client: see `submit`.
+            interval: tokens of a sample per piece, after the first; more while the reader is busy, or if all streams
+                together would have more than 1,000 pieces per second. None: each sample as a whole, when all have ended.
 
-        Raises: as `submit`; what happens later is raised by the iteration.
+        Raises: as `submit`; the iteration raises what happens later.
         """
         self.admit("stream")
         (params,) = one_each(sampling_params, 1)
@@ -204,7 +202,7 @@ class Requests:
         on_error: OnError = "raise",
         **fields: Any,
     ) -> DynamicInferenceRequest | Samples:
-        """Sample completions. Cancelling the task ends the requests.
+        """Sample completions. Cancelling the task aborts the requests.
 
         Args:
             prompts: a text, token ids, chat messages, or a list of one of these; `[]` gives `[]`.
@@ -213,14 +211,11 @@ class Requests:
             on_error: `raise`: the first failure, once all have ended. `return`: failed samples have their `error`.
 
         Returns:
-            One request for a single prompt and n = 1, else a list: prompts in order, the samples of a prompt side by side.
+            One request for a single prompt and n = 1, else a list: prompts in order, with their samples side by side.
 
-        Raises:
+        Raises: as `submit`, and
             TypeError: `prompts` are something else.
-            InvalidRequestError: a prompt can never be served; nothing was queued.
             RequestError: `on_error="raise"` and a sample failed.
-            RuntimeError: not the primary rank.
-            EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
         """
         if on_error not in ("raise", "return"):
             raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'return'")
@@ -244,11 +239,7 @@ class Requests:
 
 
 class LLMRequests:
-    """Requests to engines and HTTP in front of them, for `AsyncLLM` and `JobLLM`.
-
-    Attributes:
-        model, tokenizer, config: of the engine.
-    """
+    """What `AsyncLLM` and `JobLLM` have in common: requests, properties of the engine, and HTTP in front of it."""
 
     def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread, requests: Requests) -> None:
         self.model, self.config, self.tokenizer = engine.model, engine.config, engine.controller.tokenizer
@@ -257,8 +248,6 @@ class LLMRequests:
 
     submit = called("_requests", Requests.submit)
     stream = called("_requests", Requests.stream)
-
-    # --- parts ------------------------------------------------------------------------------------------------------
 
     @property
     def engine(self) -> DynamicInferenceEngine:
@@ -282,7 +271,7 @@ class LLMRequests:
 
     @property
     def context(self) -> DynamicInferenceContext:
-        """The engine's KV blocks, and what is active in them."""
+        """The engine's KV blocks and the requests in them."""
         return self.engine.context
 
     @property
@@ -292,7 +281,7 @@ class LLMRequests:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Ranks that compute each forward together, with a shard of the weights each."""
+        """Number of ranks that compute each forward together, each with a shard of the weights."""
         return 1 if self.engine.peers.group is None else len(self.engine.peers.group.ranks)
 
     @property
@@ -302,21 +291,21 @@ class LLMRequests:
 
     @property
     def policy_version(self) -> int:
-        """Weight updates so far."""
+        """Number of weight updates so far."""
         return self.engine.policy_version
 
     @property
     def max_sequence_length(self) -> int:
-        """Longest prompt + completion, in tokens: what the model can have and the KV pool holds."""
+        """Maximum length of prompt + completion, in tokens, that model and KV pool allow."""
         return min(self.engine.parts.max_sequence_length, self.context.scheduler.longest)
 
     @property
     def num_open(self) -> int:
-        """Prompts that were accepted and have not ended."""
+        """Number of prompts that were accepted and have not ended."""
         return self.service.num_open
 
     def refuse_when_over(self) -> None:
-        """Raises: EngineDeadError, EngineStateError, ConnectionLostError: no request is served any more."""
+        """Raise `EngineDeadError`, `EngineStateError` or `ConnectionLostError` if no request is served any more."""
         self.service.refuse_when_over()
 
     def stats(self) -> dict[str, float]:
@@ -325,23 +314,21 @@ class LLMRequests:
 
     @property
     def lora_adapters(self) -> dict[str, str]:
-        """Folder of each LoRA adapter that requests may name (`SamplingParams.adapter`), by name."""
+        """Name → folder of each loaded LoRA adapter (`SamplingParams.adapter`)."""
         return self.engine.adapters.folders
-
-    # --- HTTP -------------------------------------------------------------------------------------------------------
 
     def serve(self, config: ServerConfig | None = None, *, blocking: bool = True) -> Server:
         """Serve an OpenAI-compatible API (`rollout.server`) from this process, on the private loop.
 
         Args:
             config: address, key, limits; None: loopback, port 8000.
-            blocking: wait until Ctrl-C or SIGTERM, then stop the server. False: return; `Server.url`, `Server.stop()`.
+            blocking: wait until Ctrl-C or SIGTERM, then stop the server. False: return; see `Server.url`, `Server.stop()`.
 
         Raises:
-            RuntimeError: not the primary rank (without a coordinator every rank is: each serves its own engine, on a port
-                of its own), or it is served already; or an `AsyncLLM` is to wait in a running loop.
+            RuntimeError: not the primary rank (without a coordinator every rank is: each serves its own engine, on its own
+                port), or served already; or an `AsyncLLM` would wait in a running loop.
             EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
-            ConfigError: the address is taken or not this machine's, or what serving needs is not installed.
+            ConfigError: the address is in use or not this machine's, or a package for serving is not installed.
         """
         self._requests.admit("serve")
         self.refuse_when_over()
@@ -352,7 +339,9 @@ class LLMRequests:
                 f"serve() needs {exc.name}, which is not installed: pip install 'rollout-engine[serve]'"
             ) from exc
         if self._server is not None and self._server.running:
-            raise RuntimeError(f"this LLM is served already, at {self._server.url}; stop() that server first")
+            raise RuntimeError(
+                f"this LLM is served already, at {self._server.url}; stop that server first: server.stop()"
+            )
         try:
             self._server = serve(self, config, blocking=False)
         except ConfigError as exc:

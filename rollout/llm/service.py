@@ -1,11 +1,11 @@
-"""Requests through a client of a coordinator, and the engine thread and worker of an `LLM` that is one rank of its job.
+"""Requests through a client of a coordinator, and the engine thread of an `LLM` that is one rank of its job.
 
     private loop    client and connections
     engine thread   the engine's steps, while there are any
     apply thread    the coordinator's messages, at the next step boundary (`rollout.distributed.worker.worker`)
 
-Always true: every group that was accepted ends once at its listener, with its samples or with an error; calls to a
-service that has ended fail immediately; `close` leaves no thread and no process.
+Every accepted group ends once at its listener; calls to a service that has ended fail immediately; `close` leaves no thread
+and no process.
 """
 
 from __future__ import annotations
@@ -43,20 +43,15 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 30.0
-"""For all engines to stop."""
+"""Seconds for all engines to stop."""
 RECONNECT_TIMEOUT_S = 10.0
-"""A lost coordinator is not replaced, so that waiting calls fail soon."""
+"""Short, because a lost coordinator is not replaced."""
 JOIN_POLL_S = 0.05
-"""Between two looks at which ranks have joined."""
+"""Seconds between two polls for the ranks that have joined."""
 
 
 class JobRequests:
-    """Open groups of a client, from any thread; a subclass connects `_client` on the loop.
-
-    Args:
-        engine: this rank's.
-        loop: the private loop, which the client belongs to.
-    """
+    """Open groups of a client, from any thread; a subclass connects `_client` on the private loop."""
 
     def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread) -> None:
         self.engine = engine
@@ -76,11 +71,9 @@ class JobRequests:
 
     @property
     def num_open(self) -> int:
-        """Groups that were accepted and have not ended."""
         return len(self._groups)
 
     def refuse_when_over(self) -> None:
-        """Raises: EngineDeadError, EngineStateError, ConnectionLostError: no request is served any more."""
         self.engine.lifecycle.refuse_when_stopped()
         if self._closed:
             raise EngineStateError(SHUT_DOWN)
@@ -95,15 +88,7 @@ class JobRequests:
         listener: Listener,
         **options: Any,
     ) -> None:
-        """Submit a group, from any thread; the listener receives what follows.
-
-        Args:
-            number: the caller's, new.
-            options: of `ClientSession.submit`.
-
-        Raises:
-            RolloutError: no request is served any more.
-        """
+        """As `Service.open_group`; `options` of `ClientSession.submit`."""
         self.refuse_when_over()
         self._groups[number] = None
         try:
@@ -145,11 +130,6 @@ class JobRequests:
         return client.abort_request(group.request_id)
 
     def abort(self, numbers: Iterable[int] | None = None) -> Future[int]:
-        """How many of these groups (None: of all) were open and end now.
-
-        Raises:
-            EngineStateError: shut down.
-        """
 
         async def abort() -> int:
             return sum([self._abort(number) for number in (list(self._groups) if numbers is None else numbers)])
@@ -159,7 +139,7 @@ class JobRequests:
     # --- control ----------------------------------------------------------------------------------------------------
 
     def control(self, ask: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> Future[T]:
-        """A control call of the client, on the private loop.
+        """Start a control call of the client on the private loop.
 
         Raises:
             EngineStateError: not the primary rank, or shut down.
@@ -178,8 +158,8 @@ class JobRequests:
         return self._client
 
 
-def _grown(stream: RequestStream[Any], group: OpenGroup, stretch: Stretch) -> None:
-    """Hand new tokens of a group to a stream."""
+def _grown(stream: RequestStream, group: OpenGroup, stretch: Stretch) -> None:
+    """Pass new tokens of a group to a stream."""
     for delta in stretch.deltas():
         stream.take(delta, None if delta.outcome is None else group.request(delta.sample_index))
 
@@ -188,12 +168,10 @@ class EngineService(JobRequests):
     """Client, worker and engine thread of one `LLM`; running once built.
 
     Args:
-        engine: this rank's.
-        loop: the private loop.
-        coordinator: options of the coordinator, which is a process of its own, one for all ranks of the job.
+        coordinator: options of the coordinator, a process of its own for all ranks of the job.
 
     Attributes:
-        is_primary: whether requests are taken here.
+        is_primary: whether this rank takes requests.
         member: this rank of the job.
         over: done when the engine's thread has ended; its exception says why it died.
 
@@ -232,11 +210,9 @@ class EngineService(JobRequests):
         )
 
     def control_all(self, ask: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> Future[T]:
-        """A control call that no rank may miss: `ask` is called when every rank has joined once.
+        """Start a control call that must reach every rank: `ask` is called once all have joined.
 
-        Raises, from the future:
-            DeadlineError: a rank has not joined within the engine's `control_timeout_s`.
-        """
+        The future raises `DeadlineError` if a rank has not joined within the engine's `control_timeout_s`."""
 
         async def when_joined(client: InferenceClient) -> T:
             if not self._all_joined:
@@ -247,7 +223,6 @@ class EngineService(JobRequests):
         return self.control(when_joined)
 
     def refuse_when_over(self) -> None:
-        """Raises: EngineDeadError, EngineStateError, ConnectionLostError: no request is served any more."""
         super().refuse_when_over()
         if self.over.done() and self.over.exception() is not None:
             raise EngineStateError("the engine's thread has ended") from self.over.exception()
@@ -280,7 +255,7 @@ class EngineService(JobRequests):
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End everything this service has begun; on the primary rank, the engines of all ranks. Harmless when repeated."""
+        """End everything this service has started; on the primary rank, the engines of all ranks. Idempotent."""
         with self._closing:
             if self._closed:
                 return
@@ -309,7 +284,7 @@ async def _end_job(client: InferenceClient) -> None:
 
 
 async def _joined(client: InferenceClient, size: int, timeout_s: float) -> None:
-    """Return when the coordinator knows `size` ranks."""
+    """Return when the coordinator has `size` ranks."""
     end = time.monotonic() + timeout_s
     while len(ranks := parse_status(await client.status()).ranks) < size:
         if time.monotonic() > end:
@@ -324,7 +299,7 @@ async def _joined(client: InferenceClient, size: int, timeout_s: float) -> None:
 def options_of_coordinator(
     wanted: bool, host: str | None, port: int | None, config: CoordinatorConfig | None
 ) -> CoordinatorConfig | None:
-    """Options of the coordinator that an `LLM` was asked for; None: it was asked for none.
+    """Options of the coordinator of an `LLM`; None if `wanted` is False.
 
     Raises:
         ConfigError: options without a coordinator, or two values for one option.

@@ -27,7 +27,7 @@ from rollout.distributed.job.data_parallel import DataParallelBackend
 from rollout.distributed.job.meeting import GO, INTERRUPTED, Meeting
 from rollout.distributed.job.world import World
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.memory.plain_tensors import plain_tensors
+from rollout.engine.memory.buffers import plain_tensors
 from rollout.engine.parallel.group import TensorParallelGroup
 from rollout.engine.parallel.lockstep import BUSY, DONE, IDLE, LEFT
 from rollout.engine.parts.context import KEPT_ALL

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 WAITING, PREFILL, DECODE, PREEMPTED, HELD, TOOL = "waiting", "prefill", "decode", "preempted", "held", "tool"
 STATES = (WAITING, PREFILL, DECODE, PREEMPTED, HELD, TOOL)
 """In the queue; its prompt is computed; tokens are sampled; in the queue after its KV was dropped; it has KV and the
-engine makes no steps; it has ended and its episode waits for a tool.
-"""
+engine makes no steps; it has ended and its episode waits for a tool."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class Life:
     """One sample.
 
     Attributes:
-        request_id, sample_index: of the engine.
         states: (state, start, end) in order of time, seconds by the engine's clock.
         versions: (time, policy version) of its first token and of every change of version.
         prompt_tokens, tokens: lengths of prompt and completion.
@@ -56,12 +54,10 @@ class Life:
 
     @property
     def start(self) -> float:
-        """Seconds of its arrival."""
         return self.states[0][1]
 
     @property
     def end(self) -> float:
-        """Seconds of its end, or of the trace's."""
         return self.states[-1][2]
 
 
@@ -104,7 +100,7 @@ _FOLLOWS = {
 def _close(
     states: list[tuple[str, float, float]], state: str, start: float, end: float, first_token: float | None
 ) -> float:
-    """Append `state`, in two parts where a prefill has led to a first token; returns its end, at least `start`."""
+    """Append `state`, in two parts if a prefill has led to a first token; returns its end, at least `start`."""
     end = max(start, end)
     if state == PREFILL and first_token is not None and start <= first_token < end:
         states.append((PREFILL, start, first_token))
@@ -167,11 +163,10 @@ class EngineLog:
     """Rows of one engine.
 
     Attributes:
-        steps: in order.
         lives: of samples that have ended.
         controls: control calls and weight updates.
         states: (time, value of the `EngineState`), from the beginning on.
-        tools: request id → when an episode began to wait for the tool that its turn asked for, and when it went on.
+        tools: request id → when an episode began to wait for the tool that its turn asked for, and when it continued.
         dropped: rows beyond `MAX_ROWS`.
         saved_before: `prefill_tokens_saved` before the first step.
     """
@@ -206,7 +201,6 @@ class EngineLog:
         self.steps.append(StepRow(start, scheduled, executed, self.clock(), *numbers))
 
     def ended(self, record: DynamicInferenceRequestRecord) -> None:
-        """A sample has ended."""
         if len(self.lives) >= MAX_ROWS:
             self.dropped += 1
             return
@@ -223,7 +217,6 @@ class EngineLog:
             self.tools[request_id] = (wait[0], self.clock())
 
     def instant(self, name: str, **args: Any) -> None:
-        """Something happened to the engine, now."""
         now = self.clock()
         self.controls.append(Span("engine", name, now, now, args))
 
@@ -246,8 +239,9 @@ class TraceRecorder:
         spans: of the trainer and the job.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time, destination: str = "") -> None:
         self.clock = clock
+        self.destination = destination
         self.started = clock()
         self.ended = 0.0
         self.engines: list[EngineLog] = []
@@ -269,12 +263,11 @@ class TraceRecorder:
         return log
 
     def add(self, span: Span) -> None:
-        """Keep a span, up to `MAX_ROWS`."""
         if len(self.spans) < MAX_ROWS:
             self.spans.append(span)
 
     def phase(self, of: object, phase: str | None, before: str | None) -> None:
-        """`of` goes from the phase `before` to another; the earlier one becomes a span when it ends."""
+        """Note that `of` moves from the phase `before` to another; the earlier one becomes a span."""
         now = self.clock()
         name, since = self._phases.get(of, (before, self.started))
         if name == phase:
@@ -284,7 +277,7 @@ class TraceRecorder:
         self._phases[of] = (phase, now)
 
     def finish(self) -> None:
-        """End the trace: what has not ended is recorded as it stands. Waits for the step boundary of every engine."""
+        """End the trace: unfinished things are recorded as they stand. Waits for the step boundary of every engine."""
         self.ended = self.clock()
         for of in list(self._phases):
             self.phase(of, None, None)
@@ -294,12 +287,7 @@ class TraceRecorder:
         self._of_tap.clear()
 
 
-class _Active:
-    recorder: TraceRecorder | None = None
-    destination = ""
-
-
-_active = _Active()
+_active: TraceRecorder | None = None
 _switching = threading.Lock()
 
 
@@ -325,35 +313,36 @@ class EngineTap:
     @property
     def log(self) -> EngineLog | None:
         """The engine's log in the active recorder."""
-        recorder = _active.recorder
+        recorder = _active
         return None if recorder is None else recorder.log_of(self)
 
 
 def start(destination: str, clock: Callable[[], float] = time.time) -> TraceRecorder:
     """Begin to record in this process; `EngineStateError` if a trace is being recorded already."""
+    global _active
     with _switching:
-        if _active.recorder is not None:
+        if _active is not None:
             raise EngineStateError(
                 f"trace({destination!r}) while {_active.destination!r} is being recorded: a process records one trace at a "
                 "time; end that one first"
             )
-        recorder = TraceRecorder(clock)
-        _active.destination, _active.recorder = destination, recorder
-        return recorder
+        _active = TraceRecorder(clock, destination)
+        return _active
 
 
 def stop(recorder: TraceRecorder) -> None:
     """End the recording; harmless when it has ended."""
+    global _active
     with _switching:
-        if _active.recorder is not recorder:
+        if _active is not recorder:
             return
-        _active.recorder = None
+        _active = None
     recorder.finish()
 
 
 def active() -> TraceRecorder | None:
     """The recorder of this process, if it is on."""
-    return _active.recorder
+    return _active
 
 
 @contextmanager
@@ -365,7 +354,7 @@ def span(name: str, *, track: str = "trainer", **args: Any) -> Iterator[None]:
         track: row of the timeline.
         args: shown with it; numbers and strings.
     """
-    recorder = _active.recorder
+    recorder = _active
     if recorder is None:
         yield
         return
@@ -378,7 +367,7 @@ def span(name: str, *, track: str = "trainer", **args: Any) -> Iterator[None]:
 
 def mark(name: str, *, track: str = "trainer", **args: Any) -> None:
     """Record an instant on a track; without effect while no trace is recorded."""
-    recorder = _active.recorder
+    recorder = _active
     if recorder is not None:
         now = recorder.clock()
         recorder.add(Span(track, name, now, now, args))

@@ -36,9 +36,7 @@ def compute_block_hashes_batched(
     """Hashes of the complete blocks of a prompt, each in 1 … `HASH_PRIME`.
 
     Args:
-        prompt_tokens: token ids (a list, a numpy array or a torch tensor of one dimension). A partly filled last block
-            gets no hash.
-        block_size: tokens per block.
+        prompt_tokens: token ids (a list, a numpy array or a torch tensor of one dimension).
         salt: `SamplingParams.prefix_share`: equal prompts of different salts have different hashes.
 
     Raises:
@@ -112,14 +110,13 @@ def integer_array(name: str, values: Any, dimensions: int = 1) -> NDArray[np.int
     Raises:
         ConfigError: they are not integers (bools are refused) of `dimensions` dimensions.
     """
+    rule = f"must be integers of {dimensions} dimension(s)"
     try:
         array = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
     except (ValueError, OverflowError) as exc:
-        raise ConfigError(f"{name}: must be integers of {dimensions} dimension(s): {exc}") from exc
+        raise ConfigError(f"{name}: {rule}: {exc}") from exc
     if array.ndim != dimensions or (array.size and array.dtype.kind not in "iu"):
-        raise ConfigError(
-            f"{name} of dtype {array.dtype} and shape {array.shape}: must be integers of {dimensions} dimension(s)"
-        )
+        raise ConfigError(f"{name} of dtype {array.dtype} and shape {array.shape}: {rule}")
     return np.ascontiguousarray(array, dtype=np.int64)
 
 

@@ -1,7 +1,7 @@
 """`SampleDelta`: new completion tokens of one sample, from the engine to the reader of a stream; `growth` reads one.
 
-A new optional value per token or per sample is one field declared with `_column`: joining, slicing, packing into columns
-(`rollout.distributed.protocol.stretch`) and the checks of what arrives follow from its `Column`.
+A new optional value is one field declared with `_column`, from which joining, slicing, packing
+(`rollout.distributed.protocol.stretch`) and the checks of received values follow.
 
 Always true: `SampleDelta.join` of the slices of a delta is that delta.
 """
@@ -45,14 +45,14 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """How an optional field of `SampleDelta` is checked, joined and sliced. Its value is None where it is absent."""
+    """How an optional field of `SampleDelta` is checked, joined and sliced. An absent value is None."""
 
     types: frozenset[type]
     """Types of a value; it travels as msgpack encodes it."""
     rule: str
-    """The types in words."""
+    """Description of the types."""
     join: Callable[[list[Any]], Any]
-    """Value of consecutive deltas joined, from the values of those that have one, in order."""
+    """Joins the values of consecutive deltas that have one."""
     cut: Callable[[Any, int, int, int], Any]
     """(value, start, stop, count) → value of tokens `start` … `stop` - 1 of `count`."""
     outlives_restart: bool = False
@@ -139,17 +139,14 @@ class SampleDelta:
 
     @classmethod
     def join(cls, parts: Sequence[SampleDelta]) -> SampleDelta:
-        """Join consecutive deltas of one sample, of which there is at least one.
-
-        One that starts at token 0 is a restart: what came before it is dropped, except for events.
-        """
+        """Join consecutive deltas of one sample, at least one; see `DeltaJoin`."""
         joined = DeltaJoin(parts[-1].request_id, parts[-1].sample_index)
         for part in parts:
             joined.add_delta(part)
         return joined.delta()
 
     def slice(self, start: int, stop: int | None = None) -> SampleDelta:
-        """Delta of tokens `start` … `stop` - 1 of this one. What belongs to the sample's end goes with the last token."""
+        """Delta of tokens `start` … `stop` - 1 of this one; the last token brings the values of the sample's end."""
         count = self.count
         stop = count if stop is None else stop
         span = slice(start * TOKEN_BYTES, stop * TOKEN_BYTES)
@@ -185,11 +182,7 @@ class SampleDelta:
         return self.versions.tolist()
 
     def top_n_rows(self) -> TopN:
-        """Top log-probs of each token; empty if they were not requested.
-
-        Raises:
-            SerializationError: malformed.
-        """
+        """Top log-probs of each token; empty if they were not requested. Raises: see `unpack_top_n`."""
         return [] if self.top_n is None else unpack_top_n(self.top_n)
 
     def route_rows(self, positions: int) -> Routes | None:
@@ -231,7 +224,7 @@ class SampleDelta:
         """Request that continues the sample after these tokens, which are its whole completion so far.
 
         Raises:
-            SerializationError: top-n log-probs or kept tokens were requested and are missing for some token; or malformed.
+            SerializationError: a column is malformed, or a requested one lacks a token.
         """
         count, top_n = self.count, self.top_n_rows()
         if params.logprobs and len(top_n) != count:
@@ -270,10 +263,9 @@ COLUMNS: dict[str, Column] = {
 
 
 class DeltaJoin:
-    """Joins consecutive deltas of one sample, also where they are columns that were never made objects.
+    """Joins consecutive deltas of one sample, or columns of such deltas.
 
-    Always true: a part that starts at token 0 is a restart; what came before it is dropped, except for columns that outlive
-    it.
+    A part that starts at token 0 is a restart: earlier parts are dropped, except for columns that outlive it.
     """
 
     __slots__ = ("_columns", "_log_probs", "_num_events", "_prompt_version", "_start", "_token_ids", "_versions", "key")
@@ -292,7 +284,7 @@ class DeltaJoin:
         self._columns = {name: values for name, values in self._columns.items() if COLUMNS[name].outlives_restart}
 
     def add(self, start: int, prompt_version: int, token_ids: bytes, log_probs: bytes) -> VersionSpans:
-        """Add tokens; returns the spans to which their versions must be added."""
+        """Add tokens; returns the spans to add their versions to."""
         if not start or not self._token_ids:
             self._begin(start, prompt_version)
         self._token_ids.append(token_ids)
@@ -300,7 +292,7 @@ class DeltaJoin:
         return self._versions
 
     def put(self, name: str, value: Any) -> None:
-        """Add the value of an optional field that the tokens added last came with."""
+        """Add the value of an optional field of the tokens added last."""
         if value is not None:
             self._columns.setdefault(name, []).append(value)
 
@@ -333,9 +325,8 @@ def growth(
     """New output of an inactive (waiting or ended) record beyond the known tokens and events.
 
     Args:
-        known: number of known completion tokens.
-        prompt_version: policy version of the prompt that came with them.
-        events_known: number of known events.
+        known, events_known: number of known completion tokens, and of known events.
+        prompt_version: policy version of the prompt that came with the tokens.
     """
     live = record[-1]
     made = completion_length(live)
@@ -381,8 +372,7 @@ def computed_length(record: DynamicInferenceRequestRecord) -> int:
 def first_unknown(live: DynamicInferenceRequest, made: int, known: int, prompt_version: int) -> int:
     """Index of the first unknown completion token: `known`, or 0 if the sample was restarted since.
 
-    A restart happens under a later policy version than all earlier tokens, so the prompt's version tells the two runs apart
-    even when the second one is already longer than the first.
+    A restart happens under a later policy version than all earlier tokens, so the prompt's version detects it.
     """
     same_life = made >= known and (not known or version_of_prompt(live) == prompt_version)
     return known if same_life else 0
@@ -394,7 +384,7 @@ def version_of_prompt(live: DynamicInferenceRequest) -> int:
 
 
 def versions(live: DynamicInferenceRequest, start: int, stop: int) -> VersionSpans:
-    """Policy versions of completion tokens `start` … `stop` - 1; those after the recorded spans have the live one."""
+    """Policy versions of completion tokens `start` … `stop` - 1; the live version after the recorded spans."""
     first, last = live.original_prompt_length + start, live.original_prompt_length + stop
     spans = VersionSpans(live.policy_spans.window(first, last))
     spans.extend_to(last - first, live.policy_version)

@@ -28,20 +28,16 @@ _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 class Tokenizer(Protocol):
     """The tokenizer methods used here; every Hugging Face tokenizer has them."""
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> Any:
-        """Text of the tokens."""
-
-    def convert_ids_to_tokens(self, ids: int) -> Any:
-        """The token's name in the vocabulary; None when there is no such token."""
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> Any: ...
+    def convert_ids_to_tokens(self, ids: int) -> Any: ...
 
 
 class IncrementalDetokenizer:
     """Converts tokens to text, emitting it as soon as no following token can change it.
 
-    A token is decoded together with some of its predecessors, because its text depends on them: a leading space is dropped
-    only at the start, and a character may span tokens. Two kinds of text are unsettled: a trailing U+FFFD, which may be the
-    start of a character, and a run of byte tokens (`<0x0A>`, sentencepiece's byte fallback), which is decoded as a whole and
-    becomes U+FFFD if one byte is bad; it is settled by the next other token.
+    A token is decoded together with some of its predecessors, because its text depends on them. Two kinds of text are
+    unsettled: a trailing U+FFFD, which may be the start of a character, and a run of byte tokens (`<0x0A>`, sentencepiece's
+    byte fallback), which is decoded as a whole; it is settled by the next other token.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -122,8 +118,8 @@ def pieces_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 class CompletionText:
     """Text of one completion, ended by the first of its stop strings.
 
-    The stop string that starts earliest in the text counts; of several with the same start, the longest. It may span tokens.
-    A stop string that was completed while stopping was not allowed does not count later.
+    The stop string that starts earliest counts; of several with the same start, the longest. It may span tokens. A stop
+    string that was completed while stopping was not allowed does not count later.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], include_stop_str_in_output: bool) -> None:
@@ -157,16 +153,6 @@ class CompletionText:
         """
         return self._detokenizer.text + self._detokenizer.pending if self._stop is None else self._ended_text
 
-    def stable_text(self) -> str:
-        """The text that a stream may show: without unsettled bytes and without a tail that may become a stop string.
-
-        Recomputed as a whole; use `StableText` to stream it piece by piece.
-        """
-        if self._stop is not None:
-            return self._ended_text
-        text = self._detokenizer.text
-        return text if self._include else text[: len(text) - _held_back(text, self._stops)]
-
     def _find(self, seen: str) -> None:
         searched = self._searched - self._before_tail
         # New matches end behind the searched text. Stops are sorted longest first and `min` takes the first of equals.
@@ -178,7 +164,7 @@ class CompletionText:
 
 
 class StableText:
-    """Streams `CompletionText.stable_text()` piece by piece.
+    """Streams the text that no later token can change: no unsettled bytes, no tail that may become a stop string.
 
     It does not search for stop strings: once the completion has ended, `rest` returns the part of its final text that is
     still to be shown.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partialmethod
 from typing import Any
 
 import msgpack
@@ -44,7 +45,7 @@ class DynamicInferenceEvent:
 
     Raises:
         ValueError: there is no such type, or the payload does not fit it: a dict with `token_id` (and counts of KV blocks)
-            for GENERATED_TOKEN, the exception for the two error types, None for every other.
+            for GENERATED_TOKEN, the exception for the two error types, None for all others.
     """
 
     timestamp: float
@@ -98,13 +99,10 @@ class DynamicInferenceEvent:
             SerializationError: the event is malformed.
         """
         decoded = decode_fields("DynamicInferenceEvent", plain, {"timestamp": FLOAT, "type": STR, "payload": OPAQUE})
-        if decoded["type"] not in DynamicInferenceEventType.__members__:
-            refuse(
-                "DynamicInferenceEvent.type",
-                decoded["type"],
-                f"one of {', '.join(DynamicInferenceEventType.__members__)}",
-            )
-        kind = DynamicInferenceEventType[decoded["type"]]
+        kinds = DynamicInferenceEventType.__members__
+        if decoded["type"] not in kinds:
+            refuse("DynamicInferenceEvent.type", decoded["type"], f"one of {', '.join(kinds)}")
+        kind = kinds[decoded["type"]]
         payload = _exception(decoded["payload"]) if kind in _ERRORS else decoded["payload"]
         try:
             return cls(decoded["timestamp"], kind, payload)
@@ -113,10 +111,10 @@ class DynamicInferenceEvent:
 
 
 def _exception(plain: Any) -> Exception:
-    """Rebuild an exception from its type's name and message.
+    """Rebuild an exception from its type's name and message; nothing is imported because of a payload.
 
-    The type is used if it is a builtin or one of `rollout.errors` and takes a single message; otherwise a `RolloutError`
-    subclass of that name is made, because nothing is imported because of a payload.
+    The type is used if it is a builtin or one of `rollout.errors` and takes a single message. Otherwise it is a new subclass
+    of `RolloutError` with that name.
     """
     decoded = decode_fields("DynamicInferenceEvent.payload", plain, {"type": STR, "message": STR})
     name, message = decoded["type"], decoded["message"]
@@ -201,10 +199,6 @@ class EventLog:
         event = self._add(DynamicInferenceEventType.ADD_ENGINE, None, timestamp)
         self.event_add_engine = self.event_add_engine or event
 
-    def add_event_add_context(self, timestamp: float | None = None) -> None:
-        """Record the assignment of KV blocks."""
-        self._add(DynamicInferenceEventType.ADD_CONTEXT, None, timestamp)
-
     def add_event_generated_token(
         self,
         token_id: int,
@@ -222,31 +216,27 @@ class EventLog:
         payload = {name: int(count) for name, count in zip(_TOKEN_FIELDS, counts, strict=True) if count is not None}
         self._add(DynamicInferenceEventType.GENERATED_TOKEN, payload, timestamp)
 
-    def add_event_pause(self, timestamp: float | None = None) -> None:
-        """Record a pause with its KV kept."""
-        self._add(DynamicInferenceEventType.PAUSE, None, timestamp)
+    def _bare(self, kind: DynamicInferenceEventType, timestamp: float | None = None) -> None:
+        self._add(kind, None, timestamp)
 
-    def add_event_evict(self, timestamp: float | None = None) -> None:
-        """Record an eviction: its KV is dropped and it waits."""
-        self._add(DynamicInferenceEventType.EVICT, None, timestamp)
-
-    def add_event_finish(self, timestamp: float | None = None) -> None:
-        """Record the end with a result."""
-        self._add(DynamicInferenceEventType.FINISH, None, timestamp)
-
-    def add_event_fail(self, timestamp: float | None = None) -> None:
-        """Record the end without a result."""
-        self._add(DynamicInferenceEventType.FAIL, None, timestamp)
-
-    def add_event_error_transient(self, error: BaseException, timestamp: float | None = None) -> None:
-        """Record an error that the request survives."""
-        self._add(DynamicInferenceEventType.ERROR_TRANSIENT, error, timestamp)
-
-    def add_event_error_nontransient(self, error: BaseException, timestamp: float | None = None) -> None:
-        """Record an error that ends the request."""
-        self._add(DynamicInferenceEventType.ERROR_NONTRANSIENT, error, timestamp)
-
-    def _add(self, kind: DynamicInferenceEventType, payload: Any, timestamp: float | None) -> DynamicInferenceEvent:
+    def _add(
+        self, kind: DynamicInferenceEventType, payload: Any, timestamp: float | None = None
+    ) -> DynamicInferenceEvent:
         event = DynamicInferenceEvent(timestamp, kind, payload)
         self.events.append(event)
         return event
+
+    add_event_add_context = partialmethod(_bare, DynamicInferenceEventType.ADD_CONTEXT)
+    """Record the assignment of KV blocks."""
+    add_event_pause = partialmethod(_bare, DynamicInferenceEventType.PAUSE)
+    """Record a pause with its KV kept."""
+    add_event_evict = partialmethod(_bare, DynamicInferenceEventType.EVICT)
+    """Record an eviction: its KV is dropped and it waits."""
+    add_event_finish = partialmethod(_bare, DynamicInferenceEventType.FINISH)
+    """Record the end with a result."""
+    add_event_fail = partialmethod(_bare, DynamicInferenceEventType.FAIL)
+    """Record the end without a result."""
+    add_event_error_transient = partialmethod(_add, DynamicInferenceEventType.ERROR_TRANSIENT)
+    """Record an error that the request survives: (error, timestamp)."""
+    add_event_error_nontransient = partialmethod(_add, DynamicInferenceEventType.ERROR_NONTRANSIENT)
+    """Record an error that ends the request: (error, timestamp)."""

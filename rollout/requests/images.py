@@ -1,7 +1,6 @@
 """Images of a prompt: the tensors that an image processor made, and token ids that carry them.
 
-Always true: equal digests mean equal images, whatever device the tensors are on. Nothing here knows a model: which tensors
-a family of models takes, and how many tokens an image becomes, is decided by the engine.
+Always true: equal digests mean equal images, whatever device the tensors are on. Nothing here depends on a model.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ if TYPE_CHECKING:
     import torch
 
 NO_TENSORS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
-"""What tokenizers return, and processors next to the images' tensors; token types follow from the token ids."""
+"""Outputs of tokenizers and processors that are not tensors of images; token types follow from the token ids."""
 PIXELS = "pixel_values"
 SIZES = "image_sizes"
-"""Beside `pixel_values` [images, squares, channels, height, width]."""
+"""Comes with `pixel_values` [images, squares, channels, height, width]."""
 TILED_DIMENSIONS = 5
-"""Of `pixel_values` [1, tiles, channels, height, width]."""
+"""Number of dimensions of `pixel_values` [1, tiles, channels, height, width]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +48,7 @@ class ImageInputs:
 
     @classmethod
     def unpack(cls, packed: bytes) -> ImageInputs:
-        """The inverse of `pack`.
-
-        Raises:
-            SerializationError: malformed.
-        """
+        """The inverse of `pack`; raises `SerializationError` if malformed."""
         return cls(TENSORS.decode(unpack_msgpack("images", packed)))
 
     def begins_with(self, earlier: ImageInputs) -> bool:
@@ -77,8 +72,8 @@ class ImagePrompt(list[int]):
     Args:
         token_ids: every image's placeholder repeated once per embedding, as processors return them.
         images: the tensors of all images, in the order of their placeholders.
-        keyed: little-endian int32, the token ids with a key of its image in place of every placeholder, which block hashes
-            are made of; empty: only the engine knows it.
+        keyed: little-endian int32, the token ids with a key of its image in place of every placeholder, for block hashes;
+            empty: not computed yet.
     """
 
     def __init__(self, token_ids: Iterable[int], images: ImageInputs, keyed: bytes = b"") -> None:
@@ -96,12 +91,11 @@ def processed_prompt(inputs: Mapping[str, Any]) -> list[int]:
     """Prompt of what a processor returned for one prompt; an `ImagePrompt` if there are images.
 
     Args:
-        inputs: `input_ids` [P] or [1, P], and the images' tensors (`pixel_values`, …). Padding by `attention_mask` is taken
-            off. Token types are not read: they follow from the token ids.
+        inputs: `input_ids` [P] or [1, P], and the images' tensors (`pixel_values`, …). Masked padding is removed.
 
     Raises:
         TypeError: there are no `input_ids`.
-        InvalidRequestError: they are those of several prompts; or something is not a tensor.
+        InvalidRequestError: there are several prompts; or a value is not a tensor.
     """
     if "input_ids" not in inputs:
         raise TypeError(

@@ -17,14 +17,14 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = False) -> Any:
     """Return prompts that a tokenizer returned together as lists of token ids without padding; anything else as it is.
 
-    A mapping with `input_ids` of several rows loses the positions that its `attention_mask` masks. A 2-D array or tensor
-    has no mask, so a row that begins or ends with the padding token is refused; lists of equal length are warned of. One
-    bos or eos token that also is the padding token is a token if every row has it: the longest row has no padding.
+    A mapping with `input_ids` of several rows loses the positions that its `attention_mask` masks. A 2-D array has no mask,
+    so a row that begins or ends with the padding token is refused; lists of equal length lead to a warning. A bos or eos
+    token that also is the padding token counts as a token if every row has one, since the longest row has no padding.
 
     Args:
         owners: tokenizer and configurations of the model, which name the padding, bos and eos tokens.
-        name: of the argument, for messages.
-        single: leave a mapping with one row as it is: one prompt.
+        name: name of the argument, for messages.
+        single: leave a mapping with one row as it is.
 
     Raises:
         InvalidRequestError: a row may have padding; or the mask has another shape.
@@ -108,11 +108,10 @@ _RULE = (
 
 
 def normalized(prompts: object) -> tuple[list[Prompt], bool]:
-    """The prompts, and whether it was a single one. `[]` is no prompt.
+    """The prompts as a list, and whether a single one was given. `[]` gives no prompt.
 
     Args:
-        prompts: str, list[int], list[dict] (messages), what a processor returned, or list[str], list[list[int]],
-            list[list[dict]], list of what a processor returned; tuples, numpy arrays and tensors count as lists.
+        prompts: a `Prompt`, or a list of prompts of one kind; tuples, numpy arrays and tensors count as lists.
 
     Raises:
         TypeError: anything else; names the position.
@@ -192,12 +191,10 @@ IMAGES = ("image_url", "image")
 
 
 class MessageImage(NamedTuple):
-    """An image of a message."""
+    """An image of a message: its place in the messages, for errors, and its source (see `open_picture`)."""
 
     where: str
-    """Its place in the messages, which begins the message of an error."""
     source: Any
-    """See `open_picture`."""
 
 
 def plain_messages(
@@ -263,7 +260,7 @@ def image_of(part: Any, where: str) -> MessageImage | None:
     {"type": "image_url", "image_url": {"url": …}}, {"type": "image", "image": …} (or "url", "path").
 
     Raises:
-        InvalidRequestError: it names none, or something is said of it that is not read; it is a video.
+        InvalidRequestError: it names no image, or has other fields; it is a video.
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("video_url", "video"):

@@ -103,14 +103,10 @@ class DynamicInferenceRequestRecord:
         return [entry for segment in self.segments for entry in getattr(segment, name)]
 
     def of_prompt(self, name: str) -> list[Any] | None:
-        """A per-token field of the prompt, from the first segment that has it for the whole of it; None: none has."""
+        """A per-token field of the prompt, from the first segment that has all of it; None: no segment has."""
         needed = len(self.segments[0].prompt_tokens) - 1
         rows = (getattr(segment, name) for segment in self.segments)
         return next((row[:needed] for row in rows if row is not None and len(row) >= needed), None)
-
-    def set_text(self, text: str | None) -> None:
-        """Set the text of the whole completion, over all segments; None: unknown."""
-        self.completion_text = text
 
     def advance_version(self, version: int, policy_only: bool = False) -> None:
         """Advance the live segment to policy version `version`; see `DynamicInferenceRequest.advance_version`."""
@@ -123,12 +119,9 @@ class DynamicInferenceRequestRecord:
     def checkpoint(self, tokenizer: object = None) -> DynamicInferenceRequest:
         """Drop the KV: prompt and output become the prompt of a new live segment, which is returned.
 
-        The budget shrinks by the number of generated tokens. Policy spans are carried over, closed at the current length; KV
-        spans are empty until the segment is prefilled. A sample without a token restarts: its prompt gets the version of its
-        next admission. A missing ADD_ENGINE event is added at the arrival time.
-
-        Args:
-            tokenizer: without effect, as for `merge`; older callers pass one.
+        The budget shrinks by the number of generated tokens. Policy spans are kept, closed at the current length; a sample
+        without a token has none, so that its prompt gets the version of its next admission. A missing ADD_ENGINE event is
+        added at the arrival time. `tokenizer` has no effect, here and in `merge`; older callers pass one.
         """
         live = self.segments[-1]
         if live.event_add_engine is None:
@@ -179,12 +172,11 @@ class DynamicInferenceRequestRecord:
         """Merge all segments into one request, as if never interrupted; the record is unchanged.
 
         From the first segment: id, prompt and its log-probs, budget, block hashes. Concatenated: tokens, log-probs,
-        top-n, kept tokens, tpot, events, routing indices. From the last: status, finish reason, versions. A value that the
-        first segment was interrupted too early to have (ttft, prompt log-probs) comes from the first segment that has it.
+        top-n, kept tokens, tpot, events, routing indices. From the last: status, finish reason, versions. Time to first
+        token and prompt log-probs come from the first segment that has them.
 
         Raises:
-            ValueError: a segment has log-probs or kept tokens for only some of its tokens, so that joined ones would be
-                misaligned.
+            ValueError: a segment has log-probs or kept tokens for only some of its tokens.
         """
         first, last = self.segments[0], self.segments[-1]
         routing = [segment.routing_indices for segment in self.segments if segment.routing_indices is not None]
@@ -283,71 +275,6 @@ def set_routes(segments: Sequence[DynamicInferenceRequest], routes: Routes) -> N
         stop = max(start, segment.total_length - 1) if segment.generated_tokens else start
         segment.routing_indices, start = routes[start:stop], stop
     segments[-1].routing_indices = routes[start:]
-
-
-# --- splitting a merged request -----------------------------------------------------------------------------------------
-
-
-def segment_rows(record: DynamicInferenceRequestRecord) -> list[list[int]]:
-    """Segment boundaries for `split`.
-
-    Returns:
-        Per segment [tokens, gaps between them, events, cached and finished prompt tokens, policy version, version, count,
-        version, count, … of its KV].
-    """
-    return [
-        [
-            segment.generated_length, len(segment.tpot), len(segment.events), segment.num_cached_tokens,
-            segment.finished_chunk_token_count, segment.policy_version, *segment.kv_spans.serialize(),
-        ]
-        for segment in record
-    ]  # fmt: skip
-
-
-def split(whole: DynamicInferenceRequest, rows: list[list[int]]) -> DynamicInferenceRequestRecord:
-    """Split a merged request into its segments; the inverse of `merge`, except for the `ttft` of later segments.
-
-    Args:
-        whole: the merged request; with no rows, the only segment.
-        rows: from `segment_rows`. Events before those that it counts belong to the first segment.
-
-    Raises:
-        SerializationError: the rows do not fit the request.
-    """
-    if not rows:
-        return DynamicInferenceRequestRecord(
-            segments=[whole], latency=whole.latency, completion_text=whole.generated_text
-        )
-    made, gaps, events = (sum(row[column] for row in rows) for column in range(3))
-    if made != whole.generated_length or gaps != len(whole.tpot):
-        refuse("segments", rows, f"rows that add up to {whole!r}")
-    rows = [[*rows[0][:2], rows[0][2] + max(0, len(whole.events) - events), *rows[0][3:]], *rows[1:]]
-    record = DynamicInferenceRequestRecord.from_request(replace(whole, inference_parameters=None))
-    at = gap = event = routed = 0
-    for row in rows:
-        segment = record[0] if row is rows[0] else record.checkpoint()
-        tokens, top_n, length = slice(at, at + row[0]), whole.generated_top_n_logprobs, len(segment.prompt_tokens)
-        segment.generated_tokens = whole.generated_tokens[tokens]
-        segment.generated_log_probs = whole.generated_log_probs[tokens]
-        segment.generated_top_n_logprobs = top_n[tokens]
-        if whole.routing_indices is not None:
-            rows_until = max(routed, length + row[0] - 1) if row[0] else routed
-            segment.routing_indices = whole.routing_indices[routed:rows_until]
-            routed = rows_until
-        if whole.generated_kept_tokens is not None:
-            segment.generated_kept_tokens = whole.generated_kept_tokens[tokens]
-        segment.tpot = whole.tpot[gap : gap + row[1]]
-        segment.events = whole.events[event : event + row[2]]
-        segment.num_cached_tokens, segment.finished_chunk_token_count, segment.policy_version = row[3:6]
-        segment.policy_spans = VersionSpans(whole.policy_spans.window(0, length + row[0]))
-        segment.kv_spans = VersionSpans.deserialize(row[6:])
-        segment.generated_text = segment.finish_reason = segment.stop_reason = segment.error = segment.latency = None
-        segment.status = Status.ACTIVE_AND_GENERATING_TOKENS
-        at, gap, event = at + row[0], gap + row[1], event + row[2]
-    last = record[-1]
-    last.status, last.finish_reason, last.stop_reason = whole.status, whole.finish_reason, whole.stop_reason
-    last.error, record.latency, record.completion_text = whole.error, whole.latency, whole.generated_text
-    return record
 
 
 def _encode_segment(segment: DynamicInferenceRequest) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import copy
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ from rollout.requests.events import DynamicInferenceEvent as DynamicInferenceEve
 from rollout.requests.events import DynamicInferenceEventType as DynamicInferenceEventType
 from rollout.requests.images import PIXELS, ImageInputs
 from rollout.requests.spans import VersionSpans
-from rollout.requests.token_columns import KEPT_TOKENS, KeptTokens
+from rollout.requests.token_columns import KEPT_TOKENS, KeptTokens, TopN
 from rollout.sampling_params import LOGPROBS_MODES, MIRRORED, SamplingParams
 from rollout.state import FinishReason, Status
 
@@ -36,6 +37,23 @@ if TYPE_CHECKING:
     import torch
 
 _DEFAULT_PARAMS = SamplingParams()
+_CODECS: dict[str, Codec] = {
+    "Any": codec.OPAQUE, "bool": codec.BOOL, "float": codec.FLOAT, "int": codec.INT, "str": codec.STR,
+    "str | int": codec.STR_OR_INT, "list[float]": codec.FLOATS, "list[int]": codec.INTS, "list[str]": list_of(codec.STR),
+    "list[list[int]]": list_of(codec.INTS), "TopN": codec.TOP_N, "KeptTokens": KEPT_TOKENS, "NDArray[Any]": codec.INT_ARRAY,
+    "torch.Tensor": codec.TENSOR, "dict[str, torch.Tensor]": codec.TENSORS, "VersionSpans": codec.SPANS,
+    "SamplingParams": codec.SAMPLING_PARAMS, "Status": member_of(Status), "FinishReason": member_of(FinishReason),
+    "DynamicInferenceEvent": EVENT, "list[DynamicInferenceEvent]": list_of(EVENT),
+}  # fmt: skip
+"""Type of a field → how it travels. A field of type `X | None` travels as X or None."""
+
+
+@cache
+def _codecs(kind: type[InferenceRequest]) -> dict[str, Codec]:
+    """Codec of every field of a kind of request, the older alias left out."""
+    types = {each.name: str(each.type) for each in fields(kind) if each.name != "inference_parameters"}
+    codecs = {name: _CODECS[written.removesuffix(" | None")] for name, written in types.items()}
+    return {name: optional(each) if types[name].endswith(" | None") else each for name, each in codecs.items()}
 
 
 class _OlderName:
@@ -61,9 +79,7 @@ class _OlderName:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class InferenceRequest:
-    """A prompt with its sampling parameters and results.
-
-    Token ids may be given as any sequence of integers, a numpy array or a torch tensor. A status of None is the default.
+    """A prompt with its sampling parameters and results. Token ids may be any sequence of integers, an array or a tensor.
 
     Raises:
         InvalidRequestError: the id or a token id is not an integer, or there is no such status.
@@ -85,41 +101,19 @@ class InferenceRequest:
     segments: list[str] | None = None
     """Text of each prompt token; None until `TextGenerationController.fill_segments`, as the next two."""
     generated_segments: list[str] | None = None
-    """Text of each completion token."""
     generated_sequence_lengths: list[int] | None = None
-    """Number of tokens of each completion: [G]."""
     generated_tokens: list[int] = field(default_factory=list)
     """[G] token ids."""
     prompt_log_probs: list[float] | None = None
     """[P-1], of prompt tokens 1 …; None until computed."""
     generated_log_probs: list[float] = field(default_factory=list)
     """[G]; empty if not requested."""
-    prompt_top_n_logprobs: list[list[tuple[int, float]]] | None = None
+    prompt_top_n_logprobs: TopN | None = None
     """[P-1] rows of (token id, log-prob), of prompt tokens 1 …; None until computed."""
-    generated_top_n_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    generated_top_n_logprobs: TopN = field(default_factory=list)
     """[G] rows of (token id, log-prob); empty if not requested."""
     tpot: list[float] = field(default_factory=list)
     """Seconds between one generated token and the next."""
-
-    _WIRE: ClassVar[dict[str, Codec]] = {
-        "request_id": codec.INT,
-        "prompt": optional(codec.STR),
-        "sampling_params": codec.SAMPLING_PARAMS,
-        "prompt_tokens": codec.INTS,
-        "arrival_time": codec.FLOAT,
-        "status": member_of(Status),
-        "encoder_prompt": optional(codec.STR),
-        "generated_text": optional(codec.STR),
-        "segments": optional(list_of(codec.STR)),
-        "generated_segments": optional(list_of(codec.STR)),
-        "generated_sequence_lengths": optional(codec.INTS),
-        "generated_tokens": codec.INTS,
-        "prompt_log_probs": optional(codec.FLOATS),
-        "generated_log_probs": codec.FLOATS,
-        "prompt_top_n_logprobs": optional(codec.TOP_N),
-        "generated_top_n_logprobs": codec.TOP_N,
-        "tpot": codec.FLOATS,
-    }
 
     def __post_init__(self) -> None:
         if not hasattr(self.request_id, "__index__"):
@@ -154,7 +148,7 @@ class InferenceRequest:
 
     def serialize(self) -> dict[str, Any]:
         """Encode as a plain dict for `msgpack.packb(…, use_bin_type=True)`."""
-        return encode_fields(self, self._WIRE)
+        return encode_fields(self, _codecs(type(self)))
 
     @classmethod
     def deserialize(cls, plain: Any) -> Self:
@@ -163,7 +157,7 @@ class InferenceRequest:
         Raises:
             SerializationError: a field is missing, unknown or malformed; the message names it.
         """
-        decoded = decode_fields(cls.__name__, plain, cls._WIRE)
+        decoded = decode_fields(cls.__name__, plain, _codecs(cls))
         try:
             return cls(**decoded)
         except (InvalidRequestError, ConfigError) as exc:
@@ -180,9 +174,8 @@ class InferenceRequest:
 class DynamicInferenceRequest(EventLog, InferenceRequest):
     """One segment of one sample: from admission to its end, or to the next checkpoint.
 
-    A position is an index into prompt + generated tokens (T = P + G). Positions below `len(policy_spans)` were sampled under
-    the version given by the spans, later ones under `policy_version`; likewise `kv_spans` for the version that computed a
-    position's KV.
+    A position is an index into prompt + generated tokens (T = P + G). `policy_spans` has the version that sampled each of
+    the first positions, `kv_spans` the version that computed its KV; for later positions both are `policy_version`.
     """
 
     sample_index: int = 0
@@ -214,9 +207,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     stop_word_ids: list[list[int]] | None = None
     """Token ids of each stop string; refused, since the engine matches `SamplingParams.stop` in the text."""
     routing_indices: NDArray[Any] | None = None
-    """Integers [T - 1, layers, k]: the experts that each router chose for every position but the last, with
-    `InferenceConfig.record_routes`, when it computed the KV that the record's last token was sampled on. In a later segment:
-    of the positions that earlier segments have none of."""
+    """Integers [T - 1, layers, k], with `InferenceConfig.record_routes`: see `token_columns.Routes`. A later segment begins
+    where the routes of earlier ones end."""
     generated_kept_tokens: KeptTokens | None = None
     """[G] sets that the generated tokens were drawn from; None unless `SamplingParams.return_kept_tokens`."""
     finish_reason: FinishReason | None = None
@@ -227,34 +219,6 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     latency: float | None = None
     ttft: float | None = None
     """Seconds from arrival to the first token."""
-
-    _WIRE: ClassVar[dict[str, Codec]] = InferenceRequest._WIRE | {
-        "sample_index": codec.INT,
-        "priority": codec.INT,
-        "seed": optional(codec.INT),
-        "rng_offset": codec.INT,
-        "original_prompt_length": codec.INT,
-        "stream_offset": codec.INT,
-        "metadata": codec.OPAQUE,
-        "policy_version": codec.INT,
-        "policy_spans": codec.SPANS,
-        "kv_spans": codec.SPANS,
-        "finished_chunk_token_count": codec.INT,
-        "num_cached_tokens": codec.INT,
-        "block_size_tokens": optional(codec.INT),
-        "enable_prefix_caching": codec.BOOL,
-        "precomputed_block_hashes": codec.INTS,
-        "stop_word_ids": optional(list_of(codec.INTS)),
-        "routing_indices": optional(codec.INT_ARRAY),
-        "generated_kept_tokens": optional(KEPT_TOKENS),
-        "finish_reason": optional(member_of(FinishReason)),
-        "stop_reason": optional(codec.STR_OR_INT),
-        "error": optional(codec.STR),
-        "latency": optional(codec.FLOAT),
-        "ttft": optional(codec.FLOAT),
-        "events": list_of(EVENT),
-        "event_add_engine": optional(EVENT),
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -418,14 +382,6 @@ class VLMInferenceRequest(DynamicInferenceRequest):
     """Tiles of each image that the vision tower encodes on its own; set at admission."""
     decoder_seq_length: int | None = None
     """Positions of the prompt once images have become embeddings; set at admission."""
-
-    _WIRE: ClassVar[dict[str, Codec]] = DynamicInferenceRequest._WIRE | {
-        "num_img_embeddings_per_tile": codec.INT,
-        "imgs": optional(codec.TENSOR),
-        "image_inputs": codec.TENSORS,
-        "num_tiles": codec.INTS,
-        "decoder_seq_length": optional(codec.INT),
-    }
 
     @property
     def images(self) -> ImageInputs | None:

@@ -19,13 +19,9 @@ MAX_VERSION = 2**31 - 1
 
 
 class VersionSpans:
-    """Consecutive runs of (version, count) from position 0 on.
+    """Consecutive runs of (version, count) from position 0 on; versions need not rise.
 
-    `version_at` costs O(log runs), `extend` and `len` O(1), `dense` O(positions). Versions need not rise: a run may have an
-    older version than the one before it.
-
-    Args:
-        runs: (version, count) pairs, in order of position.
+    `version_at` costs O(log runs), `extend` and `len` O(1), `dense` O(positions).
 
     Raises:
         ValueError: a count is negative.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
-import os
 import signal
 import socket
 import threading
@@ -34,6 +33,8 @@ KEEP_ALIVE_S = 30
 """Seconds that a connection may be idle between two requests."""
 
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ENDED = 0
+"""Not the number of a signal: the server has ended."""
 
 
 class Server:
@@ -65,7 +66,7 @@ class Server:
             RuntimeError: the server was never started.
         """
         if self._url is None:
-            raise RuntimeError("this server has no address before server.start()")
+            raise RuntimeError("this server has no address yet: call server.start() first")
         return self._url
 
     @property
@@ -138,9 +139,10 @@ class Server:
             return
         self._loop.refuse_inside("wait()")
         if threading.current_thread() is threading.main_thread():
-            with _signals() as bell:
-                self._life.add_done_callback(lambda _: bell.ring())
-                bell.wait()
+            with _signals() as (reader, writer):
+                self._life.add_done_callback(lambda _: _ring(writer))
+                while reader.recv(1)[0] not in (*_STOPPING_SIGNALS, _ENDED):
+                    pass
             self.stop()
         with suppress(CancelledError):
             self._life.result()
@@ -256,49 +258,27 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
 
 
-class _Bell:
-    """Self-pipe that wakes the main thread on a signal or at the end of the server.
-
-    A pipe instead of a `threading.Event`: a signal handler that takes a lock deadlocks if its own thread holds the lock.
-    """
-
-    ENDED = 0  # not the number of a signal
-
-    def __init__(self) -> None:
-        self._reader, self.writer = os.pipe()
-        os.set_blocking(self.writer, False)
-        self._open = True
-        self._closing = threading.Lock()
-
-    def ring(self) -> None:
-        """Announce the end of the server. No-op once closed, because the descriptor may have been reused."""
-        with self._closing:
-            if self._open:
-                os.write(self.writer, bytes([self.ENDED]))
-
-    def wait(self) -> None:
-        """Wait for a stopping signal or the end of the server; other signals with a handler also write to the pipe."""
-        while os.read(self._reader, 1)[0] not in (*_STOPPING_SIGNALS, self.ENDED):
-            pass
-
-    def close(self) -> None:
-        """Close the pipe."""
-        with self._closing:
-            self._open = False
-            os.close(self._reader)
-            os.close(self.writer)
+def _ring(writer: socket.socket) -> None:
+    """Announce the end of the server, unless nobody waits any more."""
+    with suppress(OSError):
+        writer.send(bytes([_ENDED]))
 
 
 @contextmanager
-def _signals() -> Iterator[_Bell]:
-    """Block during which SIGINT and SIGTERM only write to the pipe; restores the previous handlers."""
-    bell = _Bell()
+def _signals() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Block during which SIGINT and SIGTERM only write their number to a pair of sockets; then restores the handlers.
+
+    Sockets instead of a `threading.Event`: a signal handler that takes a lock deadlocks if its own thread holds the lock.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
     before = {number: signal.signal(number, lambda *_: None) for number in _STOPPING_SIGNALS}
-    woken_before = signal.set_wakeup_fd(bell.writer, warn_on_full_buffer=False)
+    woken_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
-        yield bell
+        yield reader, writer
     finally:
         signal.set_wakeup_fd(woken_before)
         for number, handler in before.items():
             signal.signal(number, handler)
-        bell.close()
+        reader.close()
+        writer.close()

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import wraps
-from inspect import iscoroutinefunction
+from inspect import iscoroutinefunction, unwrap
 from operator import attrgetter
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
@@ -38,7 +38,7 @@ def called(part: str, verb: Callable[Concatenate[Any, P], T]) -> Callable[Concat
         # Waits here, so that the object lives as long as the call.
         return await cast("Awaitable[Any]", verb(find(self), *args, **kwargs))
 
-    return cast("Callable[Concatenate[Any, P], T]", call_async) if iscoroutinefunction(verb) else call
+    return cast("Callable[Concatenate[Any, P], T]", call_async) if iscoroutinefunction(unwrap(verb)) else call
 
 
 def blocking(

@@ -1,10 +1,7 @@
-"""One readable state of everything in this process that can hang: engines, managers, connections, coordinator, threads.
+"""A report of everything in this process that can hang: engines, managers, connections, coordinator, threads.
 
-Every `DeadlineError` carries it as a note, which tracebacks and logs print below the error. SIGUSR1 writes it to stderr
-while the process goes on (`kill -USR1 PID`), unless the program handles that signal itself.
-
-Objects register themselves by `watch` and are forgotten with their last reference. Reading takes no lock, because the holder
-of a lock may be what hangs: a line may be torn by a step that runs meanwhile.
+Every `DeadlineError` carries it as a note. SIGUSR1 writes it to stderr while the process continues (`kill -USR1 PID`),
+unless the program handles that signal itself. Reading takes no lock, because the holder of a lock may be what hangs.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ class Watched(Protocol):
     """An object that can describe its state."""
 
     def describe_state(self) -> Iterable[str]:
-        """Lines of text, details indented. Takes no lock and waits for nothing; may raise."""
+        """Lines of text, details indented. Must take no lock; may raise."""
 
 
 _watched: dict[int, weakref.ref[Watched]] = {}
@@ -57,7 +54,7 @@ def watch(watched: Watched) -> None:
 
 
 def report() -> str:
-    """The state of all registered objects, in order of registration, and the stacks of all threads."""
+    """State of all registered objects, and the stacks of all threads."""
     lines = [f"state of process {os.getpid()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"]
     # list() of a dictionary's values is one operation of the interpreter: no other thread comes between.
     for reference in list(_watched.values()):

@@ -1,6 +1,6 @@
-"""Descriptors that a forked child must not keep: other processes notice this one's end when its last copy is closed.
+"""What a forked child closes: other processes notice the end of this one only when the last copy of a socket is closed.
 
-A worker of a data loader or of a process pool is forked with all of them open, and may outlive this process.
+A worker of a data loader or of a process pool is forked with all sockets open, and may outlive this process.
 """
 
 from __future__ import annotations

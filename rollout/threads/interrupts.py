@@ -14,12 +14,12 @@ from typing import Any
 
 
 class _Deferral:
-    """Signal handler that remembers the first Ctrl-C, and passes on a second one where nothing is shielded from it.
+    """Signal handler that remembers the first Ctrl-C, and passes on a second one unless the code is shielded.
 
     Attributes:
-        presses: since the block began; `waiting` again once one was passed on.
+        presses: number of presses since the block began; `waiting` again once one was passed on.
         waiting: presses that wait for the end of the block.
-        shielded: whether further ones have to wait, too; `wholly`: inside of `interruptible()`, too.
+        shielded: whether further presses wait too; `wholly`: even inside `interruptible()`.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
@@ -33,7 +33,7 @@ class _Deferral:
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Let a Ctrl-C that need not wait take effect, if there was one and nothing is shielded from it."""
+        """Let a Ctrl-C take effect if there was one that need not wait."""
         if self.presses > self.waiting and not self.shielded:
             self.presses = self.waiting
             self.handler(signal.SIGINT, None)
@@ -66,11 +66,10 @@ def interrupt_pending() -> bool:
 
 @contextmanager
 def interrupt_deferred() -> Iterator[None]:
-    """Context manager that delays a Ctrl-C to the end of the block; a second one takes effect immediately, outside of
-    `uninterrupted()`.
+    """Context manager that delays a Ctrl-C to the end of the block; a second one takes effect at once.
 
     The installed handler is called, only later. No-op outside the main thread (Python interrupts only that one), without a
-    Python handler of Ctrl-C, and nested in another such block. Costs about 5 µs.
+    Python handler of Ctrl-C, and nested in another such block. Takes about 5 µs.
     """
     handler = _handler()
     if handler is None or isinstance(handler, _Deferral):
@@ -81,7 +80,7 @@ def interrupt_deferred() -> Iterator[None]:
     try:
         yield
     finally:
-        # Or another one would leave this handler in place.
+        # Another press now would leave this handler in place.
         deferral.shielded = True
         signal.signal(signal.SIGINT, handler)
         if deferral.presses:
@@ -90,9 +89,9 @@ def interrupt_deferred() -> Iterator[None]:
 
 @contextmanager
 def uninterrupted(*, wholly: bool = False) -> Iterator[None]:
-    """Context manager that delays every Ctrl-C to the end of the block, a second one too: for what must not be half done.
+    """Context manager that delays every Ctrl-C to the end of a block that must not be left half done.
 
-    Inside the block, a second one in `interruptible()` takes effect, unless `wholly`. No-op where `interrupt_deferred()` is.
+    Inside it, a second Ctrl-C takes effect in `interruptible()`, unless `wholly`. No-op where `interrupt_deferred()` is.
     """
     with interrupt_deferred():
         deferral = _handler()
@@ -108,8 +107,8 @@ def uninterrupted(*, wholly: bool = False) -> Iterator[None]:
 
 @contextmanager
 def interruptible(*, first: bool = False) -> Iterator[None]:
-    """Context manager inside `uninterrupted()` in which a second Ctrl-C takes effect at once, even one that has waited: for
-    what may take long. `first`: the first one, too, but for blocks inside that defer it."""
+    """Context manager inside `uninterrupted()` for work that may take long: a second Ctrl-C, even one that has waited, takes
+    effect at once. `first`: the first one too."""
     deferral = _handler()
     if not isinstance(deferral, _Deferral) or deferral.wholly:
         yield

@@ -6,14 +6,16 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
 from rollout import Advanced, DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.engine.blocks.allocator import BlockAllocator
+from rollout.engine.forward import model_runner
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequences import Sequence
 from rollout.engine.scheduling.step import StepTokens
@@ -46,13 +48,10 @@ def stopwatch(spent: dict[str, list[float]], calls: dict[str, tuple[Any, str]]) 
 
         return run
 
-    for name, (owner, method) in calls.items():
-        setattr(owner, method, timed(name, getattr(owner, method)))
-    try:
+    with ExitStack() as restored:
+        for name, (owner, method) in calls.items():
+            restored.enter_context(patch.object(owner, method, timed(name, getattr(owner, method))))
         yield
-    finally:
-        for owner, method in calls.values():
-            delattr(owner, method)
 
 
 def decode_step(subject: Subject, workload: Workload, floor: Floor) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def decode_step(subject: Subject, workload: Workload, floor: Floor) -> dict[str,
     scheduler, controller = engine.context.scheduler, engine.controller
     calls = {
         "schedule": (scheduler, "schedule"), "update": (scheduler, "update"), "execute": (controller.runner, "execute"),
-        "forward": (controller.runner, "forward"), "sample": (controller.runner, "_sample"), "step": (engine, "step"),
+        "forward": (controller.runner, "forward"), "sample": (model_runner, "sample_step"), "step": (engine, "step"),
     }  # fmt: skip
     spent: dict[str, list[float]] = defaultdict(list)
     with engine.installation:

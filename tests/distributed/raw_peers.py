@@ -64,11 +64,9 @@ class RawPeer:
         """Of `Update`s that `answer` has read: request id → what came."""
 
     def say(self, *messages: Message) -> None:
-        """All of them in one ZMQ message."""
         self.socket.send_multipart([encode(self.numbers.next(), message) for message in messages])
 
     def hear(self, kind: type[Kind], patience_s: float = PATIENCE_S) -> Kind:
-        """The next message of a kind; others are kept in `heard`."""
         deadline = time.monotonic() + patience_s
         position = 0
         while True:
@@ -98,7 +96,6 @@ class RawPeer:
 
 
 def connect(address: str, name: str = "client", keys: JobKeys | None = None, reads_ahead: int = 1000) -> RawPeer:
-    """A client that was welcomed."""
     client = RawPeer(address, keys, reads_ahead)
     client.say(Connect(PROTOCOL_VERSION, name))
     client.hear(ConnectAck)
@@ -106,7 +103,6 @@ def connect(address: str, name: str = "client", keys: JobKeys | None = None, rea
 
 
 def register(address: str, name: str, keys: JobKeys | None = None, slots: int = 64) -> RawPeer:
-    """A rank that was welcomed and is ready for work."""
     rank = RawPeer(address, keys)
     rank.say(Register(PROTOCOL_VERSION, name, slots, BLOCK_SIZE, "running", 0))
     acknowledged = rank.hear(RegisterAck)
@@ -115,7 +111,6 @@ def register(address: str, name: str, keys: JobKeys | None = None, slots: int = 
 
 
 def submit(request_id: int, prompt: str | list[int] = (1, 2, 3), n: int = 1, **fields: Any) -> Submit:  # type: ignore[assignment]
-    """A request for n samples."""
     packed = prompt if isinstance(prompt, str) else np.array(prompt, "<i4").tobytes()
     return Submit(request_id, packed, n, b"\x80", **fields)
 
@@ -141,7 +136,6 @@ def finished(assign: Assign, tokens: list[int]) -> Progress:
 
 
 def answer(client: RawPeer, request_id: int, n: int = 1) -> list[Stretch]:
-    """Wait until all samples of a request have ended."""
     while sum(_ended(stretch) for stretch in client.stretches.get(request_id, [])) < n:
         for stretch in client.hear(Update).stretches:
             client.stretches.setdefault(stretch.request_id, []).append(stretch)
@@ -153,7 +147,6 @@ def _ended(stretch: Stretch) -> int:
 
 
 def status(client: RawPeer, call_id: int = 0) -> dict[str, Any]:
-    """The coordinator's table."""
     client.say(StatusQuery(call_id))
     return client.hear(Status).table
 

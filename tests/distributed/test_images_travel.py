@@ -43,7 +43,6 @@ class Rank:
             self.line.say(message)
 
     def assigned(self) -> Assign:
-        """The next assignment, which the engine takes."""
         message = self.line.assigned()
         self.session.receive(message)
         return message
@@ -55,13 +54,11 @@ class Rank:
 
 
 def asking(job: Job) -> tuple[Line, ClientSession]:
-    """A client and its session."""
     line = job.client()
     return line, ClientSession(lambda message: line.say(message))
 
 
 def hear(line: Line, session: ClientSession) -> None:
-    """The client takes what the coordinator has said."""
     while line.heard:
         session.receive(line.hear(Update))
 
@@ -75,7 +72,6 @@ def checked(rank: Rank, inputs: dict[str, torch.Tensor]) -> ImagePrompt:
 
 @pytest.fixture(scope="module")
 def alone() -> list[VLMInferenceRequest]:
-    """What an engine makes of the prompt without a coordinator."""
     engine = make_engine(shared_vision_model(NAME), block_size_tokens=BLOCK)
     engine.add_request(picture_prompt(NAME, PARTS), LIKELIEST)
     requests: list[Any] = list(finish(engine).values())
@@ -103,7 +99,7 @@ def test_a_group_with_images_comes_back_with_them_and_is_what_one_engine_makes(
     rank.step(50)
     hear(line, session)
     assert_as_alone(group.result(), alone)
-    assert isinstance(group.record(1)[0], VLMInferenceRequest)
+    assert isinstance(group.request(1), VLMInferenceRequest)
 
 
 @pytest.mark.parametrize("steps", [1, 4])

@@ -195,16 +195,11 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(folders: di
 
 @pytest.mark.parametrize(("model", "options", "why"), [
     ("qwen3", {"exact": True}, "exact mode"), ("falcon_h1", {}, "recurrent layers"),
+    ("adapted", {}, "PEFT layers of its own"),
 ])  # fmt: skip
 def test_models_whose_requests_cannot_name_adapters_are_named(
     folders: dict[str, str], model: str, options: dict[str, Any], why: str
 ) -> None:
-    engine = make_engine(make_model(model), **options)
+    made = adapted(make_model("qwen3"), folders["a"]) if model == "adapted" else make_model(model)
     with pytest.raises(UnsupportedModelError, match=why):
-        engine.load_adapter("a", folders["a"])
-
-
-def test_a_model_with_peft_layers_of_its_own_is_refused(folders: dict[str, str]) -> None:
-    engine = make_engine(adapted(make_model("qwen3"), folders["a"]))
-    with pytest.raises(UnsupportedModelError, match="PEFT layers of its own"):
-        engine.load_adapter("a", folders["a"])
+        make_engine(made, **options).load_adapter("a", folders["a"])

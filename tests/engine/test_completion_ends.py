@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
@@ -18,6 +16,7 @@ from tests.engines import (
     expected,
     finish,
     greedily,
+    logits_of,
     make_engine,
     pass_suspended,
     shared_model,
@@ -27,16 +26,6 @@ from tests.engines import (
 from tests.models import make_model, make_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
-both = pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-"""Through the fused forward; through the module."""
-
-
-def logits_of(name: str, tokens: list[int]) -> torch.Tensor:
-    """[len(tokens), V] logits of the trainer's own forward."""
-    model = shared_model(name)
-    with torch.no_grad():
-        return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
 # --- where a completion ends ------------------------------------------------------------------------------------------

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.stepper import MAX_FAILED_STEPS
@@ -35,9 +33,6 @@ from tests.engines import (
 from tests.models import VOCAB, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
-both = pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-"""Through the fused forward; through the module."""
 
 
 # --- a step that raises -----------------------------------------------------------------------------------------------
@@ -122,28 +117,6 @@ def test_failed_steps_count_only_in_a_row() -> None:
         assert engine.step()[0][-1].failed()
         assert_greedy("qwen3", engine.generate([token_ids(5, round_)], greedily(2))[0])
     assert engine.state is EngineState.RUNNING
-
-
-@pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("after", range(4))
-def test_ctrl_c_inside_a_step_loses_nothing(layer: int, after: int) -> None:
-    engine = make_engine(make_model("qwen3"), max_tokens_per_step=8)
-    fuse = Fuse(engine, layer)
-    fuse.error = KeyboardInterrupt()
-    prompts = [token_ids(3 + 2 * seed, seed) for seed in range(5)]
-    for prompt in prompts:
-        engine.add_request(prompt, greedily(7))
-    ended = steps(engine, after)
-    for _ in range(3):
-        fuse.left = 1
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-        engine.context.scheduler.check()
-        ended += steps(engine, 2)
-    done = finish(engine, ended)
-    assert len(done) == 5
-    for request in done.values():
-        assert_greedy("qwen3", request)
 
 
 def test_ctrl_c_inside_generate_loses_neither_what_has_ended_nor_what_has_not() -> None:

@@ -69,8 +69,7 @@ def captured(engine: DynamicInferenceEngine) -> int:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "mean", "most"),
-    [(torch.float32, 1e-6, 1e-3), (torch.float16, 5e-3, 0.2), (torch.bfloat16, 5e-2, 1.0)],
+    ("dtype", "mean", "most"), [(torch.float32, 1e-6, 1e-3), (torch.float16, 5e-3, 0.2), (torch.bfloat16, 5e-2, 1.0)]
 )
 def test_log_probs_are_the_trainers_at_real_depth_and_vocabulary(dtype: torch.dtype, mean: float, most: float) -> None:
     model = deep_model(dtype)

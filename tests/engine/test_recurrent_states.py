@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -61,15 +59,6 @@ def test_chunked_prefill_changes_nothing(name: str, budget: int, requests: int) 
 
 
 @families
-@pytest.mark.parametrize("options", [{"kv_cache_blocks": 10}, {"state_slots": 2}, {"enable_prefix_caching": False}])
-def test_few_blocks_few_states_and_no_prefix_cache_change_nothing(name: str, options: dict[str, Any]) -> None:
-    engine = make_engine(name, **options, max_requests=6)
-    for request in serve(engine, RAGGED, 12):
-        assert_greedy(name, request)
-    assert (engine.stats()["preemptions"] > 0) == ("kv_cache_blocks" in options)
-
-
-@families
 def test_samples_of_a_group_go_on_from_one_prefill_each_with_a_state_of_its_own(name: str) -> None:
     engine = make_engine(name)
     engine.add_request(token_ids(10, 7), at_random(10, n=4))
@@ -77,22 +66,6 @@ def test_samples_of_a_group_go_on_from_one_prefill_each_with_a_state_of_its_own(
     assert len({tuple(request.generated_tokens) for request in samples.values()}) == 4
     assert max(logprob_error(name, request) for request in samples.values()) <= 1e-5
     assert computed(engine) == 10
-
-
-@modes
-@pytest.mark.parametrize("keep_prefix_cache", [True, False])
-def test_suspend_and_resume_at_any_step_changes_nothing(mode: str, keep_prefix_cache: bool) -> None:
-    last, at = 1, 0
-    while at < last:
-        engine = make_engine("qwen3_next", max_tokens_per_step=12)
-        for prompt in RAGGED[1:5]:
-            engine.add_request(prompt, greedily(5))
-        ended = steps(engine, at)
-        pass_suspended(engine, mode, keep_prefix_cache=keep_prefix_cache)
-        for request in finish(engine, ended).values():
-            assert_greedy("qwen3_next", request)
-        last, at = engine.stats()["steps"], at + 1
-    assert at >= 6
 
 
 @families
@@ -108,20 +81,6 @@ def test_suspend_and_resume_at_every_step_changes_nothing(name: str, mode: str) 
         pass_suspended(engine, mode)
     for request in finish(engine, ended).values():
         assert_greedy(name, request)
-
-
-@families
-def test_a_snapshot_of_any_step_goes_on_in_another_engine(name: str) -> None:
-    for at in range(0, 9, 2):
-        first = make_engine(name, max_tokens_per_step=12)
-        for prompt in RAGGED[1:5]:
-            first.add_request(prompt, greedily(6))
-        ended = steps(first, at)
-        second = make_engine(name, block_size_tokens=7)
-        for record in first.snapshot():
-            second.add_record(record)
-        for request in finish(second, ended).values():
-            assert_greedy(name, request)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 import torch
@@ -26,7 +25,7 @@ from rollout.requests.delta import growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from tests import replay_table
-from tests.engines import finish, greedily, in_one_piece, make_engine, pass_suspended, shared_model, steps, token_ids
+from tests.engines import finish, greedily, in_one_piece, make_engine, shared_model, steps, token_ids
 from tests.rollouts import trainer_logprobs_of, update
 from tests.routers import batch_of, elsewhere
 from tests.zoo.small_models import build
@@ -97,17 +96,6 @@ def test_the_routers_choose_what_is_replayed_with_their_own_weights(name: str) -
 # --- what can happen to a request -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shared", range(0, 14))
-def test_a_prefix_hit_at_each_offset_brings_the_routes_of_its_blocks(shared: int) -> None:
-    engine = moe_engine()
-    stem = token_ids(13, 3)
-    engine.generate([stem], greedily(1))
-    (request,) = engine.generate([stem[:shared] + token_ids(5, 40 + shared)], greedily(3))
-    # Whole blocks, and all that the stem's own request has computed.
-    assert request.num_cached_tokens == (13 if shared == 13 else shared // 4 * 4)
-    assert_routes(shared_model("qwen3_moe"), request)
-
-
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
 def test_routes_survive_a_suspend_and_are_readable_inside_of_it(mode: str) -> None:
     engine = moe_engine()
@@ -154,16 +142,6 @@ def test_routes_survive_a_resume_in_less_memory() -> None:
         assert_routes(shared_model("qwen3_moe"), request)
 
 
-def test_routes_survive_preemption() -> None:
-    engine = moe_engine(kv_cache_blocks=12)
-    for seed in range(4):
-        engine.add_request(token_ids(7, seed), greedily(16))
-    done = finish(engine)
-    assert engine.stats()["preemptions"] > 0
-    for request in done.values():
-        assert_routes(shared_model("qwen3_moe"), request)
-
-
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
 def test_after_an_update_the_routes_are_those_of_the_kv_in_use(mode: str) -> None:
     model = copy.deepcopy(shared_model("qwen3_moe"))
@@ -197,22 +175,6 @@ def pass_updated(engine: DynamicInferenceEngine, model: PreTrainedModel, mode: s
     engine.weights_updated()
     engine.resume()
     engine.unpause()
-
-
-def test_a_restart_continues_the_routes_of_its_records() -> None:
-    engine, other = moe_engine(), moe_engine(block_size_tokens=8)
-    for seed in range(2):
-        engine.add_request(token_ids(6 + seed, seed), greedily(8, n=2))
-    steps(engine, 4)
-    for record in engine.snapshot():
-        plain = msgpack.unpackb(msgpack.packb(record.serialize(), use_bin_type=True))
-        other.add_record(DynamicInferenceRequestRecord.deserialize(plain))
-    steps(other, 2)
-    pass_suspended(other, "recompute")
-    done = finish(other)
-    assert len(done) == 4
-    for request in done.values():
-        assert_routes(shared_model("qwen3_moe"), request)
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -327,10 +289,6 @@ def test_two_checkpointed_forwards_before_their_backward_are_refused(foreign: Ro
 
 
 # --- refused by name --------------------------------------------------------------------------------------------------
-
-
-def _without_routes(batch: RolloutBatch) -> RolloutBatch:
-    return batch_of(*(copy.copy(request) for request in batch))
 
 
 @pytest.mark.parametrize(

@@ -195,19 +195,6 @@ def test_a_sample_without_finite_logits_fails_alone_where_it_would() -> None:
     assert any(len(each[0]) < 20 for each in ahead.values())
 
 
-def test_a_run_ends_with_the_step_it_is_at_when_the_boundary_is_asked_for() -> None:
-    engine = engine_for()
-    engine.add_request(token_ids(5), greedily(60))
-    made = []
-    for asks in (False, False, True, False):
-        if asks:
-            engine.ask_for_boundary()
-        engine.step(ahead=True)
-        made.append(engine.parts.stepper.made)
-    # A prompt; a first step, of which nothing is known; one that was asked for its end; all the others.
-    assert made == [1, 1, 1, 57]
-
-
 def test_what_needs_python_between_two_tokens_makes_one_step_at_a_time() -> None:
     for params in (
         greedily(12, logprobs=2), at_random(12, top_p=0.9), at_random(12, repetition_penalty=1.1),

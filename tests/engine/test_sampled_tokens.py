@@ -19,10 +19,10 @@ from transformers import (
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
 from tests.engines import (
-    assert_greedy,
     at_random,
     finish,
     greedily,
+    logits_of,
     logprob_error,
     make_engine,
     pass_suspended,
@@ -36,13 +36,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
 both = pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 """Through the fused forward; through the module."""
-
-
-def logits_of(name: str, tokens: list[int]) -> torch.Tensor:
-    """[len(tokens), V] logits of the trainer's own forward."""
-    model = shared_model(name)
-    with torch.no_grad():
-        return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
 # --- one random stream per sample -------------------------------------------------------------------------------------
@@ -105,17 +98,6 @@ def test_requests_without_a_seed_differ_and_the_engines_seed_decides_them() -> N
 
     assert run(1) == run(1) != run(2)
     assert len(set(map(tuple, run(1)))) == 3
-
-
-def test_greedy_and_sampled_requests_share_a_batch() -> None:
-    engine = make_engine("qwen3")
-    for number in range(6):
-        engine.add_request(token_ids(4 + number, number), greedily(8) if number % 2 else at_random(8, seed=number))
-    for (number, _), request in finish(engine).items():
-        if number % 2:
-            assert_greedy("qwen3", request)
-        else:
-            assert [request.generated_tokens] == alone("qwen3", request.prompt_tokens, at_random(8, seed=number))
 
 
 def test_sampling_leaves_the_processes_random_numbers_alone() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.forward import model_runner
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.sampling_params import SamplingParams
 from rollout.structured_output import StructuredOutput
@@ -141,10 +142,10 @@ def test_a_nan_behind_a_rejected_draft_is_wiped_and_reaches_no_sample(monkeypatc
     plain, _ = results(engine_for(False), at_random(30, n=2))
     engine = engine_for(True)
     runner, table, wiped = engine.controller.runner, engine.context.scheduler.table, []
-    sample, zero_slots = runner._sample, runner.cache.zero_slots
+    sample, zero_slots = model_runner.sample_step, runner.cache.zero_slots
 
-    def sample_with_nan(step: ScheduledStep, logits: torch.Tensor) -> StepTokens:
-        found = sample(step, logits)
+    def sample_with_nan(step: ScheduledStep, *parts: Any, **options: Any) -> StepTokens:
+        found = sample(step, *parts, **options)
         if step.depths is not None:
             rows = step.sampled_rows
             rejected = table.tokens[rows, table.length[rows] + step.depths] != found.token_ids
@@ -159,13 +160,8 @@ def test_a_nan_behind_a_rejected_draft_is_wiped_and_reaches_no_sample(monkeypatc
             assert not values.flatten(0, 1)[slots].any()
         wiped.extend(slots.tolist())
 
-    monkeypatch.setattr(runner, "_sample", sample_with_nan)
+    monkeypatch.setattr(model_runner, "sample_step", sample_with_nan)
     monkeypatch.setattr(runner.cache, "zero_slots", note)
     ours, _ = results(engine, at_random(30, n=2))
     assert ours == plain
     assert wiped
-
-
-def test_without_the_option_no_draft_is_made() -> None:
-    _, stats = results(engine_for(False), greedily(30))
-    assert stats["drafts"] == stats["draft_tokens"] == 0

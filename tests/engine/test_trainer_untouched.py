@@ -176,16 +176,6 @@ def test_a_training_step_right_after_generating_has_the_gradients_it_would_have_
     assert len(finish(engine)) == 2
 
 
-def test_generating_makes_no_graph_and_keeps_no_activation() -> None:
-    model = make_model("qwen3")
-    engine = make_engine(model)
-    engine.generate(PROMPTS, at_random(6))
-    for index in range(3):
-        for part in engine.cache.layer(index):
-            assert not part.requires_grad
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_between_two_steps_the_module_is_the_trainers(name: str, attention: str) -> None:

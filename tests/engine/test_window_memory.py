@@ -62,45 +62,6 @@ def test_a_long_sequence_holds_the_blocks_of_its_window(model, fused, caching):
     assert engine.stats()["preemptions"] == 0
 
 
-def test_what_would_not_fit_whole_runs_without_preemption_and_as_generate_does(model):
-    engine = make_engine(model, kv_cache_blocks=40)
-    for seed in range(4):
-        engine.add_request(token_ids(12, seed), greedily(80))
-    done = finish(engine)
-    assert engine.stats()["preemptions"] == 0
-    for request in done.values():
-        assert_greedy(model, request)
-
-
-def test_samples_of_a_group_give_back_their_common_prompt_and_another_request_finds_it(model):
-    engine = make_engine(model, kv_cache_blocks=100)
-    prompt = token_ids(24)
-    engine.add_request(prompt, greedily(40, n=3))
-    steps(engine, 25)
-    assert engine.context.allocator.num_used <= 3 * NEEDED
-    assert engine.context.allocator.num_cached >= 24 // BLOCK
-    late = engine.add_request(prompt, greedily(30))
-    done = finish(engine)
-    assert done[late, 0].num_cached_tokens == 23
-    for request in done.values():
-        assert_greedy(model, request)
-
-
-@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
-def test_a_sequence_that_gave_blocks_back_is_suspended_and_goes_on(model, mode):
-    engine = make_engine(model)
-    engine.add_request(token_ids(20), greedily(40, n=2))
-    ended = []
-    while engine.has_unfinished:
-        ended += steps(engine, 7)
-        engine.pause()
-        engine.suspend(mode)
-        engine.resume()
-        engine.unpause()
-    for request in finish(engine, ended).values():
-        assert_greedy(model, request)
-
-
 def test_where_every_layer_sees_all_nothing_is_given_back():
     engine = make_engine(make_model("mistral", sliding_window=None))
     engine.add_request(token_ids(20), greedily(30))

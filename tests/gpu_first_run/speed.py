@@ -8,14 +8,16 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.forward import model_runner
 from rollout.sampling_params import SamplingParams
 from tests.benchmarks.device_time import DeviceTime, device_time
 from tests.gpu_first_run.findings import HEAD_DIM, SHAPES, Run, captured, gib, prompts
@@ -168,7 +170,7 @@ def _host_parts(engine: DynamicInferenceEngine, steps: int) -> dict[str, float]:
         (scheduler, "schedule"),
         (scheduler, "update"),
         (runner, "forward"),
-        (runner, "_sample"),
+        (model_runner, "sample_step"),
     ]
     with _timed(owners, spent):
         for _ in range(steps):
@@ -178,13 +180,10 @@ def _host_parts(engine: DynamicInferenceEngine, steps: int) -> dict[str, float]:
 
 @contextmanager
 def _timed(owners: list[tuple[Any, str]], spent: dict[str, list[float]]) -> Iterator[None]:
-    for owner, name in owners:
-        setattr(owner, name, _timing(getattr(owner, name), spent[name]))
-    try:
-        yield
-    finally:
+    with ExitStack() as restored:
         for owner, name in owners:
-            delattr(owner, name)
+            restored.enter_context(patch.object(owner, name, _timing(getattr(owner, name), spent[name])))
+        yield
 
 
 def _timing(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:

@@ -11,8 +11,7 @@ import pytest
 
 from rollout.errors import ConfigError, JournalError, SerializationError
 from rollout.journal import segment as journal_file
-from rollout.journal.journal import Journal
-from rollout.journal.lock import FolderLock
+from rollout.journal.journal import FolderLock, Journal
 from rollout.journal.segment import SegmentName, SegmentWriter, read_groups, segments
 from tests.journal.journals import failing, fill, flip, group, ids_in, newest
 
@@ -59,10 +58,9 @@ def test_a_group_can_be_read_again_by_its_place(tmp_path):
 def test_reading_gigabytes_needs_the_memory_of_one_group(tmp_path):
     size = 400_000
     with Journal(tmp_path) as journal:
-        for group_id in range(24):
-            journal.append(group(group_id, metadata=bytes(size)))
+        places = [journal.append(group(group_id, metadata=bytes(size))) for group_id in range(24)]
     # The damaged head makes the reader look for the next marker, also piece by piece.
-    flip(newest(tmp_path), 100 + 20)
+    flip(newest(tmp_path), places[0].record.start + 20)
     tracemalloc.start()
     try:
         assert sum(1 for _ in read_groups(tmp_path)) == 23
@@ -193,11 +191,15 @@ def test_a_file_of_another_version_is_refused_by_name_and_not_touched(tmp_path, 
         fill(journal, range(1))
     before = newest(tmp_path).read_bytes()
     monkeypatch.undo()
-    with pytest.raises(SerializationError, match=r"\.journal: \(b'rolljrnl', 0\) arrived where a journal of version 2"):
+    with pytest.raises(SerializationError, match=r"\.journal: \[0, ''\] arrived where a journal of version 3"):
         Journal(tmp_path)
-    with pytest.raises(SerializationError, match="a journal of version 2, which this release reads"):
+    with pytest.raises(SerializationError, match="a journal of version 3, which this release reads"):
         list(read_groups(tmp_path))
     assert newest(tmp_path).read_bytes() == before
+    newest(tmp_path).write_bytes(b"rolljrnl" + before)
+    for open_it in (lambda: Journal(tmp_path), lambda: list(read_groups(tmp_path))):
+        with pytest.raises(SerializationError, match="b'rolljrnl' arrived where a journal of version 3"):
+            open_it()
 
 
 def test_the_journal_of_another_job_is_refused_by_name(tmp_path):
@@ -218,7 +220,7 @@ def test_a_record_that_is_no_group_is_named_and_passed_over(tmp_path):
     writer.close()
     reader = read_groups(tmp_path)
     assert len(list(reader)) == 1
-    assert [each.what[:9] for each in reader.damage] == ["record 1:", "record 2:", "record 3:"]
+    assert [each.what[:9] for each in reader.damage] == ["record 2:", "record 3:", "record 4:"]
 
 
 @pytest.mark.parametrize("options", [{"fsync": "sometimes"}, {"fsync_interval_s": -1}, {"fsync_interval_s": float("nan")},

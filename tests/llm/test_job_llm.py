@@ -66,7 +66,7 @@ async def read(deltas: AsyncIterator[TextDelta], tokens: int) -> list[TextDelta]
 def test_a_stream_goes_on_after_what_it_has_said_when_the_coordinator_is_replaced(
     job: Job, fake: FakeCoordinator
 ) -> None:
-    async def play(llm: JobLLM) -> tuple[list[TextDelta], RequestStream[TextDelta]]:
+    async def play(llm: JobLLM) -> tuple[list[TextDelta], RequestStream]:
         stream = llm.stream(PROMPT, SamplingParams(n=2, max_tokens=6, ignore_eos=True), timeout_s=1000)
         deltas = aiter(stream)
         number = submitted(fake).request_id

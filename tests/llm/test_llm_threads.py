@@ -276,10 +276,9 @@ def test_cancelling_a_caller_that_waits_to_suspend_leaves_the_engine_running() -
 
 CTRL_C = """
     import os, signal, sys, threading, time
-    from rollout import InferenceConfig, LLM, SamplingParams
-    from tests.models import make_model, make_tokenizer
-    llm = LLM(make_model("qwen3"), make_tokenizer(), InferenceConfig(kv_cache_blocks=256, block_size_tokens=4,
-              max_requests=16, max_tokens_per_step=64, verify_model=False))
+    from rollout import SamplingParams
+    from tests.llm.asking import blocking
+    llm = blocking(kv_cache_blocks=256)
     def press():
         while llm.stats()["generated_tokens"] < 20:
             time.sleep(0.01)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout.errors import DeadlineError
 from rollout.manager.run_loop import advance, progress_bar
-from rollout.threads.turns import Turns
+from rollout.threads.locks import Turns
 from tests.models import greedy
 from tests.rollouts import GREEDY, assert_nothing_leaked, completions, make_rollout
 

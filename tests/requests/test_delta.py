@@ -72,12 +72,6 @@ def test_a_restart_drops_what_came_before_it_but_the_events() -> None:
     assert (joined.ttft, joined.top_n, joined.text, joined.events) == (0.5, None, "abc", b"ab")
 
 
-def test_joining_changes_no_part() -> None:
-    first, second = delta(2), delta(1, 2)
-    SampleDelta.join([first, second])
-    assert (first, second) == (delta(2), delta(1, 2))
-
-
 def test_a_request_goes_on_from_its_known_tokens_under_their_versions() -> None:
     known = SampleDelta.join([delta(2, version=3), delta(1, 2, version=6)])
     request = known.to_request(9, [5, 6], SamplingParams(seed=4), priority=1, arrival_time=8.0)

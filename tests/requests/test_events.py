@@ -24,20 +24,6 @@ def sent(event: DynamicInferenceEvent) -> DynamicInferenceEvent:
     return DynamicInferenceEvent.deserialize(msgpack.unpackb(msgpack.packb(event.serialize(), use_bin_type=True)))
 
 
-def test_the_types_are_these():
-    assert [kind.name for kind in Kind] == [
-        "ADD_ENGINE",
-        "ADD_CONTEXT",
-        "GENERATED_TOKEN",
-        "PAUSE",
-        "EVICT",
-        "FINISH",
-        "FAIL",
-        "ERROR_TRANSIENT",
-        "ERROR_NONTRANSIENT",
-    ]
-
-
 @pytest.mark.parametrize("kind", BARE)
 def test_a_bare_event_refuses_a_payload(kind):
     assert DynamicInferenceEvent(1.0, kind).payload is None
@@ -80,23 +66,11 @@ def test_each_helper_adds_the_event_of_its_name():
         getattr(log, f"add_event_{kind.name.lower()}")(timestamp=float(kind))
     for kind in ERRORS:
         getattr(log, f"add_event_{kind.name.lower()}")(OSError("gone"), timestamp=float(kind))
-    log.add_event_generated_token(5, blocks_total=3, timestamp=3.0)
+    log.add_event_generated_token(1, 2, 3, 4, 5, timestamp=3.0)
     assert [event.type for event in log.events] == [*BARE, *ERRORS, Kind.GENERATED_TOKEN]
     assert all(event.timestamp == event.type.value for event in log.events)
-    assert log.events[-1].payload == TOKEN
-
-
-def test_every_count_of_blocks_reaches_the_payload():
-    log = EventLog()
-    log.add_event_generated_token(1, 2, 3, 4, 5)
-    assert log.events[0].payload == {
-        "token_id": 1,
-        "blocks_total": 2,
-        "blocks_hashed_total": 3,
-        "blocks_hashed_active": 4,
-        "blocks_ref_count": 5,
-    }
-    assert log.events[0].timestamp > 0
+    counts = {"blocks_total": 2, "blocks_hashed_total": 3, "blocks_hashed_active": 4, "blocks_ref_count": 5}
+    assert log.events[-1].payload == {"token_id": 1, **counts}
 
 
 def test_the_first_arrival_is_remembered():
@@ -106,31 +80,9 @@ def test_the_first_arrival_is_remembered():
     assert log.event_add_engine is log.events[0]
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        *(DynamicInferenceEvent(1.5, kind) for kind in BARE),
-        *(DynamicInferenceEvent(1.5, kind, RuntimeError("two\nlines")) for kind in ERRORS),
-        DynamicInferenceEvent(1.5, Kind.GENERATED_TOKEN, TOKEN),
-    ],
-    ids=lambda event: event.type.name,
-)
-def test_an_event_is_one_readable_line(event):
-    line = str(event)
-    assert line.startswith("[1.500000] ")
-    assert event.type.name in line
-    assert "\n" not in line
-
-
 def test_the_line_shows_the_token_or_the_error():
     assert str(DynamicInferenceEvent(0.0, Kind.GENERATED_TOKEN, TOKEN)).endswith("token_id=5 blocks_total=3")
     assert str(DynamicInferenceEvent(0.0, Kind.ERROR_TRANSIENT, OSError("a\nb"))).endswith("OSError: a b")
-
-
-@pytest.mark.parametrize("kind", BARE)
-def test_a_bare_event_survives_the_wire(kind):
-    event = DynamicInferenceEvent(1.25, kind)
-    assert sent(event) == event
 
 
 def test_packed_events_come_back_also_several_rows_of_them_after_each_other():
@@ -164,11 +116,6 @@ def test_a_packed_exception_keeps_its_name_and_the_beginning_of_its_message(kind
 def test_bytes_that_are_no_events_are_refused(packed):
     with pytest.raises(SerializationError, match=r"event|Event"):
         unpack_events(packed)
-
-
-def test_a_token_event_survives_the_wire():
-    event = DynamicInferenceEvent(1.25, Kind.GENERATED_TOKEN, TOKEN)
-    assert sent(event) == event
 
 
 @pytest.mark.parametrize(
@@ -222,10 +169,4 @@ def test_known_errors_come_back_as_themselves_and_unknown_ones_as_ours():
 def test_a_malformed_event_is_a_serialization_error(damage):
     plain = DynamicInferenceEvent(1.0, Kind.PAUSE).serialize() | damage
     with pytest.raises(SerializationError, match="DynamicInferenceEvent"):
-        DynamicInferenceEvent.deserialize(plain)
-
-
-@pytest.mark.parametrize("plain", [None, [], {}, {"type": "PAUSE"}])
-def test_something_other_than_an_event_is_a_serialization_error(plain):
-    with pytest.raises(SerializationError):
         DynamicInferenceEvent.deserialize(plain)

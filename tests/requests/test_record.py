@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import InvalidRequestError, SerializationError
-from rollout.requests.events import DynamicInferenceEventType
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -194,7 +193,7 @@ def test_a_merged_record_equals_one_that_was_never_interrupted(pieces, cached):
         record[-1].stop_reason = "END"
         record[0].ttft = 0.5
         record.latency = 2.0
-        record.set_text("the text")
+        record.completion_text = "the text"
     left, right = cut.merge().serialize(), whole.merge().serialize()
     # closed up to the last checkpoint in one, open in the other: the versions read the same
     left.pop("policy_spans"), right.pop("policy_spans")
@@ -207,10 +206,7 @@ def test_a_merged_record_equals_one_that_was_never_interrupted(pieces, cached):
 
 def test_a_checkpoint_turns_prompt_and_output_into_the_new_prompt_and_shrinks_the_budget():
     record = record_of(
-        6,
-        sampling_params=SamplingParams(max_tokens=8, min_tokens=3),
-        block_size_tokens=4,
-        enable_prefix_caching=True,
+        6, sampling_params=SamplingParams(max_tokens=8, min_tokens=3), block_size_tokens=4, enable_prefix_caching=True
     )
     generate(record, 10, 11)
     segment = record.checkpoint()
@@ -294,17 +290,6 @@ def test_fields_of_images_survive_a_checkpoint_a_merge_and_the_wire():
         assert (read.num_tiles, read.num_img_embeddings_per_tile, read.decoder_seq_length) == ([2], 4, 9)
 
 
-def test_tokens_keep_the_version_that_sampled_them_when_evicted_and_updated_while_they_wait():
-    """A checkpoint that only carried the spans closed so far would credit these tokens to the version at completion."""
-    record = record_of(2)
-    generate(record, 10, 11)
-    record.checkpoint()
-    record.increment_staleness(policy_only=True)
-    generate(record, 12)
-    assert record.merge().policy_staleness.tolist() == [1, 1, 1, 1, 0]
-    assert record.merge().kv_cache_staleness.tolist() == [0, 0, 0, 0, 0]
-
-
 def test_a_prompt_evicted_before_its_first_token_does_not_age_while_it_waits():
     record = record_of(4)
     record[-1].finished_chunk_token_count = 2
@@ -313,12 +298,6 @@ def test_a_prompt_evicted_before_its_first_token_does_not_age_while_it_waits():
     record.checkpoint()
     record.increment_staleness(policy_only=True)
     assert record[-1].policy_staleness.tolist() == [0, 0, 0, 0]
-
-
-def test_a_budget_used_up_at_a_checkpoint_leaves_none():
-    record = record_of(1, sampling_params=SamplingParams(max_tokens=2, min_tokens=2))
-    generate(record, 5, 6)
-    assert record.checkpoint().sampling_params.max_tokens == 0
 
 
 def test_an_older_segment_never_changes_again():
@@ -335,16 +314,6 @@ def test_an_older_segment_never_changes_again():
 # --- merge
 
 
-def test_a_stop_string_that_straddles_a_checkpoint_is_seen_in_the_completion():
-    letters = {10: "E", 11: "N", 12: "D"}
-    record = record_of(2, sampling_params=SamplingParams(stop=["END"]))
-    generate(record, 10, 11)
-    record.checkpoint()
-    generate(record, 12)
-    text = "".join(letters[token] for token in record[-1].completion_tokens)
-    assert record[-1].sampling_params.stop[0] in text
-
-
 def test_the_text_of_a_merged_record():
     record = record_of(1)
     generate(record, 5)
@@ -354,23 +323,8 @@ def test_the_text_of_a_merged_record():
     assert record.merge().generated_text is None
     record[-1].generated_text = "bar"
     assert record.merge().generated_text == "foobar"
-    record.set_text("whole")
+    record.completion_text = "whole"
     assert record.merge().generated_text == sent(record).merge().generated_text == "whole"
-
-
-def test_events_of_all_segments_are_joined_and_the_arrival_is_counted_once():
-    record = record_of(1)
-    record[-1].add_event_add_engine(timestamp=0.0)
-    for token in (5, 6, 7):
-        generate(record, token)
-        record[-1].add_event_evict(timestamp=float(token))
-        record.checkpoint()
-    record[-1].add_event_finish(timestamp=9.0)
-    merged = record.merge()
-    kinds = [event.type for event in merged.events]
-    kind = DynamicInferenceEventType
-    assert kinds == [kind.ADD_ENGINE, *[kind.GENERATED_TOKEN, kind.EVICT] * 3, kind.FINISH]
-    assert merged.event_add_engine is merged.events[0]
 
 
 def test_routing_indices_are_concatenated_and_missing_ones_skipped():

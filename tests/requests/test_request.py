@@ -131,23 +131,11 @@ def test_deserialize_is_the_exact_inverse_of_serialize_through_msgpack(kind, dat
     assert back.serialize() == request.serialize()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_field_travels_but_the_older_alias(kind):
-    assert kind._WIRE.keys() == {field.name for field in dataclasses.fields(kind)} - {"inference_parameters"}
-
-
 def test_tokens_and_log_probs_travel_as_raw_little_endian_buffers():
     plain = request_of(2, 1, generated_log_probs=[-0.5], tpot=[]).serialize()
     assert plain["prompt_tokens"] == np.array([0, 1], "<i8").tobytes()
     assert plain["generated_log_probs"] == np.array([-0.5], "<f8").tobytes()
     assert plain["tpot"] == b""
-
-
-def test_serialising_leaves_the_request_as_it_is():
-    request = request_of(4, 2)
-    before = request.serialize()
-    before["metadata"] = "changed"
-    assert request.serialize()["metadata"] is None
 
 
 GOOD = VLMInferenceRequest(
@@ -233,24 +221,13 @@ def test_an_unknown_field_or_something_other_than_a_dict_is_refused():
 # --- tensors
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-    ],
-    ids=str,
-)
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.int32, torch.int16,
+    torch.int8, torch.uint8, torch.bool, torch.complex64,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3, 4)], ids=str)
 def test_dtype_shape_and_values_of_a_tensor_survive(dtype, shape):
     tensor = torch.randint(0, 2, shape).to(dtype)
@@ -387,41 +364,6 @@ def test_tokens_age_by_one_per_update_and_later_ones_start_at_zero():
     assert request.policy_staleness.dtype == request.kv_cache_staleness.dtype == torch.int32
     assert request.policy_versions.tolist() == [0, 0, 0, 0, 1]
     assert request.policy_versions.dtype == request.kv_versions.dtype == np.int64
-
-
-def test_a_waiting_request_without_a_token_does_not_age():
-    request = request_of(3)
-    request.increment_staleness(policy_only=True)
-    assert request.policy_version == 1
-    assert request.policy_staleness.tolist() == request.kv_cache_staleness.tolist() == [0, 0, 0]
-
-
-def test_kv_that_is_there_keeps_its_age_in_policy_only():
-    request = DynamicInferenceRequest(request_id=0, prompt_tokens=[1, 2, 3], finished_chunk_token_count=3)
-    request.increment_staleness()
-    request.increment_staleness(policy_only=True)
-    assert request.policy_staleness.tolist() == [2, 2, 2]
-    assert request.kv_cache_staleness.tolist() == [1, 1, 1]
-
-
-def test_a_waiting_request_that_has_tokens_ages_in_policy_only():
-    request = request_of(2, 1)
-    request.increment_staleness(policy_only=True)
-    assert request.policy_staleness.tolist() == [1, 1, 1]
-    assert request.kv_cache_staleness.tolist() == [0, 0, 0]
-
-
-def test_a_half_prefilled_prompt_ages_where_its_kv_is():
-    request = request_of(4, finished_chunk_token_count=3)
-    request.increment_staleness()
-    assert request.policy_staleness.tolist() == [1, 1, 1, 1]
-    assert request.kv_cache_staleness.tolist() == [1, 1, 1, 0]
-
-
-def test_a_jump_over_several_versions_counts_them_all():
-    request = request_of(1, 1, policy_version=3)
-    request.advance_version(7)
-    assert request.policy_staleness.tolist() == [4, 4]
 
 
 def test_the_same_version_again_changes_no_age_and_an_older_one_is_refused():

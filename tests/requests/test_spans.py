@@ -73,14 +73,6 @@ def test_a_copy_does_not_follow_its_original():
     assert twin.runs == ((0, 3),)
 
 
-def test_an_update_costs_one_run_however_long_the_request_is():
-    spans = VersionSpans()
-    for version in range(5):
-        for _ in range(1000):
-            spans.extend(1, version)
-    assert spans.runs == tuple((version, 1000) for version in range(5))
-
-
 def test_a_dense_reading_is_int64_even_when_empty():
     assert VersionSpans().dense().dtype == VersionSpans([(3, 2)]).dense().dtype == np.int64
 

@@ -12,13 +12,10 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletion as TheirReply
 from openai.types.chat import ChatCompletionChunk as TheirChunk
 
-from rollout.config import Advanced, InferenceConfig, ServerConfig
+from rollout.config import ServerConfig
 from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import RequestAbortedError
-from rollout.llm.llm import LLM
 from rollout.server.openai.response_schema import ChatCompletion
-from tests.engines import BLOCK
-from tests.models import make_model
 from tests.server.chat_templates import WEATHER, byte_level
 from tests.server.fake_llm import served
 from tests.server.scripted import ScriptedLLM, client_of, events, joined, scripted, spoken
@@ -225,12 +222,6 @@ def test_a_sample_that_was_aborted_is_no_short_answer(llm: ScriptedLLM, client: 
         ask(client)
     *_, last = raw(client)
     assert last["error"]["code"] == "aborted"
-
-
-def test_another_model_is_not_found(client: OpenAI):
-    with pytest.raises(openai.NotFoundError) as caught:
-        ask(client, model="gpt-9")
-    assert caught.value.param == "model"
 
 
 def test_what_the_template_refuses_names_the_message(client: OpenAI):
@@ -490,78 +481,3 @@ def test_a_call_that_is_cut_is_text_and_ends_by_length(llm: ScriptedLLM, client:
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (cut, None, "length")
     chunks = read(client, tools=[WEATHER])
     assert (content(chunks), reasons(chunks)) == (cut, {0: "length"})
-
-
-# --- with a model -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def real() -> Iterator[tuple[LLM, OpenAI]]:
-    model = make_model("qwen3", vocab_size=len(TOKENIZER))
-    config = InferenceConfig(
-        kv_cache_blocks=256,
-        max_requests=8,
-        max_tokens_per_step=64,
-        advanced=Advanced(block_size_tokens=BLOCK, verify_model=False),
-    )
-    with LLM(model, TOKENIZER, config) as llm:
-        server = llm.serve(ServerConfig(port=0, served_model_name="m"), blocking=False)
-        with client_of(server) as client:
-            yield llm, client
-
-
-def test_a_sampling_mask_comes_with_every_token_of_a_chat(real: tuple[LLM, OpenAI]):
-    _, client = real
-    options = {"return_sampling_mask": True, "ignore_eos": True}
-    message = [{"role": "user", "content": "abc"}]
-    asked: Any = {"model": "m", "messages": message, "max_tokens": 3, "top_p": 0.7, "extra_body": options}
-    assert len(client.chat.completions.create(**asked).choices[0].model_dump()["sampling_mask"]) == 3
-    streamed = [chunk.choices[0].model_dump() for chunk in client.chat.completions.create(**asked, stream=True)]
-    assert sum(len(choice.get("sampling_mask") or ()) for choice in streamed) == 3
-
-
-def test_a_models_stream_is_its_whole_reply(real: tuple[LLM, OpenAI]):
-    _, client = real
-    asked: dict[str, Any] = {"max_tokens": 24, "n": 2, "seed": 5, "logprobs": True, "top_logprobs": 3}
-    whole = ask(client, **asked)
-    ChatCompletion.model_validate(whole.model_dump(exclude_unset=True))
-    chunks = read(client, **asked)
-    for choice in whole.choices:
-        assert content(chunks, choice.index) == choice.message.content
-        assert joined(chunks, "token_ids", choice.index) == choice.message.rollout["token_ids"]
-        assert choice.logprobs is not None
-        assert len(choice.logprobs.content or ()) == len(choice.message.rollout["token_ids"])
-        assert all(len(entry.top_logprobs) == 3 for entry in choice.logprobs.content or ())
-    assert reasons(chunks) == {choice.index: choice.finish_reason for choice in whole.choices}
-
-
-def test_a_conversation_goes_on_from_its_ids_over_three_turns(real: tuple[LLM, OpenAI]):
-    _, client = real
-    messages: list[Any] = list(HI)
-    so_far: list[int] = []
-    for turn in range(3):
-        reply = ask(client, messages=messages, max_tokens=9, seed=turn)
-        rollout = reply.choices[0].message.rollout
-        assert rollout["prompt_token_ids"][: len(so_far)] == so_far
-        assert len(rollout["prompt_token_ids"]) > len(so_far)
-        so_far = rollout["prompt_token_ids"] + rollout["token_ids"]
-        if turn:
-            assert reply.usage.prompt_tokens_details.cached_tokens > 0
-        messages += [reply.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
-
-
-def test_versions_and_staleness_follow_the_weights(real: tuple[LLM, OpenAI]):
-    llm, client = real
-    before = llm.policy_version
-    assert llm.weights_updated() == before + 1
-    reply = ask(client, max_tokens=3, temperature=0)
-    assert reply.policy_version == before + 1
-    assert reply.choices[0].message.rollout["policy_versions"] == [before + 1] * 3
-    assert reply.choices[0].message.rollout["policy_staleness"] == [0] * 3
-
-
-def test_a_prompt_that_leaves_no_room_is_refused(real: tuple[LLM, OpenAI]):
-    _, client = real
-    with pytest.raises(openai.BadRequestError, match="leaves no room") as caught:
-        ask(client, messages=[{"role": "user", "content": "a=" * 400}])
-    assert caught.value.param == "messages"

@@ -81,25 +81,14 @@ def module(name: str) -> Any:
 # --- the shapes that clients send ------------------------------------------------------------------------------------
 
 CHAT, TEXT, TOKENS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
-SAMPLED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "n": 1}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "trl generate": (TEXT, SAMPLED | {"prompt": [[5, 6], [7]], "max_tokens": 4, "logprobs": 0, "return_token_ids": True,
-                                      "return_tokens_as_token_ids": True}),
-    "trl chat": (CHAT, SAMPLED | {"messages": HI, "max_tokens": 4, "logprobs": True, "top_logprobs": 0,
-                                  "return_token_ids": True, "return_tokens_as_token_ids": True}),
     "trl async grpo": (TEXT, {"prompt": [5, 6], "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "n": 1,
                               "repetition_penalty": 1.0, "return_token_ids": True, "logprobs": 0, "seed": 7}),
-    "trl teacher": (TEXT, {"prompt": [[5, 6, 7, 8]], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 100}),
-    "renderers": (TOKENS, {"token_ids": [5, 6], "cache_salt": "0", "priority": 0, "sampling_params": {
-        "stop_token_ids": [4], "logprobs": 1, "skip_special_tokens": False, "max_tokens": 4, "temperature": 1.0}}),
     "verifiers 0.1 tokens": (f"{CHAT}/tokens", {"messages": HI, "tools": None, "tokens": [5, 6], "logprobs": True,
                                                 "max_completion_tokens": 4, "return_token_ids": True, "top_k": -1}),
     "openenv capture": (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 0, "return_token_ids": True,
                                "max_tokens": 4, "temperature": 1.0, "top_p": 1.0}),
     "lm-eval": (TEXT, {"prompt": [[5, 6, 7]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}),
-    "instructor json": (CHAT, {"messages": HI, "response_format": {"type": "json_object"}, "max_tokens": LONG}),
-    "langchain": (CHAT, {"messages": HI, "max_tokens": LONG, "response_format": {"type": "json_schema", "json_schema": {
-        "name": "City", "schema": City.model_json_schema() | {"additionalProperties": False}, "strict": True}}}),
 }  # fmt: skip
 
 
@@ -114,18 +103,6 @@ def test_the_shape_of_a_clients_request_is_served(http: httpx.Client, name: str)
         prompt = choice["prompt_token_ids"] if path == TEXT else told["prompt_token_ids"]
         assert prompt
         assert len(choice["token_ids"]) <= 4
-    if name.startswith("trl") and body.get("logprobs") is not None:
-        logprobs = choice["logprobs"]
-        names = logprobs["tokens"] if path == TEXT else [entry["token"] for entry in logprobs["content"]]
-        assert not body.get("return_tokens_as_token_ids") or names == [
-            f"token_id:{token}" for token in choice["token_ids"]
-        ]
-    if name == "trl teacher":
-        assert [sorted(entry["rank"] for entry in row.values()) for row in choice["prompt_logprobs"][1:]] == [
-            list(range(1, len(row) + 1)) for row in choice["prompt_logprobs"][1:]
-        ]
-    if "response_format" in body and choice["finish_reason"] == "stop":
-        assert isinstance(json.loads(choice["message"]["content"]), dict)
 
 
 # --- clients ----------------------------------------------------------------------------------------------------------

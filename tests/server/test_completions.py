@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 from openai.types import Completion as TheirReply
 
 from rollout.config import Advanced, InferenceConfig, ServerConfig
@@ -23,7 +23,7 @@ from rollout.server.openai.response_schema import Completion
 from rollout.server.openai.samples import merged
 from rollout.server.openai.sse import bursts
 from tests.engines import BLOCK
-from tests.models import VOCAB, make_model, make_tokenizer, trainer_logprobs
+from tests.models import VOCAB, make_model, make_tokenizer
 from tests.server.chat_templates import byte_level
 from tests.server.fake_llm import served
 from tests.server.scripted import ScriptedLLM, client_of, events, joined, scripted, spoken
@@ -355,29 +355,6 @@ def test_a_sampling_mask_holds_what_every_token_was_drawn_from_whole_and_streame
         ask(client, extra_body={"return_sampling_mask": True})
 
 
-def test_echoed_log_probs_are_the_models_own(real: tuple[LLM, OpenAI]):
-    llm, client = real
-    (choice,) = ask(client, prompt="abcdef", echo=True, logprobs=2, temperature=0, max_tokens=5).choices
-    assert choice.logprobs is not None
-    tokens = choice.rollout["prompt_token_ids"] + choice.rollout["token_ids"]
-    expected = trainer_logprobs(llm.model, tokens).tolist()
-    assert choice.logprobs.token_logprobs == [None, *[pytest.approx(value, abs=1e-4) for value in expected]]
-    assert "".join(choice.logprobs.tokens or ()) == choice.text
-    assert choice.logprobs.text_offset == list(range(len(choice.text)))
-
-
-def test_the_same_seed_says_the_same_streamed_or_not(real: tuple[LLM, OpenAI]):
-    _, client = real
-    asked: dict[str, Any] = {"prompt": ["abc", "xyz"], "n": 2, "seed": 3, "max_tokens": 12, "stop": ["Q"]}
-    whole = ask(client, **asked)
-    Completion.model_validate(whole.model_dump(exclude_unset=True))
-    chunks = read(client, **asked)
-    for choice in whole.choices:
-        assert text(chunks, choice.index) == choice.text
-        assert joined(chunks, "token_ids", choice.index) == choice.rollout["token_ids"]
-    assert len({choice.text for choice in whole.choices}) == 4
-
-
 EXTREME = [
     {"temperature": 1e-6, "repetition_penalty": 0.01}, {"temperature": 100, "repetition_penalty": 100},
     {"top_p": 1e-320}, {"min_p": 1, "top_k": 2**31 - 1}, {"logit_bias": {str(i): -1e9 for i in range(VOCAB)}},
@@ -400,24 +377,6 @@ def test_what_is_in_range_is_served_however_extreme(real: tuple[LLM, OpenAI], fi
         reply = plain.post(f"{client.base_url}completions", json=body)
     assert reply.status_code == 200, reply.text
     Completion.model_validate_json(reply.content)
-
-
-def test_the_async_client_streams_side_by_side(real: tuple[LLM, OpenAI]):
-    _, client = real
-
-    async def one(asked: AsyncOpenAI, seed: int) -> tuple[str, str]:
-        fields: dict[str, Any] = {"model": "m", "prompt": "abc", "seed": seed, "max_tokens": 10}
-        stream = await asked.completions.create(stream=True, **fields)
-        streamed = "".join([choice.text async for chunk in stream for choice in chunk.choices])
-        return streamed, (await asked.completions.create(**fields)).choices[0].text
-
-    async def run() -> list[tuple[str, str]]:
-        async with AsyncOpenAI(base_url=str(client.base_url), api_key="any", max_retries=0) as asked:
-            return await asyncio.gather(*(one(asked, seed) for seed in range(8)))
-
-    pairs = asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
-    assert all(streamed == whole for streamed, whole in pairs)
-    assert len(set(pairs)) == 8
 
 
 def test_the_prompts_of_one_http_request_are_one_client_of_the_engine() -> None:

@@ -106,12 +106,6 @@ def test_a_chat_has_an_entry_per_token_with_exactly_the_likeliest_asked_for():
     ]  # fmt: skip
 
 
-def test_no_tokens_are_empty_lists():
-    texts = TokenTexts(byte_level("qwen3"))
-    assert chat_logprobs(texts, [], [], []) == []
-    assert set(map(len, CompletionLogprobs(texts).take([], [], []).values())) == {0}
-
-
 def test_without_a_tokenizer_tokens_are_named_by_their_ids():
     content = chat_logprobs(TokenTexts(None), [7], [-1.0], None)
     assert content == [{"token": "token_id:7", "logprob": -1.0, "bytes": [], "top_logprobs": []}]

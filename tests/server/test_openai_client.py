@@ -6,7 +6,6 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -196,15 +195,6 @@ def test_echo_brings_the_prompt_and_its_log_probs(house: House, lenient: OpenAI)
         assert PROMPT[offset:].startswith(token)
 
 
-def test_0_tokens_are_none(client: OpenAI):
-    for reply in (complete(client, max_tokens=0), chat(client, max_tokens=None, max_completion_tokens=0)):
-        assert reply.choices[0].finish_reason == "length"
-        assert reply.usage.completion_tokens == 0
-    streamed = list(chat(client, max_tokens=0, stream=True, stream_options={"include_usage": True}))
-    assert text_of(streamed) == ""
-    assert streamed[-1].usage.completion_tokens == 0
-
-
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
@@ -283,16 +273,33 @@ def test_who_goes_away_is_not_computed_for(house: House, lenient: OpenAI):
     assert house.llm.stats()["requests_aborted"] == aborted + 4
 
 
+def test_a_sampling_mask_comes_with_every_token_of_a_chat(client: OpenAI):
+    asked: Any = {"max_tokens": 3, "top_p": 0.7, "extra_body": {"return_sampling_mask": True, "ignore_eos": True}}
+    assert len(chat(client, **asked).choices[0].model_dump()["sampling_mask"]) == 3
+    streamed = [chunk.choices[0].model_dump() for chunk in chat(client, **asked, stream=True)]
+    assert sum(len(choice.get("sampling_mask") or ()) for choice in streamed) == 3
+
+
+def test_versions_and_staleness_follow_the_weights(house: House, client: OpenAI):
+    version = house.llm.weights_updated()
+    reply = chat(client, max_tokens=3, temperature=0)
+    assert reply.policy_version == version
+    rollout = reply.choices[0].message.rollout
+    assert (rollout["policy_versions"], rollout["policy_staleness"]) == ([version] * 3, [0] * 3)
+
+
 # --- conversations and tools ------------------------------------------------------------------------------------------
 
 
 def test_a_conversation_goes_on_from_ids_that_its_text_does_not_have(client: OpenAI):
     messages, so_far = list(HI), []
     for turn in range(3):
-        message = chat(client, messages=messages, logit_bias=UNMERGED, seed=turn).choices[0].message
+        reply = chat(client, messages=messages, logit_bias=UNMERGED, seed=turn)
+        message = reply.choices[0].message
         rollout = message.rollout
         assert rollout["prompt_token_ids"][: len(so_far)] == so_far
         assert TOKENIZER(message.content)["input_ids"] != rollout["token_ids"], "the text would be tokenised so again"
+        assert not turn or reply.usage.prompt_tokens_details.cached_tokens > 0
         so_far = rollout["prompt_token_ids"] + rollout["token_ids"]
         messages += [message.model_dump(), {"role": "user", "content": "and the next?"}]
     plainly = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
@@ -376,6 +383,12 @@ def test_a_bad_request_names_its_field(client: OpenAI, fields: dict[str, Any], p
     assert caught.value.body["message"]  # type: ignore[index]
 
 
+def test_a_conversation_that_leaves_no_room_is_refused(client: OpenAI):
+    with pytest.raises(openai.BadRequestError, match="leaves no room") as caught:
+        chat(client, messages=[{"role": "user", "content": "a=" * 1100}])
+    assert caught.value.param == "messages"
+
+
 def test_a_wrong_key_and_a_wrong_model_have_their_exceptions(house: House, client: OpenAI):
     with house.client(api_key="sk-wrong") as stranger, pytest.raises(openai.AuthenticationError) as refused:
         complete(stranger)
@@ -387,31 +400,6 @@ def test_a_wrong_key_and_a_wrong_model_have_their_exceptions(house: House, clien
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-9")
     assert client.models.retrieve("m").id == "m"
-
-
-def test_too_much_at_once_says_when_to_come_back(house: House, client: OpenAI):
-    with ThreadPoolExecutor(1) as thread:
-        with house.llm.suspended():
-            waiting = thread.submit(complete, client, prompt=[PROMPT] * 3, n=2, max_tokens=1)
-            deadline = time.monotonic() + PATIENCE_S
-            while house.llm.num_open < 3:
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
-            with pytest.raises(openai.RateLimitError) as caught:
-                complete(client, prompt=[PROMPT] * 3)
-        assert len(waiting.result(PATIENCE_S).choices) == 6
-    assert caught.value.code == "queue_full"
-    assert int(caught.value.response.headers["retry-after"]) >= 1
-    assert len(complete(client, prompt=[PROMPT] * 8, max_tokens=1).choices) == 8
-
-
-def test_who_does_not_wait_for_a_suspended_engine_is_told(house: House, client: OpenAI):
-    with house.llm.suspended():
-        with pytest.raises(openai.APIStatusError) as caught:
-            chat(client, extra_body={"wait_while_suspended": False})
-        assert (caught.value.status_code, caught.value.code) == (503, "engine_state")
-        assert caught.value.response.headers["retry-after"]
-    assert chat(client, extra_body={"wait_while_suspended": False}).choices[0].message.content is not None
 
 
 def test_a_request_that_takes_too_long_is_told_so(house: House, client: OpenAI):

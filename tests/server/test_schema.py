@@ -108,10 +108,6 @@ def test_a_completion_refuses_what_it_cannot_do(field: str, value: Any):
     assert refused(text, **{field: value})[1] == field
 
 
-def test_best_of_may_be_n():
-    assert text(n=3, best_of=3).sampling_params(max_tokens=1).n == 3
-
-
 # --- no value is converted --------------------------------------------------------------------------------------------
 
 HOSTILE = [
@@ -149,10 +145,6 @@ def test_an_unknown_field_is_named(make: Any):
     assert refused(make, temprature=1)[1] == "temprature"
 
 
-def test_the_options_of_a_stream_need_a_stream():
-    assert refused(chat, stream_options={"include_usage": True})[1] == "stream_options"
-
-
 # --- what it becomes --------------------------------------------------------------------------------------------------
 
 
@@ -162,11 +154,8 @@ def test_sampling_fields_reach_the_engine_as_they_are():
         "presence_penalty": 1.0, "frequency_penalty": -1.0, "stop": ["a", "b"], "min_tokens": 2, "ignore_eos": True,
         "stop_token_ids": [5], "include_stop_str_in_output": True, "logprobs_mode": "raw", "prompt_logprobs": 2,
     }  # fmt: skip
-    params = text(**fields, logit_bias={"5": 1, "007": -2.5}).sampling_params(max_tokens=8, logprobs=1)
+    params = text(**fields, best_of=3, logit_bias={"5": 1, "007": -2.5}).sampling_params(max_tokens=8, logprobs=1)
     assert params == SamplingParams(**fields, logit_bias={5: 1.0, 7: -2.5}, max_tokens=8, logprobs=1)
-
-
-def test_a_single_stop_string_is_one():
     assert text(stop="abc").sampling_params(max_tokens=1).stop == ("abc",)
 
 
@@ -182,14 +171,6 @@ def test_more_tokens_than_there_may_be_cannot_be_the_least():
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("prompt", "prompts"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ("", [""])],
-)
-def test_a_prompt_is_text_or_ids_one_or_many(prompt: Any, prompts: list[Any]):
-    assert text(prompt=prompt).prompts == prompts
 
 
 @pytest.mark.parametrize(
@@ -297,10 +278,6 @@ def test_the_first_wrong_entry_of_a_list_ends_the_reading_of_it():
         assert caught.value.error_count() == 1
 
 
-def test_there_is_a_message():
-    assert refused(chat, messages=[])[1] == "messages"
-
-
 # --- tools and log-probs ----------------------------------------------------------------------------------------------
 
 
@@ -328,6 +305,8 @@ def test_tools_are_passed_on_as_they_were_sent():
         ({"logprobs": 3}, "logprobs"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"messages": []}, "messages"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
     ids=str,
 )

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from rollout.threads.fair_lock import FairLock
 from rollout.threads.interrupts import interrupt_deferred, interrupt_pending, interruptible, uninterrupted
+from rollout.threads.locks import FairLock
 
 
 def press() -> None:

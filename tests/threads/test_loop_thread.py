@@ -41,15 +41,6 @@ def test_a_coroutine_runs_on_the_thread_and_its_result_comes_back(loop):
     assert loop.run_sync(where(), DEADLINE_S).daemon
 
 
-def test_an_exception_comes_through_as_it_is(loop):
-    async def fail():
-        raise DeadlineError("mine")
-
-    with pytest.raises(DeadlineError) as raised:
-        loop.run_sync(fail(), DEADLINE_S)
-    assert str(raised.value) == "mine"
-
-
 def test_what_takes_longer_is_cancelled_and_named(loop):
     cancelled = threading.Event()
 
@@ -76,12 +67,6 @@ def test_waiting_for_the_loop_from_the_loop_raises_instead_of_deadlocking(loop):
     with pytest.raises(RuntimeError, match=r"close\(\) on rollout-loop from that loop itself"):
         loop.run_sync(closing(), DEADLINE_S)
     assert loop.run_sync(answer(2), DEADLINE_S) == 2
-
-
-def test_call_soon_calls_on_the_thread(loop):
-    called = threading.Event()
-    loop.call_soon(lambda event: event.set(), called)
-    assert called.wait(DEADLINE_S)
 
 
 def test_start_does_not_wait_and_its_future_is_cancelled_by_close(loop):

@@ -14,9 +14,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from rollout.config import Advanced
-from rollout.distributed.client.futures import Delta, GroupTokens, Readers, RequestFuture, RequestStream
+from rollout.distributed.client.futures import Readers, RequestFuture, RequestStream
 from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.client.session import Call, ClientSession, Prompt, RequestOptions
+from rollout.distributed.client.text_stream import GroupText
 from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.fields import (
     FLUSH_PREFIX_CACHE,
@@ -28,7 +29,7 @@ from rollout.distributed.protocol.fields import (
 from rollout.distributed.transport.dealer import Dealer
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, SerializationError
 from rollout.sampling_params import SamplingParams
-from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState, KVCacheManagementMode, Mode
+from rollout.state import ControlSignal, KVCacheManagementMode, Mode
 from rollout.threads.diagnosis import answer_signal, watch
 
 if TYPE_CHECKING:
@@ -76,9 +77,7 @@ class InferenceClient:
         self._session = ClientSession(self._dealer.send, on_refused=self._refused)
         self._greeting: asyncio.Future[wire.ConnectAck] | None = None
         self._welcome: wire.ConnectAck | None = None
-        self._state: CoordinatorState | None = None
         self._policy_version: int | None = None
-        self._next_barrier = 0
 
         self._deserialize = deserialize
         self._control_timeout_s = control_timeout_s
@@ -123,9 +122,7 @@ class InferenceClient:
         finally:
             self._greeting = None
         self._welcome = welcome
-        self._state = CoordinatorState(welcome.state)
         self._policy_version = welcome.policy_version
-        self._next_barrier = welcome.next_barrier
         self._dealer.heartbeat(welcome.heartbeat_interval_s, welcome.heartbeat_timeout_s)
 
     async def stop(self) -> None:
@@ -153,21 +150,6 @@ class InferenceClient:
         return self._session.error
 
     @property
-    def instance(self) -> str | None:
-        """Unique id of the coordinator's run; None before `start`."""
-        return None if self._welcome is None else self._welcome.instance
-
-    @property
-    def next_barrier(self) -> int:
-        """Index of the first barrier not known to be passed; 0 before `start`."""
-        return self._next_barrier
-
-    @property
-    def state(self) -> CoordinatorState | None:
-        """Coordinator state at the handshake, updated by this client's own calls only; None before `start`."""
-        return self._state
-
-    @property
     def policy_version(self) -> int | None:
         """Policy version at the handshake, updated by this client's own calls only; None before `start`."""
         return self._policy_version
@@ -192,16 +174,16 @@ class InferenceClient:
 
     def add_request_streaming(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
-    ) -> RequestStream[Delta]:
+    ) -> RequestStream:
         """Submit a group and stream its deltas, every `interval` tokens (default 1); raises as `add_request` does."""
         options.setdefault("interval", 1)
         group = self.open_group(prompt, sampling_params, wanted=None, **options)
-        stream = RequestStream(self._future(group), GroupTokens(), self._readers)
+        stream = RequestStream(self._future(group), GroupText(group.params, None), self._readers)
         group.on_update = partial(_grown, stream)
         group.on_done = partial(self._ended, stream)
         return stream
 
-    def abort_request(self, request: RequestFuture | RequestStream[Delta] | int) -> bool:
+    def abort_request(self, request: RequestFuture | RequestStream | int) -> bool:
         """Abort a request, which then fails with `RequestAbortedError`; returns False if it had ended."""
         self._refuse_unless_connected()
         return self._session.abort(request if isinstance(request, int) else request.request_id)
@@ -230,7 +212,7 @@ class InferenceClient:
         group.on_done = partial(self._ended, future)
         return future
 
-    def _ended(self, listener: RequestFuture | RequestStream[Delta], group: OpenGroup) -> None:
+    def _ended(self, listener: RequestFuture | RequestStream, group: OpenGroup) -> None:
         if group.error is not None:
             listener.fail(group.error)
         else:
@@ -284,7 +266,7 @@ class InferenceClient:
         self._policy_version = version
 
     async def flush_prefix_cache(self, timeout_s: float | None = None) -> int:
-        """Drop all unreferenced cached blocks of every engine; returns their total number."""
+        """Drop all unreferenced cached blocks of every engine; returns their number."""
         done = await self._control(FLUSH_PREFIX_CACHE, None, timeout_s)
         return int((done or {})["amount"])
 
@@ -329,7 +311,6 @@ class InferenceClient:
             raise ConfigError(f"index={index!r}: must be an integer in [0, 2**63)")
         self._refuse_unless_connected()
         await self._answer(self._session.barrier(index, what, policy_version), timeout_s, f"barrier({index})")
-        self._next_barrier = max(self._next_barrier, index + 1)
 
     def give_up_barrier(self, index: int) -> None:
         """Make the arrival at barrier `index` agree with every call of the other members, because the own call was
@@ -345,9 +326,6 @@ class InferenceClient:
 
     async def _signal(self, signal: ControlSignal, argument: str | None, timeout_s: float | None) -> None:
         await self._control(signal.value, argument, timeout_s)
-        _, reached, harmless = COORDINATOR_TRANSITIONS[signal]
-        if self._state not in harmless:
-            self._state = reached
 
     async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> dict[str, Any] | None:
         self._refuse_unless_connected()
@@ -407,7 +385,7 @@ class InferenceClient:
         self._lost(ConnectionLostError(f"{self.address}: {why}; this is a bug or a mix of versions", final=True))
 
 
-def _grown(stream: RequestStream[Delta], _: OpenGroup, stretch: wire.Stretch) -> None:
+def _grown(stream: RequestStream, _: OpenGroup, stretch: wire.Stretch) -> None:
     for delta in stretch.deltas():
         stream.take(delta)
 

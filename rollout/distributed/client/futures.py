@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import suppress
 from contextvars import Context
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from rollout.distributed.client.text_stream import GroupText, TextDelta
 from rollout.errors import DeadlineError, RequestAbortedError, RolloutError
 from rollout.requests.delta import SampleDelta
 from rollout.requests.request import DynamicInferenceRequest
@@ -22,7 +22,6 @@ from rollout.requests.request import DynamicInferenceRequest
 if TYPE_CHECKING:
     from rollout.distributed.client.group import OpenGroup
 
-D_co = TypeVar("D_co", covariant=True)
 Told = Callable[["RequestFuture"], object]
 Sleeper = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
@@ -176,43 +175,8 @@ class RequestFuture(asyncio.Future[Any]):
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New tokens of one sample. Lists have one entry per new token."""
-
-    sample_index: int
-    token_ids: list[int]
-    log_probs: list[float]
-    policy_versions: list[int]
-    restarted: bool
-    """Whether the sample was restarted: discard its earlier tokens."""
-
-
-class DeltaReader(Protocol[D_co]):
-    """Converts the deltas of one group into what a stream yields."""
-
-    def take(self, delta: SampleDelta | None, ended: DynamicInferenceRequest | None = None) -> D_co | None:
-        """Return what a stream yields for new tokens of a sample; None: nothing.
-
-        Args:
-            delta: follows the sample's earlier ones, or starts at 0 if it was restarted. None: `ended` as a whole.
-            ended: the finished sample, with its last tokens.
-        """
-
-
-class GroupTokens:
-    """Builds the `Delta`s of one group."""
-
-    def __init__(self) -> None:
-        self._lengths: dict[int, int] = {}
-
-    def take(self, delta: SampleDelta | None, ended: DynamicInferenceRequest | None = None) -> Delta | None:
-        assert delta is not None
-        restarted = delta.start < self._lengths.get(delta.sample_index, 0)
-        self._lengths[delta.sample_index] = delta.start + delta.count
-        if not delta.count and not restarted:
-            return None
-        return Delta(delta.sample_index, delta.token_list(), delta.log_prob_list(), delta.policy_versions(), restarted)
+Delta = TextDelta
+"""What `InferenceClient.add_request_streaming` yields; without text."""
 
 
 class Readers:
@@ -251,7 +215,7 @@ def _wake_all(sleepers: list[asyncio.Future[None]]) -> None:
             sleeper.set_result(None)
 
 
-class RequestStream(Generic[D_co]):
+class RequestStream:
     """Stream of a group's samples: `async for delta in stream`, then `stream.results`.
 
     One reader, on any loop. Leaving the iteration early aborts the request; with `contextlib.aclosing` that is
@@ -264,9 +228,7 @@ class RequestStream(Generic[D_co]):
         whole: yield each sample once, as a whole, when the group has ended.
     """
 
-    def __init__(
-        self, future: RequestFuture, reader: DeltaReader[D_co], readers: Readers, *, whole: bool = False
-    ) -> None:
+    def __init__(self, future: RequestFuture, reader: GroupText, readers: Readers, *, whole: bool = False) -> None:
         self.future = future
         self.whole = whole
         self._reader = reader
@@ -296,11 +258,11 @@ class RequestStream(Generic[D_co]):
 
     result = results
 
-    def take_waiting(self) -> list[D_co]:
+    def take_waiting(self) -> list[TextDelta]:
         """Return the deltas that have arrived and were not read yet; never waits."""
         return list(iter(self._next, None))
 
-    async def __aiter__(self) -> AsyncIterator[D_co]:
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
         """Yield the deltas, in order; then raise the `RolloutError` if the request ended without samples."""
         try:
             while not self._closed:
@@ -314,7 +276,7 @@ class RequestStream(Generic[D_co]):
         finally:
             await self.aclose()
 
-    def _next(self) -> D_co | None:
+    def _next(self) -> TextDelta | None:
         while self._waiting and not self._closed:
             try:
                 delta = self._reader.take(*self._waiting.popleft())
@@ -359,7 +321,7 @@ class RequestStream(Generic[D_co]):
         return not self._waiting and not self._closed
 
     def take(self, delta: SampleDelta, ended: DynamicInferenceRequest | None = None) -> None:
-        """Add new tokens of a sample; see `DeltaReader.take`."""
+        """Add new tokens of a sample; see `GroupText.take`."""
         self._waiting.append((delta, ended))
         self._wake()
 

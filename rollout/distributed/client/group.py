@@ -20,7 +20,6 @@ from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.delta import SampleDelta
 from rollout.requests.events import unpack_events
 from rollout.requests.images import ImageInputs
-from rollout.requests.record import DynamicInferenceRequestRecord, split
 from rollout.requests.request import DynamicInferenceRequest, with_images
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
@@ -76,12 +75,10 @@ class OpenGroup:
 
     @property
     def complete(self) -> bool:
-        """Whether every wanted sample has ended."""
         return not self._open
 
     @property
     def done(self) -> bool:
-        """Whether the group is complete or has failed."""
         return self.complete or self.error is not None
 
     def open_samples(self) -> list[int]:
@@ -203,13 +200,6 @@ class OpenGroup:
         request.prompt_tokens = self._prompt_list
         return request
 
-    def record(self, index: int) -> DynamicInferenceRequestRecord:
-        """Build the record of an ended sample, one segment per interruption on the engine that finished it; raises as
-        `request`.
-        """
-        whole = self.request(index)
-        return split(whole, unpack(self.delta(index).outcome or b"").segments)
-
     def _params_used(self, outcome: Outcome) -> SamplingParams:
         most = outcome.max_tokens
         if most == self.params.max_tokens:
@@ -241,11 +231,6 @@ class GroupResult(Sequence[Any]):
             request = self._group.request(position)
             self._built[position] = request.serialize() if self._serialized else request
         return self._built[position]
-
-    @property
-    def records(self) -> list[DynamicInferenceRequestRecord]:
-        """The samples' records, in order; rebuilt at each access."""
-        return [self._group.record(index) for index in range(len(self))]
 
     def __repr__(self) -> str:
         return f"GroupResult(request_id={self._group.request_id}, {len(self)} samples)"

@@ -63,6 +63,12 @@ class GroupText:
         self._samples: dict[int, _Decoder] = {}
 
     def take(self, delta: SampleDelta | None, ended: DynamicInferenceRequest | None = None) -> TextDelta | None:
+        """Return what a stream yields for new tokens of a sample; None: nothing.
+
+        Args:
+            delta: follows the sample's earlier ones, or starts at 0 if it was restarted. None: `ended` as a whole.
+            ended: the finished sample, with its last tokens.
+        """
         if delta is None:
             return None if ended is None else whole(ended)
         sample = self._samples.get(delta.sample_index)

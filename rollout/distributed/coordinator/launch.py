@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import msgpack
 
@@ -40,7 +40,6 @@ class CoordinatorHandle:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is running."""
         return self.process.poll() is None
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
@@ -107,7 +106,9 @@ def launch_coordinator(
     timer.daemon = True
     timer.start()
     try:
-        address = _exchange(process, config, keys)
+        with suppress(BrokenPipeError):
+            write_orders(cast(IO[bytes], process.stdin), config, keys)
+        address = read_answer(cast(IO[bytes], process.stdout))
     except BaseException as exc:
         process.kill()
         code = process.wait()
@@ -123,12 +124,6 @@ def launch_coordinator(
     return CoordinatorHandle(address, process)
 
 
-def _exchange(process: subprocess.Popen[bytes], config: CoordinatorConfig, keys: JobKeys | None) -> str:
-    with suppress(BrokenPipeError):
-        write_orders(cast(IO[bytes], process.stdin), config, keys)
-    return read_answer(cast(IO[bytes], process.stdout))
-
-
 def _environment() -> dict[str, str]:
     """Environment of the child: the launcher's, with this package importable and numeric thread pools disabled."""
     paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -138,7 +133,8 @@ def _environment() -> dict[str, str]:
 
 def write_orders(pipe: IO[bytes], config: CoordinatorConfig, keys: JobKeys | None) -> None:
     """Send options and keys to the child; the pipe stays open."""
-    options = {name: _plain(getattr(config, name)) for name in config.names()}
+    values = {name: getattr(config, name) for name in config.names()}
+    options = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
     orders = msgpack.packb([options, None if keys is None else keys.serialize()])
     unsent = memoryview(len(orders).to_bytes(LENGTH_BYTES, "little") + orders)
     while unsent:
@@ -179,7 +175,3 @@ def read_answer(pipe: IO[bytes]) -> str:
     if error is not None:
         raise ConfigError(error)
     return str(address)
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Enum) else value

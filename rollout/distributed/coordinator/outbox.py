@@ -57,11 +57,9 @@ class Outgoing:
 
     @property
     def waiting(self) -> bool:
-        """Whether any frame is queued."""
         return bool(self._queues)
 
     def put(self, peer: bytes, frame: bytes) -> None:
-        """Queue a frame for a peer."""
         queue = self._queues.get(peer)
         if queue is None:
             queue = self._queues[peer] = _Queue()

@@ -32,7 +32,7 @@ from rollout.config import CoordinatorConfig
 from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
 from rollout.distributed.coordinator.outbox import Outgoing
 from rollout.distributed.coordinator.schedule_file import ScheduleFile
-from rollout.distributed.coordinator.tokenizer_threads import TextCodec, TextResult, TextWorker
+from rollout.distributed.coordinator.tokenizer_threads import TextCodec, TextWorker
 from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, decode, encode
 from rollout.distributed.protocol.messages import Heartbeat, Message
 from rollout.distributed.transport.keys import Context, Gatekeeper, JobKeys, Socket, is_loopback
@@ -112,8 +112,7 @@ BYTES_PER_TURN = 32 << 20
 """Maximum input of a turn: small, so that ranks and clients get their messages early."""
 TURN_S = 0.02
 """Time after its first message in which a turn receives further ones. An abort that follows the longest prompt comes
-within it, so that the prompt is sent to no rank.
-"""
+within it, so that the prompt is sent to no rank."""
 MAX_FRAMES_PER_MESSAGE = 512
 MAX_BYTES_TOGETHER = 2 << 20
 """Maximum size of a message's frames besides the longest. A larger one is refused undecoded: libzmq is fair per message."""
@@ -195,10 +194,7 @@ class DataParallelInferenceCoordinator:
         config = self._config
         if config.schedule_output_path is not None:
             self._schedule = ScheduleFile(
-                config.schedule_output_path,
-                self._core.dispatcher.policy,
-                config.data_parallel_size,
-                append=config.schedule_append,
+                config.schedule_output_path, self._core.dispatcher.policy, config.data_parallel_size
             )
         # Not the global context: a context has one ZAP handler.
         self._context = Context()
@@ -250,8 +246,11 @@ class DataParallelInferenceCoordinator:
         if self._gatekeeper is not None:
             self._gatekeeper.answer()
         self._receive(now)
-        for result in self._texts.take_results():
-            self._take_text(result, now)
+        for job_id, result in self._texts.take_results():
+            if isinstance(result, list):
+                self._core.detokenized(job_id, result, now)
+            else:
+                self._core.tokenized(job_id, result, now)
         if now >= self._core.next_deadline():
             self._core.tick(now)
         self._send(now)
@@ -307,12 +306,6 @@ class DataParallelInferenceCoordinator:
         else:
             self._core.receive(peer, sequence, message, now)
 
-    def _take_text(self, result: TextResult, now: float) -> None:
-        if result.texts is not None:
-            self._core.detokenized(result.job_id, result.texts, now)
-        elif result.tokens is not None:
-            self._core.tokenized(result.job_id, result.tokens, now)
-
     def _send(self, now: float) -> None:
         while True:
             for peer, sequence, message in self._core.take_outbox():
@@ -324,7 +317,7 @@ class DataParallelInferenceCoordinator:
             # Their samples are requeued or cancelled, which may queue further messages.
             for peer, why in self._outgoing.flush():
                 self._core.unreachable(peer, why, now)
-            if not self._core.has_more_to_say:
+            if not self._core.peers.has_more_to_say:
                 return
 
     def _say_goodbye(self) -> None:
@@ -419,7 +412,7 @@ class DataParallelInferenceCoordinator:
 
     def get_best_data_parallel_rank(self, hashes: Sequence[int]) -> str | None:
         """Rank that a request with these block hashes would go to; None if no rank has room."""
-        placements = self._core.router.place(hashes, 1)
+        placements = self._core.dispatcher.router.place(hashes, 1)
         return placements[0].rank if placements else None
 
     def compute_request_hashes(self, prompt: str | Sequence[int]) -> list[int]:
@@ -438,19 +431,19 @@ class DataParallelInferenceCoordinator:
         return self._codec.detokenize([np.asarray(token_ids, "<i4").tobytes()])[0]
 
     def _update_rank_hashes(self, name: str, hashes: Sequence[int]) -> None:
-        self._core.router.reported(name, hashes, (), False)
+        self._core.dispatcher.router.reported(name, hashes, (), False)
 
     def _remove_engine(self, name: str) -> None:
-        identity = self._core.peers.rank_named(name).identity
+        identity = self._core.peers.by_name[name].identity
         self._core.unreachable(identity, "it was removed", time.monotonic())
 
     def _send_to_engine(self, name: str, message: Message) -> bool:
         """Send a message to a rank; returns whether the rank is still connected."""
-        if not self._core.peers.has_rank(name):
+        if name not in self._core.peers.by_name:
             return False
-        self._core.peers.say(self._core.peers.rank_named(name), message)
+        self._core.peers.say(self._core.peers.by_name[name], message)
         self._send(time.monotonic())
-        return self._core.peers.has_rank(name)
+        return name in self._core.peers.by_name
 
 
 def _has_input(router: Socket) -> bool:

@@ -6,8 +6,7 @@
     ], "num_requests": 2}
 
 New records overwrite the closing line and end with a new one, in one write. `num_requests` counts requests: one that
-was split or reassigned has several records. A coordinator that replaces a lost one appends, with higher request ids. A
-write error (disk full) ends the file with a warning; serving continues.
+was split or reassigned has several records. A write error (disk full) ends the file with a warning; serving continues.
 """
 
 from __future__ import annotations
@@ -26,42 +25,25 @@ _log = logging.getLogger(__name__)
 
 
 class ScheduleFile:
-    """Writer of the schedule file.
+    """Writer of the schedule file, which replaces an earlier one. `ConfigError` if it cannot be written."""
 
-    Args:
-        append: keep existing records. A missing or unreadable file is created.
-
-    Raises:
-        ConfigError: the file cannot be written, or its records are of another policy or job size.
-    """
-
-    def __init__(
-        self, path: str, policy: PrefixCachingCoordinatorPolicy, data_parallel_size: int, *, append: bool = False
-    ) -> None:
+    def __init__(self, path: str, policy: PrefixCachingCoordinatorPolicy, data_parallel_size: int) -> None:
         self._path = path
         head = json.dumps({"policy": policy.value, "data_parallel_size": data_parallel_size})
         text = f'{head[:-1]}, "records": ['.encode()
         try:
-            before = _read(path, text) if append else None
-            self._file = open(path, "wb" if before is None else "r+b", buffering=0)  # noqa: SIM115 - it stays open
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - it stays open
         except OSError as exc:
             raise ConfigError(f"schedule_output_path={path!r}: must be a file that can be written: {exc}") from exc
-        earlier, end = before or (set(), len(text))
-        self._count = len(earlier)
-        self._first_id = max(earlier, default=-1) + 1
-        """Id in the file of this coordinator's request 0."""
-        self._end = end
-        if before is None:
-            self._usable = self._write(text + _closing(0), 0)
-        else:
-            self._usable = self._write(_closing(self._count), end)
-            os.truncate(self._file.fileno(), end + len(_closing(self._count)))
+        self._count = 0
+        self._end = len(text)
+        self._usable = self._write(text + _closing(0), 0)
 
     def append(self, records: Sequence[ScheduleRecord]) -> None:
         """Append records."""
         if not records or not self._usable:
             return
-        lines = ",".join(_line(record, record.request_id + self._first_id) for record in records)
+        lines = ",".join(map(_line, records))
         text = (("," if self._count else "") + lines).encode()
         count = self._count + sum(record.first for record in records)
         if self._write(text + _closing(count), self._end):
@@ -98,49 +80,8 @@ def _closing(count: int) -> bytes:
     return b'\n], "num_requests": %d}\n' % count
 
 
-def _line(record: ScheduleRecord, request_id: int) -> str:
+def _line(record: ScheduleRecord) -> str:
     return (
-        f'\n{{"request_id": {request_id}, "rank_index": {record.rank_index}, "rank": {json.dumps(record.rank)}, '
+        f'\n{{"request_id": {record.request_id}, "rank_index": {record.rank_index}, "rank": {json.dumps(record.rank)}, '
         f'"num_hashes": {record.num_hashes}, "num_matched": {record.num_matched}}}'
     )
-
-
-def _read(path: str, text: bytes) -> tuple[set[int], int] | None:
-    """Return (request ids, offset after the last whole record) of a file; None: missing, or without a complete head.
-
-    Raises:
-        ConfigError: its head differs from `text`.
-        OSError: it cannot be read.
-    """
-    ids: set[int] = set()
-    try:
-        file = open(path, "rb")  # noqa: SIM115 - it is closed below
-    except FileNotFoundError:
-        return None
-    with file:
-        head = file.readline()
-        if not head.endswith(b"\n"):
-            return None
-        if head.rstrip() != text:
-            raise ConfigError(
-                f"schedule_output_path={path!r}: begins with {head[:200]!r}, and must with {text!r} to be continued; choose "
-                "another file"
-            )
-        end = len(text)
-        position = len(head)
-        for line in file:
-            record = line.rstrip(b",\n")
-            request_id = _request_id(record)
-            if request_id is None:
-                break
-            ids.add(request_id)
-            end = position + len(record)
-            position += len(line)
-    return ids, end
-
-
-def _request_id(record: bytes) -> int | None:
-    try:
-        return int(json.loads(record)["request_id"])
-    except (ValueError, KeyError, TypeError):
-        return None

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,12 +32,8 @@ CLOSE_TIMEOUT_S = 1.0
 """Deadline for a running job when the coordinator ends."""
 
 
-class TextResult(NamedTuple):
-    """Result of a `TextJob`: `tokens` (int32) or an exception, or `texts` with one text or None per completion."""
-
-    job_id: int
-    tokens: Sequence[int] | Exception | None
-    texts: list[str | None] | None
+TextResult = Sequence[int] | Exception | list[str | None]
+"""Token ids (int32, in an array) or why there are none; or a list with one text or None per completion."""
 
 
 class TextCodec:
@@ -98,83 +94,56 @@ def _read_tokenizer(source: str | None) -> Tokenizer:
 
 
 class TextWorker:
-    """Runs `TextJob`s in three threads, for completions, short texts and long texts, so that short jobs do not wait
-    for long ones.
+    """Runs `TextJob`s in three threads, for completions, short texts and long texts, each in order, so that short jobs
+    do not wait for long ones.
 
     Args:
         wake: called on a thread when a result is ready.
     """
 
     def __init__(self, codec: TextCodec, wake: Callable[[], None]) -> None:
-        self._results: deque[TextResult] = deque()
-
-        def done(result: TextResult) -> None:
-            self._results.append(result)
-            wake()
-
-        self._completions = _Lane("completions", codec, done)
-        self._texts = _Lane("texts", codec, done)
-        self._long_texts = _Lane("long-texts", codec, done)
+        self._codec = codec
+        self._wake = wake
+        self._results: deque[tuple[int, TextResult]] = deque()
+        self._lanes: dict[str, SimpleQueue[TextJob | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._ended = False
 
     def put(self, job: TextJob) -> None:
-        """Queue a job."""
-        if job.text is None:
-            self._completions.put(job)
-        elif len(job.text) < LONG_TEXT:
-            self._texts.put(job)
-        else:
-            self._long_texts.put(job)
+        """Queue a job; the first one of its kind starts the thread."""
+        lane = "completions" if job.text is None else "texts" if len(job.text) < LONG_TEXT else "long-texts"
+        if lane not in self._lanes:
+            jobs = self._lanes[lane] = SimpleQueue()
+            self._threads.append(
+                threading.Thread(target=self._work, args=(jobs,), name=f"coordinator-{lane}", daemon=True)
+            )
+            self._threads[-1].start()
+        self._lanes[lane].put(job)
 
-    def take_results(self) -> list[TextResult]:
-        """Return the results since the last call."""
+    def take_results(self) -> list[tuple[int, TextResult]]:
+        """Return (job id, result) of the jobs that were done since the last call."""
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
         """Start no further jobs and wait up to `CLOSE_TIMEOUT_S` for the running ones (daemon threads)."""
-        lanes = (self._completions, self._texts, self._long_texts)
-        for lane in lanes:
-            lane.end()
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        for lane in lanes:
-            lane.join(max(0.0, deadline - time.monotonic()))
-
-
-class _Lane:
-    """A job queue with one thread, started by the first job."""
-
-    def __init__(self, name: str, codec: TextCodec, done: Callable[[TextResult], None]) -> None:
-        self._name = f"coordinator-{name}"
-        self._codec = codec
-        self._done = done
-        self._jobs: SimpleQueue[TextJob | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._ended = False
-
-    def put(self, job: TextJob) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
-
-    def end(self) -> None:
         self._ended = True
-        self._jobs.put(None)
+        for jobs in self._lanes.values():
+            jobs.put(None)
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
-    def join(self, timeout_s: float) -> None:
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None and not self._ended:
-            self._done(self._result(job))
+    def _work(self, jobs: SimpleQueue[TextJob | None]) -> None:
+        while (job := jobs.get()) is not None and not self._ended:
+            self._results.append((job.job_id, self._result(job.text, job.token_ids)))
+            self._wake()
             # Release the text: this thread may wait long for the next job.
             job.drop()
 
-    def _result(self, job: TextJob) -> TextResult:
-        text = job.text
+    def _result(self, text: str | None, completions: list[bytes] | None) -> TextResult:
         if text is None:
-            return TextResult(job.job_id, None, self._codec.detokenize(job.token_ids or []))
+            return self._codec.detokenize(completions or [])
         try:
-            return TextResult(job.job_id, self._codec.tokenize(text), None)
+            return self._codec.tokenize(text)
         except InvalidRequestError as exc:
-            return TextResult(job.job_id, exc, None)
+            return exc

@@ -199,7 +199,7 @@ class DataParallelBackend:
             params = params.replace(seed=stream_key(self._base_seed, group_id))
         text = prompt if isinstance(prompt, str) else None
         self._next_group_id = max(self._next_group_id, group_id + 1)
-        self._open(group_id, tokens, text, params, metadata, time.time(), range(params.n), [])
+        self._open(OwnGroup(group_id, tokens, text, params, metadata, time.time(), set(range(params.n)), []))
 
     def reserve_group_ids(self, until: int) -> None:
         self._next_group_id = max(self._next_group_id, until)
@@ -213,32 +213,15 @@ class DataParallelBackend:
         for group_id, of_group in by_group.items():
             first = of_group[0][0]
             params = first.sampling_params.replace(seed=first.seed)
-            self._open(
-                group_id,
-                prompt_of(first),
-                first.prompt,
-                params,
-                first.metadata,
-                first.arrival_time,
-                [record.sample_index for record in of_group],
-                [stretch_of(record) for record in of_group if record[-1].completion_tokens],
-                first.priority,
-            )
+            known = [stretch_of(record) for record in of_group if record[-1].completion_tokens]
+            group = OwnGroup(
+                group_id, prompt_of(first), first.prompt, params, first.metadata, first.arrival_time,
+                {record.sample_index for record in of_group}, known, priority=first.priority,
+            )  # fmt: skip
+            self._open(group)
 
-    def _open(
-        self,
-        group_id: int,
-        tokens: list[int],
-        text: str | None,
-        params: SamplingParams,
-        metadata: Any,
-        arrival_time: float,
-        samples: Iterable[int],
-        known: list[Stretch],
-        priority: int = 0,
-    ) -> None:
-        group = OwnGroup(group_id, tokens, text, params, metadata, arrival_time, set(samples), known, priority=priority)
-        self._groups[group_id] = group
+    def _open(self, group: OwnGroup) -> None:
+        self._groups[group.group_id] = group
         self._loop.call_soon(self._send, group)
 
     # --- on the loop's thread ---------------------------------------------------------------------------------------

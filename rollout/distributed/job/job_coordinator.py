@@ -164,7 +164,8 @@ class JobCoordinator:
     def _launch(self) -> None:
         config = self._config
         if self.address:
-            config = config.replace(schedule_append=True)
+            if config.schedule_output_path is not None:
+                config = config.replace(schedule_output_path=f"{config.schedule_output_path}.{self._incarnation + 1}")
             # The same port: peers that still use the old address are refused and reconnect immediately.
             with suppress(ConfigError):
                 port = int(self.address.rpartition(":")[2])

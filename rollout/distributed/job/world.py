@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
 from rollout.distributed.transport.keys import is_loopback
@@ -27,25 +27,6 @@ LOOK_S = 5.0
 """Polling interval for a failed rank or Ctrl-C while waiting for the other ranks."""
 HOSTS_TIMEOUT_S = 120.0
 """Deadline for all ranks to publish their hosts, or the leaders of their groups."""
-
-
-class Store(Protocol):
-    """Subset of `torch.distributed.Store` that is used."""
-
-    def set(self, key: str, value: Any) -> object:
-        """Store a value."""
-
-    def get(self, key: str) -> bytes:
-        """Return the value of a key; blocks until it exists."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys exist."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Atomically replace `expected` (empty: no value) by `desired`; returns the resulting value."""
-
-    def wait(self, keys: list[str], timeout: timedelta) -> object:
-        """Wait until all keys exist; raises after `timeout`."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +78,12 @@ class World:
         return all(self.wait_for(f"host/{rank}", HOSTS_TIMEOUT_S) == mine for rank in range(self.size))
 
     def publish(self, key: str, value: bytes) -> None:
-        """Publish a value to the other ranks."""
-        self.store.set(f"{self.prefix}/{key}", value)
+        self.store.set(f"{self.prefix}/{key}", value)  # type: ignore[arg-type]  # the stub lacks bytes
 
     def is_published(self, key: str) -> bool:
         """Whether a key has a value; False if the store's process has ended."""
         try:
-            return self.store.check([f"{self.prefix}/{key}"])
+            return bool(self.store.check([f"{self.prefix}/{key}"]))
         except dist.DistError:
             return False
 

@@ -6,8 +6,9 @@ Checks use `type()` and not `isinstance()`: True is no integer on the wire.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
 from rollout.errors import SerializationError
 from rollout.requests.delta import TOKEN_BYTES
@@ -150,3 +151,21 @@ class Message:
     """The message's number on the wire."""
     way: ClassVar[str]
     """Sender → receiver."""
+
+
+MESSAGES: dict[int, type[Message]] = {}
+"""Header → message."""
+M = TypeVar("M", bound=Message)
+
+
+@dataclass_transform(field_specifiers=(field,))
+def message(header: int, way: str) -> Callable[[type[M]], type[M]]:
+    """Class decorator: a dataclass that travels under a header."""
+
+    def register(kind: type[M]) -> type[M]:
+        made = dataclass(slots=True)(kind)
+        made.header, made.way = header, way
+        MESSAGES[header] = made
+        return made
+
+    return register

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, get_type_hints
 
 from rollout.distributed.protocol import fields as wire
-from rollout.distributed.protocol.fields import CoordinatorStateName, Count, Name, Names, Rule, Seconds
+from rollout.distributed.protocol.fields import MESSAGES as MESSAGES
+from rollout.distributed.protocol.fields import CoordinatorStateName, Count, Name, Names, Rule, Seconds, message
 from rollout.distributed.protocol.fields import Message as Message
 from rollout.distributed.protocol.stretch import Stretch as Stretch
 from rollout.distributed.protocol.stretch import Stretches
@@ -21,11 +22,10 @@ from rollout.errors import ConnectionLostError, SerializationError
 from rollout.requests.codec import refuse
 
 
-@dataclass(slots=True)
+@message(20, "client → coordinator")
 class Submit(Message):
     """New group of n samples of one prompt."""
 
-    header, way = 20, "client → coordinator"
     request_id: wire.Count
     """Client-side id; increases with every message."""
     prompt: wire.Prompt
@@ -51,24 +51,21 @@ class Submit(Message):
     """msgpack of the tensors of its images by name; empty: a prompt of text."""
     keyed: wire.Tokens = b""
     """The prompt with a key of its image in place of every placeholder, from which block hashes are made. Empty: the
-    prompt itself or, with images, no hashes.
-    """
+    prompt itself or, with images, no hashes."""
 
 
-@dataclass(slots=True)
+@message(21, "coordinator → client")
 class Accepted(Message):
     """Token ids of a prompt that was submitted as text."""
 
-    header, way = 21, "coordinator → client"
     request_id: wire.Count
     prompt: wire.Tokens
 
 
-@dataclass(slots=True)
+@message(22, "coordinator → rank")
 class Assign(Message):
     """Samples assigned to one rank."""
 
-    header, way = 22, "coordinator → rank"
     request_id: wire.Count
     """Coordinator-side id."""
     attempt: wire.Count
@@ -86,11 +83,10 @@ class Assign(Message):
     """As submitted."""
 
 
-@dataclass(slots=True)
+@message(23, "rank → coordinator")
 class Progress(Message):
     """Report of a rank since its previous one: tokens, prefix cache changes, load."""
 
-    header, way = 23, "rank → coordinator"
     stretches: Stretches
     blocks_added: wire.Hashes = b""
     """int64 hashes of newly cached blocks; applied after `blocks_removed`."""
@@ -103,75 +99,68 @@ class Progress(Message):
     """All samples of the engine, including those not assigned by the coordinator."""
 
 
-@dataclass(slots=True)
+@message(24, "coordinator → client")
 class Update(Message):
     """New tokens and ended samples of a client's requests."""
 
-    header, way = 24, "coordinator → client"
     stretches: Stretches
 
 
-@dataclass(slots=True)
+@message(25, "coordinator → client")
 class RequestFailed(Message):
     """Failure of a whole group."""
 
-    header, way = 25, "coordinator → client"
     request_id: wire.Count
     error: wire.Name
     """Name of an exception in `rollout.errors`."""
     text: wire.Text
 
 
-@dataclass(slots=True)
+@message(26, "client → coordinator")
 class Abort(Message):
     """Abort a group; answered by `RequestFailed` unless the group has just ended."""
 
-    header, way = 26, "client → coordinator"
     request_id: wire.Count
 
 
-@dataclass(slots=True)
+@message(27, "coordinator → rank")
 class Cancel(Message):
     """Cancel an assignment whose result is no longer needed."""
 
-    header, way = 27, "coordinator → rank"
     request_id: wire.Count
     attempt: wire.Count
 
 
-@dataclass(slots=True)
+@message(28, "rank → coordinator")
 class Decline(Message):
     """Rejection of an assignment that the engine can never serve."""
 
-    header, way = 28, "rank → coordinator"
     request_id: wire.Count
     attempt: wire.Count
     error: wire.Name
     text: wire.Text
 
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 # --- session ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
+@message(0, "client → coordinator")
 class Connect(Message):
     """Handshake: a client's first frame."""
 
-    header, way = 0, "client → coordinator"
     protocol_version: wire.Count
     name: wire.Name
     member: wire.OptionalCount = None
     """Rank in [0, data_parallel_size) whose training loop this client is; barriers wait for it. None: not a member."""
 
 
-@dataclass(slots=True)
+@message(1, "coordinator → client")
 class ConnectAck(Message):
     """Handshake reply to a client: state of the job and heartbeat intervals."""
 
-    header, way = 1, "coordinator → client"
     protocol_version: wire.Count
     instance: wire.Name
     """Unique id of this run of the coordinator."""
@@ -183,11 +172,10 @@ class ConnectAck(Message):
     """First barrier that has not been passed."""
 
 
-@dataclass(slots=True)
+@message(2, "rank → coordinator")
 class Register(Message):
     """Handshake: a rank's first frame, with the engine's capacity and state."""
 
-    header, way = 2, "rank → coordinator"
     protocol_version: wire.Count
     name: wire.Name
     max_requests: wire.Count
@@ -199,11 +187,10 @@ class Register(Message):
     """Hashes of the blocks in its prefix cache under the current version."""
 
 
-@dataclass(slots=True)
+@message(3, "coordinator → rank")
 class RegisterAck(Message):
     """Handshake reply to a rank: state and version to reach before any work; a `Command` follows for each step."""
 
-    header, way = 3, "coordinator → rank"
     protocol_version: wire.Count
     instance: wire.Name
     state: wire.CoordinatorStateName
@@ -214,22 +201,18 @@ class RegisterAck(Message):
     """Tokens per sample between two progress reports."""
 
 
-@dataclass(slots=True)
+@message(4, "any → any")
 class Heartbeat(Message):
     """Liveness signal, sent when nothing else was sent for the heartbeat interval."""
 
-    header, way = 4, "any → any"
 
-
-@dataclass(slots=True)
+@message(5, "coordinator → any")
 class Refused(Message):
     """Rejection of a frame. The sender's other requests are unaffected unless `over`."""
 
-    header, way = 5, "coordinator → any"
     code: wire.Name
     """`malformed` or `not_yours`. With `over`: one of `TRY_AGAIN`, or final: `malformed`, `version`, `full`,
-    `stopping`, `replaced` (another process registered under the same name).
-    """
+    `stopping`, `replaced` (another process registered under the same name)."""
     text: wire.Text
     over: wire.Flag
     """Whether the session has ended; a new one needs a new handshake."""
@@ -239,29 +222,25 @@ TRY_AGAIN = frozenset({"unknown_peer", "lost_frames", "silent"})
 """`Refused` codes after which the peer may open another session."""
 
 
-@dataclass(slots=True)
+@message(60, "any → any")
 class Disconnect(Message):
     """Orderly end of the session."""
 
-    header, way = 60, "any → any"
     reason: wire.Name = ""
 
 
-@dataclass(slots=True)
+@message(61, "client → coordinator")
 class Shutdown(Message):
     """Request to end the coordinator's process; open requests fail with a named error."""
-
-    header, way = 61, "client → coordinator"
 
 
 # --- control ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
+@message(40, "client → coordinator")
 class Control(Message):
     """A call that ends with `ControlDone`."""
 
-    header, way = 40, "client → coordinator"
     call_id: wire.Count
     signal: wire.Signal
     argument: wire.Argument
@@ -269,36 +248,32 @@ class Control(Message):
     timeout_s: wire.Seconds
 
 
-@dataclass(slots=True)
+@message(41, "coordinator → rank")
 class Command(Message):
     """A control call's part for one engine."""
 
-    header, way = 41, "coordinator → rank"
     command_id: wire.Count
     signal: wire.Signal
     argument: wire.Argument
 
 
-@dataclass(slots=True)
+@message(42, "rank → coordinator")
 class CommandAck(Message):
     """Result of a `Command`."""
 
-    header, way = 42, "rank → coordinator"
     command_id: wire.Count
     state: wire.EngineStateName
     policy_version: wire.Count
     error: wire.OptionalText = None
     amount: wire.Count = 0
     """Number of blocks dropped, tensors loaded, layers changed or samples ended, by `flush_prefix_cache`,
-    `load_weights`, `load_adapter` or `unload_adapter`.
-    """
+    `load_weights`, `load_adapter` or `unload_adapter`."""
 
 
-@dataclass(slots=True)
+@message(43, "coordinator → client")
 class ControlDone(Message):
     """Result of a control call: `error` is None, or an exception name with the engines concerned."""
 
-    header, way = 43, "coordinator → client"
     call_id: wire.Count
     error: wire.OptionalText = None
     text: wire.Text = ""
@@ -308,22 +283,20 @@ class ControlDone(Message):
     """Sum of the engines' amounts."""
 
 
-@dataclass(slots=True)
+@message(44, "rank → coordinator")
 class EngineMoved(Message):
     """Change of state, policy version or idleness made by the rank's own training loop."""
 
-    header, way = 44, "rank → coordinator"
     state: wire.EngineStateName
     policy_version: wire.Count
     resting: wire.Flag = False
     """Whether the engine is idle: the training loop is outside `generate`."""
 
 
-@dataclass(slots=True)
+@message(45, "client → coordinator")
 class Barrier(Message):
     """Arrival of this member at barrier `index`."""
 
-    header, way = 45, "client → coordinator"
     index: wire.Count
     what: wire.Name = ""
     """Name of the collective call that ends at the barrier."""
@@ -331,44 +304,28 @@ class Barrier(Message):
     """Policy version of the member's weights."""
 
 
-@dataclass(slots=True)
+@message(46, "coordinator → client")
 class BarrierDone(Message):
     """Barrier `index` passed: every member has arrived there or at a later one."""
 
-    header, way = 46, "coordinator → client"
     index: wire.Count
     differences: wire.Text = ""
     """Members with their call and version, where these differ; empty: all agree."""
 
 
-@dataclass(slots=True)
+@message(47, "client → coordinator")
 class StatusQuery(Message):
     """Request for a `Status`."""
 
-    header, way = 47, "client → coordinator"
     call_id: wire.Count
 
 
-@dataclass(slots=True)
+@message(48, "coordinator → client")
 class Status(Message):
     """Snapshot of the coordinator; `JobStatus` reads the fields that decisions depend on."""
 
-    header, way = 48, "coordinator → client"
     call_id: wire.Count
     table: wire.Table
-
-
-# --- all messages -----------------------------------------------------------------------------------------------------
-
-
-_KINDS: tuple[type[Message], ...] = (
-    *(Connect, ConnectAck, Register, RegisterAck, Heartbeat, Refused),
-    *(Submit, Accepted, Assign, Progress, Update, RequestFailed, Abort, Cancel, Decline),
-    *(Control, Command, CommandAck, ControlDone, EngineMoved, Barrier, BarrierDone, StatusQuery, Status),
-    *(Disconnect, Shutdown),
-)
-MESSAGES: dict[int, type[Message]] = {kind.header: kind for kind in _KINDS}
-"""Header → message."""
 
 
 def session_end(message: Message) -> ConnectionLostError | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import msgpack
 
@@ -24,42 +24,53 @@ from rollout.requests.codec import (
     refuse,
     unpack_msgpack,
 )
-from rollout.requests.record import DynamicInferenceRequestRecord, segment_rows
+from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.spans import VersionSpans
 from rollout.requests.token_columns import TopN
 from rollout.state import FinishReason
 
 
+def _checked(rule: str, holds: Any) -> Codec:
+    def decode(value: Any) -> Any:
+        if not holds(value):
+            refuse("value", value, rule)
+        return value
+
+    return Codec(lambda value: value, decode)
+
+
+_COUNT = _checked("an integer in [0, 2**63)", is_count)
+_GAPS = Codec(lambda gaps: struct.pack(f"<{len(gaps)}d", *gaps), FLOATS.decode)
+
+
 @dataclass(slots=True)
 class Outcome:
-    """Final result of a sample: finish reason, version runs, timings."""
+    """Final result of a sample: finish reason, version runs, timings; each field with its codec."""
 
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    error: str | None
-    policy_version: int
+    finish_reason: Annotated[FinishReason, member_of(FinishReason)]
+    stop_reason: Annotated[str | int | None, optional(STR_OR_INT)]
+    error: Annotated[str | None, optional(STR)]
+    policy_version: Annotated[int, _COUNT]
     """Engine's policy version when the sample ended."""
-    policy_spans: VersionSpans
+    policy_spans: Annotated[VersionSpans, SPANS]
     """Policy versions over prompt and completion."""
-    kv_spans: VersionSpans
+    kv_spans: Annotated[VersionSpans, SPANS]
     """Policy version that computed the KV of each position; positions without KV are not covered."""
-    tpot: list[float]
+    tpot: Annotated[list[float], _GAPS]
     """Seconds between consecutive tokens. Incomplete for a sample that moved between ranks."""
-    ttft: float | None
+    ttft: Annotated[float | None, optional(FLOAT)]
     """Seconds from arrival to the first token."""
-    latency: float | None
+    latency: Annotated[float | None, optional(FLOAT)]
     """Seconds from arrival to completion."""
-    num_cached_tokens: int
+    num_cached_tokens: Annotated[int, _COUNT]
     """Prompt tokens found in the prefix cache."""
-    prompt_log_probs: list[float] | None
-    prompt_top_n: TopN | None
-    max_tokens: int
+    prompt_log_probs: Annotated[list[float] | None, optional(FLOATS)]
+    prompt_top_n: Annotated[TopN | None, optional(TOP_N)]
+    max_tokens: Annotated[int, _COUNT]
     """Token budget, clamped to the engine's capacity."""
-    seed: int
+    seed: Annotated[int, _COUNT]
     """Seed of the request's random streams."""
-    segments: list[list[int]] = field(default_factory=list)
-    """`record.segment_rows`, one row per interruption; empty if never interrupted."""
-    block_size_tokens: int | None = None
+    block_size_tokens: Annotated[int | None, optional(_COUNT)] = None
     """The engine's block size, from which block hashes are computed; None: prefix caching is off."""
 
 
@@ -81,7 +92,6 @@ def outcome(record: DynamicInferenceRequestRecord) -> Outcome:
         record.of_prompt("prompt_top_n_logprobs"),
         first.sampling_params.max_tokens,
         first.seed or 0,
-        segment_rows(record) if len(record) > 1 else [],
         first.block_size_tokens if first.enable_prefix_caching else None,
     )
 
@@ -89,43 +99,11 @@ def outcome(record: DynamicInferenceRequestRecord) -> Outcome:
 # --- as bytes ---------------------------------------------------------------------------------------------------------
 
 
-def _checked(rule: str, holds: Any) -> Codec:
-    def decode(value: Any) -> Any:
-        if not holds(value):
-            refuse("value", value, rule)
-        return value
-
-    return Codec(lambda value: value, decode)
-
-
-def _is_segments(value: Any) -> bool:
-    return type(value) is list and all(type(row) is list and len(row) >= 6 and all(map(is_count, row)) for row in value)
-
-
-_COUNT = _checked("an integer in [0, 2**63)", is_count)
-_GAPS = Codec(lambda gaps: struct.pack(f"<{len(gaps)}d", *gaps), FLOATS.decode)
-_WIRE: dict[str, Codec] = {
-    "finish_reason": member_of(FinishReason),
-    "stop_reason": optional(STR_OR_INT),
-    "error": optional(STR),
-    "policy_version": _COUNT,
-    "policy_spans": SPANS,
-    "kv_spans": SPANS,
-    "tpot": _GAPS,
-    "ttft": optional(FLOAT),
-    "latency": optional(FLOAT),
-    "num_cached_tokens": _COUNT,
-    "prompt_log_probs": optional(FLOATS),
-    "prompt_top_n": optional(TOP_N),
-    "max_tokens": _COUNT,
-    "seed": _COUNT,
-    "segments": _checked("rows of counts, one per segment", _is_segments),
-    "block_size_tokens": optional(_COUNT),
-}
+_HINTS = get_type_hints(Outcome, include_extras=True)
 _NAMES = tuple(field.name for field in fields(Outcome))
 _VALUES = attrgetter(*_NAMES)
 _PACKED = tuple(
-    (_NAMES.index(name), _WIRE[name].encode)
+    (_NAMES.index(name), _HINTS[name].__metadata__[0].encode)
     for name in ("policy_spans", "kv_spans", "tpot", "prompt_log_probs", "prompt_top_n")
 )
 
@@ -147,7 +125,7 @@ def unpack(packed: bytes) -> Outcome:
     values = []
     for name, value in zip(_NAMES, row, strict=True):
         try:
-            values.append(_WIRE[name].decode(value))
+            values.append(_HINTS[name].__metadata__[0].decode(value))
         except SerializationError as exc:
             raise SerializationError(f"Outcome.{name}: {exc}") from exc
     return Outcome(*values)

@@ -52,7 +52,6 @@ class Assignments:
         return len(self.of_sample)
 
     def clear(self) -> None:
-        """Forget all samples."""
         for table in (self.of_attempt, self.of_number, self.of_sample, self._paces):
             table.clear()
 
@@ -66,7 +65,6 @@ class Assignments:
             pace.known[number, index] = known.get(index, UNKNOWN)
 
     def close(self, assignment: Assignment, index: int) -> None:
-        """Remove a sample."""
         assignment.open.discard(index)
         pace = self._paces[assignment.interval]
         del pace.known[assignment.number, index]

@@ -82,7 +82,6 @@ class RankSession:
 
     @property
     def num_open(self) -> int:
-        """Number of assigned samples that have not ended."""
         return len(self._assignments)
 
     @property

@@ -25,13 +25,12 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import upload
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
-from rollout.engine.memory.stream_order import StreamOrder
+from rollout.engine.memory.streams import StreamOrder
 from rollout.engine.models.adapters import LoraAdapters, Names
 from rollout.engine.models.attention import Installation
 from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.models.routers import Routers
-from rollout.engine.multimodal.family import ImageItem
-from rollout.engine.multimodal.step_images import StepImages
+from rollout.engine.multimodal.family import ImageItem, StepImages
 from rollout.engine.multimodal.vision import Vision
 from rollout.engine.parallel.leading import ForwardWork, Together
 from rollout.engine.sampling.constraints import Constraints

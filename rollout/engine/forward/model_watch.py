@@ -1,4 +1,4 @@
-"""Watches what a forward computes besides weights and adapters: compared whenever the caller may have changed the module.
+"""Detects changes of what a forward computes, other than weights, whenever the caller may have changed the module.
 
 The forward key separates the prefix cache. It holds:
 
@@ -32,17 +32,17 @@ from rollout.engine.scheduling.adapters import AdapterSwitches, Variant
 from rollout.errors import UnsupportedModelError
 
 FAMILIAR = frozenset({*PACKAGES, "accelerate", "deepspeed", "liger_kernel", "trl", "rollout", "trainer_hooks"})
-"""Packages whose code reads only the key and the weights. Code of others is foreign, except Python's own."""
+"""Packages whose code reads only the key and the weights. Other code is foreign, except Python's own."""
 
 _KNOWN = FAMILIAR | sys.stdlib_module_names
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _ARGUMENTS = frozenset({"use_cache", "_attn_implementation_internal", "rope_deltas"})
-"""Attributes in whose place each forward of the engine passes an argument or sets a value of its own."""
+"""Attributes that each forward of the engine overrides by an argument or a value of its own."""
 _UNREAD = frozenset(vars(nn.Module())) | _ARGUMENTS | {
     "config", "generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
     "_require_grads_hooks", "_compiled_call_impl",
 }  # fmt: skip
-"""Attributes of modules that are read elsewhere, or by no forward of the engine."""
+"""Attributes of modules that no forward of the engine reads, or that are read elsewhere."""
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _CONTAINERS = frozenset({list, tuple, dict, set})
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
@@ -52,12 +52,12 @@ _SMALL_BYTES = 1 << 16
 
 
 class ModelWatch:
-    """Compares what one model computes with before: its active adapters, its forward key, and its masks.
+    """Compares one model's active adapters, forward key and masks with earlier ones.
 
     Args:
-        layout: of the model when the engine was built.
+        layout: the model's when the engine was built.
         installation: counts how often the caller may have modified the module.
-        autocast: the dtype that all its forwards are autocast to; None: the caller's autocast applies.
+        autocast: dtype that all its forwards are autocast to; None: the caller's autocast applies.
 
     Attributes:
         adapters: reads which adapters are active.
@@ -77,7 +77,7 @@ class ModelWatch:
         self._settings = self._mask_settings()
 
     def variant(self) -> Variant:
-        """Adapters that act now."""
+        """Active adapters."""
         return self.adapters.look(self._installation.module_epoch)
 
     def forward_key(self) -> Hashable:
@@ -90,17 +90,17 @@ class ModelWatch:
             self._module_epoch = epoch
             scan = _Scan(self._contents)
             found = scan.model(self._model), epoch if scan.foreign else None
-            # One object for equal keys, so that the comparison in every step is one of identity.
+            # Equal keys are one object, so the comparison in every step is fast.
             self._modules = self._modules if found == self._modules else found
         return self._modules
 
     def changed_settings(self) -> str:
-        """Names of values of the configuration and of attention layers that masks may be made of and that have changed."""
+        """Names of changed values of the configuration and of attention layers that masks may depend on."""
         before, now = self._settings, self._mask_settings()
         return ", ".join(sorted({key[1] for key in before | now if before.get(key) != now.get(key)}))
 
     def masks_changed(self, max_sequence_length: int | None) -> bool:
-        """Whether the masks differ from the layout's, after inspecting the model if settings have changed.
+        """Whether the masks differ from the layout's; inspects the model if settings have changed.
 
         Raises:
             UnsupportedModelError: the attention layers now do something that the engine does not support.

@@ -28,7 +28,7 @@ from rollout.engine.models.attention import Installation, PagedBatch, forward_wi
 from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.models.recurrent_states import StateRows
 from rollout.engine.models.routers import Routers
-from rollout.engine.multimodal.step_images import StepImages
+from rollout.engine.multimodal.family import StepImages
 from rollout.engine.multimodal.vision import Vision
 
 VERIFY_TOKENS = 12

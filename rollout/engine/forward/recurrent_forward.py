@@ -19,7 +19,7 @@ from rollout.engine.memory.buffers import upload, upload_together
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.models.recurrent_states import StateRows
-from rollout.engine.multimodal.step_images import StepImages
+from rollout.engine.multimodal.family import StepImages
 
 IntArray = NDArray[np.int64]
 Forward = Callable[[IntArray, PagedRows, IntArray, StateRows, StepImages | None], Tensor]

@@ -1,4 +1,4 @@
-"""Arrays of a scheduled step: token ids, positions and block tables."""
+"""Tensors of a scheduled step: token ids and rows into the forward, tokens and log-probs out of its logits."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from rollout.engine.scheduling.sequences import Sequence, SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.requests.token_columns import KeptTokens, packed_sets
 
+PROMPT_LOGPROB_ROWS = 256
+"""Prompt positions per full-vocabulary log-softmax; bounds the memory."""
+
 
 def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], PagedRows]:
-    """Token ids [P] of a step's positions and their rows: positions, slot mapping, block tables, wide enough for the steps
-    that may follow it."""
+    """Token ids [P] of a step and their rows, with block tables wide enough for the `step.ahead` steps that may follow."""
     offsets = np.zeros(len(step.rows) + 1, np.int64)
     np.cumsum(step.counts, out=offsets[1:])
     entries = np.repeat(np.arange(len(step.rows)), step.counts)
@@ -44,7 +46,7 @@ def sample_step(
     *,
     exact: bool,
 ) -> StepTokens:
-    """One token for each sampled row of a step, of its logits [R, V]."""
+    """One token for each sampled row of a step, drawn from its logits [R, V]."""
     rows = step.sampled_rows
     params = sampling.select(rows)
     length = table.length[rows] if step.depths is None else table.length[rows] + step.depths
@@ -53,49 +55,32 @@ def sample_step(
     allowed = None
     if constraints is not None:
         allowed = constraints.allowed(rows, table.tokens, table.origin, table.length)
-    # A text that is complete can only end, also before `min_tokens`.
+    # A text that is complete can only end, even before `min_tokens`.
     complete = [index for index, ids in banned if allowed and allowed.only(index, ids)]
     banned = [(index, ids) for index, ids in banned if index not in complete]
     histories = None
     if params.any_penalty:
         histories = [
-            (
-                vision.text_ids(table.tokens[row, : table.origin[row]]),
-                table.tokens[row, table.origin[row] : end],
-            )
+            (vision.text_ids(table.tokens[row, : table.origin[row]]), table.tokens[row, table.origin[row] : end])
             for row, end in zip(rows.tolist(), length.tolist(), strict=True)
         ]
     positions = upload((length - table.origin[rows]).astype(np.int64), logits.device)
     sampled = sample(logits, params, positions, histories=histories, banned=banned, allowed=allowed, exact=exact)
-    top = None
+    top = kept = None
     if sampled.top_ids is not None and sampled.top_logprobs is not None:
-        top = [
-            list(zip(ids, values, strict=True))
-            for ids, values in zip(sampled.top_ids.tolist(), sampled.top_logprobs.tolist(), strict=True)
-        ]
-    kept = None
+        top = _pairs(sampled.top_ids, sampled.top_logprobs)
     if sampled.kept_ids is not None and sampled.kept_counts is not None:
         sets = KeptTokens(sampled.kept_ids.cpu().numpy(), sampled.kept_counts.cpu().numpy().astype(np.int32))
         kept = packed_sets(sets)
     token_ids, logprobs = download_together(sampled.token_ids, sampled.logprobs)
-    return StepTokens(
-        token_ids,
-        logprobs,
-        top,
-        failed=allowed.failed if allowed else {},
-        complete=complete,
-        kept=kept,
-    )
-
-
-PROMPT_LOGPROB_ROWS = 256
-"""Prompt positions per full-vocabulary log-softmax; bounds the memory."""
+    failed = allowed.failed if allowed else {}
+    return StepTokens(token_ids, logprobs, top, failed=failed, complete=complete, kept=kept)
 
 
 def prompt_spans(
     step: ScheduledStep, packed: PagedRows, wanted: Rows[Sequence]
 ) -> list[tuple[Sequence, NDArray[np.int64]]]:
-    """Per sequence that wants prompt log-probs: the packed positions whose successor is a prompt token."""
+    """For each sequence that wants prompt log-probs, the packed positions whose successor is a prompt token."""
     spans = []
     for entry, sequence in enumerate(step.prefills, step.num_decodes):
         if sequence in wanted:
@@ -118,8 +103,8 @@ def take_prompt_logprobs(
     Args:
         logits: [P, V] at the positions.
         positions: [P] in the sequence.
-        text_ids: token ids with the placeholders of images in their places.
-        exact: by torch's own log-softmax.
+        text_ids: returns token ids with the placeholders of images.
+        exact: use torch's own log-softmax.
     """
     targets = upload(text_ids(sequence.tokens[positions + 1]).astype(np.int64), logits.device)
     top = sequence.params.prompt_logprobs or 0
@@ -128,5 +113,8 @@ def take_prompt_logprobs(
         values, top_ids, top_values = token_logprobs(logits[part], targets[part], top, exact=exact)
         sequence.prompt_logprobs += values.tolist()
         if top_ids is not None and top_values is not None:
-            for ids, scores in zip(top_ids.tolist(), top_values.tolist(), strict=True):
-                sequence.prompt_top.append(list(zip(ids, scores, strict=True)))
+            sequence.prompt_top += _pairs(top_ids, top_values)
+
+
+def _pairs(ids: Tensor, values: Tensor) -> list[list[tuple[int, float]]]:
+    return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]

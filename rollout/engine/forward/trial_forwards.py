@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.forward.module_forward import VERIFY_TOKENS
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.memory.shortage import lacks_device_memory
+from rollout.engine.memory.buffers import lacks_device_memory
 from rollout.engine.models.originals import foreign_part
-from rollout.engine.models.routers import TOPK
+from rollout.engine.models.routers import Topk
 from rollout.engine.sampling.sampler import token_logprobs
 from rollout.errors import UnsupportedModelError
 
@@ -200,10 +199,14 @@ def _without(runner: ModelRunner, lane: str) -> Iterator[Any]:
 def _recorded(runner: ModelRunner, chosen: list[Tensor]) -> Iterator[None]:
     """A block whose forward appends the routers' choices; every choice of a router is a `topk`."""
     fused = runner.fused if runner.why_not_fused() is None else None
+
+    def keep(scores: Tensor, live: Tensor) -> None:
+        chosen.append(live.flatten(0, -2))
+
     # A replay records nothing.
     with _without(runner, "graphs"):
         if fused is None:
-            with _Recorded(chosen):
+            with Topk(keep):
                 yield
             return
         fused.record = lambda index, experts: chosen.append(experts)
@@ -213,20 +216,8 @@ def _recorded(runner: ModelRunner, chosen: list[Tensor]) -> Iterator[None]:
             fused.record = None
 
 
-class _Recorded(TorchFunctionMode):
-    def __init__(self, chosen: list[Tensor]) -> None:
-        super().__init__()
-        self._chosen = chosen
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func in TOPK:
-            self._chosen.append(found[1].flatten(0, -2))
-        return found
-
-
-class _Replayed(TorchFunctionMode):
-    """Answers the choices of one forward of all chunks with given ones, at the live scores.
+class _Replayed(Topk):
+    """Answers the choices of one forward of all chunks with given ones.
 
     Args:
         given: [rows, k] per choice; a choice of another shape stays the live one.
@@ -237,25 +228,20 @@ class _Replayed(TorchFunctionMode):
     """
 
     def __init__(self, given: Sequence[Tensor | None]) -> None:
-        super().__init__()
+        super().__init__(self._next)
         self._given = iter(given)
         self.worst = 0.0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        live = func(*args, **(kwargs or {}))
-        if func not in TOPK:
-            return live
-        scores: Tensor = args[0] if args else kwargs["input"]
+    def _next(self, scores: Tensor, live: Tensor) -> Tensor | None:
         given = next(self._given, None)
-        if given is None or given.numel() != live[1].numel() or live[1].shape[:-1] != scores.shape[:-1]:
-            return live
-        chosen = given.view_as(live[1]).to(scores.device)
-        values = scores.gather(-1, chosen)
-        least, got = live[0].float().amin(-1), values.float().amin(-1)
+        if given is None or given.numel() != live.numel() or live.shape[:-1] != scores.shape[:-1]:
+            return None
+        chosen = given.view_as(live).to(scores.device)
+        least, got = (scores.gather(-1, each).float().amin(-1) for each in (live, chosen))
         largest = scores.float().nan_to_num(0.0, 0.0, 0.0).abs().amax(-1)
         short = torch.where(least == got, 0.0, (least - got) / largest)
         self.worst = float(torch.maximum(short.max(), torch.tensor(self.worst, device=short.device)))
-        return torch.return_types.topk((values, chosen))
+        return chosen
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------------

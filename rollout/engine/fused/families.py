@@ -1,4 +1,4 @@
-"""What the decoder layers of each family are made of, for the fused forward: one row of a table per family.
+"""Parts of each family's decoder layers, for the fused forward: one row of a table per family.
 
 A row names modules and numbers of transformers' classes; `Bound` verifies all of them in a given model.
 """
@@ -13,21 +13,20 @@ from rollout.engine.kernels.cpu_forward import NormKind, RotaryKind
 
 @dataclass(frozen=True)
 class Names:
-    """Names of a family's modules; the default is that of most."""
+    """Names of a family's modules. Names of classes are appended to the family's name."""
 
     causal_lm: str = "ForCausalLM"
-    """Class, after the family's name."""
+    """Class."""
     decoder: str = "model"
     inner: str = ""
-    """Decoder inside the model of text and images that is called `decoder`."""
+    """Decoder inside of `decoder`, which is then a model of text and images."""
     decoder_class: str = "Model"
-    """After the family's name."""
     embedding: str = "embed_tokens"
     positions: str = "wpe"
-    """Learned positions, where there is no rotary embedding."""
+    """Learned positions, if there is no rotary embedding."""
     layers: str = "layers"
     layer: str = "DecoderLayer"
-    """Class, after the family's name."""
+    """Class."""
     final_norm: str = "norm"
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -49,33 +48,33 @@ class Family:
     norms: tuple[str | None, str | None, str | None, str | None] = (
         "input_layernorm", None, "post_attention_layernorm", None,
     )  # fmt: skip
-    """Norms before and after attention, before and after the MLP; those after act before the residual is added."""
+    """Norms before and after attention, before and after the MLP. The residual is added after the second and fourth."""
     norm: NormKind = NormKind.RMS
     query_norm: Literal["none", "head", "whole"] = "none"
     """Norm of queries and keys: of each head, or of all heads together."""
     gated_attention: bool = False
     """Whether each head's queries are packed with a gate of its outputs."""
     delta: Literal["none", "split", "interleaved"] = "none"
-    """Whether layers may have a gated delta rule in place of attention, and how its projections are packed."""
+    """Packing of the projections of layers that have a gated delta rule instead of attention; `none`: no layer has."""
     gated: bool = True
     """Whether the MLP has a gate."""
     experts: bool = False
     """Whether the MLPs of layers may be mixtures of experts."""
     shared_expert: bool = False
-    """Whether all positions go through one more expert, which has a gate."""
+    """Whether all positions go through one more expert with a gate."""
     shares_wide: bool = False
-    """Whether the shares of experts stay float32."""
+    """Whether the weights of the chosen experts stay float32."""
     rotary: RotaryKind | None = RotaryKind.HALVES
     """None: learned positions."""
     rotary_by_type: bool = False
     """Whether layers of different types have rotary tables of their own."""
     scaled_embedding: bool = False
     window: Literal["none", "config", "attention"] = "none"
-    """Where a layer reads its window from."""
+    """Owner of a layer's window."""
     capped_scores: bool = False
     capped_logits: bool = False
     dropouts: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), (), ())
-    """Dropouts, which do nothing in a rollout, in decoder, layer, attention and MLP."""
+    """Dropouts in decoder, layer, attention and MLP, which do nothing in a rollout."""
     exact: bool = False
     """Whether exact mode has a training forward for it."""
 

@@ -34,8 +34,8 @@ from rollout.engine.kernels.decode_parts import num_splits
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.triton_attention import num_parts, table_columns
 from rollout.engine.kernels.triton_paged import power_of_two
+from rollout.engine.memory.buffers import lacks_device_memory
 from rollout.engine.memory.kv_cache import KVCache
-from rollout.engine.memory.shortage import lacks_device_memory
 from rollout.engine.models.attention import Installation, forward_with
 from rollout.engine.models.model_support import ModelLayout, has_global_hooks
 from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies

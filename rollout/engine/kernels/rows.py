@@ -23,7 +23,7 @@ class PagedRows:
     seen: NDArray[np.int64] | None = None
     """[P], last position that each attends to, if not its own: within an image that sees itself in both directions."""
     others: tuple[NDArray[np.int64], ...] = ()
-    """Like `tables`, of each further group of layers (`memory.layer_groups`)."""
+    """Like `tables`, of each further group of layers (`blocks.pages`)."""
 
     def __len__(self) -> int:
         return len(self.tables)

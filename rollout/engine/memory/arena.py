@@ -1,7 +1,7 @@
-"""Device memory of the KV pool and of gathered weights, given back to the driver and taken again, at fixed addresses.
+"""Device memory of the KV pool and of gathered weights: given back to the driver and taken again, at fixed addresses.
 
-Memory that goes back to torch's allocator alone is carved up by the trainer: what lives on (Adam's states, made at the first
-step) pins the pool's segment, and the pool cannot come back whole. An `Arena` keeps addresses and maps memory to them.
+If memory only goes back to torch's allocator, the trainer's tensors (Adam's states, made at the first step) pin parts of it,
+and the pool cannot come back whole. An `Arena` keeps addresses and maps memory to them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,23 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p, py_object
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_char_p,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_ubyte,
+    c_uint8,
+    c_uint16,
+    c_uint64,
+    c_ushort,
+    c_void_p,
+    py_object,
+)  # fmt: skip
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,21 +36,151 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from rollout.engine.memory.block_pool import Allocate, zeros
-from rollout.engine.memory.virtual_memory import CudaVirtualMemory, VirtualMemory
+from rollout.engine.memory.streams import wait_for_steps
 
 CHUNK_BYTES = 64 * 2**20
 """Physical memory per mapping: few calls for a pool of 100 GB, and little less than all there is can be mapped."""
 _log = logging.getLogger(__name__)
+_OUT_OF_MEMORY = 2
+_SUPPORTED = 102
+"""CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED."""
+_PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
+
+
+class _Location(Structure):
+    _fields_ = (("kind", c_int), ("id", c_int))
+
+
+class _AllocationFlags(Structure):
+    _fields_ = (("compression", c_ubyte), ("rdma", c_ubyte), ("usage", c_ushort), ("reserved", c_ubyte * 4))
+
+
+class _Properties(Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("kind", c_int), ("handle_types", c_int), ("location", _Location), ("metadata", c_void_p),
+        ("flags", _AllocationFlags),
+    )  # fmt: skip
+
+
+class _Access(Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", c_int))
+
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(_Properties), c_int),
+    "cuMemAddressReserve": (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemAddressFree": (c_uint64, c_size_t),
+    "cuMemCreate": (POINTER(c_uint64), c_size_t, POINTER(_Properties), c_uint64),
+    "cuMemRelease": (c_uint64,),
+    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemSetAccess": (c_uint64, c_size_t, POINTER(_Access), c_size_t),
+    "cuMemUnmap": (c_uint64, c_size_t),
+}
+
+
+class CudaVirtualMemory:
+    """Physical memory of a CUDA device, and addresses that it can be mapped to, by ctypes on the driver.
+
+    Args:
+        library: libcuda, or a stand-in for it.
+
+    Attributes:
+        granularity: bytes; sizes and addresses of mappings are multiples of it.
+        device: device of a tensor at the addresses.
+
+    Raises:
+        OSError: there is no libcuda.
+        RuntimeError: the driver or the device has no virtual memory calls.
+    """
+
+    def __init__(self, device: torch.device, library: Any = None) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+        self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(self._library, name, None)
+            if function is None:
+                raise RuntimeError(f"the CUDA driver has no {name}")
+            function.argtypes, function.restype = arguments, c_int
+        self.settle()
+        supported, granularity = c_int(), c_size_t()
+        self._call("cuDeviceGetAttribute", byref(supported), _SUPPORTED, index)
+        if not supported.value:
+            raise RuntimeError(f"{self.device} has no virtual memory management")
+        self._properties = _Properties(kind=_PINNED, location=_Location(_ON_DEVICE, index))
+        self._access = _Access(_Location(_ON_DEVICE, index), _READ_WRITE)
+        self._call("cuMemGetAllocationGranularity", byref(granularity), byref(self._properties), 0)
+        self.granularity = granularity.value
+
+    def reserve(self, size: int) -> int:
+        """Reserve `size` bytes of addresses, without memory behind them; returns the first."""
+        address = c_uint64()
+        self._call("cuMemAddressReserve", byref(address), size, 0, 0, 0)
+        return address.value
+
+    def map(self, address: int, size: int) -> int:
+        """Map new physical memory of `size` bytes to `address`; returns its handle.
+
+        Raises:
+            torch.OutOfMemoryError: the device has not so much memory; nothing has changed.
+        """
+        handle = c_uint64()
+        self._call("cuMemCreate", byref(handle), size, byref(self._properties), 0)
+        try:
+            self._call("cuMemMap", address, size, 0, handle, 0)
+            try:
+                self._call("cuMemSetAccess", address, size, byref(self._access), 1)
+            except BaseException:
+                self._call("cuMemUnmap", address, size)
+                raise
+        except BaseException:
+            self._call("cuMemRelease", handle)
+            raise
+        return handle.value
+
+    def unmap(self, address: int, size: int, handle: int) -> None:
+        """Unmap `address` and give its physical memory back to the device."""
+        self._call("cuMemUnmap", address, size)
+        self._call("cuMemRelease", handle)
+
+    def free(self, address: int, size: int) -> None:
+        """Give reserved addresses back, of which none is mapped."""
+        self._call("cuMemAddressFree", address, size)
+
+    def settle(self) -> None:
+        """Wait for queued work that may use mapped memory; this also makes the device's context current."""
+        wait_for_steps(self.device)
+
+    def reclaim(self) -> None:
+        """Have torch give unused memory that it holds back to the device."""
+        torch.cuda.empty_cache()
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        # A thread may have another device's context, or none.
+        with torch.cuda.device(self.device):
+            code = getattr(self._library, name)(*arguments)
+        if not code:
+            return
+        text = c_char_p()
+        self._library.cuGetErrorName(code, byref(text))
+        error = torch.OutOfMemoryError if code == _OUT_OF_MEMORY else RuntimeError
+        raise error(f"{name}: {(text.value or b'error').decode()} ({code}) on {self.device}")
 
 
 class Arena:
     """Device memory with one user at a time, in ranges of addresses that stay where they are.
 
-    Always true: mapped memory is a prefix of each range, and belongs to the tensors that were returned last. Nothing may use
-    these after `release`.
+    Always true: mapped memory is a prefix of each range, and belongs to the tensors returned last, which nothing may use
+    after `release`.
     """
 
-    def __init__(self, memory: VirtualMemory) -> None:
+    def __init__(self, memory: CudaVirtualMemory) -> None:
         self._memory = memory
         self._ranges: list[_Mapped] = []
         # Not at exit: the process gives everything back, and the driver may have been shut down.
@@ -45,8 +191,7 @@ class Arena:
         return [each.zero_() for each in self.take(sizes, dtype, device)]
 
     def take(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """A tensor of each of these sizes, of any content, at the addresses of the last one at its place in the order unless
-        that was never as large.
+        """A tensor of each of these sizes, of any content, each at the addresses of its predecessor unless it is larger.
 
         Raises:
             torch.OutOfMemoryError: the device has not so much memory; nothing is mapped.
@@ -81,7 +226,7 @@ def _free_all(ranges: list[_Mapped]) -> None:
 class _Mapped:
     """A range of reserved addresses, and the chunks of memory mapped to the first of them."""
 
-    memory: VirtualMemory
+    memory: CudaVirtualMemory
     address: int = 0
     reserved: int = 0
     whole: Tensor | None = None
@@ -89,7 +234,7 @@ class _Mapped:
     chunks: list[tuple[int, int, int]] = field(default_factory=list)
     """Address, size and handle of each."""
     process: int = field(default_factory=os.getpid)
-    """That the driver's handles are of."""
+    """Process of the driver's handles."""
 
     def grow(self, used: int) -> Tensor:
         """[used] bytes at the first addresses, none of which is mapped."""
@@ -129,7 +274,7 @@ class _Mapped:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Where device memory of one user comes from and how it goes back."""
+    """Source of one user's device memory, and how it goes back."""
 
     allocate: Allocate
     release: Callable[[], object] | None = None
@@ -137,7 +282,7 @@ class PoolMemory:
 
 
 def pool_memory(device: torch.device, *, virtual: bool) -> PoolMemory:
-    """Memory for a pool on `device`; from torch's allocator where `virtual` is False or the driver lacks the calls."""
+    """Memory for a pool on `device`; from torch's allocator if `virtual` is False or the driver lacks the calls."""
     if device.type != "cuda":
         return PoolMemory(zeros)
     # What is cached would be carved up by the trainer.
@@ -145,10 +290,10 @@ def pool_memory(device: torch.device, *, virtual: bool) -> PoolMemory:
 
 
 def fixed_memory(device: torch.device, *, zeroed: bool = False) -> PoolMemory | None:
-    """Memory of a CUDA device at the same addresses each time; None where the device or its driver has no such.
+    """Memory of a CUDA device at the same addresses each time; None if the device or its driver cannot map memory.
 
     Args:
-        zeroed: fill it with zeros, where not all of it is written before it is read.
+        zeroed: fill it with zeros, because not all of it is written before it is read.
     """
     if device.type != "cuda" or torch.version.cuda is None:
         return None

@@ -1,8 +1,7 @@
-"""Memory of equal blocks on a device, one host pool beside it, and the copies between them.
+"""Memory of equal blocks on a device, one host pool next to it, and the copies between them.
 
-Owns memory; the meaning of a block is the scheduler's. Part-major: the blocks of one part (K of one layer, a state of one
-layer) are contiguous, because gathering contiguous rows is many times faster than strided ones (13 times, for 8 kB rows on a
-CPU).
+Part-major: the blocks of one part (K of one layer, a state of one layer) are contiguous, because gathering contiguous rows
+is many times faster than strided ones (13 times, for 8 kB rows on a CPU).
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.memory.buffers import upload
-from rollout.engine.memory.host_blocks import HostBlocks, Inline
-from rollout.engine.memory.host_pool import HostPool
-from rollout.engine.memory.kv_transfer import CudaStream, KVTransfer, Stream
+from rollout.engine.memory.host_pool import HostBlocks, HostPool
+from rollout.engine.memory.kv_transfer import KVTransfer
+from rollout.engine.memory.streams import CudaStream, current_stream
 
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], list[Tensor]]
 """Makes a flat device tensor of each of these sizes; raises `torch.OutOfMemoryError` when it cannot."""
@@ -82,10 +81,9 @@ class BlockPool:
         self._held = False
         self._host = HostPool(dtype, pinned=device.type == "cuda")
         self._saved: NDArray[np.int32] | None = None
-        self._tier: HostBlocks | None = None
-        self._transfer: Callable[[], KVTransfer] | None = None
-        if device.type == "cuda":
-            self._transfer = partial(self._on_streams, CudaStream(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]
+        self._stage = partial(torch.empty, dtype=dtype, device=device)
+        self._copies = CudaStream(torch.cuda.Stream(device)) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._tier = self._host_blocks(0)
         self.materialize(num_blocks)
 
     @property
@@ -101,12 +99,12 @@ class BlockPool:
     @property
     def host_bytes(self) -> int:
         """Bytes on the host: of the pool that is kept for the next suspend, and of the slots for evicted blocks."""
-        return self._host.nbytes + (0 if self._tier is None else self._tier.nbytes)
+        return self._host.nbytes + self._tier.nbytes
 
     @property
     def host_slots(self) -> int:
         """Slots on the host for single blocks (`keep_host_blocks`)."""
-        return 0 if self._tier is None else self._tier.num_blocks
+        return self._tier.num_blocks
 
     @property
     def on_device(self) -> bool:
@@ -128,26 +126,28 @@ class BlockPool:
     def drop(self) -> int:
         """Free the device memory, losing its content; returns the bytes freed."""
         freed = self.device_bytes
-        if self._tier is not None:
-            self._tier.release(self._compute())
+        self._tier.release(current_stream(self.device))
         self._parts, self._held = [], False
         if self._release is not None:
             self._release()
         return freed
 
     def keep_host_blocks(self, num_blocks: int) -> None:
-        """Have `num_blocks` slots on the host, for single blocks that `copy_blocks` takes there and back.
+        """Have `num_blocks` slots on the host, for single blocks that `copy_blocks` moves.
 
         Raises:
             HostMemoryError: the host has not so much (pinned) memory.
         """
-        stage, on_cuda = partial(torch.empty, dtype=self.dtype, device=self.device), self.device.type == "cuda"
-        copies = CudaStream(torch.cuda.Stream(self.device)) if on_cuda else None  # type: ignore[no-untyped-call]
-        self._tier = HostBlocks(num_blocks, self._widths, self.dtype, pinned=on_cuda, stage=stage, copies=copies)
+        self._tier = self._host_blocks(num_blocks)
 
     def release_host_blocks(self) -> None:
         """Give up the slots on the host and what they hold, after `drop`."""
-        self._tier = None
+        self._tier = self._host_blocks(0)
+
+    def _host_blocks(self, num_blocks: int) -> HostBlocks:
+        on_cuda = self.device.type == "cuda"
+        copies = CudaStream(torch.cuda.Stream(self.device)) if on_cuda and num_blocks else None  # type: ignore[no-untyped-call]
+        return HostBlocks(num_blocks, self._widths, self.dtype, pinned=on_cuda, stage=self._stage, copies=copies)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `source` to block `destination` for each pair, in this order; `~s` is slot s on the host.
@@ -156,26 +156,17 @@ class BlockPool:
         """
         for (from_host, to_host), run in groupby(pairs, lambda pair: (pair[0] < 0, pair[1] < 0)):
             # What is written twice keeps the last.
-            sources = dict(pair[::-1] for pair in run)
+            last = dict(pair[::-1] for pair in run)
+            sources, targets = list(last.values()), list(last)
             if from_host or to_host:
-                self._copy_with_host(list(sources.values()), list(sources), from_host=from_host)
+                blocks, slots = (targets, sources) if from_host else (sources, targets)
+                move = self._tier.load if from_host else self._tier.offload
+                index = upload(np.array(blocks, np.int64), self.device)
+                move(current_stream(self.device), self._parts, index, [~slot for slot in slots])
             else:
-                index = upload(np.array(list(sources.values()), np.int64), self.device)
-                targets = upload(np.array(list(sources), np.int64), self.device)
+                index, to = (upload(np.array(each, np.int64), self.device) for each in (sources, targets))
                 for part in self._parts:
-                    part.index_copy_(0, targets, part.index_select(0, index))
-
-    def _copy_with_host(self, sources: Sequence[int], targets: Sequence[int], *, from_host: bool) -> None:
-        tier = self._tier
-        assert tier is not None
-        blocks, slots = (targets, sources) if from_host else (sources, targets)
-        index = upload(np.array(blocks, np.int64), self.device)
-        copy = tier.load if from_host else tier.offload
-        copy(self._compute(), self._parts, index, [~slot for slot in slots])
-
-    def _compute(self) -> Stream:
-        on_cuda = self.device.type == "cuda"
-        return CudaStream(torch.cuda.current_stream(self.device)) if on_cuda else Inline()
+                    part.index_copy_(0, to, part.index_select(0, index))
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Fill `blocks` with zeros."""
@@ -193,8 +184,8 @@ class BlockPool:
         """
         self._host.grow(len(blocks) * sum(self._widths), self.num_blocks * sum(self._widths))
         index = upload(blocks.astype(np.int64), self.device)
-        if self._transfer is not None:
-            self._transfer().save(self._parts, index, self._host.chunks)
+        if (transfer := self._transfer()) is not None:
+            transfer.save(self._parts, index, self._host.chunks)
         else:
             for part, rows in zip(self._parts, self._on_host(len(blocks)), strict=True):
                 torch.index_select(part, 0, index, out=rows)
@@ -217,8 +208,8 @@ class BlockPool:
         kept = np.flatnonzero(targets >= 0)
         # From here on blocks go by their new ids, also if a copy fails and routes are still read from the host.
         self._saved = targets
-        if self._transfer is not None:
-            self._transfer().restore(self._parts, targets.astype(np.int64), self._host.chunks)
+        if (transfer := self._transfer()) is not None:
+            transfer.restore(self._parts, targets.astype(np.int64), self._host.chunks)
         else:
             index = torch.from_numpy(targets[kept].astype(np.int64))
             rows = None if len(kept) == len(self._saved) else torch.from_numpy(kept)
@@ -231,16 +222,14 @@ class BlockPool:
         """Forget what `save` copied: its blocks have been given up."""
         self._saved = None
 
+    def _transfer(self) -> KVTransfer | None:
+        """Moves blocks by streams; None: the device has none."""
+        return None if self._copies is None else KVTransfer(current_stream(self.device), self._copies, self._stage)
+
     def _on_host(self, num_blocks: int) -> Iterator[Tensor]:
         """The parts of `num_blocks` saved blocks in the host pool of a CPU, which is in one piece."""
-        return self._split(self._host.span(0, num_blocks * sum(self._widths)), num_blocks)
-
-    def _on_streams(self, copies: CudaStream) -> KVTransfer:
-        stage = partial(torch.empty, dtype=self.dtype, device=self.device)
-        return KVTransfer(self._compute(), copies, stage)
-
-    def _split(self, data: Tensor, num_blocks: int) -> Iterator[Tensor]:
-        offset = 0
-        for width in self._widths:
-            yield data[offset : offset + num_blocks * width].view(num_blocks, width)
-            offset += num_blocks * width
+        flat = self._host.span(0, num_blocks * sum(self._widths))
+        for part, width in zip(
+            flat.split_with_sizes([num_blocks * width for width in self._widths]), self._widths, strict=True
+        ):
+            yield part.view(num_blocks, width)

@@ -1,9 +1,10 @@
-"""Buffers reused across steps, and uploads of numpy arrays to a device."""
+"""Buffers reused across steps, copies of small arrays to and from a device, and modes and errors of its memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -14,6 +15,30 @@ BLOCK = 128
 """Vocabulary entries per block of the two-level search in a draw: first the block, then the token."""
 ALIGNMENT = 64
 """Bytes. Triton compiles a kernel separately for addresses that are no multiple of 16: packed arrays avoid those."""
+
+
+_OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED")
+
+
+def lacks_device_memory(exc: BaseException) -> bool:
+    """Whether an operation failed because the device has no memory left, so that it may succeed with more.
+
+    Torch's allocator raises `torch.OutOfMemoryError`; the driver (when a graph is instantiated or a kernel loaded), cuBLAS
+    and Triton raise a RuntimeError whose message says so.
+    """
+    if isinstance(exc, torch.OutOfMemoryError):
+        return True
+    return isinstance(exc, RuntimeError) and any(each in str(exc) for each in _OUT_OF_MEMORY)
+
+
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Leave inference mode: tensors created inside can be trained and changed in place later."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Scratch:
@@ -74,7 +99,7 @@ def download_together(ids: Tensor, values: Tensor) -> tuple[NDArray[np.int64], N
 
 
 def downloading(ids: Tensor, values: Tensor) -> Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    """Queue the copy of `download_together` on the current stream; returns what waits for it and gives the arrays."""
+    """Queue the copy of `download_together` on the current stream; the function returned waits for the arrays."""
     if ids.device.type == "cpu":
         return lambda: (ids.numpy(), values.numpy())
     both = torch.stack((ids.to(torch.int32), values.view(torch.int32)))

@@ -1,8 +1,7 @@
 """Huge pages under the parameters of a model on a CPU: a decode step reads all of them, mostly waiting for page tables.
 
-Linux 6.1 and later collapse pages of 4 KiB into one of 2 MiB in place (`MADV_COLLAPSE`, madvise(2)). Addresses and content
-stay: neither the optimizer nor a view of a parameter notices. Elsewhere, or where the administrator has turned transparent
-huge pages off, nothing happens.
+Linux 6.1 and later collapse pages of 4 KiB into one of 2 MiB in place (`MADV_COLLAPSE`, madvise(2)); addresses and content
+stay. Without it, or if transparent huge pages are turned off, nothing happens.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 HUGE_PAGE = 2 << 20
 LEAST_BYTES = 16 << 20
-"""Of parameters: fewer are in the caches, or soon are."""
+"""Least size of the parameters: fewer fit into the caches, or nearly."""
 _MADV_COLLAPSE = 25
 _SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _log = logging.getLogger(__name__)
@@ -31,11 +30,11 @@ Advise = Callable[[int, int], bool]
 def collapse(tensors: Iterable[Tensor], advise: Advise | None = None) -> int:
     """Put the memory of CPU tensors on huge pages, as far as the system can; returns how many bytes are on them.
 
-    Takes about 1.5 s per GB where the pages are small, else microseconds.
+    Takes about 1.5 s per GB if the pages are small, else microseconds.
 
     Args:
-        tensors: parameters; those on other devices are passed over.
-        advise: how to collapse; None: by madvise, where the system has it.
+        tensors: parameters; other devices' are ignored.
+        advise: how to collapse; None: by madvise, if the system has it.
     """
     if advise is None and (advise := _madvise()) is None:
         return 0

@@ -1,7 +1,6 @@
 """Paged KV cache: a pool whose blocks hold K and V of some token slots for every layer, or for a group of layers.
 
-Recorded expert routes lie behind the last layer, as one more part of every block: whatever copies, saves or shares a block
-carries them.
+Recorded expert routes are one more part of every block: whatever copies, saves or shares a block carries them.
 """
 
 from __future__ import annotations
@@ -55,13 +54,12 @@ class KVCache(BlockPool):
 
     Args:
         layers: KV shape per attention layer.
-        allocate: makes K and V of each layer; raises `torch.OutOfMemoryError` when it cannot (replaceable in tests).
-        release: gives their memory back, after they were dropped; None: dropping them does.
-        routes: keep expert routes of this shape beside K and V; None: none.
+        allocate, release: see `BlockPool`.
+        routes: keep expert routes of this shape next to K and V; None: none.
         groups: groups of the layers: a block of this pool is a page of one group. None: all layers are one group.
 
     Attributes:
-        addresses: of K and V of each layer, K first, which captured graphs have fixed; empty without a pool.
+        addresses: addresses of K and V of each layer, K first, fixed in captured graphs; empty without a pool.
     """
 
     def __init__(
@@ -113,11 +111,6 @@ class KVCache(BlockPool):
         return self._layers[index]
 
     def materialize(self, num_blocks: int) -> None:
-        """Allocate device memory for `num_blocks` blocks, content undefined, after `drop` or `save`.
-
-        Raises:
-            torch.OutOfMemoryError: not enough device memory; nothing has changed.
-        """
         super().materialize(num_blocks)
         kv_parts = [self._parts[2 * place + half] for place in self._groups.place_of for half in range(2)]
         shaped = [
@@ -128,7 +121,6 @@ class KVCache(BlockPool):
         self.addresses = tuple(part.data_ptr() for part in shaped)
 
     def drop(self) -> int:
-        """Free the device memory, losing its content; returns the bytes freed."""
         self._layers, self.addresses = [], ()
         return super().drop()
 
@@ -140,7 +132,7 @@ class KVCache(BlockPool):
     def read_routes(self, blocks: NDArray[np.int32], start: int, stop: int) -> NDArray[np.integer[Any]]:
         """Expert routes [stop - start, layers, k] of positions `start` … `stop` - 1 of the sequence that holds `blocks`.
 
-        Between `save` and `restore` they are read in the host pool.
+        Between `save` and `restore` they are read from the host pool.
         """
         assert self.routes is not None
         low, high = start // self.block_size, -(-stop // self.block_size)

@@ -1,17 +1,16 @@
 """Asynchronous copies of KV blocks between a device and one host pool, flat and in chunks.
 
 The blocks of all layers are gathered into a staging buffer, which goes to the host in one copy, and back the same way:
-copies of many megabytes reach the bandwidth of the bus, those of single blocks do not. Two staging buffers are used in
-turn, one being filled while the other is copied; the pool is never duplicated. Gathers and scatters run on the model's
-stream, copies on one beside it; the dependencies between the two are set here, the streams are passed in.
+copies of many megabytes reach the bandwidth of the bus, those of single blocks do not. One of two staging buffers is filled
+while the other is copied. Gathers and scatters run on the model's stream, copies beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.memory.buffers import upload
-from rollout.engine.memory.host_pool import pieces
+from rollout.engine.memory.streams import Stream
 
 STAGING_BYTES = 64 * 2**20
 """Size of one staging buffer: its copy takes milliseconds, starting it microseconds."""
@@ -28,45 +27,14 @@ StagingAllocator = Callable[[int], Tensor]
 """Allocates a flat device tensor of n elements; raises `torch.OutOfMemoryError` when it cannot."""
 
 
-class Stream(Protocol):
-    """A stream: a queue of device work, run in order and asynchronously to the host."""
-
-    def run(self, work: Callable[[], object]) -> None:
-        """Queue the device work of `work`."""
-
-    def mark(self) -> Any:
-        """Event at the end of the work queued so far."""
-
-    def after(self, mark: Any) -> None:
-        """Let all work queued from now on wait for `mark`, an event of any stream."""
-
-    def finish(self) -> None:
-        """Block the host until all queued work is done."""
-
-
-class CudaStream:
-    """A `Stream` over a CUDA stream."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-
-    def run(self, work: Callable[[], object]) -> None:
-        """Queue the device work of `work` on the stream."""
-        with torch.cuda.stream(self._stream):
-            work()
-
-    def mark(self) -> torch.cuda.Event:
-        """Event at the end of the work queued so far."""
-        event: torch.cuda.Event = self._stream.record_event()
-        return event
-
-    def after(self, mark: torch.cuda.Event) -> None:
-        """Let later work of the stream wait for `mark`."""
-        self._stream.wait_event(mark)
-
-    def finish(self) -> None:
-        """Synchronise the host with the stream."""
-        self._stream.synchronize()
+def pieces(chunks: Sequence[Tensor], begin: int, end: int) -> Iterator[Tensor]:
+    """Views of elements `begin` to `end` of flat tensors that are numbered through, in order."""
+    start = 0
+    for chunk in chunks:
+        stop = start + len(chunk)
+        if max(begin, start) < min(end, stop):
+            yield chunk[max(begin, start) - start : min(end, stop) - start]
+        start = stop
 
 
 @dataclass(frozen=True)
@@ -80,7 +48,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One copy: elements `begin` to `end` of the host pool, and the pieces that lie there in this order."""
+    """One copy: elements `begin` to `end` of the host pool, and the rows that are stored there in this order."""
 
     begin: int
     end: int
@@ -95,20 +63,20 @@ def plan(widths: Sequence[int], rows: int, limit: int) -> list[Chunk]:
         limit: most elements of a chunk; at least the widest row.
     """
     chunks: list[Chunk] = []
-    pieces: list[RowRange] = []
+    ranges: list[RowRange] = []
     begin = end = 0
     for part, width in enumerate(widths):
         row = 0
         while row < rows:
             count = min(rows - row, (limit - (end - begin)) // width)
             if count:
-                pieces.append(RowRange(part, row, row + count))
+                ranges.append(RowRange(part, row, row + count))
                 row, end = row + count, end + count * width
             else:
-                chunks.append(Chunk(begin, end, tuple(pieces)))
-                pieces, begin = [], end
-    if pieces:
-        chunks.append(Chunk(begin, end, tuple(pieces)))
+                chunks.append(Chunk(begin, end, tuple(ranges)))
+                ranges, begin = [], end
+    if ranges:
+        chunks.append(Chunk(begin, end, tuple(ranges)))
     return chunks
 
 
@@ -134,7 +102,7 @@ class KVTransfer:
         Args:
             parts: [num_blocks, width] each.
             blocks: [n] int64, on the device.
-            host: flat chunks, pinned: n rows of the first part, then n of the second, and so on, across their borders.
+            host: flat chunks, pinned; they get n rows of the first part, then n of the second, and so on.
         """
         compute, copies = self._compute, self._copies
         staging, chunks = self._staging(parts, len(blocks))
@@ -142,11 +110,11 @@ class KVTransfer:
         try:
             for turn, chunk in enumerate(chunks):
                 buffer = staging[turn % 2]
-                if free[turn % 2] is not None:
+                if turn > 1:
                     compute.after(free[turn % 2])
                 compute.run(partial(_gather, parts, blocks, chunk, buffer))
                 copies.after(compute.mark())
-                copies.run(partial(_copy_out, buffer, list(pieces(host, chunk.begin, chunk.end))))
+                copies.run(partial(_copy, buffer, list(pieces(host, chunk.begin, chunk.end)), to_host=True))
                 free[turn % 2] = copies.mark()
         finally:
             # After this, pool and staging buffers can be freed: nothing reads them any more.
@@ -158,22 +126,22 @@ class KVTransfer:
         Args:
             parts: [num_blocks, width] each.
             blocks: [n], destination of each saved row; negative: dropped.
-            host: as `save` left it, n rows of each part; only the next `save` may write to it.
+            host: as `save` left it; only the next `save` may write to it.
         """
         compute, copies = self._compute, self._copies
         staging, chunks = self._staging(parts, len(blocks))
-        targets = _Targets(blocks, parts[0].device)
+        whole = upload(blocks, parts[0].device) if (blocks >= 0).all() else None
         free: list[Any] = [None, None]
         # The previous content of the staging memory may still be in use.
         copies.after(compute.mark())
         try:
             for turn, chunk in enumerate(chunks):
                 buffer = staging[turn % 2]
-                if free[turn % 2] is not None:
+                if turn > 1:
                     copies.after(free[turn % 2])
-                copies.run(partial(_copy_in, list(pieces(host, chunk.begin, chunk.end)), buffer))
+                copies.run(partial(_copy, buffer, list(pieces(host, chunk.begin, chunk.end)), to_host=False))
                 compute.after(copies.mark())
-                compute.run(partial(_scatter, parts, targets, chunk, buffer))
+                compute.run(partial(_scatter, parts, blocks, whole, chunk, buffer))
                 free[turn % 2] = compute.mark()
         except BaseException:
             # A copy that is still running would write into memory that has been reallocated.
@@ -194,56 +162,34 @@ class KVTransfer:
                 limit //= 2
 
 
-class _Targets:
-    """Destination blocks of saved rows; negative ones are dropped."""
-
-    def __init__(self, blocks: NDArray[np.int64], device: torch.device) -> None:
-        self._blocks = blocks
-        self._device = device
-        self._all = upload(blocks, device)
-        self._whole = bool((blocks >= 0).all())
-
-    def of(self, piece: RowRange) -> tuple[Tensor, Tensor | None]:
-        """[m] destination blocks, and the [m] rows of the piece that go there; None: every row."""
-        if self._whole:
-            return self._all[piece.begin : piece.end], None
-        kept = upload(np.flatnonzero(self._blocks[piece.begin : piece.end] >= 0), self._device)
-        return self._all[piece.begin : piece.end].index_select(0, kept), kept
-
-
 def _gather(parts: Sequence[Tensor], blocks: Tensor, chunk: Chunk, buffer: Tensor) -> None:
     for piece, rows in _rows(parts, chunk, buffer):
         torch.index_select(parts[piece.part], 0, blocks[piece.begin : piece.end], out=rows)
 
 
-def _scatter(parts: Sequence[Tensor], targets: _Targets, chunk: Chunk, buffer: Tensor) -> None:
+def _scatter(
+    parts: Sequence[Tensor], blocks: NDArray[np.int64], whole: Tensor | None, chunk: Chunk, buffer: Tensor
+) -> None:
+    """Copy the rows of a chunk to their blocks; `whole`: `blocks` on the device, if no row is dropped."""
     for piece, rows in _rows(parts, chunk, buffer):
-        blocks, kept = targets.of(piece)
-        parts[piece.part].index_copy_(0, blocks, rows if kept is None else rows.index_select(0, kept))
+        part, cut = parts[piece.part], slice(piece.begin, piece.end)
+        if whole is not None:
+            part.index_copy_(0, whole[cut], rows)
+            continue
+        kept = np.flatnonzero(blocks[cut] >= 0)
+        part.index_copy_(0, upload(blocks[cut][kept], part.device), rows.index_select(0, upload(kept, part.device)))
 
 
-def _copy_out(buffer: Tensor, host: Sequence[Tensor]) -> None:
-    for piece, staged in zip(host, _laid_out(buffer, host), strict=True):
-        piece.copy_(staged, non_blocking=True)
-
-
-def _copy_in(host: Sequence[Tensor], buffer: Tensor) -> None:
-    for piece, staged in zip(host, _laid_out(buffer, host), strict=True):
-        staged.copy_(piece, non_blocking=True)
-
-
-def _laid_out(buffer: Tensor, host: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Views of the buffer of the sizes of `host`, one after the other."""
+def _copy(buffer: Tensor, host: Sequence[Tensor], *, to_host: bool) -> None:
+    """Copy the begin of the buffer to or from pieces of the host."""
     sizes = [len(piece) for piece in host]
-    return buffer[: sum(sizes)].split_with_sizes(sizes)
+    for piece, staged in zip(host, buffer[: sum(sizes)].split_with_sizes(sizes), strict=True):
+        source, target = (staged, piece) if to_host else (piece, staged)
+        target.copy_(source, non_blocking=True)
 
 
 def _rows(parts: Sequence[Tensor], chunk: Chunk, buffer: Tensor) -> list[tuple[RowRange, Tensor]]:
-    """Pieces of the chunk, each with its rows of the staging buffer."""
-    found, begin = [], 0
-    for piece in chunk.pieces:
-        width = parts[piece.part].shape[1]
-        end = begin + (piece.end - piece.begin) * width
-        found.append((piece, buffer[begin:end].view(-1, width)))
-        begin = end
-    return found
+    """Row ranges of the chunk, each with its rows of the staging buffer."""
+    sizes = [(piece.end - piece.begin) * parts[piece.part].shape[1] for piece in chunk.pieces]
+    flat = buffer[: sum(sizes)].split_with_sizes(sizes)
+    return [(piece, rows.view(-1, parts[piece.part].shape[1])) for piece, rows in zip(chunk.pieces, flat, strict=True)]

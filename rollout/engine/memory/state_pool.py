@@ -1,7 +1,6 @@
 """Pool of recurrent and convolutional states: one slot holds all states of one sequence at one position.
 
-Layers of linear attention, state spaces and short convolutions keep a state of constant size per sequence instead of K and V
-per token. A slot belongs to a running sequence, or is a snapshot of the state at the end of a cached prefix.
+A slot belongs to a running sequence, or is a snapshot of the state at the end of a cached prefix.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class StateShape:
 
 
 def _shaped(flat: Tensor, state: StateShape) -> Tensor:
-    """[slots, elements] as [slots, *shape]; the channels of a convolution lie side by side, which kernels read at once."""
+    """[slots, elements] as [slots, *shape]; channels of a convolution are contiguous, since kernels read them at once."""
     if state.key.kind != "conv":
         return flat.view(-1, *state.shape)
     return flat.view(-1, state.shape[-1], *state.shape[:-1]).movedim(1, -1)
@@ -69,11 +68,6 @@ class StatePool(BlockPool):
         return self._states[key]
 
     def materialize(self, num_blocks: int) -> None:
-        """Allocate device memory for `num_blocks` slots, content undefined, after `drop` or `save`.
-
-        Raises:
-            torch.OutOfMemoryError: not enough device memory; nothing has changed.
-        """
         super().materialize(num_blocks)
         self._states = {
             each.key: _shaped(part.view(each.dtype)[:, : math.prod(each.shape)], each)
@@ -81,7 +75,6 @@ class StatePool(BlockPool):
         }
 
     def drop(self) -> int:
-        """Free the device memory, losing its content; returns the bytes freed."""
         self._states = {}
         return super().drop()
 

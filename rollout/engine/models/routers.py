@@ -22,8 +22,7 @@ from rollout.errors import UnsupportedModelError
 Record = Callable[[int, Tensor], None]
 """(index of the router, experts [P, k]) of one forward."""
 
-TOPK = frozenset({torch.topk, Tensor.topk})
-"""The functions by which routers choose."""
+_TOPK = frozenset({torch.topk, Tensor.topk})
 
 
 class Routers:
@@ -101,8 +100,28 @@ def _router_classes(modules: Iterable[nn.Module]) -> Iterator[type]:
                 yield kind
 
 
-class ChosenExperts(TorchFunctionMode):
-    """Answers the choice of a router with given experts, at the live scores; may be entered once.
+class Topk(TorchFunctionMode):
+    """Answers the choices of routers, which are calls of `topk`, at the live scores.
+
+    Args:
+        choose: returns the indices to answer with, given the scores and the live indices; None: the live ones.
+    """
+
+    def __init__(self, choose: Callable[[Tensor, Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self._choose = choose
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        live = func(*args, **(kwargs or {}))
+        if func not in _TOPK:
+            return live
+        scores: Tensor = args[0] if args else kwargs["input"]
+        chosen = self._choose(scores, live[1])
+        return live if chosen is None else torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+
+class ChosenExperts(Topk):
+    """Answers the choice of a router with given experts; may be entered once.
 
     Args:
         experts: int64 [P, k]; a row of negatives leaves the choice of that position to the router.
@@ -112,27 +131,14 @@ class ChosenExperts(TorchFunctionMode):
     """
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
-        super().__init__()
+        super().__init__(self._given)
         self._experts = experts
         self._num_experts = num_experts
         self.answered = 0
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Calls `func`, except for the topk that chooses the experts."""
-        kwargs = kwargs or {}
-        if func not in TOPK or not self._is_choice(args, kwargs):
-            return func(*args, **kwargs)
-        scores: Tensor = args[0] if args else kwargs["input"]
-        live = func(*args, **kwargs)
+    def _given(self, scores: Tensor, live: Tensor) -> Tensor | None:
+        # If a router first chooses among groups of experts, that choice has another shape.
+        if scores.shape != (len(self._experts), self._num_experts) or live.shape != self._experts.shape:
+            return None
         self.answered += 1
-        chosen = torch.where(self._experts >= 0, self._experts, live[1])
-        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
-
-    def _is_choice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        scores = args[0] if args else kwargs.get("input")
-        k = args[1] if len(args) > 1 else kwargs.get("k")
-        rows, top_k = self._experts.shape
-        # Groups of experts, where a router chooses among them first, have another shape.
-        return isinstance(scores, Tensor) and k == top_k and tuple(scores.shape) == (rows, self._num_experts)
+        return torch.where(self._experts >= 0, self._experts, live)

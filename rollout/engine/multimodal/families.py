@@ -1,12 +1,276 @@
-"""Registry of the families of vision-language models that are served images."""
+"""The families of vision-language models that are served images: how each cuts a prompt's tensors into items."""
 
 from __future__ import annotations
 
-from torch import nn
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
 
-from rollout.engine.multimodal.crops import AnyResolutionFamily, CropFamily, PooledFamily, ShapedFamily, TileFamily
-from rollout.engine.multimodal.family import Family
-from rollout.engine.multimodal.grids import GridFamily, RotaryGridFamily
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from rollout.engine.multimodal.family import VIDEO_PIXELS, Cut, Family, ImageItem, module_with
+from rollout.errors import InvalidRequestError
+from rollout.requests.images import PIXELS, ImageInputs, digest_of
+
+SECONDS = "second_per_grid_ts"
+"""Seconds of a video per step of its grid in time."""
+FRAMES = "num_frames_per_video"
+
+
+class GridFamily(Family):
+    """Muse Glimmer: patches of all images in one row, a grid per image; videos likewise."""
+
+    types: ClassVar[tuple[str, ...]] = ("muse_glimmer",)
+    tensors: tuple[str, ...] = (PIXELS, "image_grid_thw", VIDEO_PIXELS, "video_grid_thw")
+    required = ()
+    together: tuple[tuple[str, ...], ...] = ((PIXELS, "image_grid_thw"), (VIDEO_PIXELS, "video_grid_thw"))
+    serves_video = True
+
+    def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
+        for name, grids_name in ((PIXELS, "image_grid_thw"), (VIDEO_PIXELS, "video_grid_thw")):
+            if name in tensors:
+                yield from self._cut_patches(name, tensors[name], grids_name, tensors[grids_name])
+
+    def _cut_patches(self, name: str, pixels: Tensor, grids_name: str, grids: Tensor) -> Iterator[Cut]:
+        vision = self.config.vision_config
+        merge = _first(vision, "spatial_merge_size", "merge_size")
+        frames = _first(vision, "temporal_patch_size", "patch_temporal")
+        width = _first(vision, "in_channels", "in_chans", default=3) * frames * vision.patch_size**2
+        if grids.ndim != 2 or grids.shape[1] != 3 or grids.is_floating_point() or not (grids > 0).all():
+            raise InvalidRequestError(f"{grids_name} of shape {list(grids.shape)}: must be [n, 3] integers above 0")
+        sizes: list[int] = grids.prod(-1).tolist()
+        if list(pixels.shape) != [sum(sizes), width]:
+            raise InvalidRequestError(
+                f"{name} of shape {list(pixels.shape)}: {grids_name}={grids.tolist()} and the model's patches make it "
+                f"[{sum(sizes)}, {width}]"
+            )
+        if (grids[:, 1:] % merge).any():
+            raise InvalidRequestError(f"{grids_name}={grids.tolist()}: height and width must be multiples of {merge}")
+        for grid, size, part in zip(grids, sizes, torch.split(pixels, sizes), strict=True):
+            yield {name: part, grids_name: grid[None]}, size // merge**2
+
+
+class RotaryGridFamily(GridFamily):
+    """Qwen-VL: rotary positions in time, height and width."""
+
+    types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+    token_types = "mm_token_type_ids"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.core = module_with(model, "get_rope_index")
+        # Without them a model that takes them silently gives every frame a second.
+        if SECONDS in inspect.signature(self.core.get_rope_index).parameters:
+            self.tensors = (*self.tensors, SECONDS)
+            self.together = (*self.together, (VIDEO_PIXELS, SECONDS))
+
+    def items(self, images: ImageInputs) -> list[ImageItem]:
+        items, seconds = super().items(images), images.tensors.get(SECONDS)
+        if seconds is None:
+            return items
+        videos = [item for item in items if item.video]
+        if len(seconds) != len(videos):
+            raise InvalidRequestError(f"{SECONDS} of {len(seconds)} for {len(videos)} videos: must be one each")
+        # Equal videos at another speed are different items: their positions in time differ.
+        return items[: len(items) - len(videos)] + [
+            replace(item, digest=digest_of(item.inputs | {SECONDS: each}))
+            for item, each in zip(videos, seconds, strict=True)
+        ]
+
+    def positions(self, tokens: Tensor, kinds: Tensor, images: ImageInputs) -> Tensor:
+        named = ("image_grid_thw", "video_grid_thw", SECONDS)
+        given = {name: images.tensors[name].cpu() for name in named if name in images.tensors}
+        # A video may reach further in time than the text behind it, so the model is asked for the next token's position.
+        tokens, kinds = pad(tokens[None], (0, 1)), pad(kinds[None].int(), (0, 1))
+        try:
+            found: Tensor = self.core.get_rope_index(tokens, mm_token_type_ids=kinds, **given)[0]
+        except (RuntimeError, IndexError, TypeError, ValueError, StopIteration) as exc:
+            raise InvalidRequestError(
+                f"{type(self.model).__name__} finds no positions for these placeholders and grids ({type(exc).__name__}: "
+                f"{exc}): text stands between images, and for Qwen3-VL and later between the frames of a video"
+            ) from exc
+        return found[:, 0]
+
+
+class CropFamily(Family):
+    """Gemma 3: one square crop per run of placeholders, whose positions see each other in both directions."""
+
+    types = ("gemma3",)
+    token_types = "token_type_ids"
+    bidirectional = True
+
+    def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
+        pixels, side = tensors[PIXELS], self.config.vision_config.image_size
+        channels = self.config.vision_config.num_channels
+        if pixels.ndim != 4 or pixels.shape[1:] != (channels, side, side):
+            raise self._wrong_shapes(tensors, f"[images, {channels}, {side}, {side}]")
+        for crop in pixels:
+            yield {PIXELS: crop[None]}, self.config.mm_tokens_per_image
+
+
+class TileFamily(Family):
+    """Idefics 3 and SmolVLM: every image as several tiles, each a run of placeholders of the same length."""
+
+    types = ("idefics3", "smolvlm")
+    tiled = True
+    tensors = (PIXELS, "pixel_attention_mask")
+
+    def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
+        pixels = tensors[PIXELS]
+        mask = tensors.get("pixel_attention_mask")
+        if pixels.ndim == 5 and pixels.shape[0] == 1:
+            pixels, mask = pixels[0], None if mask is None else mask[0]
+        if pixels.ndim != 4 or (mask is not None and mask.shape != (len(pixels), *pixels.shape[2:])):
+            raise self._wrong_shapes(tensors, "[1, tiles, channels, height, width] and [1, tiles, height, width]")
+        vision = self.config.vision_config
+        count = int((vision.image_size // vision.patch_size) ** 2 / self.config.scale_factor**2)
+        for index, tile in enumerate(pixels):
+            # Processors fill a batch up with tiles of zeros, which the model leaves out.
+            if tile.any():
+                yield {PIXELS: tile} | ({} if mask is None else {"pixel_attention_mask": mask[index]}), count
+
+    def _tower_inputs(self, item: ImageItem) -> dict[str, Tensor]:
+        return {name: value[None, None] for name, value in item.inputs.items()}
+
+
+class PooledFamily(Family):
+    """Gemma 4: patches of an image or a frame at their places, pooled by squares; every layer has token embeddings."""
+
+    types = ("gemma4",)
+    tensors = (PIXELS, "image_position_ids", VIDEO_PIXELS, "video_position_ids", FRAMES)
+    required = ()
+    together = ((PIXELS, "image_position_ids"), (VIDEO_PIXELS, "video_position_ids", FRAMES))
+    serves_video = True
+    token_types = "mm_token_type_ids"
+    bidirectional_in_windows = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.text: Any = self.config.get_text_config()
+        self.bidirectional = self.text.use_bidirectional_attention == "vision"
+        self.core = module_with(model, "get_placeholder_mask")
+
+    def embed(self, tokens: Tensor) -> dict[str, Tensor]:
+        marks = (tokens < 0) | torch.stack(self.core.get_placeholder_mask(tokens)).any(0)
+        plain = tokens.masked_fill(marks, self.text.pad_token_id)
+        inputs = super().embed(plain)
+        if self.text.hidden_size_per_layer_input:
+            # [B, L, layers, ...], as the model computes them: of padding where a placeholder is.
+            inputs["per_layer_inputs"] = self.core.language_model.get_per_layer_inputs(plain, None)
+        return inputs
+
+    def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
+        if PIXELS in tensors:
+            for patches, at, count in self._pictures(tensors, PIXELS, "image_position_ids"):
+                yield {PIXELS: patches[None], "image_position_ids": at[None]}, count
+        if VIDEO_PIXELS not in tensors:
+            return
+        if FRAMES not in inspect.signature(self.core.get_video_features).parameters:
+            raise InvalidRequestError(
+                f"{VIDEO_PIXELS}: video of {type(self.core).__name__} is served with transformers 5.21 or later, and this "
+                f"is {transformers.__version__}: install a later one, or leave the video out"
+            )
+        pictures = list(self._pictures(tensors, VIDEO_PIXELS, "video_position_ids"))
+        lengths = tensors[FRAMES].reshape(-1).tolist()
+        if sum(lengths) != len(pictures) or min(lengths, default=0) < 1:
+            raise InvalidRequestError(
+                f"{FRAMES}={lengths}: must be above 0, and together the {len(pictures)} frames of {VIDEO_PIXELS}"
+            )
+        for length in lengths:
+            frames, pictures = pictures[:length], pictures[length:]
+            yield (
+                {
+                    VIDEO_PIXELS: pad_sequence([patches for patches, _, _ in frames], batch_first=True),
+                    "video_position_ids": pad_sequence([at for _, at, _ in frames], True, -1),
+                    FRAMES: torch.tensor([length]),
+                },
+                sum(count for _, _, count in frames),
+            )
+
+    def _pictures(
+        self, tensors: Mapping[str, Tensor], name: str, places_name: str
+    ) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """(patches, their places, number of embeddings) of each image or frame, without padding."""
+        pixels, places = tensors[name], tensors[places_name]
+        vision = self.config.vision_config
+        width, square = 3 * vision.patch_size**2, vision.pooling_kernel_size**2
+        whole = pixels.ndim == 3 and pixels.shape[2] == width and places.shape == (*pixels.shape[:2], 2)
+        if not whole or places.is_floating_point():
+            shown = {name: pixels, places_name: places}
+            raise self._wrong_shapes(shown, f"[images, patches, {width}] and integers [images, patches, 2]")
+        for patches, at in zip(pixels, places, strict=True):
+            # Processors fill an image up to the most patches that one may have.
+            real = (at >= 0).all(-1)
+            count, rest = divmod(int(real.sum()), square)
+            if rest or not count:
+                raise InvalidRequestError(
+                    f"{places_name} with {int(real.sum())} patches of an image: must be a multiple of {square}, which "
+                    "are pooled into one embedding"
+                )
+            yield patches[real], at[real], count
+
+
+class ShapedFamily(Family):
+    """LFM2-VL: tiles of patches, each with its height and width in patches, filled up to the most patches."""
+
+    types = ("lfm2_vl",)
+    tensors = required = (PIXELS, "spatial_shapes", "pixel_attention_mask")
+
+    def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
+        pixels, shapes, mask = (tensors[name] for name in self.tensors)
+        factor = self.config.downsample_factor
+        if pixels.ndim != 3 or shapes.shape != (len(pixels), 2) or mask.shape != pixels.shape[:2]:
+            raise self._wrong_shapes(tensors, "[tiles, patches, width], [tiles, 2] and [tiles, patches]")
+        for patches, shape, real in zip(pixels, shapes, mask.bool(), strict=True):
+            height, width = shape.tolist()
+            if height * width != int(real.sum()) or height % factor or width % factor or not height * width:
+                raise InvalidRequestError(
+                    f"spatial_shapes of {height} x {width} for a tile of {int(real.sum())} patches: must be their "
+                    f"number, and multiples of {factor}"
+                )
+            ones = mask.new_ones(height * width)
+            inputs = {PIXELS: patches[real], "spatial_shapes": shape, "pixel_attention_mask": ones}
+            yield {name: value[None] for name, value in inputs.items()}, height * width // factor**2
+
+
+class AnyResolutionFamily(Family):
+    """LLaVA-NeXT: an image as a whole and cut into squares, whose embeddings are packed in rows with line ends."""
+
+    types = ("llava_next",)
+    tensors = required = (PIXELS, "image_sizes")
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.core = module_with(model, "multi_modal_projector")
+
+    def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
+        pixels, sizes = tensors[PIXELS], tensors["image_sizes"]
+        side = self.config.vision_config.image_size
+        if pixels.ndim != 5 or pixels.shape[2:] != (3, side, side) or sizes.shape != (len(pixels), 2):
+            raise self._wrong_shapes(tensors, f"[images, squares, 3, {side}, {side}] and [images, 2]")
+        functions: Any = inspect.getmodule(type(self.core))
+        length = (side // self.config.vision_config.patch_size) ** 2
+        for squares, size in zip(pixels, sizes, strict=True):
+            needed = functions.image_size_to_num_patches(size, self.config.image_grid_pinpoints, side)
+            if len(squares) < needed:
+                raise InvalidRequestError(
+                    f"{PIXELS} of {len(squares)} squares for an image of {size.tolist()}: must be at least {needed}"
+                )
+            packed, _ = self.core.pack_image_features(
+                [torch.zeros(needed, length, 1)], size[None], self.config.vision_feature_select_strategy, torch.zeros(1)
+            )
+            yield {PIXELS: squares[None, :needed], "image_sizes": size[None]}, len(packed[0])
+
+
+def _first(config: Any, *names: str, default: int = 0) -> int:
+    """The first of these attributes that a configuration has."""
+    return next((int(value) for name in names if (value := getattr(config, name, None)) is not None), default)
+
 
 FAMILIES: tuple[type[Family], ...] = (
     RotaryGridFamily, GridFamily, CropFamily, PooledFamily, TileFamily, ShapedFamily, AnyResolutionFamily,

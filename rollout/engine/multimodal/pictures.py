@@ -15,7 +15,7 @@ from rollout.errors import ConfigError, InvalidRequestError
 MAX_PIXELS = 1 << 26
 """Width times height of the largest image that is decoded."""
 MAX_PROMPT_PIXELS = 1 << 29
-"""Of all images of one prompt together: files of a few kilobytes may decode to hundreds of megabytes each."""
+"""Pixels of all images of one prompt: files of a few kilobytes may decode to hundreds of megabytes each."""
 
 
 def open_picture(source: Any, folder: str | None, where: str) -> Any:

@@ -1,7 +1,8 @@
-"""Images of one engine: reads a prompt's images at admission, and gives a step's forward their embeddings and positions."""
+"""Images of one engine: reads a prompt's images at admission, and gives a step's forward embeddings and positions."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,15 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rollout.engine.multimodal.families import FAMILIES, family_of
-from rollout.engine.multimodal.family import ImageItem
-from rollout.engine.multimodal.features import Embeddings, FeatureCache
-from rollout.engine.multimodal.step_images import StepImages
-from rollout.engine.scheduling.prompt_images import PromptImages, image_keys, is_video
-from rollout.engine.scheduling.sequences import SequenceTable
+from rollout.engine.multimodal.family import ImageItem, StepImages
+from rollout.engine.scheduling.sequences import PromptImages, SequenceTable, image_keys, is_video
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.errors import EngineDeadError, InvalidRequestError
 from rollout.requests.images import ImageInputs
 
+Embeddings = list[Tensor]
 Encode = Callable[[ImageItem], Embeddings]
 VIDEO = 2
 """Kind of a video's placeholder, as models mark it in their token types; 1: an image's."""
@@ -38,14 +37,58 @@ class EncodingError(Exception):
         self.request_id = request_id
 
 
+class FeatureCache:
+    """Embeddings of items by their digest, encoded once for all samples of a group and later turns.
+
+    Always true: they were computed under the present weights and adapters, since `clear` is called when these change.
+
+    Args:
+        limit: bytes kept, of the items used last. A larger item is encoded whenever a step needs it.
+        encode: computes an item's embeddings.
+
+    Attributes:
+        bytes: bytes held.
+        encoded: items encoded so far.
+        reused: look-ups that found an item.
+    """
+
+    def __init__(self, limit: int, encode: Callable[[ImageItem], Embeddings]) -> None:
+        self._limit = limit
+        self._encode = encode
+        self._kept: OrderedDict[bytes, Embeddings] = OrderedDict()
+        self.bytes = 0
+        self.encoded = 0
+        self.reused = 0
+
+    def of(self, item: ImageItem) -> Embeddings:
+        """Embeddings of an item."""
+        known = self._kept.get(item.digest)
+        if known is not None:
+            self._kept.move_to_end(item.digest)
+            self.reused += 1
+            return known
+        made = self._encode(item)
+        self.encoded += 1
+        self._kept[item.digest] = made
+        self.bytes += sum(each.nbytes for each in made)
+        while self.bytes > self._limit:
+            self.bytes -= sum(each.nbytes for each in self._kept.popitem(last=False)[1])
+        return made
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
+        self.bytes = 0
+
+
 class Vision:
     """Images of one model.
 
     Args:
-        cache_bytes: of embeddings that are kept.
+        cache_bytes: bytes of the embeddings that are kept.
         longest_run: most positions that a step can compute at once.
-        together: has the other members of a tensor-parallel group encode an item while this one does, which it does by the
-            given function; None: this rank is alone, or not the one that decides.
+        together: encodes an item by the given function while the other members of a tensor-parallel group do so too; None:
+            this rank is alone, or not the one that decides.
     """
 
     def __init__(
@@ -60,7 +103,7 @@ class Vision:
         self._model = model
         self._device = device
         self._longest_run = longest_run
-        # A tower that is whole on every rank is run by the first one alone.
+        # The first rank alone runs a tower that is whole on every rank.
         self._together = together if together is not None and _has_split_tower(model) else None
         self.family = family_of(model)
         config: Any = model.config
@@ -177,7 +220,7 @@ class Vision:
         """What images change in the forward of a step; None: nothing. The caller has gradients off.
 
         Args:
-            offsets: [R + 1] of the rows' packed positions.
+            offsets: [R + 1], offsets of the rows in the packed positions.
             positions: [P].
 
         Raises:

@@ -19,33 +19,30 @@ from torch.distributed import distributed_c10d
 from rollout.errors import ConfigError, DeadlineError, EngineDeadError
 
 HEADER_BYTES = 4096
-"""Of the first broadcast of a message; one that fits needs no second."""
+"""Size of a message's first broadcast; a longer message has a second one."""
 _LENGTH_BYTES = 8
 IDLE_TIMEOUTS = 2.0
 """Longest silence of the channel, in control timeouts."""
 LEAST_TIMEOUT_S = 60.0
-"""Longest silence however short the control timeout is: the ranks may build their engines one after the other."""
-
-
+"""Least `IDLE_TIMEOUTS` in seconds: the ranks may build their engines one after the other."""
 _built: dict[tuple[int, ...], int] = {}
-"""Number of the last group that was built of some ranks, equal on all of them."""
+"""Ranks → number of the last group that they built, equal on all of them."""
 
 
 class TensorParallelGroup:
-    """The ranks that hold the shards of one model, and this rank's place among them. Every one builds it at the same time.
+    """The ranks that hold the shards of one model. All of them build it at the same time.
 
     Args:
         mesh: one-dimensional device mesh of the group.
         timeout_s: the control timeout.
-        kind: what the ranks share, for messages.
+        kind: kind of parallelism, for messages.
 
     Attributes:
-        kind: as given.
-        ranks: of the members in the default process group; the first decides.
-        place: of this rank in `ranks`.
+        ranks: ranks of the members in the default process group; the first decides.
+        place: index of this rank in `ranks`.
 
     Raises:
-        DeadlineError: some ranks have not come.
+        DeadlineError: some ranks are missing.
     """
 
     def __init__(self, mesh: Any, timeout_s: float, kind: str = "tensor-parallel") -> None:
@@ -54,7 +51,7 @@ class TensorParallelGroup:
         self.place = self.ranks.index(dist.get_rank())
         self._lost: str | None = None
         number = _built[self.ranks] = _built.get(self.ranks, -1) + 1
-        # Not by `new_group`, which names a group like an earlier one of these ranks, whose addresses are in the store still.
+        # `new_group` would reuse the name of an earlier group of these ranks, whose addresses are still in the store.
         prefix = f"rollout/{kind}/{'-'.join(map(str, self.ranks))}/{number}"
         store = distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
         timeout = timedelta(seconds=max(LEAST_TIMEOUT_S, IDLE_TIMEOUTS * timeout_s))
@@ -73,11 +70,11 @@ class TensorParallelGroup:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         return f"{self.kind} group of ranks {', '.join(map(str, self.ranks))}"
 
     def send(self, message: bytes) -> None:
-        """Broadcast a message to the members; the first rank calls it, the others `receive`.
+        """Broadcast a message; the first rank calls it, the others `receive`.
 
         Raises:
             EngineDeadError: a member is gone.
@@ -133,7 +130,7 @@ class TensorParallelGroup:
             raise EngineDeadError(self._lost)
 
     def lose(self, why: BaseException | str) -> EngineDeadError:
-        """End the group; returns the error that says so. The other members find the channel closed."""
+        """End the group and return its error. The other members find the channel closed."""
         if self._lost is None:
             others = ", ".join(f"rank {rank}" for rank in self.ranks if rank != self.ranks[self.place])
             said = why if isinstance(why, str) else f"{type(why).__name__}: {' '.join(str(why).split())[:300]}"
@@ -145,7 +142,7 @@ class TensorParallelGroup:
         return EngineDeadError(self._lost)
 
     def lose_after(self, failed: BaseException, lost: BaseException) -> EngineDeadError:
-        """End the group, whose channel was lost after a forward had failed here; the error tells of both."""
+        """End the group whose channel was lost after a forward had failed here; the error names both causes."""
         said = self.lose(lost)
         return EngineDeadError(f"{said}; before, the forward raised {type(failed).__name__} here: {failed}")
 
@@ -162,7 +159,7 @@ class TensorParallelGroup:
         self.refuse_when_lost()
         try:
             collective().wait()
-        # What the backends raise for a closed connection and for a timeout has no common class below this one.
+        # The backends' errors for a closed connection and a timeout have no closer common class.
         except RuntimeError as exc:
             raise self.lose(exc) from exc
 

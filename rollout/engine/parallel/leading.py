@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.multimodal.family import ImageItem
-from rollout.engine.multimodal.step_images import StepImages
+from rollout.engine.multimodal.family import ImageItem, StepImages
 from rollout.engine.parallel.group import TensorParallelGroup
 from rollout.errors import EngineDeadError, EngineStateError, SerializationError
 from rollout.requests.codec import refuse, unpack_msgpack
@@ -40,7 +39,7 @@ _FIELDS = 11
 class ForwardWork:
     """Input of one forward, and the changes of the KV cache that precede it.
 
-    If the layers are in groups (`memory.layer_groups`), blocks are pages.
+    If the layers are in groups (`blocks.pages`), blocks are pages.
     """
 
     ids: NDArray[np.int64]

@@ -13,7 +13,7 @@ import torch
 from rollout.config import InferenceConfig
 from rollout.engine.blocks.index import CacheChanges
 from rollout.engine.forward.model_watch import ModelWatch
-from rollout.engine.memory.plain_tensors import plain_tensors
+from rollout.engine.memory.buffers import plain_tensors
 from rollout.engine.models.adapters import LoraAdapters
 from rollout.engine.parts.context import DynamicInferenceContext, MemoryMove
 from rollout.engine.parts.controller import TextGenerationController

@@ -15,9 +15,8 @@ from rollout.engine.memory.kv_cache import RouteShape
 from rollout.engine.parts.controller import TextGenerationController
 from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
-from rollout.engine.scheduling.prompt_images import PromptImages
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.scheduling.sequences import Order
+from rollout.engine.scheduling.sequences import Order, PromptImages
 from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.errors import InvalidRequestError, warn_caller
 from rollout.requests.block_hash import compute_block_hashes_batched, stream_key

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from rollout.engine.memory.plain_tensors import plain_tensors
+from rollout.engine.memory.buffers import plain_tensors
 from rollout.errors import DeadlineError, EngineDeadError, EngineStateError
 from rollout.state import ENGINE_TRANSITIONS, STABLE_ENGINE_STATES, ControlSignal, EngineState
-from rollout.threads.fair_lock import FairLock
 from rollout.threads.interrupts import interrupt_deferred, uninterrupted
+from rollout.threads.locks import FairLock
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from traceback import clear_frames
 from typing import Any
 
 from rollout.engine.forward.model_watch import ModelWatch
-from rollout.engine.memory.shortage import lacks_device_memory
+from rollout.engine.memory.buffers import lacks_device_memory
 from rollout.engine.multimodal.family import ImageItem
 from rollout.engine.multimodal.vision import EncodingError
 from rollout.engine.parallel.leading import ForwardWork, follow

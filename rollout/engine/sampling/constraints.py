@@ -1,7 +1,7 @@
 """Structured output: which tokens may come next under a request's constraint, by llguidance.
 
-The state of a constraint is a function of the completion's tokens: a matcher is a cache of it, and is brought up to date
-from the tokens whenever a mask is wanted. So nothing has to be saved for preemption, suspension or a restart.
+A matcher is a cache of the constraint's state, which follows from the completion's tokens alone. Nothing has to be saved for
+preemption, suspension or a restart.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollout.requests.detokenizer import TokenBytes
 from rollout.structured_output import StructuredOutput, json_rule
 
 KEPT = 128
-"""Compiled constraints that are kept for later requests."""
+"""Number of compiled constraints kept for later requests."""
 
 Bits = NDArray[np.uint8]
 """[K, ceil(V / 8)]: bit v % 8 of byte v // 8 is set if token v may come next."""
@@ -35,10 +35,10 @@ class Allowed:
     rows: list[int]
     bits: Bits
     failed: dict[int, str]
-    """Row → why its constraint could not be followed any further. Such a row has no token."""
+    """Row → why its constraint cannot be followed any further. Such a row has no token."""
 
     def only(self, row: int, tokens: Sequence[int]) -> bool:
-        """Whether `row` is constrained to none but these tokens."""
+        """Whether `row` is constrained to these tokens."""
         if row not in self.rows:
             return False
         bits = self.bits[self.rows.index(row)].copy()
@@ -162,7 +162,7 @@ class Constraints:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants to see it. Added tokens that are not special are text, as they are in replies."""
+    """A tokenizer in llguidance's form. Added tokens that are not special are text, as in replies."""
 
     bos_token_id = None
 

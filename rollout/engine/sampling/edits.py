@@ -1,4 +1,4 @@
-"""Changes of logits before they are filtered: logit_bias, banned tokens, constraints, penalties."""
+"""Changes of logits before they are filtered (logit_bias, banned tokens, constraints, penalties), and what filters kept."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from rollout.engine.sampling.constraints import Allowed
 from rollout.engine.sampling.sampling_table import SamplingRows
 from rollout.errors import ConfigError
 
+Sets = tuple[Tensor, Tensor] | tuple[None, None]
+"""Kept tokens: ids [K] int32, row after row and ascending in each; their number [R] int64, 0 for rows that return none."""
 History = tuple[NDArray[np.integer], NDArray[np.integer]]
 """Token ids of one row: (prompt, completion)."""
 
@@ -25,9 +27,10 @@ def edited(
     banned: Sequence[tuple[int, Sequence[int]]],
     masked: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Apply biases, banned tokens, constraints and penalties: `raw` itself when there are none, else a changed copy.
+    """Apply biases, banned tokens, constraints and penalties; `raw` itself if there are none, else a changed copy.
 
-    `masked`: row indices [K] int64 and the tokens that their constraints remove, [K, V] bool.
+    Args:
+        masked: row indices [K] int64 and the tokens that their constraints remove, [K, V] bool.
     """
     if not (rows.any_bias or rows.any_penalty or banned or masked):
         return raw
@@ -100,3 +103,30 @@ def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: 
     row, times, column = upload_together((first, count, token), scores.device)
     row = row.long().repeat_interleave(times.long(), output_size=len(token))
     return row, row * vocabulary + column
+
+
+def drawable(kept: Tensor, relative: Tensor, rows: SamplingRows, least: float) -> Sets:
+    """The kept tokens that can be drawn; on a CPU the C++ kernel finds them while it draws (`CpuDraw`).
+
+    Tokens of weight 0 cannot; without them a set that top_k alone bounds stays small if the distribution is sharp.
+
+    Args:
+        kept: [R, V] bool, the tokens that pass the filters.
+        relative: [R, V] probabilities relative to the most likely token.
+        least: the smallest of these whose weight is not 0.
+    """
+    everywhere = len(rows.keeping) == len(rows)
+    mask, source = (kept, relative) if everywhere else (kept[rows.keeping], relative[rows.keeping])
+    counts = rows.key.new_zeros(len(rows))
+    places = mask.nonzero()
+    places = places[source[places[:, 0], places[:, 1]] >= least]
+    counts[rows.keeping] = torch.bincount(places[:, 0], minlength=len(mask))
+    return places[:, 1].to(torch.int32), counts
+
+
+def no_sets(rows: SamplingRows, wanted: bool) -> Sets:
+    """Kept tokens of rows none of which returns any; `wanted`: other rows of the step do."""
+    if not wanted:
+        return None, None
+    device = rows.key.device
+    return torch.zeros(0, dtype=torch.int32, device=device), torch.zeros(len(rows), dtype=torch.int64, device=device)

@@ -1,20 +1,19 @@
 """Sampling: logits and parameters to tokens and log-probs.
 
-Always true here:
-- A row's token and log-probs follow from its logits, parameters, key and position alone, bit for bit, independent of the
-  other rows. Probabilities are summed as integers (the likeliest token weighs 2^42), so the order of a sum is irrelevant.
-- A token of weight 0 cannot be drawn: the draw is an integer below the total weight, and picks the first token whose
-  running sum exceeds it. Filtered tokens weigh 0, and so do those less than 2^-42 as likely as the likeliest.
+Always true:
+- A row's token and log-probs follow from its logits, parameters, key and position alone, bit for bit. Probabilities are
+  summed as integers (the most likely token weighs 2^42), so the order of a sum is irrelevant.
+- A token of weight 0 cannot be drawn: filtered tokens, and tokens less than 2^-42 as likely as the most likely one.
 - The logits given are not changed. Nothing synchronises with the device, except for rows that return their kept tokens.
-- A row without a finite largest logit (all -inf, or a NaN) gets log-prob NaN and some token id of the vocabulary. The
-  caller checks for NaN when it reads the log-probs; raising here would need a synchronisation.
+- A row without a finite largest logit (all -inf, or a NaN) gets log-prob NaN and some token id. The caller checks for NaN
+  when it reads the log-probs; raising here would need a synchronisation.
 
 Order: logit_bias, banned tokens, constraints, repetition, presence and frequency penalties, temperature, top_k, top_p,
-min_p. The filters keep a definite number of tokens: among equal logits, those with the lower ids. A greedy row takes the
-largest logit (lowest id on ties) with temperature 1 and its filters off.
+min_p. Among equal logits the filters keep the lower ids. A greedy row takes the largest logit (lowest id on ties) with
+temperature 1 and its filters off.
 
-A draw is an inverse-CDF search in two levels: weights are summed in blocks of `BLOCK` tokens, the block is found in the
-running sums of the blocks, then the token in the running sum inside the block.
+A draw is an inverse-CDF search in two levels: first the block of `BLOCK` tokens in the running sums of the blocks, then the
+token in the running sum inside the block.
 """
 
 from __future__ import annotations
@@ -32,14 +31,12 @@ from rollout.engine.kernels import cpu_draw
 from rollout.engine.kernels.cpu_draw import CpuDraw
 from rollout.engine.memory.buffers import BLOCK, Scratch
 from rollout.engine.sampling.constraints import Allowed
-from rollout.engine.sampling.edits import History, edited, removed
-from rollout.engine.sampling.kept_sets import Sets, drawable, no_sets
-from rollout.engine.sampling.random_stream import uniforms
+from rollout.engine.sampling.edits import History, Sets, drawable, edited, no_sets, removed
+from rollout.engine.sampling.numerics import over_temperature, softmax_logprobs, uniforms
 from rollout.engine.sampling.sampling_table import SamplingRows
-from rollout.engine.sampling.softmax_logprobs import over_temperature, softmax_logprobs
 
 UNIT = 2.0**42
-"""Weight of the likeliest token. A sum over fewer than 2^21 tokens fits in 63 bits; rounding to integers changes a
+"""Weight of the most likely token. A sum over fewer than 2^21 tokens fits in 63 bits; rounding to integers changes a
 log-prob by at most 2^-42 per token of the vocabulary."""
 
 LOWEST = -50.0
@@ -64,13 +61,13 @@ class Sampled:
     logprobs: Tensor
     """[R] float32, of the distribution selected by `logprobs_mode`."""
     top_ids: Tensor | None
-    """[R, k] int64, likeliest first, lower id first on ties; k is the largest `logprobs` of a row, None if 0."""
+    """[R, k] int64, most likely first, lower id first on ties; k is the largest `logprobs` of a row, None if 0."""
     top_logprobs: Tensor | None
     """[R, k] float32, of the same distribution as `logprobs`; -inf where a filter removed the token."""
     kept_ids: Tensor | None = None
-    """[K] int32, what could be drawn in the rows that return it: row after row, ascending; None if no row does."""
+    """[K] int32, kept tokens of the rows that return them: row after row, ascending; None if no row does."""
     kept_counts: Tensor | None = None
-    """[R] int64, how many of `kept_ids` are of each row."""
+    """[R] int64, number of `kept_ids` of each row."""
 
 
 @torch.no_grad()
@@ -121,7 +118,7 @@ def sample(
 def token_logprobs(
     logits: Tensor, targets: Tensor, k: int, *, exact: bool = False, temperature: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-softmax of logits [T, V] at targets [T] (int64), in float32, and of the k likeliest tokens beside them.
+    """Log-softmax of logits [T, V] at targets [T] (int64), in float32, and of the k most likely tokens.
 
     Args:
         exact: by torch's own `log_softmax`.
@@ -129,7 +126,7 @@ def token_logprobs(
 
     Returns:
         Log-probs [T] float32, the bits that `sample` gives for these tokens; ids [T, k] int64 and log-probs [T, k] float32,
-        likeliest first, or None twice if k is 0. A k beyond V gives V columns.
+        most likely first, or None twice if k is 0. A k beyond V gives V columns.
     """
     kernel = cpu_draw.load() if not (k or exact) and cpu_draw.serves(logits) else None
     if kernel is not None:
@@ -170,7 +167,7 @@ def _joined(parts: Sequence[tuple[Tensor | None, ...]]) -> tuple[Any, ...]:
 
 
 class _Wanted(NamedTuple):
-    """What is returned beside tokens and log-probs, for all rows of a call."""
+    """What all rows of a call return besides tokens and log-probs."""
 
     top_n: int
     kept: bool
@@ -249,7 +246,7 @@ def _drawn(
 def _relative(
     scores: Tensor, rows: SamplingRows, wanted: _Wanted
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Sets]:
-    """Probabilities relative to the likeliest token's, 0 where filtered, in blocks [R, C, BLOCK].
+    """Probabilities relative to the most likely token, 0 if filtered, in blocks [R, C, BLOCK].
 
     Also the largest score [R, 1]; its token ids [R], if some row is greedy; if wanted, the scores [R, V] of the final
     distribution, and the kept tokens.

@@ -143,10 +143,7 @@ class DecodeRun:
 
 
 class SamplingTable:
-    """Sampling parameters of every row, on the host; `select` uploads those of a step.
-
-    Consecutive steps usually have the same rows, so the last selection is cached until a row changes.
-    """
+    """Sampling parameters of every row, on the host; `select` uploads a step's, cached while rows and parameters stay."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)

@@ -1,8 +1,7 @@
-"""The *variant* of a model: its active adapters, part of the prefix key.
+"""The *variant* of a model: its active adapters, part of the prefix key. Equal variants of one model compute the same.
 
-A forward depends on the weights and on the variant, so both decide which KV may be shared and which requests may run. The
-variant is read from the model's layers, so no way of switching adapters is missed. Always true: equal variants of one
-model compute the same. Works with the two switches of PEFT's layers without importing PEFT or torch.
+It decides which KV may be shared and which requests may run. It is read from the two switches of PEFT's layers, so no way of
+switching adapters is missed; PEFT and torch are not imported.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ NO_ADAPTER: Variant = ()
 
 
 class AdapterSwitches:
-    """Reads the active adapters of one model, in every step: a model may have hundreds of layers with some."""
+    """Reads the active adapters of one model in every step; hundreds of layers may have some."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._layers: list[Any] = []
         self._module_epoch = -1
         self._seen: list[tuple[dict[str, Any], Any, Any, Any]] | None = None
-        """Of each layer: see `_read`, when the variant was read last; None: read it anew."""
+        """`_read` of each layer when the variant was read last; None: read it again."""
         self._variant: Variant = NO_ADAPTER
         self._refused: str | None = None
         """An active adapter that no step can compute."""

@@ -1,7 +1,7 @@
-"""Mutable scheduling state: one `Sequence` per sample, and the active ones as arrays.
+"""Mutable scheduling state: one `Sequence` per sample, its images, and the active sequences as arrays. No tensors.
 
 The table is a structure of arrays, so that a step over thousands of sequences is a handful of numpy calls. A sequence
-owns a row while it is active; its record is updated only when it leaves the row, or for a snapshot. No tensors.
+owns a row while it is active; its record is updated only when it leaves the row, or for a snapshot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from rollout.engine.blocks.index import NO_BLOCK
 from rollout.engine.blocks.pages import BlockPages
 from rollout.engine.blocks.states import NO_SLOT
 from rollout.engine.scheduling.adapters import NO_ADAPTER, Variant
-from rollout.engine.scheduling.prompt_images import PromptImages
 from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.delta import (
     SampleDelta,
@@ -51,6 +50,85 @@ _one_run = lru_cache(maxsize=64)(VersionSpans.of_run)
 """The rows of a step share their spans, as a delta is not changed."""
 
 
+@dataclass(frozen=True, eq=False)
+class PromptImages:
+    """The images of one prompt, shared by its samples. No tensors.
+
+    In the arrays of the scheduler a *key*, a negative number made of the image's content, replaces each placeholder, so that
+    block hashes, comparisons of cached blocks and forks tell images apart like tokens.
+
+    Attributes:
+        items: one per image (or tile of one), each with a `digest` of its content and the `count` of its embeddings.
+        places: [I] positions of the placeholders, ascending; an item's follow each other.
+        keys: [I] negative keys.
+        positions: [3, P + 1] rotary positions of the prompt and of the token after it (time, height, width); None: as in
+            text.
+        whole: (start, stop) of the runs whose positions see each other in both directions; no chunk may end inside.
+    """
+
+    items: tuple[Any, ...]
+    places: NDArray[np.int64]
+    keys: IntArray
+    positions: NDArray[np.int64] | None = None
+    whole: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def shift(self) -> int:
+        """Number added to a position after the prompt for its rotary position."""
+        if self.positions is None:
+            return 0
+        return int(self.positions[0, -1]) + 1 - int(self.positions.shape[1])
+
+    @property
+    def longest_whole(self) -> int:
+        """Tokens of the longest run, which one step computes at once."""
+        return max((stop - start for start, stop in self.whole), default=0)
+
+    def keyed(self, tokens: list[int]) -> IntArray:
+        """Token ids with keys in place of the placeholders."""
+        array = np.asarray(tokens, np.int32)
+        array[self.places] = self.keys
+        return array
+
+    def fitting(self, start: int, count: int) -> int:
+        """The most positions, at most `count`, of a chunk from `start` that ends inside no run."""
+        for first, stop in self.whole:
+            if first < start + count < stop:
+                return max(0, first - start)
+        return count
+
+    def rotary(self, start: int, stop: int) -> NDArray[np.int64]:
+        """[3, stop - start] rotary positions."""
+        own = np.broadcast_to(np.arange(start, stop, dtype=np.int64), (3, stop - start))
+        if self.positions is None:
+            return own
+        known = self.positions[:, start:stop]
+        return np.concatenate([known, own[:, known.shape[1] :] + self.shift], axis=1)
+
+    def seen(self, start: int, stop: int) -> NDArray[np.int64]:
+        """[stop - start] last position that each of these sees: its own, or the last of its run."""
+        last = np.arange(start, stop, dtype=np.int64)
+        for first, end in self.whole:
+            last[max(0, first - start) : max(0, end - start)] = end - 1
+        return last
+
+
+def image_keys(digests: list[bytes], counts: list[int], videos: list[bool]) -> IntArray:
+    """[sum of counts] int32 keys below 0: the words of each digest in turn, 31 bits of each, whose lowest tells a video."""
+    words = [
+        np.frombuffer(digest, "<u4").astype(np.int64) & 0x7FFFFFFE | video
+        for digest, video in zip(digests, videos, strict=True)
+    ]
+    keys = [np.resize(-1 - each, count) for each, count in zip(words, counts, strict=True)]
+    return np.concatenate([*keys, np.zeros(0, np.int64)]).astype(np.int32)
+
+
+def is_video(ids: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which of the ids, some of them keys, are keys of videos."""
+    keys: NDArray[np.bool_] = (ids < 0) & ((-1 - ids) % 2 == 1)
+    return keys
+
+
 @dataclass(eq=False)
 class Sequence:
     """Scheduling state of one sample."""
@@ -59,7 +137,7 @@ class Sequence:
     order: Order
     """Place of its request in the queue of its priority."""
     tokens: IntArray
-    """[P] prompt of the live segment: all tokens known when the sequence was last queued; see `prompt_images` for images."""
+    """[P] prompt of the live segment: all tokens known when the sequence was last queued; images as keys."""
     stop_ids: tuple[int, ...]
     """Token ids that end it: the request's and, unless `ignore_eos`, the model's."""
     max_length: int
@@ -76,18 +154,17 @@ class Sequence:
     """The stop string that ended it."""
     row: int = NO_ROW
     client: Hashable = None
-    """The client that asked for it: clients share turns (`FairShares`) and places (`Places`)."""
+    """The client that asked for it: clients share turns (`FairShares`) and places (`StepPlanner`)."""
     keeps_place_until: int = 0
     """Prompt + completion length below which it is not preempted for another client."""
     variant: Variant = NO_ADAPTER
     """Adapter variant it was accepted under; it runs under no other."""
     pauses_for_snapshot: bool = True
-    """Of a model with recurrent states: its prefill ends a step where a snapshot is kept. Not again once it was preempted,
-    so that it gets as far in a step as any other."""
+    """With recurrent states its prefill ends a step where a snapshot is kept; not after a preemption, which costs enough."""
     wants_prompt_logprobs: bool = False
     """Prompt log-probs are still to be computed, so its whole prompt must be prefilled."""
     reusable: int = sys.maxsize
-    """Leading positions that may come from the prefix cache, beside `hashes`: logits of those behind them are wanted."""
+    """Leading positions that may come from the prefix cache, next to `hashes`: logits behind them are wanted."""
     images: PromptImages | None = None
     """The images of its prompt."""
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -152,59 +229,61 @@ def discard(queue: list[Sequence], sequence: Sequence) -> bool:
 
 
 class SequenceTable:
-    """Active sequences as arrays, one row each.
+    """Active sequences as arrays, one row each. S rows, C columns; integers are int32.
 
     Attributes:
-        tokens: [S, C] int32, prompt and completion.
+        tokens: [S, C], prompt and completion.
         logprobs: [S, C] float32, of each completion token (0 on the prompt).
         times: [S, C] float64 seconds, when each completion token arrived.
-        length: [S] int32, tokens known.
-        computed: [S] int32, leading positions whose KV is in the cache.
-        prompt_length: [S] int32, of the live segment.
-        origin: [S] int32, length of the prompt the user gave (a checkpoint makes `prompt_length` grow past it).
-        max_length, min_length: [S] int32, see `Sequence`.
-        stop_ids: [S, K] int32, padded with `NO_TOKEN`.
-        blocks: [S, B] int32 block table, padded with `NO_BLOCK`.
-        num_blocks: [S] int32.
-        released: [S] int32, leading blocks that were given back, out of the window of every layer. Their places in `blocks`
-            name the first block still held, since some kernels load masked positions, and another's may hold NaN.
-        seen_from: [S] int32, of a model that has layers with a window beside others: leading blocks whose KV in the former
-            was given back.
-        state: [S] int32, slot of its recurrent states, or `NO_SLOT`: there are none, or it has computed nothing yet.
-        trail: [S] int32, the last block after which a decode kept a snapshot of the state, or `NO_BLOCK`.
+        length: [S], tokens known.
+        computed: [S], leading positions whose KV is in the cache.
+        prompt_length: [S], of the live segment.
+        origin: [S], length of the prompt the user gave (a checkpoint makes `prompt_length` grow past it).
+        max_length, min_length: [S], see `Sequence`.
+        stop_ids: [S, K], padded with `NO_TOKEN`.
+        blocks: [S, B] block table, padded with `NO_BLOCK`.
+        num_blocks: [S].
+        released: [S], leading blocks that were given back, out of the window of every layer. Their places in `blocks` hold
+            the first block that is still there, since some kernels load masked positions, and another's may hold NaN.
+        seen_from: [S], leading blocks whose KV was given back in the layers with a window alone.
+        state: [S], slot of its recurrent states, or `NO_SLOT`: there are none, or it has computed nothing yet.
+        trail: [S], the last block after which a decode kept a snapshot of the state, or `NO_BLOCK`.
         chain: [S] int64, hash of the last complete block registered or matched.
-        chained: [S] int32, how many leading blocks `chain` covers.
-        position_shift: [S] int32, added to a position after the prompt for its rotary position (images).
+        chained: [S], how many leading blocks `chain` covers.
+        position_shift: [S], added to a position after the prompt for its rotary position (images).
         current: [S] bool, its KV equals what a new request would compute now (same weights, variant and forward).
         plain: [S] bool, no Python is needed per token (no stop strings or top-k log-probs).
+        read_routes: reads recorded expert routes; None: none are recorded.
     """
+
+    length: IntArray
+    computed: IntArray
+    prompt_length: IntArray
+    origin: IntArray
+    max_length: IntArray
+    min_length: IntArray
+    num_blocks: IntArray
+    released: IntArray
+    seen_from: IntArray
+    chained: IntArray
+    state: IntArray
+    trail: IntArray
+    position_shift: IntArray
 
     def __init__(self, block_size: int, pages: BlockPages) -> None:
         self.block_size = block_size
         self._pages = pages
         self.read_routes: ReadRoutes | None = None
-        """Reads recorded expert routes; None: none are recorded."""
         self.capacity = 0
         self.columns = 0
         self._free: list[int] = []
+        for name in SequenceTable.__annotations__:
+            setattr(self, name, np.zeros(0, np.int32))
         self.tokens: IntArray = np.zeros((0, 0), np.int32)
         self.logprobs: NDArray[np.float32] = np.zeros((0, 0), np.float32)
         self.times: NDArray[np.float64] = np.zeros((0, 0), np.float64)
         self.blocks: IntArray = np.zeros((0, 0), np.int32)
-        self.stop_ids: IntArray = np.full((0, 1), NO_TOKEN, np.int32)
-        self.length: IntArray = np.zeros(0, np.int32)
-        self.computed: IntArray = np.zeros(0, np.int32)
-        self.prompt_length: IntArray = np.zeros(0, np.int32)
-        self.origin: IntArray = np.zeros(0, np.int32)
-        self.max_length: IntArray = np.zeros(0, np.int32)
-        self.min_length: IntArray = np.zeros(0, np.int32)
-        self.num_blocks: IntArray = np.zeros(0, np.int32)
-        self.released: IntArray = np.zeros(0, np.int32)
-        self.seen_from: IntArray = np.zeros(0, np.int32)
-        self.chained: IntArray = np.zeros(0, np.int32)
-        self.state: IntArray = np.zeros(0, np.int32)
-        self.trail: IntArray = np.zeros(0, np.int32)
-        self.position_shift: IntArray = np.zeros(0, np.int32)
+        self.stop_ids: IntArray = np.zeros((0, 1), np.int32)
         self.chain: NDArray[np.int64] = np.zeros(0, np.int64)
         self.current: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self.plain: NDArray[np.bool_] = np.zeros(0, np.bool_)
@@ -212,8 +291,7 @@ class SequenceTable:
     def add(self, sequence: Sequence) -> None:
         """Give `sequence` a row, filled with its prompt; it holds no block yet."""
         self._fit(sequence)
-        row = self._free.pop()
-        prompt = sequence.tokens
+        row, prompt, params = self._free.pop(), sequence.tokens, sequence.params
         self.tokens[row, : len(prompt)] = prompt
         self.logprobs[row, : len(prompt)] = 0
         self.length[row] = self.prompt_length[row] = len(prompt)
@@ -221,14 +299,12 @@ class SequenceTable:
         self.seen_from[row] = 0
         self.state[row], self.trail[row] = NO_SLOT, NO_BLOCK
         self.origin[row] = sequence.request.original_prompt_length
-        self.max_length[row] = sequence.max_length
+        self.max_length[row], self.min_length[row] = sequence.max_length, sequence.min_length
         self.position_shift[row] = 0 if sequence.images is None else sequence.images.shift
-        self.min_length[row] = sequence.min_length
         self.blocks[row] = NO_BLOCK
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
         self.current[row] = True
-        params = sequence.params
         self.plain[row] = sequence.text is None and not params.logprobs
         # Last: after an exception on the way, the row's content is still another sequence's.
         sequence.row = row

@@ -16,8 +16,8 @@ from rollout.engine.scheduling.sequences import Sequence as Sample
 class ScheduledStep:
     """Work of one forward pass. Entry e computes `counts[e]` positions of table row `rows[e]`, from `starts[e]` on.
 
-    The first `num_decodes` entries compute one position each, and one more for each of their draft tokens, and are all
-    sampled; the others are prefill chunks.
+    The first `num_decodes` entries compute one position each, one more for each draft token, and are all sampled; the others
+    are prefill chunks.
     """
 
     rows: IntArray
@@ -30,21 +30,20 @@ class ScheduledStep:
     prefills: tuple[Sample, ...]
     """Sequences of the entries from `num_decodes` on."""
     copies: tuple[tuple[int, int], ...]
-    """(source, destination) blocks, or pages, to copy before the forward, in this order; `~s`: slot s of the host."""
+    """(source, destination) pages to copy before the forward, in this order; `~s`: slot s of the host."""
     sampled_entries: IntArray
     """[K] int32, the entry whose last position is sampled; the samples of one group share one."""
     sampled_rows: IntArray
     """[K] int32, the table row that receives the token."""
     depths: IntArray | None = None
-    """[K] int32, how many draft tokens precede the token; those of an entry are side by side, from 0 on. None: the step has
-    no drafts, and the last position of every sampled entry is sampled."""
+    """[K] int32, number of draft tokens before the token; an entry's follow each other, from 0 on. None: the step has no
+    drafts, and the last position of every sampled entry is sampled."""
 
     ahead: int = 0
-    """Most decode steps of these rows that may be made in one call: there are blocks for them, and no row gets too long. 0:
-    Python is needed after the first."""
+    """Most decode steps of these rows that may be made in one call; their blocks are reserved. 0: one step."""
 
     state_moves: tuple[tuple[int, int], ...] = ()
-    """(source, destination) state slots to copy before the forward, all read before any is written; a negative source:
+    """(source, destination) state slots to copy before the forward, all sources before any destination; a negative source:
     zeros."""
 
     @property

@@ -1,11 +1,8 @@
 """Copies of float32 weights in autocast's dtype, at fixed addresses, for steps that would cast the weights each time.
 
-Under autocast a matrix product casts its weight in every forward: eight bytes of traffic for each parameter, where its copy
-has two. The copy is the cast, so that results are the same to the bit. Every float32 matrix but those of embeddings has one.
-
-Always true: after `refresh` of a module epoch every copy is the cast of its parameter as it is in that epoch, however it
-was changed: in place, through `param.data`, by `load_state_dict` or a merge of adapters. A module epoch ends whenever the
-trainer may have modified the module, so that nothing else needs to be looked at.
+Under autocast a matrix product casts its weight in every forward, eight bytes of traffic per parameter instead of two.
+Every float32 matrix except embeddings has a copy, and results are the same to the bit. Always true: after `refresh` of a
+module epoch every copy is the cast of its parameter in that epoch, however the trainer has changed it.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from rollout.engine.weights.base import Weights
 from rollout.errors import ConfigError
 
 _ALIGNMENT = 512
-"""Bytes between the starts of copies, as of torch's allocator: matrix products may choose a kernel by it."""
+"""Alignment of copies in bytes, the same as torch's allocator has: matrix products may choose a kernel by it."""
 _PRODUCTS = frozenset(
     (linear, *(getattr(torch, name) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm")),
      *(getattr(Tensor, name) for name in ("__matmul__", "__rmatmul__", "matmul", "mm", "bmm", "addmm", "baddbmm")))
@@ -39,12 +36,12 @@ class AutocastCopies:
     """The copies of one module's parameters.
 
     Args:
-        memory: of the copies; None: there never are any.
-        room: bytes of the device that are free beside what steps need and `bytes_to_come`, negative if they are not; None:
-            the copies are made wherever their memory can be had.
+        memory: memory of the copies; None: there never are any.
+        room: bytes of the device that steps and `bytes_to_come` leave free, negative if they do not fit; None: the copies
+            are made even then.
 
     Attributes:
-        layout: compares equal as long as the copies are the same ones at the same addresses; None: there are none.
+        layout: equal as long as the copies have the same addresses; None: there are none.
     """
 
     def __init__(
@@ -72,9 +69,9 @@ class AutocastCopies:
         return 0 if self._dtype is None else max(0, _place(self._matrices(), self._dtype)[1] - self.nbytes)
 
     def cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """The copy of a parameter in autocast's `dtype`; the parameter, if it has none.
+        """The copy of a parameter in autocast's `dtype`, or the parameter itself.
 
-        The first call for a dtype makes the copies: an autocast inside the module's forward is not known before.
+        The first call for a dtype makes the copies, since the module's forward may enter an autocast of its own.
         """
         if self._memory is None or not self._fits(parameter):
             return parameter
@@ -86,16 +83,11 @@ class AutocastCopies:
         return self._copies.get(parameter, parameter)
 
     def substituted(self) -> AbstractContextManager[object]:
-        """A context in which matrix products under autocast read the copies in the place of their parameters.
-
-        It costs microseconds for each function of torch that is called: it is for captures.
-        """
+        """A block in which matrix products under autocast read the copies. Slow, so it is for captures."""
         return nullcontext() if self._memory is None else _Substituted(self)
 
     def refresh(self, module_epoch: int) -> None:
-        """Bring the copies up to date with the parameters, on the current stream; before a step runs.
-
-        Where parameters were replaced or the copies released, `layout` may be another one afterwards.
+        """Copy the parameters again before a step, on the current stream. This may change `layout`.
 
         Args:
             module_epoch: changes whenever the trainer may have modified the module.
@@ -103,7 +95,7 @@ class AutocastCopies:
         if self._dtype is None or self._refused or (self._flat is not None and module_epoch == self._epoch):
             return
         self._fill()
-        # Last: after an exception on the way, the next step of the epoch does all of it again.
+        # Last, so that the next step repeats all of it after an exception.
         self._epoch = module_epoch
 
     def _fill(self) -> None:
@@ -114,7 +106,7 @@ class AutocastCopies:
                 torch._foreach_copy_(list(self._copies.values()), list(self._copies))
 
     def release(self) -> None:
-        """Give the memory back. Nothing may run that reads the copies until `refresh` was called."""
+        """Free the memory. Nothing may read the copies until the next `refresh`."""
         self._refused = False
         self._drop()
 
@@ -126,7 +118,7 @@ class AutocastCopies:
         return address, self._dtype, tuple((id(each), each.shape) for each in self._matrices())
 
     def _matrices(self) -> dict[nn.Parameter, None]:
-        """Parameters that have a copy. A matrix that an embedding shares with a product is one."""
+        """Parameters that have a copy, including a matrix that an embedding shares with a product."""
         modules = (module for module in self._model.modules() if not isinstance(module, nn.Embedding))
         own = (each for module in modules for each in module._parameters.values() if each is not None)
         return {each: None for each in own if each.ndim == 2 and self._fits(each)}
@@ -165,19 +157,18 @@ class AutocastCopies:
 
 
 NO_COPIES = AutocastCopies(nn.Module(), torch.device("cpu"), None, None)
-"""Of an engine that has none."""
 
 
 def autocast_copies(
     config: InferenceConfig, weights: Weights, device: torch.device, room: Callable[[], float]
 ) -> AutocastCopies:
-    """The copies of an engine as `config` asks for them.
+    """The copies of an engine.
 
     Args:
-        room: see `AutocastCopies`; asked where the configuration leaves it to the engine.
+        room: see `AutocastCopies`; not asked if `autocast_weight_copies=True`.
 
     Raises:
-        ConfigError: they are asked for where there can be none.
+        ConfigError: `autocast_weight_copies=True`, and there cannot be any.
     """
     wanted, why = config.advanced.autocast_weight_copies, None
     if device.type != "cuda":

@@ -11,13 +11,13 @@ from rollout.engine.weights.fingerprints import persistent_tensors
 
 
 class Weights:
-    """The weights an engine samples with; this one reads the trainer's own tensors in place.
+    """The weights an engine samples with; this class reads the trainer's own tensors in place.
 
     Attributes:
         trained: the unwrapped Hugging Face model that the optimizer steps.
         sampled: the module whose forward the engine runs.
         collective: whether `gather` is a collective call.
-        fixed_addresses: whether the tensors of `sampled` stay where they are when the weights change.
+        fixed_addresses: whether the tensors of `sampled` keep their addresses when the weights change.
         why_moved: why they do not, if they could; else empty.
         tensor_parallel_mesh: one-dimensional device mesh of the ranks that hold the other shards of every layer and compute
             each forward together with this one; None: this rank computes alone.
@@ -43,10 +43,10 @@ class Weights:
         """Make `sampled` whole and current; no-op when `ready`."""
 
     def follow(self) -> None:
-        """Give `sampled` the settings that `trained` has now."""
+        """Copy the current settings of `trained` to `sampled`."""
 
     def release(self) -> None:
-        """Restore `trained` for training. Local, idempotent, correct also after an interrupted forward."""
+        """Restore `trained` for training. Local and idempotent, even after an interrupted forward."""
 
     def changed(self) -> None:
         """Mark gathered or copied weights stale after an update."""
@@ -61,7 +61,7 @@ class Weights:
 
 
 class GatheredWeights(Weights):
-    """Weights that are sharded over the ranks, and whole from `gather` to `release`."""
+    """Weights that are sharded over the ranks, and whole between `gather` and `release`."""
 
     collective = True
     fixed_addresses = False
@@ -69,11 +69,9 @@ class GatheredWeights(Weights):
 
     @property
     def ready(self) -> bool:
-        """Whether the weights are gathered."""
         return self._release is not None
 
     def gather(self) -> None:
-        """Gather all weights; collective."""
         if not self.ready:
             self.release()
             with ExitStack() as undo:
@@ -81,13 +79,11 @@ class GatheredWeights(Weights):
                 self._release = undo.pop_all()
 
     def release(self) -> None:
-        """Shard the weights again."""
         if self._release is not None:
             release, self._release = self._release, None
             release.close()
 
     def changed(self) -> None:
-        """Shard again: the gathered weights are stale."""
         self.release()
 
     def _gather(self, undo: ExitStack) -> None:

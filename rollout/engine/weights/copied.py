@@ -1,7 +1,7 @@
 """Separate copy of the weights in another dtype or on another device, refreshed once per update.
 
-Always true: only `gather` copies. It gathers and casts one tensor at a time and transfers buckets of at most
-`BUCKET_BYTES`, so that beside the trainer's weights and the copy no third full set exists.
+Always true: only `gather` copies. It casts one tensor at a time and transfers buckets of at most `BUCKET_BYTES`, so there is
+never a third full set of weights.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class CopiedWeights(Weights):
     """A second module of the same architecture with its own parameters.
 
     Args:
-        source: the trainer's weights: plain or FSDP2.
-        dtype: of the copy's floating-point parameters; None: as trained.
-        device: None: as trained.
+        source: the trainer's weights, plain or FSDP2.
+        dtype: dtype of the copy's floating-point parameters; None: the trainer's.
+        device: None: the trainer's.
 
     Raises:
         UnsupportedModelError: this module cannot be duplicated.
@@ -53,7 +53,6 @@ class CopiedWeights(Weights):
         self.sampled = _sharded_skeleton(model, fresh, place) if source.collective else _skeleton(model, fresh, place)
 
     def gather(self) -> None:
-        """Copy all parameters and buffers in one pass; collective where they are sharded."""
         if self.ready:
             return
         theirs = _parameters(self.trained)
@@ -67,7 +66,7 @@ class CopiedWeights(Weights):
         self._current = True
 
     def follow(self) -> None:
-        """Copy flags, numbers and strings of the modules, and those of their configurations."""
+        # Flags, numbers and strings of the modules and of their configurations.
         mine = dict(self.sampled.named_modules())
         for name, module in self.trained.named_modules():
             if name in mine:
@@ -80,22 +79,17 @@ class CopiedWeights(Weights):
 
     @property
     def ready(self) -> bool:
-        """Whether the copy is current."""
         return self._current
 
     def changed(self) -> None:
-        """Mark the copy stale."""
         self._current = False
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Tensors of the trained module."""
         return self._source.tensors()
 
     @torch.no_grad()
     def stale(self) -> list[str]:
-        """Names of parameters whose samples differ from the cast trained ones; empty for sharded weights, which would need
-        a collective call.
-        """
+        # Comparing sharded weights would need a collective call.
         if not self.ready or self.collective:
             return []
         mine = {name: each for bucket in self._buckets for name, each in bucket.parameters.items()}
@@ -111,7 +105,7 @@ class CopiedWeights(Weights):
 
 
 class _Bucket:
-    """Parameters of the copy that lie side by side in one flat tensor."""
+    """Parameters of the copy that are views of one flat tensor."""
 
     def __init__(self, flat: Tensor, parameters: dict[str, nn.Parameter], offsets: dict[str, int]) -> None:
         self.parameters = parameters
@@ -183,7 +177,7 @@ def _skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: torch.de
     memo |= {id(buffer): buffer.detach().to(device, copy=True) for buffer in model.buffers()}
     made = copy.deepcopy(model, memo)
     for module in made.modules():
-        # A patched forward (accelerate's autocast) would call that of the trainer's module.
+        # A patched forward (accelerate's autocast) would call the trainer's module.
         module.__dict__.pop("forward", None)
     return made.eval()
 

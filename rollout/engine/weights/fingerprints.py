@@ -1,12 +1,10 @@
 """Detects weight changes that were not announced, by comparing a sample of every parameter.
 
-Contents are compared, because neither a tensor's address nor its version counter is reliable: fused optimizers and
-PEFT's merges change neither, a round trip between devices changes only the address.
+Contents are compared: fused optimizers and PEFT's merges change neither a tensor's address nor its version counter. Only
+samples or sums are kept, and taking them does not synchronise with the device.
 
     sampled    SAMPLES elements of each tensor, spread evenly, other ones after every update
     full       position-weighted sums over all elements, which detect any single change for certain
-
-Always true: only the samples (or sums) of a tensor are kept, and taking them does not synchronise with the device.
 """
 
 from __future__ import annotations
@@ -26,12 +24,14 @@ WORDS = 1 << 20
 
 Named = tuple[str, Tensor]
 _Kind = tuple[torch.dtype, torch.device]
+_Part = tuple[list[tuple[str, torch.dtype, tuple[int, ...], int]], Tensor]
+"""Name, dtype, shape and number of samples of each tensor of one kind, and the bytes of all samples."""
 
 
 def persistent_tensors(model: nn.Module) -> list[Named]:
     """Every parameter and persistent buffer, without the running statistics of batch normalisation.
 
-    A tied tensor is listed under each of its names, since any of them can be re-tied to another tensor.
+    A tied tensor is listed under each of its names, since each may be tied to another tensor later.
     """
     running = nn.modules.batchnorm._NormBase
     found: list[Named] = []
@@ -44,15 +44,15 @@ def persistent_tensors(model: nn.Module) -> list[Named]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, another tensor as it is; its memory is shared."""
+    """This rank's shard of a DTensor, or the tensor itself; memory is shared."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
 
 def plain_parts(name: str, tensor: Tensor) -> Iterator[Named]:
-    """What can be read of a tensor: itself, or the tensors that a wrapper subclass (quantised, say) is made of.
+    """Readable parts of a tensor: itself, or the tensors that a wrapper subclass (such as a quantised one) consists of.
 
-    Of another subclass that cannot be read, a stand-in of its identity and version.
+    A subclass that cannot be read is replaced by its identity and version.
     """
     wrapper: Any = tensor
     if type(tensor) in (Tensor, nn.Parameter):
@@ -113,7 +113,7 @@ def sums_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
 
 
 class Fingerprints:
-    """Reference samples of a set of tensors, to compare their current contents with.
+    """Reference samples of a set of tensors, to compare with their current contents.
 
     Args:
         tensors: returns the current tensors; called at every comparison.
@@ -138,9 +138,12 @@ class Fingerprints:
         New tensors are not a change (an adapter not yet in use); they are included from then on.
         """
         now = self._now()
-        if now.keys() == self._taken.keys() and all(now[kind].equals(then) for kind, then in self._taken.items()):
+        then = self._taken
+        if now.keys() == then.keys() and all(
+            now[kind][0] == rows and torch.equal(now[kind][1], data) for kind, (rows, data) in then.items()
+        ):
             return []
-        new, old = _rows(now), _rows(self._taken)
+        new, old = _rows(now), _rows(then)
         changed = [name for name, row in old.items() if new.get(name) != row]
         if not changed:
             self._taken = now
@@ -155,7 +158,7 @@ class Fingerprints:
         for name, values in self._read(tensors, self._turn):
             parts.setdefault((values.dtype, values.device), []).append((name, values))
         return {
-            kind: _Part([(name, dtypes[name], shapes[name], values.numel()) for name, values in rows], _joined(rows))
+            kind: ([(name, dtypes[name], shapes[name], values.numel()) for name, values in rows], _joined(rows))
             for kind, rows in parts.items()
         }
 
@@ -168,24 +171,13 @@ def _joined(rows: list[Named]) -> Tensor:
     return data.view(torch.uint8)
 
 
-class _Part:
-    """Samples of all tensors of one dtype on one device."""
-
-    def __init__(self, rows: list[tuple[str, torch.dtype, tuple[int, ...], int]], data: Tensor) -> None:
-        self.rows = rows
-        self.data = data
-
-    def equals(self, other: _Part) -> bool:
-        return self.rows == other.rows and torch.equal(self.data, other.data)
-
-
 def _rows(parts: dict[_Kind, _Part]) -> dict[str, Any]:
     """Map name to (dtype, shape, bytes), independent of the device."""
     found: dict[str, Any] = {}
-    for part in parts.values():
-        data, start = part.data.cpu().numpy().tobytes(), 0
-        width = len(data) // max(1, sum(count for _, _, _, count in part.rows))
-        for name, dtype, shape, count in part.rows:
+    for rows, values in parts.values():
+        data, start = values.cpu().numpy().tobytes(), 0
+        width = len(data) // max(1, sum(count for _, _, _, count in rows))
+        for name, dtype, shape, count in rows:
             found[name] = dtype, shape, data[start : start + count * width]
             start += count * width
     return found

@@ -1,4 +1,4 @@
-"""Loads the weights of a folder of safetensors into a model, in place; or the model itself, with its tokenizer."""
+"""Loads a folder of safetensors: its weights into a model in place, or the model itself with its tokenizer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def load_weights(model: nn.Module, folder: str | PathLike[str]) -> int:
-    """Copy every tensor of a folder, as `save_pretrained` leaves it, into the parameter or buffer of its name.
-
-    Everything is checked before anything is written.
+    """Copy every tensor of a folder that `save_pretrained` wrote into the parameter or buffer of its name.
 
     Returns:
         Number of tensors copied.
 
     Raises:
-        ConfigError: there are no safetensors; a name or a shape differs from the model's; or a parameter is missing.
+        ConfigError: there are no safetensors; a name or a shape differs from the model's; or a parameter is missing. Nothing
+            was written.
     """
     targets = model.state_dict(keep_vars=True)
     found: set[int] = set()
@@ -78,14 +77,14 @@ def _check(folder: Any, name: str, target: torch.Tensor | None, shape: list[int]
 def load_model(
     folder: str | PathLike[str], tokenizer: Any = None, *, dtype: str | torch.dtype = "auto", device: str = "auto"
 ) -> tuple[nn.Module, Any]:
-    """The model of a folder, as `save_pretrained` leaves it, and its tokenizer; of a vision model its processor.
+    """The model of a folder that `save_pretrained` wrote, with its tokenizer or, for a vision model, its processor.
 
-    Nothing is looked for elsewhere: a name that is not a folder is an error, not a download.
+    A name that is not a folder is an error, not a download.
 
     Args:
-        tokenizer: a tokenizer, or the folder of one; None: the model's folder, where it has one.
-        dtype: of the parameters; `auto`: as they were saved.
-        device: `auto`: CUDA, if there is some.
+        tokenizer: a tokenizer, or its folder; None: the model's folder, if it has one.
+        dtype: dtype of the parameters; `auto`: as they were saved.
+        device: `auto`: CUDA, if torch has it.
 
     Raises:
         ConfigError: there is no model, or torch has no such type or device.

@@ -18,7 +18,7 @@ ANNOUNCE = (
     "call attach(optimizer, manager) of trainer_hooks.optimizer once, which announces every step, or "
     "manager.weights_updated() after each change"
 )
-"""How a trainer announces that the weights have changed, for messages."""
+"""Text for messages: how a trainer announces that the weights have changed."""
 
 
 class WeightsGuard:
@@ -26,14 +26,12 @@ class WeightsGuard:
 
     Args:
         given: the model as it was passed to the engine, possibly wrapped.
-        config: of the engine.
         locked: holds the engine at a step boundary.
 
     Attributes:
-        source: where the weights are read.
-        model: the Hugging Face model the optimizer steps, out of its wrappers.
-        training_device: of the model when its source was chosen, where the trainer wants its batches.
-        rebuild_due: the weights were sharded by FSDP2 after the engine was built.
+        model: the Hugging Face model the optimizer steps, without its wrappers.
+        training_device: device of the model when its source was chosen; the trainer wants its batches there.
+        rebuild_due: whether FSDP2 has sharded the weights after the engine was built.
 
     Raises:
         UnsupportedModelError: see `weights_of`.
@@ -68,10 +66,7 @@ class WeightsGuard:
         return model is self.model or model is self._given
 
     def sharded_since(self) -> bool:
-        """Whether FSDP2 has sharded the weights since the engine was built; the source is then chosen again.
-
-        Local: no collective.
-        """
+        """Whether FSDP2 has sharded the weights since the engine was built; the source is then chosen again. Local."""
         if fully_sharded_since(self.source):
             with self._locked():
                 self._choose_source()
@@ -79,12 +74,12 @@ class WeightsGuard:
         return self.rebuild_due
 
     def gather(self) -> None:
-        """Have whole, current weights. If they are spread over the ranks, every rank calls it."""
+        """Make the weights whole and current. If they are spread over the ranks, every rank calls it."""
         with self._locked():
             self.source.gather()
 
     def release(self) -> None:
-        """Leave the weights as the trainer had them. No collective; harmless when repeated."""
+        """Restore the weights for the trainer. Local; harmless when repeated."""
         with self._locked():
             self.source.release()
 
@@ -101,12 +96,12 @@ class WeightsGuard:
             self.release()
 
     def changed(self) -> None:
-        """An update was announced: drop what was gathered or copied, and fingerprint the present content."""
+        """Follow an announced update: drop gathered and copied weights, and fingerprint the current content."""
         self.source.changed()
         self._take_fingerprints()
 
     def resized(self, vocabulary: int) -> int | None:
-        """Tokens of the model's vocabulary; None: still `vocabulary`."""
+        """Size of the model's vocabulary; None: still `vocabulary`."""
         now = int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
         return None if now == vocabulary else now
 
@@ -115,12 +110,12 @@ class WeightsGuard:
 
         Args:
             version: the policy version, for the message.
-            vocabulary: tokens of the model's when the engine was built.
+            vocabulary: size of the model's vocabulary when the engine was built.
 
         Raises:
-            WeightsChangedError: some are not what they were at the last update; names them.
-            EngineStateError: they were sharded, moved to another device or dtype, or got another vocabulary, after the
-                engine was built.
+            WeightsChangedError: some have changed since the last update; names them.
+            EngineStateError: after the engine was built they were sharded, moved to another device or dtype, or got another
+                vocabulary.
         """
         refuse_sharded_since(self.source)
         self._refuse_moved()
@@ -181,7 +176,7 @@ class WeightsGuard:
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
-    """`torch.float32` of "float32"; None of None."""
+    """`torch.float32` for "float32"; None for None."""
     return None if name is None else getattr(torch, name)
 
 

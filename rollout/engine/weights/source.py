@@ -2,12 +2,12 @@
 
     plain module, DDP, autocast    shared: the tensors that the optimizer steps, nothing moves
     tensor parallel (DTensors)     shared: every rank of the group computes with its shard, alone or gathered by FSDP2
-    FSDP2, FSDP1, ZeRO-3           gathered: whole while the engine generates, sharded again afterwards, no second copy;
+    FSDP2, FSDP1, ZeRO-3           gathered: whole while the engine generates, then sharded again, without a second copy;
                                    FSDP2 on CUDA to the same addresses each time
     another dtype or device        copied, only on request: one pass after each update
 
-Always true: `release` restores `trained` to the state the trainer left it in. `gather` of a `collective` source is called
-by every rank or by none; `release` is local.
+Always true: `release` restores `trained` for the trainer. Every rank or none calls `gather` of a `collective` source.
+DeepSpeed is imported only for a model that it partitions.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _log = logging.getLogger(__name__)
 def weights_of(
     model: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | None = None, mapped: bool = False
 ) -> Weights:
-    """Choose the weight source for a model; DDP, FSDP1 and compiled wrappers are removed.
+    """Choose the weight source for a model, without the wrappers of DDP, FSDP1 and torch.compile.
 
     Args:
         model: the module that the trainer calls.
-        dtype, device: of a separate copy to sample with; both None: no copy.
-        mapped: gather FSDP2 weights into mapped memory where the device has it, to the same addresses each time.
+        dtype, device: dtype and device of a separate copy to sample with; both None: no copy.
+        mapped: if the device has mapped memory, gather FSDP2 weights to the same addresses each time.
 
     Raises:
-        UnsupportedModelError: the weights are sharded in a way that cannot be gathered; names it.
+        UnsupportedModelError: the weights are sharded in a way that cannot be gathered.
     """
     copied = dtype is not None or device is not None
     source = _source(_unwrapped(model), mapped=mapped and not copied)
@@ -146,7 +146,7 @@ def is_partitioned(model: nn.Module) -> bool:
 
 
 class PartitionedWeights(GatheredWeights):
-    """ZeRO-3 weights, gathered by `unwrap_model_for_generation`; with ZeRO-1 and -2 pass the module itself.
+    """ZeRO-3 weights, gathered by DeepSpeed's `unwrap_model_for_generation`; ZeRO-1 and -2 need no gathering.
 
     Raises:
         UnsupportedModelError: the module came without its engine, or this DeepSpeed has no such context.
@@ -172,6 +172,5 @@ class PartitionedWeights(GatheredWeights):
         undo.enter_context(self._context(self._engine))
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """This rank's partitions."""
         parts = ((name, getattr(each, "ds_tensor", None)) for name, each in self.trained.named_parameters())
         return [(name, part) for name, part in parts if isinstance(part, Tensor)]

@@ -1,9 +1,7 @@
 """Tensor- and expert-parallel weights: the mesh dimensions that split a model's parameters; refuses other parallelism.
 
-A parameter is tensor-parallel where it is a DTensor on a dimension that FSDP2 does not gather. Both ways to get there are
-read alike: transformers' `tp_plan` (`from_pretrained(distributed_config=...)`) and torch's `parallelize_module`.
-
-Experts are split in one of two ways, which transformers' meshes tell apart:
+A parameter is tensor-parallel if it is a DTensor on a dimension that FSDP2 does not gather, whether transformers' `tp_plan`
+or torch's `parallelize_module` made it. Transformers' meshes show how experts are split:
 
     ep_size == tp_size    the ranks of the tensor-parallel group hold some experts each, and share every batch: one group
     ep_size > tp_size     ranks with batches of their own exchange tokens inside each layer: an expert-parallel group
@@ -29,23 +27,18 @@ _OTHERS = {
 
 
 class TensorParallelWeights(Weights):
-    """Weights of which every member of a tensor-parallel group holds a shard, and computes with it in place.
-
-    Args:
-        mesh: the one-dimensional mesh of the group.
-    """
+    """Weights of a tensor-parallel group, each member of which computes with its shard in place."""
 
     def __init__(self, trained: nn.Module, mesh: Any) -> None:
         super().__init__(trained)
         self.tensor_parallel_mesh = mesh
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """This member's shard of every parameter and persistent buffer."""
         return [(name, local_part(tensor)) for name, tensor in persistent_tensors(self.trained)]
 
 
 def expert_parallel_mesh(model: nn.Module) -> Any:
-    """The one-dimensional mesh of the ranks that exchange tokens with their experts' ranks; None: no layer does.
+    """The one-dimensional mesh of the ranks that exchange tokens inside each layer; None: no layer does.
 
     Raises:
         UnsupportedModelError: the ranks of a tensor-parallel group share one of the batches.
@@ -77,13 +70,13 @@ def modules_split_over(name: str, model: nn.Module) -> list[nn.Module]:
 
 
 def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]]) -> Any:
-    """The one-dimensional mesh that splits the parameters of a model, experts that are exchanged excepted; None: none does.
+    """The one-dimensional mesh that splits a model's parameters, except exchanged experts; None: none does.
 
     Args:
         gathered: names of the mesh dimensions that FSDP2 gathers, for each parameter that it manages.
 
     Raises:
-        UnsupportedModelError: the model is parallel in a way that the engine does not serve; names it.
+        UnsupportedModelError: the model is parallel in a way that the engine does not serve.
     """
     _refuse_other_meshes(model)
     exchanged = expert_parallel_mesh(model)
@@ -115,7 +108,7 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
 
 
 def _refuse_other_meshes(model: nn.Module) -> None:
-    """Parallelism that leaves no trace in the parameters of this rank: transformers notes its mesh at the model."""
+    """Refuse parallelism that this rank's parameters do not show; transformers keeps its mesh at the model."""
     sizes = _sizes(getattr(model, "_mesh_manager", None), "_dense_mesh")
     found = [
         f"{_OTHERS[name]} ({name}={size} in its device mesh)"

@@ -64,7 +64,6 @@ def stretch(
 
 
 def outcome(made: int, **changes: Any) -> Outcome:
-    """Of a sample of three prompt tokens and so many of its own."""
     ended = Outcome(
         "length", None, None, 0, VersionSpans([(0, len(PROMPT) + made)]),
         VersionSpans([(0, len(PROMPT) + max(made - 1, 0))]), [0.5] * max(made - 1, 0), None, 2.0, 0, None, None, 256, 42,

@@ -26,7 +26,6 @@ from rollout.errors import (
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams
-from rollout.state import CoordinatorState
 from tests.distributed.fake_coordinator import FakeCoordinator, welcome
 from tests.distributed.transport.test_dealer import asynchronous, heard
 
@@ -42,7 +41,6 @@ def ended(made: int) -> bytes:
 
 
 def part(request_id: int, samples: int, start: int, tokens: list[int], *, last: bool, version: int = 0) -> wire.Update:
-    """The same new tokens of every sample."""
     return wire.Update(
         [
             wire.Stretch(
@@ -104,16 +102,15 @@ async def connected(answer: Any = generous, **options: Any):
 @asynchronous
 async def test_start_shakes_hands_once_and_knows_how_things_stand():
     with FakeCoordinator(greet=False, answer=lambda fake, peer, _: fake.say(
-        peer, welcome(instance="life-7", state="paused", policy_version=5, next_barrier=3)
+        peer, welcome(policy_version=5)
     )) as fake:  # fmt: skip
         client = InferenceClient(fake.address, name="trainer", member=3)
-        assert (client.connected, client.state, client.policy_version, client.instance) == (False, None, None, None)
+        assert (client.connected, client.policy_version) == (False, None)
         await client.start()
         await client.start()
         assert client.connected
         assert client.lost is None
-        assert (client.state, client.policy_version) == (CoordinatorState.PAUSED, 5)
-        assert (client.instance, client.next_barrier) == ("life-7", 3)
+        assert client.policy_version == 5
         await client.stop()
         assert (await heard(fake))[2] == wire.Connect(wire.PROTOCOL_VERSION, "trainer", 3)
         assert isinstance((await heard(fake))[2], wire.Disconnect)
@@ -361,20 +358,13 @@ async def test_a_stream_read_to_its_end_aborts_nothing():
 async def test_control_calls_are_done_when_the_coordinator_says_so():
     async with connected() as (client, fake):
         await client.pause_engines()
-        assert client.state is CoordinatorState.PAUSED
         await client.suspend_engines("offload", timeout_s=3.0)
-        assert client.state is CoordinatorState.SUSPENDED
         await client.pause_engines()
-        assert client.state is CoordinatorState.SUSPENDED
         await client.set_policy_version(4)
         assert client.policy_version == 4
         await client.resume_engines()
-        assert client.state is CoordinatorState.PAUSED
         await client.unpause_engines()
-        assert client.state is CoordinatorState.RUNNING
-        assert client.next_barrier == 0
         await client.barrier(2)
-        assert client.next_barrier == 3
         assert await client.status() == {"ranks": 2}
         await client.stop_engines()
         calls = [(await heard(fake))[2] for _ in range(9)]
@@ -398,7 +388,6 @@ async def test_a_control_call_that_fails_raises_what_was_named():
         with pytest.raises(ControlError, match="rank3 has not paused") as caught:
             await client.pause_engines()
         assert caught.value.engines == ("rank3",)
-        assert client.state is CoordinatorState.RUNNING
         with pytest.raises(ControlError):
             await client.set_policy_version(9)
         assert client.policy_version == 0

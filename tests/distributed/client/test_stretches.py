@@ -116,12 +116,6 @@ COMPARED = (
 )  # fmt: skip
 
 
-OF_A_SEGMENT = (
-    "prompt_tokens", "generated_tokens", "sampling_params", "rng_offset", "tpot", "num_cached_tokens", "policy_spans",
-    "kv_spans", "policy_version", "finished_chunk_token_count", "precomputed_block_hashes", "finish_reason",
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("mode", [None, "persist", "recompute"])
 def test_results_are_what_a_direct_engine_says(mode):
     """Every field that travels, also of a group whose weights changed in the middle, which recompute splits in two."""
@@ -164,11 +158,8 @@ def test_results_are_what_a_direct_engine_says(mode):
         assert DynamicInferenceRequest.deserialize(ours.serialize()).generated_tokens == theirs.generated_tokens
     if mode:
         assert len(set(merged[0].policy_versions.tolist())) == 2
-    for ours, theirs in zip(group.result().records, records, strict=True):
-        assert ours.merge().serialize() == theirs.merge().serialize() | {"arrival_time": ours[0].arrival_time}
-        assert [segment.events for segment in ours] == [segment.events for segment in theirs]
-        for name in OF_A_SEGMENT:
-            assert [getattr(each, name) for each in ours] == [getattr(each, name) for each in theirs], name
+    for ours, theirs in zip(group.result(), merged, strict=True):
+        assert ours.serialize() == theirs.serialize() | {"arrival_time": ours.arrival_time}
     assert len(records[0]) == (2 if mode == "recompute" else 1)
 
 
@@ -202,7 +193,6 @@ def test_what_has_happened_to_a_sample_is_told_once_whatever_it_went_through():
     last = stretch(0, {0: (199, [1])}, ended=(0,), events=[pack_events(events[299:])])
     elsewhere.receive(wire.Update([last]))
     assert group.result()[0].events == events
-    assert group.result().records[0].merge().events == events
 
 
 def test_a_sample_that_comes_token_by_token_is_kept_in_few_pieces_and_read_as_ever():

@@ -63,7 +63,6 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def unigram() -> PreTrainedTokenizerFast:
-    """Sentencepiece's Unigram with byte fallback."""
     trained = Tokenizer(models.Unigram())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(
@@ -107,8 +106,6 @@ def of_bytes(name: str, data: bytes) -> list[int]:
 
 @dataclass
 class Ending:
-    """How an engine would end a sample whose model says `ids`."""
-
     ids: list[int]
     text: str
     reason: str = "length"
@@ -146,8 +143,6 @@ def stretch(
 
 @dataclass
 class Shown:
-    """What deltas tell of one sample."""
-
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -172,8 +167,6 @@ class Shown:
 
 
 class Listener:
-    """A group, and what is shown of its samples."""
-
     def __init__(self, tokenizer: Any, params: SamplingParams | None = None) -> None:
         self.params = params or SamplingParams()
         self.group = OpenGroup(7, np.asarray(PROMPT, "<i4").tobytes(), self.params, 0, 0.0)
@@ -181,7 +174,6 @@ class Listener:
         self.shown = [Shown() for _ in range(self.params.n)]
 
     def hear(self, *stretches: Stretch) -> Shown:
-        """Of the first sample."""
         for each in stretches:
             each.check()
             self.group.take(each)
@@ -291,8 +283,6 @@ def test_a_stop_string_that_is_kept_is_shown_as_it_comes() -> None:
 
 
 class Counting:
-    """A tokenizer that counts the tokens it decodes."""
-
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.decoded = 0
@@ -358,8 +348,6 @@ def test_an_engine_without_texts_leaves_the_last_word_to_the_stream() -> None:
 
 
 class Picky:
-    """A tokenizer that cannot read token 9."""
-
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         if 9 in token_ids:
             raise ValueError("9 is no token")

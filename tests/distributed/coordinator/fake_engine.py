@@ -24,18 +24,15 @@ CACHE_BLOCKS = 12
 
 
 def token_at(seed: int, index: int, position: int) -> int:
-    """What every engine samples there."""
     return (seed * 31 + index * 1009 + position * 7919) % 50_000
 
 
 def length_of(seed: int, index: int) -> int:
-    """How long the completion gets: mostly short, now and then long."""
     return 1 + (seed * 13 + index * 7) % (23 if (seed + index) % 5 == 0 else 6)
 
 
 @cache
 def hashes_of(prompt: tuple[int, ...]) -> list[int]:
-    """Of its complete blocks."""
     return compute_block_hashes_batched(prompt, BLOCK)
 
 
@@ -183,11 +180,9 @@ class FakeEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do something."""
         return self.state is EngineState.RUNNING and bool(self._samples) and not self.resting
 
     def step(self) -> list[DynamicInferenceRequestRecord]:
-        """One token for each running sample."""
         for key, record in self._samples.items():
             if len(self._running) < self._slots and key not in self._running:
                 self._running.add(key)

@@ -22,7 +22,6 @@ LONG = tuple(range(40))
 
 
 def int32(*values: int) -> bytes:
-    """Token ids as they travel."""
     return np.array(values, "<i4").tobytes()
 
 
@@ -50,8 +49,6 @@ def stretch(
 
 
 class Job:
-    """The core, and everybody in it."""
-
     def __init__(self, **options: Any) -> None:
         options = {"block_size_tokens": BLOCK, "heartbeat_timeout_s": 10.0, "idle_exit_s": 1e6} | options
         self.config = CoordinatorConfig(**options)
@@ -64,7 +61,6 @@ class Job:
         self.core.tick(self.now)
 
     def client(self, name: str = "client", *, member: bool = False) -> Line:
-        """A client that has connected."""
         client = Line(self, name.encode())
         client.say(
             wire.Connect(
@@ -85,7 +81,6 @@ class Job:
         return rank
 
     def carry(self) -> None:
-        """What the core has said arrives."""
         if self._in_turn:
             return
         for identity, sequence, message in self.core.take_outbox():
@@ -117,7 +112,6 @@ class Job:
         return self.core.take_text_jobs()
 
     def decisions(self) -> list[tuple[int, int]]:
-        """(request id, rank index) since the last call."""
         return [(each.request_id, each.rank_index) for each in self.core.take_decisions()]
 
 
@@ -150,33 +144,28 @@ class Line:
         self.job.carry()
 
     def hear(self, kind: type[Kind]) -> Kind:
-        """The next message, which must be of this kind."""
         assert self.heard, f"nothing has come where {kind.__name__} was expected"
         message = self.heard.popleft()
         assert isinstance(message, kind), message
         return message
 
     def quiet(self) -> bool:
-        """Whether nothing has come."""
         return not self.heard
 
     # --- as a client ------------------------------------------------------------------------------------------------
 
     def submit(self, prompt: Sequence[int] | str = (1, 2, 3), n: int = 1, **fields: Any) -> int:
-        """Returns the request's id."""
         number = fields.pop("request_id", self._requests)
         self._requests = number + 1
         self.say(wire.Submit(number, prompt if isinstance(prompt, str) else int32(*prompt), n, b"\x80", **fields))
         return number
 
     def call(self, signal: str, argument: int | str | None = None, timeout_s: float = 8.0) -> int:
-        """Returns the call's id."""
         self._calls += 1
         self.say(wire.Control(self._calls, signal, argument, timeout_s))
         return self._calls
 
     def failed(self, error: str) -> wire.RequestFailed:
-        """The next message is the end of a request by this error, whose text names it."""
         failure = self.hear(wire.RequestFailed)
         assert failure.error == error, failure
         return failure
@@ -185,7 +174,6 @@ class Line:
         return self.hear(wire.ControlDone)
 
     def stretches(self) -> list[wire.Stretch]:
-        """Of the next message."""
         return self.hear(wire.Update).stretches
 
     # --- as a rank --------------------------------------------------------------------------------------------------
@@ -194,7 +182,6 @@ class Line:
         return self.hear(wire.Assign)
 
     def assigned_ids(self) -> list[int]:
-        """The coordinator's request ids of all that has come, assignments only."""
         return [self.assigned().request_id for _ in range(len(self.heard))]
 
     def progress(self, *stretches: wire.Stretch, **fields: Any) -> None:
@@ -218,11 +205,9 @@ class Line:
         return command
 
     def is_gone(self) -> bool:
-        """Whether its session has ended."""
         return self.job.core.peers.get(self.identity) is None
 
 
 def lose(job: Job, rank: Line) -> None:
-    """The coordinator can reach it no more."""
     job.core.unreachable(rank.identity, "its connection is gone", job.now)
     job.carry()

@@ -34,6 +34,7 @@ from rollout.distributed.worker.session import RankSession
 from rollout.errors import ConnectionLostError, RolloutError
 from rollout.sampling_params import SamplingParams
 from rollout.state import CoordinatorState, EngineState, PrefixCachingCoordinatorPolicy
+from tests.distributed.coordinator.core.routers import check, held
 from tests.distributed.coordinator.fake_engine import BLOCK, CACHE_BLOCKS, FakeEngine, length_of, token_at
 
 PROMPTS = [
@@ -44,7 +45,6 @@ TEXTS = {f"prompt {number}": tokens for number, tokens in enumerate(PROMPTS)}
 
 @cache
 def params_of(n: int, seed: int | None) -> SamplingParams:
-    """Few different ones, so that they are packed once."""
     return SamplingParams(n=n, seed=seed, max_tokens=64)
 
 
@@ -71,8 +71,6 @@ class Peer:
 
 @dataclass(eq=False)
 class SimRank(Peer):
-    """A rank's process."""
-
     engine: FakeEngine = None  # type: ignore[assignment]
     session: RankSession = None  # type: ignore[assignment]
     told: wire.RegisterAck | None = None
@@ -80,8 +78,6 @@ class SimRank(Peer):
 
 @dataclass(eq=False)
 class Wanted:
-    """A group as its user sees it."""
-
     group: OpenGroup
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -95,8 +91,6 @@ class Wanted:
 
 @dataclass(eq=False)
 class SimClient(Peer):
-    """A client's process."""
-
     session: ClientSession = None  # type: ignore[assignment]
     member: int | None = None
     barrier: int = -1
@@ -106,8 +100,6 @@ class SimClient(Peer):
 
 
 class World:
-    """The job under one seed."""
-
     def __init__(self, seed: int, *, trace: bool = False, encoded: bool | None = None) -> None:
         self.rng = random.Random(seed)
         rng = self.rng
@@ -351,7 +343,6 @@ class World:
     # --- one event --------------------------------------------------------------------------------------------------
 
     def event(self) -> None:
-        """Something happens."""
         self.events += 1
         rng = self.rng
         choice = rng.random()
@@ -491,15 +482,14 @@ class World:
     # --- what must hold ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """After every event that the core has seen."""
         core = self.core
         if not self.touched:
             return
         self.touched = False
         open_requests = [request for client in core.peers.clients.values() for request in client.requests.values()]
         waiting = core.requests.texts.pending.values()
-        held = sum(each.charged for each in open_requests) + sum(each.size for each in waiting)
-        assert core.requests.admission.total_bytes == held, "what is charged is not what is held"
+        bytes_held = sum(each.charged for each in open_requests) + sum(each.size for each in waiting)
+        assert core.requests.admission.total_bytes == bytes_held, "what is charged is not what is held"
         for client in core.peers.clients.values():
             texts = sum(each.size for each in waiting if each.request.client is client)
             assert client.open_bytes == sum(each.charged for each in client.requests.values()) + texts
@@ -508,8 +498,8 @@ class World:
             assert sum(map(len, parts)) == len(request.open), "a sample is lost, or twice somewhere"
             assert set().union(*parts) == request.open
         for rank in core.peers.ranks.values():
-            held = sum(len(each.samples) for each in rank.assignments.values())
-            assert core.router.pending(rank.name) == held, f"load of {rank.name}"
+            assigned = sum(len(each.samples) for each in rank.assignments.values())
+            assert core.dispatcher.router.pending(rank.name) == assigned, f"load of {rank.name}"
             assert all(not each.request.closed for each in rank.assignments.values())
             assert all(each.request.client.identity in core.peers.clients for each in rank.assignments.values())
             for request in (each.request for each in rank.assignments.values() if each.request.client.catching_up):
@@ -520,7 +510,7 @@ class World:
         for call in core.control._calls.values():
             assert call.awaited.keys() <= core.peers.ranks.keys(), "a call waits for a rank that is gone"
         if self.events % 16 == 0:
-            core.router.check()
+            check(core.dispatcher.router)
 
     def check_agreement(self) -> None:
         """When nothing is on its way, coordinator and ranks have the same idea of who computes what."""
@@ -578,8 +568,7 @@ class World:
             assert len(labels) == delta.count
 
     def check_error(self, wanted: Wanted, error: RolloutError) -> None:
-        """No request fails without a reason, and the reason is the true one."""
-        stopped = self.core.state is CoordinatorState.STOPPING
+        stopped = self.core.control.state is CoordinatorState.STOPPING
         reasons = {
             "RequestAbortedError": wanted.aborted or stopped,
             "EngineStateError": stopped,
@@ -609,7 +598,6 @@ class World:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """The faults stop; everything must end."""
         self.faults = False
         self.say("the faults stop")
         for peer in (*self.ranks, *self.clients):
@@ -672,12 +660,12 @@ class World:
         raise AssertionError("it never comes to rest")
 
     def go_on(self, operator: SimClient) -> None:
-        if self.core.state is CoordinatorState.SUSPENDED:
+        if self.core.control.state is CoordinatorState.SUSPENDED:
             self.call(operator, "resume")
-        if self.core.state is CoordinatorState.PAUSED:
+        if self.core.control.state is CoordinatorState.PAUSED:
             self.call(operator, "unpause")
-        held = any(each.held for rank in self.core.peers.ranks.values() for each in rank.assignments.values())
-        if self.core.dispatcher.too_new or held:
+        waits = any(each.held for rank in self.core.peers.ranks.values() for each in rank.assignments.values())
+        if self.core.dispatcher.too_new or waits:
             self.version += 1
             self.call(operator, SET_VERSION, self.version)
 
@@ -687,7 +675,7 @@ class World:
         return (
             not waiting
             and not any(peer.identity in dead for peer in self.core.peers)
-            and self.core.state in (CoordinatorState.RUNNING, CoordinatorState.STOPPING)
+            and self.core.control.state in (CoordinatorState.RUNNING, CoordinatorState.STOPPING)
             and all(call.done for call in self.all_calls if call not in self.barrier_calls())
         )
 
@@ -706,17 +694,17 @@ class World:
         assert self.core.dispatcher.queued_samples == 0
         for rank in self.core.peers.ranks.values():
             assert not rank.assignments
-            assert self.core.router.pending(rank.name) == 0
+            assert self.core.dispatcher.router.pending(rank.name) == 0
             sim = self.peers[rank.identity]
             assert isinstance(sim, SimRank)
             assert sim.session.num_open == 0, f"{sim.name} still computes {sim.session._assignments.of_sample.keys()}"
-            if self.core.router.hashes_wanted() and not self.config.deterministic_mode:
-                held = self.core.router.held(rank.name)
+            if self.core.dispatcher.router.hashes_wanted() and not self.config.deterministic_mode:
+                cached = held(self.core.dispatcher.router, rank.name)
                 if self.config.max_hashes_per_rank >= CACHE_BLOCKS:
-                    assert held == set(sim.engine.cache), f"{rank.name} holds {set(sim.engine.cache)}, not {held}"
+                    assert cached == set(sim.engine.cache), f"{rank.name} holds {set(sim.engine.cache)}, not {cached}"
                 else:
-                    assert held <= set(sim.engine.cache)
-        self.core.router.check()
+                    assert cached <= set(sim.engine.cache)
+        check(self.core.dispatcher.router)
         members = [each for each in self.clients if each.member is not None and each.alive and each.ready]
         everybody_came = {each.name for each in self.clients if each.member is not None} <= self.joined
         for client in members if everybody_came else []:
@@ -754,12 +742,10 @@ def run_many(first: int, count: int) -> list[str]:
 
 
 def run_many_for(pipe: Connection, first: int, count: int) -> None:
-    """The same in a process of its own: sends them."""
     pipe.send(run_many(first, count))
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.distributed.coordinator.simulation", description=__doc__)
     parser.add_argument("seeds", nargs="*", type=int, help="replay these, telling every event")
     parser.add_argument(

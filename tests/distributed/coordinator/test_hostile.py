@@ -69,7 +69,6 @@ class Site:
         self._watch.start()
 
     def serves(self, requests: int = 1) -> None:
-        """An honest client's requests are answered."""
         for _ in range(requests):
             request_id = next(self._ids)
             self.client.say(submit(request_id))
@@ -116,7 +115,6 @@ def site() -> Iterator[Site]:
 
 
 def a_value(rng: random.Random, depth: int = 0) -> Any:
-    """Anything msgpack can say."""
     kind = rng.randrange(10 if depth < 3 else 7)
     if kind == 0:
         return rng.choice([None, True, False])
@@ -203,7 +201,6 @@ def a_row(rng: random.Random, kind: str, sequence: int) -> list[Any]:
 
 
 def spoil(rng: random.Random, frame: bytes) -> bytes:
-    """A frame with a few bytes changed, lost or added."""
     spoiled = bytearray(frame)
     for _ in range(rng.randrange(1, 4)):
         place = rng.randrange(len(spoiled) + 1)
@@ -259,7 +256,6 @@ class Hostile:
             self.sequence = 1
 
     def attack(self, frames: int) -> None:
-        """One message of so many frames."""
         batch: list[bytes] = []
         while len(batch) < frames:
             frame = a_frame(self._rng, self._kind, self.sequence)

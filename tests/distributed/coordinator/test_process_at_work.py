@@ -146,35 +146,8 @@ def test_the_schedule_file_is_valid_after_every_record(tmp_path):
     assert json.loads(path.read_text())["num_requests"] == written
 
 
-@pytest.mark.parametrize("torn", [0, 1, 30, 60, 75, 200])
-def test_a_coordinator_that_follows_a_killed_one_loses_no_more_than_its_last_record(tmp_path, torn):
+def test_the_schedule_names_the_policy_that_is_in_effect(tmp_path):
     path = tmp_path / "schedule.json"
-    file = ScheduleFile(str(path), PrefixCachingCoordinatorPolicy.ROUND_ROBIN, 2)
-    file.append([ScheduleRecord(0, 0, 3, 2, "rank-0"), ScheduleRecord(0, 1, 3, 2, "rank-1", False)])
-    file.append([ScheduleRecord(1, 1, 3, 2, "rank-1")])
-    file.close()
-    before = json.loads(path.read_text())
-    assert before["num_requests"] == 2
-    path.write_bytes(path.read_bytes()[: -torn or None])
-    again = ScheduleFile(str(path), PrefixCachingCoordinatorPolicy.ROUND_ROBIN, 2, append=True)
-    kept = json.loads(path.read_text())
-    assert kept["records"] == before["records"][: len(kept["records"])]
-    # The longest of these takes the last record and a part of the one before it along.
-    assert len(kept["records"]) == {200: 1}.get(torn, 3 if torn < 30 else 2)
-    again.append([ScheduleRecord(0, 0, 0, 0, "rank-0")])
-    again.close()
-    schedule = json.loads(path.read_text())
-    ids = [record["request_id"] for record in schedule["records"]]
-    assert ids[-1] == max(ids[:-1]) + 1
-    assert schedule["num_requests"] == len(set(ids))
-
-
-def test_what_another_policy_decided_is_not_continued_and_what_is_not_there_is_begun(tmp_path):
-    path = tmp_path / "schedule.json"
-    ScheduleFile(str(path), PrefixCachingCoordinatorPolicy.ROUND_ROBIN, 2, append=True).close()
-    with pytest.raises(ConfigError, match=r"round_robin.*load_balanced.*choose another file"):
-        ScheduleFile(str(path), PrefixCachingCoordinatorPolicy.LOAD_BALANCED, 2, append=True)
-    assert json.loads(path.read_text())["policy"] == "round_robin"
     with never_started(enable_prefix_caching=False, schedule_output_path=str(path)) as coordinator:
         coordinator.bind()
         assert json.loads(path.read_text())["policy"] == "load_balanced"

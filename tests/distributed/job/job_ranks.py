@@ -54,12 +54,10 @@ SOON_SILENT = {"heartbeat_timeout_s": 2.5}
 
 @cache
 def model() -> PreTrainedModel:
-    """The same weights in every process."""
     return make_model("llama", num_hidden_layers=2, max_position_embeddings=LONGEST)
 
 
 def engine(**options: Any) -> DynamicInferenceEngine:
-    """Room for sixteen sequences."""
     room = {"block_size_tokens": BLOCK_SIZE, "kv_cache_blocks": 4096, "max_requests": 16, "max_tokens_per_step": 128}
     return make_engine(model(), **(room | options))
 
@@ -173,14 +171,11 @@ def assert_same(results: Sequence[DynamicInferenceRequest], expected: Sequence[D
 
 
 def completion_versions(request: DynamicInferenceRequest) -> list[int]:
-    """The policy version of each completion token."""
     versions: list[int] = request.policy_spans.dense().tolist()
     return versions[len(request.prompt_tokens) :]
 
 
 class Ranks:
-    """The ranks of a job, by name."""
-
     def __init__(self, nursery: Nursery, family: list[Child], address: str, keys: JobKeys | None = None) -> None:
         self.address = address
         self._nursery = nursery
@@ -199,7 +194,6 @@ class Ranks:
 
     @property
     def names(self) -> list[str]:
-        """In order."""
         return sorted(self._by_name)
 
     def look(self, name: str) -> dict[str, Any]:
@@ -213,11 +207,9 @@ class Ranks:
             self._by_name[name].ask(tokens)
 
     def look_at_all(self) -> list[dict[str, Any]]:
-        """In order of their names."""
         return [self.look(name) for name in self.names]
 
     def are_idle(self) -> bool:
-        """Whether no engine has work, or holds a block."""
         return not any(seen["unfinished"] or seen["kv_blocks_used"] for seen in self.look_at_all())
 
 
@@ -253,7 +245,6 @@ async def eventually(holds: Callable[[], bool]) -> None:
 
 
 async def ready(client: InferenceClient, *names: str) -> None:
-    """Wait until these ranks get work, and no others are there."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         table = await client.status()
@@ -264,7 +255,6 @@ async def ready(client: InferenceClient, *names: str) -> None:
 
 
 async def all_of(client: InferenceClient, asked: Sequence[Ask]) -> list[Sequence[DynamicInferenceRequest]]:
-    """The results of all, asked at once."""
     return await asyncio.gather(*(client.add_request(list(ask.prompt), ask.params) for ask in asked))
 
 
@@ -296,7 +286,6 @@ class Watched:
             self.counts[delta.sample_index] += delta.count
 
     async def result(self) -> Sequence[DynamicInferenceRequest]:
-        """Its samples, when it has ended."""
         await self._ended.wait()
         return self.group.result()
 

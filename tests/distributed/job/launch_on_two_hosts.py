@@ -49,7 +49,6 @@ exit "$codes"
 
 
 def launcher(name: str, rank: int) -> list[str]:
-    """The command of one host, as its user would type it."""
     python = [sys.executable, "-m"]
     if name == "torchrun":
         place = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}"]
@@ -71,7 +70,6 @@ def slurm_script() -> str:
 
 
 def start_slurm(near: Host, far: Host, folder: Path) -> dict[str, subprocess.Popen[bytes]]:
-    """The script, as `sbatch` would start it on the first host."""
     for name, text in STAND_INS.items():
         command = folder / name
         command.write_text("#!/bin/bash\n" + text.format(near=near.network, far=far.network, python=sys.executable))
@@ -84,7 +82,6 @@ def start_slurm(near: Host, far: Host, folder: Path) -> dict[str, subprocess.Pop
 
 
 def start_launchers(name: str, hosts: Sequence[Host], folder: Path) -> dict[str, subprocess.Popen[bytes]]:
-    """The launcher on each host."""
     secret = folder / "job-secret"
     secret.touch(0o600)
     secret.write_text(secrets.token_hex(32))
@@ -110,7 +107,6 @@ def start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.
 
 
 def say(text: str) -> None:
-    """Print with the time of day."""
     print(f"{time.strftime('%X')} {text}", flush=True)
 
 
@@ -147,7 +143,6 @@ class Job:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("launcher", choices=["torchrun", "accelerate", "slurm"])
     parser.add_argument("--cut", type=float, default=0.0, metavar="SECONDS", help="take the link down for so long")

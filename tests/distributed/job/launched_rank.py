@@ -28,7 +28,6 @@ KILLED, SHORT = 1, 4
 
 
 def main() -> None:
-    """Generate, be killed or not, and say what came back."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -19,7 +19,6 @@ NEAR, FAR = "10.203.0.1", "10.203.0.2"
 
 @cache
 def why_not() -> str | None:
-    """Why there can be no network namespaces here."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
@@ -40,11 +39,9 @@ class Host:
 
     @property
     def network(self) -> str:
-        """What `enter_network` takes."""
         return f"/proc/{self.holder.pid}/ns/net"
 
     def ip(self, *arguments: str) -> None:
-        """The command `ip`, run there."""
         command = ["nsenter", f"--net={self.network}", "ip", *arguments]
         subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_S)
 

@@ -38,8 +38,6 @@ BEGIN = "from tests.distributed.job.nursery import keep; keep({descriptor}, {mod
 
 
 class Child:
-    """A process, seen by the test."""
-
     def __init__(self, pid: int, pipe: Connection) -> None:
         self.pid = pid
         self.pipe = pipe
@@ -47,18 +45,15 @@ class Child:
         self._descriptor = os.pidfd_open(pid)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal."""
         signal.pidfd_send_signal(self._descriptor, number)
 
     def kill(self) -> None:
-        """End it at once, and wait until it has ended."""
         with suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
         assert select.select([self._descriptor], [], [], PATIENCE_S)[0], f"process {self.pid} cannot be killed"
         self.pipe.close()
 
     def hear(self) -> Any:
-        """The next thing it says."""
         assert self.pipe.poll(PATIENCE_S), f"process {self.pid} has not answered"
         return self.pipe.recv()
 
@@ -68,7 +63,6 @@ class Child:
         return self.pipe.recv_bytes()
 
     def ask(self, question: Any) -> Any:
-        """Say something to it and hear the answer."""
         self.pipe.send(question)
         return self.hear()
 
@@ -126,7 +120,6 @@ class Nursery:
 
 
 def keep(descriptor: int, module: str) -> None:
-    """Be a nursery."""
     import_module(module)
     # A thread that an import started and joined is listed until the kernel has removed it: under load, a while longer.
     end = time.monotonic() + PATIENCE_S

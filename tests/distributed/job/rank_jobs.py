@@ -103,8 +103,6 @@ class Ask:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a batch says of one sample."""
-
     prompt: str | None
     tokens: list[int]
     log_probs: list[float]
@@ -624,7 +622,6 @@ def is_held_while_it_trains(rank: int) -> list[Sample]:
 
 
 def tokens_of(future: RequestFuture) -> list[list[int]]:
-    """Of each sample, once they have ended."""
     return [sample.generated_tokens for sample in future.result(PATIENCE_S)]
 
 

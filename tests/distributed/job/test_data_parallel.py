@@ -43,7 +43,6 @@ TOLERANCE = 1e-5
 
 @cache
 def alone(wanted: tuple[Ask, ...]) -> list[Sample]:
-    """What one rank makes of it, without anybody else."""
     config = InferenceConfig(
         kv_cache_blocks=2048,
         max_requests=64,
@@ -279,8 +278,6 @@ def test_a_rank_that_cannot_join_is_named_on_the_others_with_the_reason(nursery:
 
 
 class OneHostStore:
-    """A store of one process."""
-
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
 

@@ -18,8 +18,6 @@ from rollout.errors import DeadlineError
 
 
 class FakeEngine:
-    """Remembers when it was told to gather."""
-
     def __init__(self, timeout_s: float = 30.0) -> None:
         self.weights = SimpleNamespace(ready=False)
         self.config = InferenceConfig(advanced=Advanced(control_timeout_s=timeout_s))

@@ -23,7 +23,6 @@ LIMIT_S = 300.0
 
 
 def start(command: list[str], folder: Path, **environment: str) -> subprocess.Popen[bytes]:
-    """A launcher, or a rank that is started by hand."""
     paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*command, SCRIPT, str(folder)], env=os.environ | paths | environment, cwd=folder, stdout=subprocess.PIPE
@@ -31,7 +30,6 @@ def start(command: list[str], folder: Path, **environment: str) -> subprocess.Po
 
 
 def told(folder: Path, rank: int, life: int) -> dict[str, Any]:
-    """What a rank said at the end of a life."""
     said: dict[str, Any] = json.loads((folder / f"rank-{rank}.{life}").read_text())
     return said
 

@@ -23,7 +23,6 @@ from tests.distributed.job.job_ranks import (
     Watched,
     all_of,
     asks,
-    asks_for_ever,
     assert_same,
     completion_versions,
     coordinator,
@@ -220,27 +219,6 @@ def test_a_killed_rank_is_noticed_at_once_although_a_child_that_it_has_forked_li
             ranks.let_make(math.inf, "rank-0")
             for results, others in zip(await asyncio.gather(*asking), expected, strict=True):
                 assert_same(results, others)
-
-    asyncio.run(play())
-
-
-def test_a_client_is_killed_and_its_requests_end_while_another_one_is_served(nursery: Nursery) -> None:
-    asked = asks(20, seed=8)
-    expected = undisturbed(asked)
-
-    async def play() -> None:
-        async with job(nursery, 2) as (ranks, client):
-            with nursery.children() as family:
-                family.append(nursery.child(asks_for_ever, address=ranks.address))
-                assert family[0].hear() == "served"
-                asking = Asking(client, asked)
-                await eventually(lambda: len(asking.answers) > 40)
-            before = len(asking.answers)
-            await eventually(lambda: len(asking.answers) > before + 40)
-            await asking.all_answered()
-            await nothing_is_open(client, ranks)
-        for each in asking.answers:
-            assert_same(each.results, expected[each.number])
 
     asyncio.run(play())
 

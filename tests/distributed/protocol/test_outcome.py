@@ -16,7 +16,7 @@ from rollout.distributed.protocol.stretch import PartialGroup, stretch_of
 from rollout.errors import SerializationError
 from rollout.requests.delta import growth
 from rollout.requests.events import pack_events
-from rollout.requests.record import DynamicInferenceRequestRecord, segment_rows
+from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
 from rollout.requests.token_columns import pack_top_n, unpack_top_n
@@ -60,7 +60,6 @@ outcomes = st.builds(
     st.none() | rows,
     counts,
     counts,
-    st.lists(st.lists(counts, min_size=6, max_size=8), max_size=3),
     st.none() | counts,
 )
 
@@ -103,8 +102,6 @@ def test_bytes_that_are_no_outcome_are_refused_by_name(noise: bytes) -> None:
         ("prompt_top_n", {"counts": b""}),
         ("max_tokens", 2**63),
         ("seed", "7"),
-        ("segments", [[1, 2, 3]]),
-        ("segments", [[0, 0, 0, 0, 0, True]]),
         ("block_size_tokens", -16),
     ],
 )
@@ -118,7 +115,7 @@ def test_a_malformed_field_is_named(field: str, value: Any) -> None:
 
 def test_a_row_of_another_length_is_refused() -> None:
     row = msgpack.unpackb(pack(PLAIN))
-    with pytest.raises(SerializationError, match="a row of 16 fields"):
+    with pytest.raises(SerializationError, match="a row of 15 fields"):
         unpack(msgpack.packb(row[:-1]))
 
 
@@ -228,7 +225,6 @@ def test_an_outcome_says_of_a_record_what_merging_it_would() -> None:
         None,
         9,
         77,
-        segment_rows(record),
     )
     assert ended.prompt_log_probs == [-1.0, -2.0]
     assert unpack(pack(ended)) == ended

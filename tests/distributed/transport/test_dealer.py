@@ -35,8 +35,6 @@ def asynchronous(test):
 
 
 class Connection:
-    """A dealer, what it got, and why it was lost."""
-
     def __init__(self, address: str, name: str = "me", **options) -> None:
         self.arrived: asyncio.Queue[wire.Message] = asyncio.Queue()
         self.lost: asyncio.Queue[ConnectionLostError] = asyncio.Queue()
@@ -46,7 +44,6 @@ class Connection:
 
 
 async def greeted(fake: FakeCoordinator, **options) -> tuple[Connection, bytes]:
-    """A connection after its handshake, and the identity it has."""
     connection = Connection(fake.address, **options)
     connection.dealer.send(HELLO)
     if "on_message" not in options:

@@ -91,8 +91,6 @@ class Rank:
 
 
 class Told:
-    """What stretches tell of one sample."""
-
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.log_probs: list[float] = []

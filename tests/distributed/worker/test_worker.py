@@ -80,7 +80,6 @@ class Running:
 def serving(
     engine: DynamicInferenceEngine | None = None, *, run: bool = True, **options: Any
 ) -> Iterator[tuple[Coordinator, EngineWorker]]:
-    """A coordinator and a worker that has registered with it."""
     with Coordinator() as coordinator:
         worker = EngineWorker(engine or make_engine("qwen3"), coordinator.address, name="rank-0", **options)
         worker.start(DEADLINE_S)
@@ -277,22 +276,6 @@ def test_a_pause_takes_effect_at_the_next_boundary_while_the_engine_is_stepping(
         coordinator.tell(wire.Command(3, "unpause", None))
         assert coordinator.hear(wire.CommandAck) == wire.CommandAck(3, "running", 1, None)
         coordinator.hear_stretches(1)
-
-
-def test_whoever_stopped_the_engine_is_known() -> None:
-    with serving(run=False) as (coordinator, worker):
-        assert COORDINATOR not in worker.engine.holds
-        worker.engine.pause()
-        coordinator.hear(wire.EngineMoved)
-        assert COORDINATOR not in worker.engine.holds
-        worker.engine.unpause()
-        coordinator.hear(wire.EngineMoved)
-        coordinator.tell(wire.Command(1, "pause", None))
-        coordinator.hear(wire.CommandAck)
-        assert COORDINATOR in worker.engine.holds
-        coordinator.tell(wire.Command(2, "unpause", None))
-        coordinator.hear(wire.CommandAck)
-        assert COORDINATOR not in worker.engine.holds
 
 
 def test_waiting_ends_when_something_else_has_happened() -> None:

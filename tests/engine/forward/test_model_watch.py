@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,56 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 PROMPT = token_ids(18, 3)
 
 
-@contextmanager
-def hooked(model: Any) -> Iterator[None]:
-    with model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 1.5):
-        yield
-
-
-@contextmanager
-def steered(model: Any) -> Iterator[None]:
-    with model.model.layers[0].register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:])):
-        yield
-
-
-@contextmanager
-def replaced(model: Any) -> Iterator[None]:
-    mlp = model.model.layers[0].mlp
-    before = mlp.forward
-    mlp.forward = types.MethodType(lambda self, x: 1.5 * before(x), mlp)
-    try:
-        yield
-    finally:
-        del mlp.forward
-
-
-@contextmanager
-def replaced_on_the_class(model: Any) -> Iterator[None]:
-    kind = type(model.model.layers[0].mlp)
-    before = kind.forward
-    kind.forward = lambda self, x: 1.5 * before(self, x)
-    try:
-        yield
-    finally:
-        kind.forward = before
-
-
-@contextmanager
-def scaled(model: Any) -> Iterator[None]:
-    attention = model.model.layers[0].self_attn
-    attention.scaling *= 2
-    try:
-        yield
-    finally:
-        attention.scaling /= 2
-
-
-@contextmanager
-def globally_hooked(model: Any) -> Iterator[None]:
-    with nn.modules.module.register_module_forward_hook(
-        lambda module, args, out: out * 1.5 if type(module).__name__ == "Qwen3MLP" else None
-    ):
-        yield
+def larger(module: nn.Module, args: Any, out: Any) -> Any:
+    return out * 1.5
 
 
 @contextmanager
@@ -94,22 +46,30 @@ def filled(tensor: torch.Tensor, value: float) -> Iterator[None]:
         tensor.copy_(before)
 
 
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "autocast": lambda model: torch.autocast("cpu", torch.bfloat16),
-    "another scaling": scaled,
-    "another activation": lambda model: changed(model.model.layers[0].mlp, "act_fn", nn.ReLU()),
-    "a frequency": lambda model: filled(model.model.rotary_emb.inv_freq, 0.3),
-    "a function of its file": lambda model: changed(
+WAYS: dict[str, Callable[[Any, Any], Any]] = {
+    "autocast": lambda model, layer: torch.autocast("cpu", torch.bfloat16),
+    "another scaling": lambda model, layer: changed(layer.self_attn, "scaling", 2 * layer.self_attn.scaling),
+    "another activation": lambda model, layer: changed(layer.mlp, "act_fn", nn.ReLU()),
+    "a frequency": lambda model, layer: filled(model.model.rotary_emb.inv_freq, 0.3),
+    "a function of its file": lambda model, layer: changed(
         sys.modules[type(model).__module__], "rotate_half", nn.functional.relu
     ),
 }
-FOREIGN: dict[str, Callable[[Any], Any]] = {
-    "a hook": hooked,
-    "a pre-hook": steered,
-    "a hook on every module": globally_hooked,
-    "a replaced forward": replaced,
-    "a forward replaced on its class": replaced_on_the_class,
+FOREIGN: dict[str, Callable[[Any, Any], Any]] = {
+    "a hook": lambda model, layer: layer.mlp.register_forward_hook(larger),
+    "a pre-hook": lambda model, layer: layer.register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:])),
+    "a hook on every module": lambda model, layer: nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: out * 1.5 if type(module).__name__ == "Qwen3MLP" else None
+    ),
+    "a replaced forward": lambda model, layer: patch.object(layer.mlp, "forward", made_larger(layer.mlp.forward)),
+    "a forward replaced on its class": lambda model, layer: changed(
+        type(layer.mlp), "forward", made_larger(type(layer.mlp).forward)
+    ),
 }
+
+
+def made_larger(own: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: 1.5 * own(*args)
 
 
 @pytest.mark.parametrize("way", WAYS | FOREIGN)
@@ -125,7 +85,7 @@ def test_a_prompt_cached_in_one_way_is_not_used_in_another(way: str) -> None:
 
     plain = ask()[1]
     close = 0.05 if way == "autocast" else 1e-5
-    with (WAYS | FOREIGN)[way](model):
+    with (WAYS | FOREIGN)[way](model, model.model.layers[0]):
         saved, other = ask()
         assert saved == 0
         assert other != plain, "a way that shows"

@@ -24,11 +24,9 @@ from torch import Tensor
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.memory import arena as arena_module
-from rollout.engine.memory import virtual_memory
-from rollout.engine.memory.arena import Arena, pool_memory
+from rollout.engine.memory.arena import Arena, CudaVirtualMemory, pool_memory
 from rollout.engine.memory.kv_cache import KVCache, LayerShape
-from rollout.engine.memory.stream_order import StreamOrder, wait_for_steps
-from rollout.engine.memory.virtual_memory import CudaVirtualMemory
+from rollout.engine.memory.streams import StreamOrder, wait_for_steps
 from tests.engines import assert_greedy, finish, greedily, in_one_piece, make_engine, steps, token_ids
 from tests.models import make_model
 
@@ -40,7 +38,7 @@ BLOCKS = 512
 
 
 class Driver:
-    """`VirtualMemory` of a pretended device of `total` bytes."""
+    """`CudaVirtualMemory` of a pretended device of `total` bytes."""
 
     granularity = PAGE
     device = CPU
@@ -339,7 +337,7 @@ class Library:
 
 @pytest.fixture
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual_memory, "wait_for_steps", lambda device: None)
+    monkeypatch.setattr(arena_module, "wait_for_steps", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
 

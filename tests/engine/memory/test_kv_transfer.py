@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.memory.host_blocks import HostBlocks
+from rollout.engine.memory.host_pool import HostBlocks
 from rollout.engine.memory.kv_cache import KVCache, LayerShape
 from rollout.engine.memory.kv_transfer import KVTransfer, RowRange, plan
 from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.multimodal.family import ImageItem
-from rollout.engine.multimodal.step_images import StepImages
+from rollout.engine.multimodal.family import ImageItem, StepImages
 from rollout.engine.parallel.group import TensorParallelGroup
 from rollout.engine.parallel.leading import BEAT_S, CHECK, END, FORWARD, ForwardWork, Leader, follow, pack, unpack
 from rollout.errors import EngineDeadError, EngineStateError, SerializationError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.engine.memory.buffers import BLOCK
-from rollout.engine.sampling.random_stream import uniforms
+from rollout.engine.sampling.numerics import uniforms
 from rollout.engine.sampling.sampler import sample
 from rollout.engine.sampling.sampling_table import SamplingRows, SamplingTable
 from rollout.requests.block_hash import stream_key

@@ -23,7 +23,7 @@ from rollout.engine.graphs import cuda_graphs
 from rollout.engine.graphs.decode_kernels import TritonDecode
 from rollout.engine.kernels import triton_exact, triton_paged
 from rollout.engine.kernels.triton_exact import AttendedRows
-from rollout.engine.sampling.softmax_logprobs import softmax_logprobs
+from rollout.engine.sampling.numerics import softmax_logprobs
 from rollout.engine.training import kernels as exact_kernels
 from rollout.engine.training import operations
 from rollout.engine.training.paged_forward import PagedForward

@@ -98,28 +98,31 @@ def loss_of(model: nn.Module, rank: int, seed: int = 0) -> torch.Tensor:
     return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
+def train_both(
+    model: nn.Module, alone: nn.Module, optimizers: list[torch.optim.Optimizer], rank: int, step: int = 0
+) -> None:
+    """One step of the sharded model, and of the one process's, which learns from all ranks' data."""
+    loss_of(model, rank, step).backward()
+    torch.stack([loss_of(alone, each, step) for each in range(dist.get_world_size())]).mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def trains_ten_steps(rank: int, kind: str) -> dict[str, Any]:
     """Beside it one process's model, that learns from both ranks' data."""
-    size = dist.get_world_size()
-    alone = make_model("llama")
-    model = sharded_by(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    optimizer_alone = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    alone, model = make_model("llama"), sharded_by(kind)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, alone)]
     before = parameter_bytes(model)
     with a_manager(model) as rollout:
-        attach(optimizer, rollout)
+        attach(optimizers[0], rollout)
         after = {parameter_bytes(model)}
         for step in range(10):
             mine = prompts(rank, step)
             assert tokens(rollout.generate(mine, GREEDY, progress=False)) == [greedy(alone, each, NEW) for each in mine]
             after.add(parameter_bytes(model))
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_both(model, alone, optimizers, rank, step)
             after.add(parameter_bytes(model))
-            torch.stack([loss_of(alone, each, step) for each in range(size)]).mean().backward()
-            optimizer_alone.step()
-            optimizer_alone.zero_grad()
         version = rollout.policy_version
     return {"before": before, "after": after, "version": version}
 
@@ -186,11 +189,8 @@ def is_interrupted(rank: int, kind: str) -> dict[str, Any]:
             if hook is not None:
                 hook.remove()
             dist.barrier()
-        loss_of(model, rank).backward()
-        optimizer.step()
         alone = make_model("llama")
-        torch.stack([loss_of(alone, each) for each in range(2)]).mean().backward()
-        torch.optim.SGD(alone.parameters(), lr=0.1).step()
+        train_both(model, alone, [optimizer, torch.optim.SGD(alone.parameters(), lr=0.1)], rank)
         rollout.weights_updated()
         rollout.generate([], min_groups=rollout.groups_in_flight)
         assert tokens(rollout.generate([[5, 6, 7]], GREEDY)) == [greedy(alone, [5, 6, 7], NEW)]
@@ -321,23 +321,17 @@ def samples_in_the_policys_dtype(rank: int) -> tuple[Any, ...]:
 
 def samples_with_a_copy(rank: int) -> None:
     """In another dtype, made anew after each update, on both ranks; the trainer's shards are never gathered."""
-    model = sharded(make_model("llama"))
-    alone = make_model("llama")
-    optimizer, optimizer_alone = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, alone))
+    model, alone = sharded(make_model("llama")), make_model("llama")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, alone)]
     with a_manager(model, inference_dtype="bfloat16") as rollout:
-        attach(optimizer, rollout)
+        attach(optimizers[0], rollout)
         for step in range(3):
             copied = dict(rollout.engine.weights.sampled.named_parameters())
             rollout.generate(prompts(rank, step), GREEDY)
             assert is_sharded(model)
             for name, parameter in alone.named_parameters():
                 torch.testing.assert_close(copied[name], parameter.bfloat16(), rtol=1e-2, atol=1e-3)
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            torch.stack([loss_of(alone, each, step) for each in range(2)]).mean().backward()
-            optimizer_alone.step()
-            optimizer_alone.zero_grad()
+            train_both(model, alone, optimizers, rank, step)
 
 
 def changes_one_shard(rank: int) -> list[str]:
@@ -361,20 +355,14 @@ def samples_out_of_ddp(rank: int) -> None:
     model, alone = make_model("llama"), make_model("llama")
     wrapper = DistributedDataParallel(model)
     places = [parameter.data_ptr() for parameter in model.parameters()]
-    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
-    optimizer_alone = torch.optim.SGD(alone.parameters(), lr=0.1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (wrapper, alone)]
     with a_manager(wrapper) as rollout:
-        attach(optimizer, rollout)
+        attach(optimizers[0], rollout)
         assert rollout.model is rollout.engine.weights.sampled is model
         for step in range(2):
             mine = prompts(rank, step)
             assert tokens(rollout.generate(mine, GREEDY)) == [greedy(alone, each, NEW) for each in mine]
-            loss_of(wrapper, rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            torch.stack([loss_of(alone, each, step) for each in range(2)]).mean().backward()
-            optimizer_alone.step()
-            optimizer_alone.zero_grad()
+            train_both(wrapper, alone, optimizers, rank, step)
         assert rollout.policy_version == 2
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
@@ -414,10 +402,7 @@ def is_sharded_later(rank: int, coordinator: bool) -> dict[str, Any]:
         assert sorted(made) == sorted([greedy(alone, [5, 6], NEW), greedy(alone, [9, 8 + rank], 20)])
         assert is_sharded(model)
         metrics = rollout.metrics()
-        loss_of(model, rank).backward()
-        optimizer.step()
-        torch.stack([loss_of(alone, each) for each in range(2)]).mean().backward()
-        torch.optim.SGD(alone.parameters(), lr=0.1).step()
+        train_both(model, alone, [optimizer, torch.optim.SGD(alone.parameters(), lr=0.1)], rank)
         assert tokens(rollout.generate([[5, 6, 7]], GREEDY)) == [greedy(alone, [5, 6, 7], NEW)]
     return {"version": rollout.policy_version, "generated": metrics["rollout/generated_tokens"]}
 

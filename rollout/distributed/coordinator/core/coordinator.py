@@ -27,7 +27,6 @@ from rollout.distributed.coordinator.core.grace_periods import GracePeriods
 from rollout.distributed.coordinator.core.peers import Peers
 from rollout.distributed.coordinator.core.request_table import RequestTable
 from rollout.distributed.coordinator.core.requests import ClientPeer, Peer, RankPeer, TextJob
-from rollout.distributed.coordinator.core.routing import Router
 from rollout.distributed.coordinator.core.sessions import Sessions
 from rollout.distributed.protocol import messages as wire
 from rollout.errors import SerializationError
@@ -60,20 +59,6 @@ class CoordinatorCore:
     def finished(self) -> bool:
         """Whether the coordinator has nothing left to do: it was shut down, or the last peer has left for good."""
         return self._shut_down or self._grace.deserted
-
-    @property
-    def state(self) -> CoordinatorState:
-        """State of the job."""
-        return self.control.state
-
-    @property
-    def policy_version(self) -> int:
-        """Highest policy version reported by any rank or set by a client."""
-        return self.control.policy_version
-
-    @property
-    def router(self) -> Router:
-        return self.dispatcher.router
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
@@ -111,7 +96,7 @@ class CoordinatorCore:
         client: ClientPeer,
         message: wire.Submit | wire.Abort | wire.Control | wire.Barrier | wire.StatusQuery | wire.Shutdown,
     ) -> None:
-        stopping = self.state is CoordinatorState.STOPPING
+        stopping = self.control.state is CoordinatorState.STOPPING
         if isinstance(message, wire.Submit):
             self.requests.submit(client, message, self._now, stopping=stopping)
         elif isinstance(message, wire.Abort):
@@ -120,7 +105,7 @@ class CoordinatorCore:
                 self.requests.fail(request, "RequestAbortedError", "it was aborted")
         elif isinstance(message, wire.Control):
             self.control.call(client, message, self._now)
-            if message.signal == ControlSignal.STOP and self.state is CoordinatorState.STOPPING:
+            if message.signal == ControlSignal.STOP and self.control.state is CoordinatorState.STOPPING:
                 self.requests.fail_queued("RequestAbortedError", "the engines were stopped")
         elif isinstance(message, wire.Barrier):
             self.requests.client_moved(client, message.policy_version)
@@ -143,7 +128,7 @@ class CoordinatorCore:
             rank.state = EngineState(message.state)
             if message.policy_version > rank.policy_version:
                 rank.policy_version = message.policy_version
-                self.router.version_changed(rank.name)
+                self.dispatcher.router.version_changed(rank.name)
             self.control.policy_version = max(self.control.policy_version, message.policy_version)
             if isinstance(message, wire.CommandAck):
                 self.control.acknowledged(rank, message)
@@ -211,7 +196,7 @@ class CoordinatorCore:
         self.requests.expire(now)
         self._grace.look(now)
         self._grace.give_up_requests(now)
-        if self.state is not CoordinatorState.STOPPING:
+        if self.control.state is not CoordinatorState.STOPPING:
             self._grace.set_away(now)
         self._go_on()
 
@@ -232,7 +217,7 @@ class CoordinatorCore:
         self.requests.detokenized(job_id, texts)
 
     def _go_on(self) -> None:
-        if self.state is not CoordinatorState.STOPPING:
+        if self.control.state is not CoordinatorState.STOPPING:
             self.dispatcher.dispatch()
 
     def _engines_stopped(self) -> None:
@@ -243,11 +228,6 @@ class CoordinatorCore:
     def take_outbox(self) -> list[tuple[bytes, int, wire.Message]]:
         """Return (identity, sequence, message) of all messages to send, in order."""
         return self.peers.take_outbox(self._now)
-
-    @property
-    def has_more_to_say(self) -> bool:
-        """Whether there are messages to send."""
-        return self.peers.has_more_to_say
 
     def take_text_jobs(self) -> list[TextJob]:
         """Return new jobs for the tokenizer; each must be answered by `tokenized` or `detokenized`."""

@@ -39,15 +39,13 @@ HASH_BYTES = 8
 
 
 class ScheduleRecord(NamedTuple):
-    """One routing decision."""
+    """One routing decision; `rank_index` is the rank's place in the sorted names of the connected ranks."""
 
     request_id: int
     rank_index: int
-    """Index of the rank in the sorted names of the connected ranks."""
     num_hashes: int
     num_matched: int
     rank: str = ""
-    """Name of the rank."""
     first: bool = True
     """Whether it is the request's first decision; split groups and reassigned samples have several."""
     version: int = 0
@@ -89,7 +87,6 @@ class Dispatcher:
 
     @property
     def queued_samples(self) -> int:
-        """Number of samples that are assigned to no rank."""
         waiting = {request for queue in self._queues.values() for request in queue}
         return sum(len(request.queued) for request in waiting.union(self.too_new))
 
@@ -110,7 +107,6 @@ class Dispatcher:
         self._look_at_ranks()
 
     def blocks_changed(self, rank: RankPeer, added: bytes, removed: bytes, flushed: bool) -> None:
-        """Apply a rank's changes of its prefix cache; hashes are int64."""
         if added or removed or flushed:
             # More removals than are processed: treat it as a flush. Unlisted hashes only make routing less precise.
             flushed = flushed or len(removed) > MAX_HASHES * HASH_BYTES
@@ -228,7 +224,7 @@ class Dispatcher:
             elif ahead := self._ahead_of(request):
                 # The others do not wait for the few ranks that may compute it.
                 self._take_head(key)
-                (self.too_new if ahead == self._peers.rank_names() else passed_over).append(request)
+                (self.too_new if ahead == self._peers.by_name.keys() else passed_over).append(request)
             elif self._away:
                 blocked = key
             else:
@@ -242,9 +238,9 @@ class Dispatcher:
         if not asker.catching_up:
             return set()
         newest = max(asker.policy_version, asker.rank_version, request.newest_version)
-        if self._peers.has_rank(asker.name):
+        if asker.name in self._peers.by_name:
             # The member's own rank learns of an update before the next request tells of it.
-            newest = max(newest, self._peers.rank_named(asker.name).policy_version)
+            newest = max(newest, self._peers.by_name[asker.name].policy_version)
         return {rank.name for rank in self._peers.ranks.values() if rank.policy_version > newest}
 
     def _queue_of(self, request: OpenRequest) -> int:
@@ -271,7 +267,7 @@ class Dispatcher:
         exclude = self._unready | ahead if ahead else self._unready
         if blocked is not None:
             useless = {name for name, rank in self._away.items() if rank.policy_version < blocked}
-            exclude = exclude.union(self._peers.rank_names() - useless)
+            exclude = exclude.union(self._peers.by_name.keys() - useless)
         if self._away:
             version = request.newest_version
             exclude = exclude.union(
@@ -320,7 +316,7 @@ class Dispatcher:
         return request.hashes
 
     def _place(self, request: OpenRequest, placement: Placement, samples: list[int]) -> None:
-        rank = self._peers.rank_named(placement.rank)
+        rank = self._peers.by_name[placement.rank]
         index, blocks = self.router.index(rank.name), len(request.hashes or [])
         first, request.placed = not request.placed, True
         self.decisions.append(

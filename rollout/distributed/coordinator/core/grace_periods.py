@@ -14,8 +14,7 @@ from rollout.distributed.coordinator.core.request_table import RequestTable
 
 EXPECTED_INTERVALS = 2
 """Grace period, in heartbeat intervals, of a rank that is idle or has older weights while others compute. In
-deterministic mode it is `heartbeat_timeout_s`.
-"""
+deterministic mode it is `heartbeat_timeout_s`."""
 
 
 class GracePeriods:

@@ -25,7 +25,6 @@ class LazyHeap(Generic[Item]):
         return (item for _, _, item in self._heap if self._alive(item))
 
     def put(self, key: Any, item: Item) -> None:
-        """Add an item."""
         if len(self._heap) >= self._sweep_at:
             self._heap = [entry for entry in self._heap if self._alive(entry[2])]
             heapq.heapify(self._heap)
@@ -40,9 +39,7 @@ class LazyHeap(Generic[Item]):
         return self._heap[0][2] if self._heap else None
 
     def head_key(self) -> Any:
-        """Key of the head, or None."""
         return None if self.head() is None else self._heap[0][0]
 
     def pop(self) -> Item:
-        """Remove and return the head."""
         return heapq.heappop(self._heap)[2]

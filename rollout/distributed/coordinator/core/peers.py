@@ -6,7 +6,7 @@ one `Update` per turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 
 from rollout.distributed.coordinator.core.requests import ClientPeer, Peer, RankPeer
 from rollout.distributed.protocol.frames import MAX_STRETCHES
@@ -26,7 +26,8 @@ class Peers:
     def __init__(self) -> None:
         self.clients: dict[bytes, ClientPeer] = {}
         self.ranks: dict[bytes, RankPeer] = {}
-        self._ranks_by_name: dict[str, RankPeer] = {}
+        self.by_name: dict[str, RankPeer] = {}
+        """Ranks by name."""
         self._outbox: list[tuple[bytes, int, Message]] = []
         self._with_stretches: dict[bytes, ClientPeer] = {}
         self._said_to: list[Peer] = []
@@ -41,30 +42,15 @@ class Peers:
         yield from list(self.clients.values())
 
     def get(self, identity: bytes) -> Peer | None:
-        """Session of an identity, or None."""
         return self.ranks.get(identity) or self.clients.get(identity)
 
     def add_rank(self, rank: RankPeer) -> None:
-        """Add a rank; its name must be unique."""
-        self.ranks[rank.identity] = self._ranks_by_name[rank.name] = rank
-
-    def has_rank(self, name: str) -> bool:
-        """Whether a rank of that name is connected."""
-        return name in self._ranks_by_name
-
-    def rank_names(self) -> Set[str]:
-        """Names of all ranks."""
-        return self._ranks_by_name.keys()
-
-    def rank_named(self, name: str) -> RankPeer:
-        """The rank of that name; `KeyError` if there is none."""
-        return self._ranks_by_name[name]
+        self.ranks[rank.identity] = self.by_name[rank.name] = rank
 
     def drop(self, peer: Peer) -> None:
-        """Remove a peer whose session has ended."""
         self.clients.pop(peer.identity, None)
         if self.ranks.pop(peer.identity, None) is not None:
-            del self._ranks_by_name[peer.name]
+            del self.by_name[peer.name]
         self._with_stretches.pop(peer.identity, None)
 
     def say(self, peer: Peer, message: Message) -> None:
@@ -93,7 +79,6 @@ class Peers:
 
     @property
     def has_more_to_say(self) -> bool:
-        """Whether messages were queued since the last `take_outbox`."""
         return bool(self._outbox or self._with_stretches)
 
     def take_outbox(self, now: float) -> list[tuple[bytes, int, Message]]:

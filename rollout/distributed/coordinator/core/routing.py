@@ -143,7 +143,6 @@ class Router:
         return tuple(self._ranks)
 
     def index(self, name: str) -> int:
-        """Position in the sorted names."""
         return self.ranks.index(self._rank(name).name)
 
     def add_rank(self, name: str, max_requests: int) -> None:
@@ -309,21 +308,3 @@ class Router:
     def pending(self, name: str) -> int:
         """Number of assigned samples that have not ended."""
         return self._rank(name).pending
-
-    def held(self, name: str) -> set[int]:
-        """Hashes held by a rank, expected or listed."""
-        rank = self._rank(name)
-        return {*rank.expected, *rank.listed}
-
-    def match(self, name: str, hashes: Sequence[int]) -> int:
-        """Number of leading blocks of a prompt that a rank holds."""
-        return self._rank(name).match(self._asked(hashes))
-
-    def check(self) -> None:
-        """Check the invariants; `AssertionError` if one is violated."""
-        assert list(self._ranks) == sorted(self._ranks)
-        for rank in self._ranks.values():
-            assert min(rank.pending, rank.load) >= 0, rank.name
-            assert self._deterministic or rank.load == rank.pending, rank.name
-            assert all(count > 0 for count in rank.expected.values()), rank.name
-            assert len(rank.listed) <= self._max_hashes, rank.name

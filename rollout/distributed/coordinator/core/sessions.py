@@ -98,9 +98,9 @@ class Sessions:
                 f"coordinator's block_size_tokens={self._config.block_size_tokens}",
             )
             return
-        if self._peers.has_rank(message.name):
+        if message.name in self._peers.by_name:
             text = f"another process has registered as {message.name!r}"
-            self.end(self._peers.rank_named(message.name), "replaced", text, now)
+            self.end(self._peers.by_name[message.name], "replaced", text, now)
         rank = RankPeer(
             identity, message.name, now, now, _begun(), message.max_requests, EngineState(message.state),
             message.policy_version, progressed=now,

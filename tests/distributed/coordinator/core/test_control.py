@@ -9,7 +9,6 @@ from tests.distributed.coordinator.job import Job
 
 
 def in_state(state: str, **options: object) -> Job:
-    """A job with two ranks, in this state."""
     job = Job(**options)
     client = job.client("whoever was first")
     ranks = [job.rank("a"), job.rank("b")]
@@ -19,7 +18,7 @@ def in_state(state: str, **options: object) -> Job:
         for rank in ranks:
             rank.obey()
         assert client.answered().error is None
-    assert job.core.state.value == state
+    assert job.core.control.state.value == state
     return job
 
 
@@ -44,7 +43,7 @@ def test_a_call_without_any_engine_is_done_at_once():
     client = job.client()
     client.call("pause")
     assert client.answered().error is None
-    assert job.core.state.value == "paused"
+    assert job.core.control.state.value == "paused"
 
 
 @pytest.mark.parametrize(
@@ -64,8 +63,8 @@ def test_an_illegal_call_says_the_state_the_rule_and_the_cure_and_changes_nothin
     client.call(signal, argument)
     done = client.answered()
     assert (done.error, done.text) == ("ControlError", words)
-    assert job.core.state.value == state
-    assert job.core.policy_version == 0
+    assert job.core.control.state.value == state
+    assert job.core.control.policy_version == 0
     assert all(rank.quiet() for rank in ranks_of(job))
 
 
@@ -99,7 +98,7 @@ def test_a_harmless_call_completes_when_every_engine_has_answered_and_changes_no
         assert client.quiet()
         rank.obey()
     assert client.answered().error is None
-    assert job.core.state.value == state
+    assert job.core.control.state.value == state
 
 
 def test_a_second_caller_of_the_same_signal_waits_for_the_engines_too():
@@ -131,7 +130,7 @@ def test_versions_only_rise(version):
     done = client.answered()
     assert done.error == "ControlError"
     assert done.text == f"set_version({version!r}): must be an integer of at least 3; versions only rise"
-    assert job.core.policy_version == 3
+    assert job.core.control.policy_version == 3
 
 
 def test_the_version_that_everybody_has_may_be_set_again():
@@ -209,7 +208,7 @@ def test_a_late_rank_is_told_state_and_version_and_gets_no_work_before_it_is_the
     assert not job.core.status()["ranks"][0]["ready"]
     late.say(EngineMoved(state, 7))
     assert late.assigned().prompt
-    assert job.core.peers.rank_named("late").policy_version == 7
+    assert job.core.peers.by_name["late"].policy_version == 7
 
 
 def test_a_version_that_a_rank_brings_is_the_one_that_later_ranks_are_told():

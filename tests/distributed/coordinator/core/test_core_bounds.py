@@ -11,6 +11,7 @@ from rollout.distributed.coordinator.core.peers import MAX_ERROR_CHARACTERS, sho
 from rollout.distributed.coordinator.core.requests import MAX_SAMPLES
 from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, MAX_REQUEST_BYTES, encode
+from tests.distributed.coordinator.core.routers import held
 from tests.distributed.coordinator.job import Job, int32, stretch
 
 HALF = 600 << 10
@@ -22,7 +23,6 @@ def charged(job: Job) -> int:
 
 
 def known(size: int) -> wire.Stretch:
-    """So many bytes of known tokens and log-probs of sample 0."""
     tokens = size // 8
     return wire.Stretch(0, 0, [0], [0], [tokens], bytes(4 * tokens), bytes(4 * tokens), [[0, 0, tokens]])
 
@@ -183,15 +183,14 @@ def test_of_very_many_hashes_the_first_are_looked_at(monkeypatch):
     job = Job()
     rank = job.rank()
     hashes = np.arange(1000, dtype="<i8")
-    router = job.core.router
+    router = job.core.dispatcher.router
     rank.progress(blocks_added=hashes.tobytes())
-    held = sorted(router.held("rank"))
-    assert held == list(range(100))
+    assert sorted(held(router, "rank")) == list(range(100))
     rank.progress(blocks_removed=hashes[:100].tobytes())
-    assert not router.held("rank")
+    assert not held(router, "rank")
     rank.progress(blocks_added=hashes[:50].tobytes())
     rank.progress(blocks_added=hashes[60:70].tobytes(), blocks_removed=hashes[100:].tobytes())
-    assert sorted(router.held("rank")) == list(range(60, 70))
+    assert sorted(held(router, "rank")) == list(range(60, 70))
 
 
 def test_of_a_very_long_prompt_the_first_blocks_decide_where_it_goes(monkeypatch):
@@ -267,7 +266,7 @@ def test_a_deadline_that_is_no_deadline_is_refused():
     client, _ = job.client(), job.rank()
     client.call("pause", timeout_s=1e300)
     assert "at most 2592000" in client.answered().text
-    assert job.core.state.value == "running"
+    assert job.core.control.state.value == "running"
 
 
 def test_the_next_deadline_is_that_of_the_first_open_call():

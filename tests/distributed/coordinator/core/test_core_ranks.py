@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rollout.distributed.protocol import messages as wire
+from tests.distributed.coordinator.core.routers import held
 from tests.distributed.coordinator.job import BLOCK, LONG, Job, Line, int32, lose, stretch
 
 
@@ -170,15 +171,15 @@ def test_a_version_change_empties_the_table_of_that_rank():
     client.submit(LONG)
     assign = rank.assigned()
     rank.progress(stretch(assign, {0: (0, [1])}, ended=[0]), blocks_added=np.arange(3, dtype="<i8").tobytes())
-    assert job.core.router.held("a") == {0, 1, 2}
+    assert held(job.core.dispatcher.router, "a") == {0, 1, 2}
     rank.say(wire.EngineMoved("running", 1))
-    assert job.core.router.held("a") == set()
+    assert held(job.core.dispatcher.router, "a") == set()
     rank.progress(blocks_added=np.arange(5, dtype="<i8").tobytes())
     rank.say(wire.EngineMoved("paused", 1))
     rank.progress(blocks_removed=np.arange(2, dtype="<i8").tobytes())
-    assert job.core.router.held("a") == {2, 3, 4}
+    assert held(job.core.dispatcher.router, "a") == {2, 3, 4}
     rank.progress(blocks_added=np.arange(7, 8, dtype="<i8").tobytes(), flushed=True)
-    assert job.core.router.held("a") == {7}
+    assert held(job.core.dispatcher.router, "a") == {7}
 
 
 def test_state_and_version_that_an_engine_acknowledges_are_believed_like_those_it_tells_of_itself():
@@ -191,10 +192,10 @@ def test_state_and_version_that_an_engine_acknowledges_are_believed_like_those_i
     second.obey(error="RuntimeError: no", version=0)
     seen = [(each["state"], each["policy_version"]) for each in job.core.status()["ranks"]]
     assert seen == [("paused", 2), ("running", 0)]
-    assert job.core.router.held("a") == set()
+    assert held(job.core.dispatcher.router, "a") == set()
     second.say(wire.EngineMoved("suspended", 5))
     assert job.core.status()["ranks"][1]["state"] == "suspended"
-    assert job.core.policy_version == 5
+    assert job.core.control.policy_version == 5
 
 
 def test_a_request_that_waits_for_a_version_goes_on_when_a_rank_acknowledges_it():
@@ -214,7 +215,7 @@ def test_what_a_rank_holds_at_registration_counts():
     job = Job(data_parallel_size=2)
     rank = Line(job, b"rank")
     rank.say(wire.Register(wire.PROTOCOL_VERSION, "a", 4, BLOCK, "running", 0, np.arange(3, dtype="<i8").tobytes()))
-    assert job.core.router.held("a") == {0, 1, 2}
+    assert held(job.core.dispatcher.router, "a") == {0, 1, 2}
 
 
 def test_every_decision_is_told_with_what_was_found():

@@ -164,7 +164,7 @@ def test_a_new_process_of_the_same_name_replaces_a_rank_and_takes_up_its_work():
     assert (refusal.code, refusal.over) == ("replaced", True)
     assert old.is_gone()
     assert new.assigned().request_id == 0
-    assert job.core.router.ranks == ("a",)
+    assert job.core.dispatcher.router.ranks == ("a",)
 
 
 def test_a_member_is_replaced_by_name_and_other_clients_may_share_one():

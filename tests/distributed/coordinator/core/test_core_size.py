@@ -142,8 +142,8 @@ def test_a_group_of_which_too_much_is_known_for_one_frame_goes_on_in_parts(monke
     assert [each.known[0].indices for each in again] == [[0, 1], [2], [3]]
     assert len({each.attempt for each in again}) == 3
     assert job.decisions() == [(0, 0)]
-    assert job.core.router.pending("b") == 4
+    assert job.core.dispatcher.router.pending("b") == 4
     for each in again:
         second.finish(each)
-    assert job.core.router.pending("b") == 0
+    assert job.core.dispatcher.router.pending("b") == 0
     assert not job.core.peers.clients[client.identity].requests

@@ -17,7 +17,9 @@ from tests.distributed.coordinator.core.routers import (
     OTHER,
     PROMPT,
     ROBIN,
+    check,
     chosen,
+    held,
     holds,
     make,
     send,
@@ -136,8 +138,8 @@ def test_long_tailed_lengths_are_balanced_over_the_ranks(policy: PrefixCachingCo
         if not claims:
             router.released(claim)
         start(name)
-    router.check()
-    assert not any(router.pending(name) or router.held(name) for name in router.ranks)
+    check(router)
+    assert not any(router.pending(name) or held(router, name) for name in router.ranks)
     assert max(tokens.values()) <= 1.2 * sum(tokens.values()) / ranks
 
 
@@ -149,10 +151,10 @@ def test_releasing_twice_takes_back_once() -> None:
     first, second = router.assigned("0", PROMPT, 1), router.assigned("0", PROMPT, 1)
     router.released(first)
     router.released(first)
-    assert router.held("0") == set(PROMPT)
+    assert held(router, "0") == set(PROMPT)
     router.released(second)
-    assert router.held("0") == set()
-    router.check()
+    assert held(router, "0") == set()
+    check(router)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ def test_more_samples_cannot_end_than_are_pending() -> None:
         router.ended("0", 1)
     with pytest.raises(ValueError, match="rank '1': -1 samples"):
         router.ended("1", -1)
-    router.check()
+    check(router)
 
 
 def test_what_makes_no_sense_is_refused_by_name() -> None:
@@ -173,7 +175,7 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
     for call in (
         lambda: router.ended("x"), lambda: router.assigned("x", [], 1), lambda: router.reported("x", [], [], False),
         lambda: router.version_changed("x"), lambda: router.remove_rank("x"), lambda: router.pending("x"),
-        lambda: router.index("x"), lambda: router.held("x"), lambda: router.match("x", []),
+        lambda: router.index("x"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="rank 'x': is not here"):
             call()
@@ -233,7 +235,7 @@ def test_deterministic_routing_depends_on_the_order_of_arrival_alone(seed: int) 
                 router.version_changed(name)
             for _, claim in placed[: timing.randrange(2)]:
                 router.released(claim)
-            router.check()
+            check(router)
         runs.append(decisions)
     assert runs[0] == runs[1]
 

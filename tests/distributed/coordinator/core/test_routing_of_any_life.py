@@ -18,7 +18,7 @@ from rollout.distributed.coordinator.core.dispatch import MAX_PARAMS_READ, share
 from rollout.distributed.coordinator.core.routing import Claim, Placement, Router
 from rollout.sampling_params import SamplingParams
 from rollout.state import PrefixCachingCoordinatorPolicy
-from tests.distributed.coordinator.core.routers import BALANCED, BY_PREFIX, FIRST, LIVES, LONGEST, ROBIN
+from tests.distributed.coordinator.core.routers import BALANCED, BY_PREFIX, FIRST, LIVES, LONGEST, ROBIN, check, held
 
 
 class PlainRank:
@@ -213,14 +213,14 @@ class Life:
             self.place()
 
     def compare(self) -> None:
-        self.router.check()
+        check(self.router)
         assert self.router.ranks == tuple(sorted(self.plain.ranks))
         hashes = self.prompt()
         for index, name in enumerate(self.router.ranks):
             assert self.router.index(name) == index
             assert self.router.pending(name) == self.plain.ranks[name].pending
-            assert self.router.held(name) == self.plain.ranks[name].held
-            assert self.router.match(name, hashes) == self.plain.match(name, hashes)
+            assert held(self.router, name) == self.plain.ranks[name].held
+            assert self.router._rank(name).match(self.router._asked(hashes)) == self.plain.match(name, hashes)
 
 
 def seeds() -> list[int]:

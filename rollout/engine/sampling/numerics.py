@@ -1,12 +1,39 @@
-"""Log-probs of single rows by torch's own log-softmax, for exact mode."""
+"""Numbers that follow from a row alone: its random stream, and log-probs with the bits of torch's own log-softmax.
+
+The random number at a position follows from key and position, so a sample's tokens are independent of the rest of the batch,
+of interruptions and of the device.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from rollout.requests.block_hash import GOLDEN, LAST_SHIFT, ROUNDS
+
 SHORT = 2**14
 """Elements of an operation that torch runs on one thread; it splits those of 2^15."""
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Uniform float64 [R] in [0, 1) for int64 keys [R] and positions [R], equal bit for bit on every device.
+
+    splitmix64 at counter `positions`, in wrap-around int64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+    generators, OOPSLA 2014).
+    """
+    state = (positions + 1).mul_(_signed(GOLDEN)).add_(keys)
+    for shift, factor in ROUNDS:
+        state = state.bitwise_xor_(_logical_shift(state, shift)).mul_(_signed(factor))
+    state = state.bitwise_xor_(_logical_shift(state, LAST_SHIFT))
+    return _logical_shift(state, 11).to(torch.float64).mul_(2.0**-53)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _logical_shift(state: Tensor, shift: int) -> Tensor:
+    return (state >> shift).bitwise_and_((1 << (64 - shift)) - 1)
 
 
 def over_temperature(scores: Tensor, temperature: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -22,8 +49,8 @@ def over_temperature(scores: Tensor, temperature: Tensor, *, out: Tensor | None 
 def softmax_logprobs(scores: Tensor, token_ids: Tensor, temperature: Tensor | None = None) -> Tensor:
     """[R, k] float32 log-probs of token ids [R, k]: `(scores.float() / temperature).log_softmax(-1)`, bit for bit.
 
-    torch's log-softmax treats rows alike whatever lies beside them. On a CPU they are computed one by one, in operations too
-    short for torch's OpenMP threads, which would go on spinning beside the threads of the kernels.
+    torch's log-softmax of a row is independent of the other rows. On a CPU rows are computed one by one, in operations too
+    short for torch's OpenMP threads, which would keep spinning next to the kernels' threads.
 
     Args:
         scores: [R, V], any float dtype.

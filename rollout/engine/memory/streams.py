@@ -1,4 +1,4 @@
-"""Order of an engine's steps behind what callers queue on the device, whatever their streams.
+"""Streams of a device, and the order of an engine's steps behind what callers queue on theirs.
 
 The host never waits for a whole device: while any thread of the process captures a CUDA graph, that is an error in both.
 """
@@ -6,14 +6,70 @@ The host never waits for a whole device: while any thread of the process capture
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from rollout.engine.memory.kv_transfer import CudaStream, Stream
-
 _used: set[torch.cuda.Stream] = set()
 """Streams on which an engine of this process has run steps since the last `wait_for_steps`."""
+
+
+class Stream(Protocol):
+    """A stream: a queue of device work, run in order and asynchronously to the host."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Queue the device work of `work`."""
+
+    def mark(self) -> Any:
+        """Event at the end of the work queued so far."""
+
+    def after(self, mark: Any) -> None:
+        """Let all work queued from now on wait for `mark`, an event of any stream."""
+
+    def finish(self) -> None:
+        """Block the host until all queued work is done."""
+
+
+class Inline:
+    """A `Stream` that runs work at once, for devices without streams."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        work()
+
+    def mark(self) -> None:
+        pass
+
+    def after(self, mark: Any) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class CudaStream:
+    """A `Stream` over a CUDA stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def run(self, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def mark(self) -> torch.cuda.Event:
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
+
+    def after(self, mark: torch.cuda.Event) -> None:
+        self._stream.wait_event(mark)
+
+    def finish(self) -> None:
+        self._stream.synchronize()
+
+
+def current_stream(device: torch.device) -> Stream:
+    """The current stream of the calling thread."""
+    return CudaStream(torch.cuda.current_stream(device)) if device.type == "cuda" else Inline()
 
 
 def wait_for_steps(device: torch.device) -> None:
@@ -25,7 +81,7 @@ def wait_for_steps(device: torch.device) -> None:
 
 
 class StreamOrder:
-    """Work of callers, such as new weights or the KV that a resume copies back, and the steps that have to come after it.
+    """Lets steps run after work of callers, such as new weights or the KV that a resume copies back.
 
     Without effect on a device without streams.
 
@@ -38,7 +94,7 @@ class StreamOrder:
         self._marks: list[Any] = []
         self.stream: Callable[[], Stream] | None = None
         if device.type == "cuda":
-            self.stream = self._current
+            self.stream = lambda: current_stream(device)
 
     def mark(self) -> None:
         """Have later steps wait for what is queued on the caller's stream: an optimizer may run on one of its own."""
@@ -63,6 +119,3 @@ class StreamOrder:
         """Block the host until the device has done what engines have queued, on whichever stream."""
         if self._device.type == "cuda":
             wait_for_steps(self._device)
-
-    def _current(self) -> Stream:
-        return CudaStream(torch.cuda.current_stream(self._device))

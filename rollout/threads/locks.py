@@ -1,0 +1,163 @@
+"""Locks that serve waiting threads in order of arrival: `FairLock` around a step, `Turns` around whole requests."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rollout.errors import DeadlineError
+from rollout.threads.diagnosis import thread_name
+from rollout.threads.interrupts import interruptible, uninterrupted
+
+_log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+"""Polling interval for a second Ctrl-C while waiting."""
+LOGGED_WAIT_S = 60.0
+"""Wait for a turn, in seconds, after which it is logged."""
+
+
+class FairLock:
+    """Reentrant lock; a waiting thread gets it before its last holder can reacquire it.
+
+    With a plain lock a loop of steps nearly always wins, and another thread's `pause` waits for thousands of steps.
+
+    Attributes:
+        asked: 1 from when another thread began to wait, or called `ask`, until the holder's `heard`; code of the holder
+            that runs without the interpreter can read it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+        self.asked = ctypes.c_int32(0)
+
+    def ask(self) -> None:
+        """Ask the holder to finish soon, though no thread waits for the lock; from any thread."""
+        self.asked.value = 1
+
+    def heard(self) -> None:
+        """Acknowledge what was asked so far; a thread that waits keeps the lock `wanted`."""
+        self.asked.value = 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether another thread waits for the lock, so that the holder can release it early."""
+        return self._next.locked()
+
+    def describe(self) -> str:
+        """Holder and waiters; takes no lock."""
+        return f"held by {thread_name(self._owner)}{', wanted by others' if self.wanted else ''}"
+
+    def __enter__(self) -> None:
+        if self._owner == threading.get_ident():
+            self._depth += 1
+        else:
+            try:
+                with uninterrupted():
+                    self._wait()
+                    self._owner, self._depth = threading.get_ident(), 1
+            except BaseException:
+                if self._owner == threading.get_ident():
+                    self.__exit__()
+                raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        # Without a call before the release: a Ctrl-C takes effect at calls.
+        if self._depth > 1:
+            self._depth -= 1
+        else:
+            self._depth, self._owner = 0, None
+            self._lock.release()
+
+    def _wait(self) -> None:
+        # Held by the first waiter: the last holder queues behind it.
+        _acquire(self._next)
+        try:
+            if not self._lock.acquire(blocking=False):
+                self.ask()
+                _acquire(self._lock)
+        finally:
+            self._next.release()
+
+
+def _acquire(lock: threading.Lock) -> None:
+    """Wait for a lock; a second Ctrl-C ends the wait, never with the lock taken."""
+    while not lock.acquire(timeout=POLL_S):
+        with interruptible():
+            pass
+
+
+class Turns:
+    """Queue of the threads that run requests of one engine to their end, since they would take each other's results.
+
+    A turn ends with its `with` block, even if that raises, and waiting can be interrupted.
+
+    Args:
+        check: called before each turn; may raise.
+    """
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
+        self._changed = threading.Condition()
+        self._queue: list[object] = []
+        self._holder: threading.Thread | None = None
+
+    @contextmanager
+    def taken(self, timeout_s: float | None = None) -> Iterator[None]:
+        """Context manager that excludes other threads; reentrant.
+
+        Raises:
+            DeadlineError: earlier turns have not ended within `timeout_s` (None: no limit).
+        """
+        self._check()
+        me, ticket = threading.current_thread(), object()
+        if self._holder is me:
+            yield
+            return
+        try:
+            with self._changed:
+                self._queue.append(ticket)
+                if not self._wait(ticket, timeout_s):
+                    raise DeadlineError(
+                        f"thread {me.name!r} waited {timeout_s} s for thread {self._name()!r}, which generates with the "
+                        "same engine; nothing of this call was queued"
+                    )
+            self._holder = me
+            yield
+        finally:
+            with uninterrupted(), self._changed:
+                if self._holder is me:
+                    self._holder = None
+                if ticket in self._queue:
+                    self._queue.remove(ticket)
+                self._changed.notify_all()
+
+    def _wait(self, ticket: object, timeout_s: float | None) -> bool:
+        """Wait for a turn; return whether it came in time. A long wait without a limit is logged, since it may never end."""
+
+        def mine() -> bool:
+            return self._queue[0] is ticket
+
+        if timeout_s is not None or self._changed.wait_for(mine, LOGGED_WAIT_S):
+            return self._changed.wait_for(mine, timeout_s)
+        _log.warning(
+            "thread %r has waited %g s for thread %r, which generates with the same engine; if that one plays environments "
+            "that wait for this thread, neither continues: sample by `await manager.sample(prompt)` there",
+            threading.current_thread().name, LOGGED_WAIT_S, self._name(),
+        )  # fmt: skip
+        return self._changed.wait_for(mine)
+
+    def describe(self) -> str:
+        """Holder and length of the queue; takes no lock."""
+        holder = self._holder
+        return "free" if holder is None else f"held by {holder.name!r}, {len(self._queue) - 1} waiting"
+
+    def _name(self) -> str:
+        holder = self._holder
+        return "?" if holder is None else holder.name
