@@ -18,7 +18,7 @@ from rollout.errors import DeadlineError, EngineStateError, RolloutFailedError
 from rollout.manager.episodes import player
 from rollout.manager.episodes.environment import StepResult
 from rollout.manager.manager import RolloutManager
-from rollout.threads import turns
+from rollout.threads import locks
 from tests.rollouts import GREEDY, assert_nothing_leaked, make_rollout, tokens
 
 
@@ -161,7 +161,7 @@ def test_a_blocking_call_of_an_environment_is_refused_before_it_waits_for_the_ru
 
 def test_a_wait_of_a_pools_thread_that_has_no_end_is_logged(small, monkeypatch, caplog):
     """A thread of the user's own pool does not inherit that it belongs to an environment."""
-    monkeypatch.setattr(turns, "LOGGED_WAIT_S", 0.01)
+    monkeypatch.setattr(locks, "LOGGED_WAIT_S", 0.01)
 
     pool = ThreadPoolExecutor()
 
