@@ -31,11 +31,16 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, WeightsChangedError
-from rollout.manager.batch.batch import RolloutBatch
-from rollout.manager.manager import RolloutManager
-from rollout.sampling_params import SamplingParams
-from rollout.state import FinishReason
+from rollout import (
+    ConfigError,
+    EngineStateError,
+    FinishReason,
+    InvalidRequestError,
+    RolloutBatch,
+    RolloutManager,
+    SamplingParams,
+    WeightsChangedError,
+)
 from trainer_hooks.generate_options import NotServed, check_arguments, sampling_params
 from trainer_hooks.generate_prompts import Pixels, Row, grouped, rows_of
 from trainer_hooks.trl_forward import own_forward
@@ -83,6 +88,7 @@ class GenerateHook:
         self.fallbacks: Counter[str] = Counter()
         self.last: Sampled | None = None
         self._fallback = fallback
+        self._most = manager.explain().kv.max_requests
         self._changes = _Changes(model, manager)
         self._undo = ExitStack()
         self._undo.callback(self._changes.detach)
@@ -189,8 +195,7 @@ class GenerateHook:
         return completions, logprobs
 
     def _generate(self, rows: list[Row], params: list[SamplingParams]) -> tuple[list[list[int]], list[list[float]]]:
-        config = self.manager.config
-        most = min(config.max_requests, config.advanced.state_slots or config.max_requests)
+        most = self._most
         prompts, each, owners = [], [], []
         for numbers in grouped(rows, params):
             row, chosen = rows[numbers[0]], params[numbers[0]]
@@ -284,7 +289,7 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
 
     Weight updates need no announcement: a step of any torch optimizer over the model's parameters, and any in-place change
     that torch counts, raises the policy version at the next call; other changes are found as far as
-    `InferenceConfig.weight_fingerprints` looks.
+    `Advanced.weight_fingerprints` looks.
 
     Args:
         model: the model, or its wrapper.

@@ -28,8 +28,7 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from rollout.errors import ConfigError
-from rollout.sampling_params import SamplingParams
+from rollout import ConfigError, SamplingParams
 
 BANNED = -1e9
 """Logit bias of a suppressed token."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollout import SamplingParams
 from rollout.requests.images import ImageInputs
-from rollout.sampling_params import SamplingParams
 from trainer_hooks.generate_options import NotServed
 from trainer_hooks.trl_images import images_of_rows
 

@@ -35,6 +35,7 @@ from rollout.state import Mode
 from trainer_hooks.generate import Fallback
 from trainer_hooks.trl_config import (
     check_choices,
+    check_rewards,
     check_trainer,
     correction_mode,
     refuse_routes,
@@ -343,7 +344,8 @@ def attach(
         The attachment; `detach()` restores the trainer's original state.
 
     Raises:
-        TypeError: `trainer` lacks attributes of TRL 1.16's GRPOTrainer, or is not a trainer.
+        TypeError: `trainer` lacks attributes of TRL 1.16's GRPOTrainer, or is not a trainer; or a reward function does not
+            take what TRL passes.
         ConfigError: `mode`, `on_error` or an option of GRPOConfig is unknown or unsupported; or an option is of GRPOTrainer
             alone, and the trainer is another.
         UnsupportedModelError: `tree`, and a layer needs more than causal attention, also in a sliding window.
@@ -363,6 +365,7 @@ def attach(
         raise ValueError("this trainer is attached to a rollout already: keep that attachment, or detach() it first")
     check_trainer(trainer, rollout.model)
     check_choices(trainer, rollout.config, mode, on_error)
+    check_rewards(trainer)
     if on_error == "mask":
         refuse_tools(trainer)
     if tree:

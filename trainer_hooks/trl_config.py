@@ -5,7 +5,9 @@ Reads attributes of the trainer and its GRPOConfig without changing them. Unsupp
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -15,6 +17,7 @@ from rollout.config import InferenceConfig
 from rollout.errors import ConfigError
 from rollout.sampling_params import FILTERS, SHAPING, SamplingParams
 from rollout.state import KVCacheManagementMode
+from trainer_hooks.rewards import NOT_PASSED, RewardPool
 from trainer_hooks.trl_images import placeholders
 
 _SEAMS = (
@@ -98,6 +101,30 @@ def warn_of_shaping(trainer: Any, stacklevel: int, why_not_replayed: str = "") -
             f"then replays kept tokens{f' (not so here, {why_not_replayed})' if why_not_replayed else ''}",
             stacklevel=stacklevel + 1,
         )
+
+
+def check_rewards(trainer: Any) -> None:
+    """Check that reward functions take what TRL passes, before anything is sampled for them.
+
+    Raises:
+        TypeError: names the function and its signature.
+    """
+    columns = set(getattr(trainer.train_dataset, "column_names", None) or ()) - {"prompt", "completion"}
+    names = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"} | columns
+    for reward in trainer.reward_funcs:
+        if isinstance(reward, nn.Module):
+            continue
+        passed = names - NOT_PASSED if isinstance(reward, RewardPool) else names
+        with suppress(ValueError):
+            signature = inspect.signature(reward)
+            try:
+                signature.bind(**dict.fromkeys(passed))
+            except TypeError as error:
+                name = getattr(reward, "__name__", type(reward).__name__)
+                raise TypeError(
+                    f"reward function {name}{signature} ({error}): TRL calls it with {', '.join(sorted(passed))}, by name; "
+                    "take those that you use, and **kwargs"
+                ) from None
 
 
 def refuse_tools(trainer: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerState
 
-from rollout.manager.manager import RolloutManager
+from rollout import RolloutManager
 from rollout.state import Mode
 from trainer_hooks.optimizer import Attachment
 from trainer_hooks.transformers import RolloutCallback

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from rollout.errors import ConfigError
-from rollout.manager.manager import RolloutManager
+from rollout import ConfigError, RolloutManager
 from rollout.state import Mode
 from trainer_hooks.generate import Fallback, GenerateHook
 from trainer_hooks.generate import attach as attach_generate

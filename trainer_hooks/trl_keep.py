@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rollout.errors import ConfigError
+from rollout import ConfigError
 from rollout.manager.scoring import MOST_DISCARDED
 
 

@@ -183,6 +183,7 @@ class DynamicInferenceEngine:
             self.follow_model()
         with self.installation:
             yield
+        self.parts.context.prepare_suspend()
 
     # --- requests -----------------------------------------------------------------------------------------------
 

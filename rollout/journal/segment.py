@@ -171,7 +171,7 @@ def read_body(file: BinaryIO, record: Record) -> bytes | None:
     return body if len(body) == record.length and zlib.crc32(body) == record.checksum else None
 
 
-def refuse_old(file: BinaryIO, path: Path) -> None:
+def check_format(file: BinaryIO, path: Path) -> None:
     """Raise a `SerializationError` for a file of an earlier version."""
     file.seek(0)
     if file.read(len(_OLD_MAGIC)) == _OLD_MAGIC:
@@ -229,7 +229,7 @@ class GroupReader:
             path = name.path(self._folder)
             try:
                 with path.open("rb") as file:
-                    refuse_old(file, path)
+                    check_format(file, path)
                     yield from self._groups(file, path, name.mark)
             except OSError as exc:
                 raise JournalError(f"{path} cannot be read ({exc.strerror or exc})") from exc
@@ -392,7 +392,7 @@ class SegmentWriter:
     def _continue(self, job: str) -> None:
         header = last = None
         with open(self._file, "rb", closefd=False) as file:
-            refuse_old(file, self.path)
+            check_format(file, self.path)
             for found in walk(file, self.mark):
                 if isinstance(found, Record):
                     header, last = header or found, found

@@ -145,10 +145,8 @@ class LLMControl:
     def weights_updated(self, version: int | None = None) -> int:
         """Announce changed weights, on every rank; returns the policy version, which moves by 1, or to `version`.
 
-        Also resumes what `before_optimizer_step` stopped. The optimizer hook calls both.
-
-        Raises:
-            ConfigError: `version` is below the current one.
+        Also resumes what `before_optimizer_step` stopped; the optimizer hook calls both. Raises `ConfigError` for a version
+        below the current one.
         """
         self.refuse_in_group("weights_updated")
         if self.engine.state is not EngineState.STOPPED:

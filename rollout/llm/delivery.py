@@ -76,11 +76,7 @@ class Delivery:
             group.known = dict.fromkeys(range(group.params.n), _NOTHING_KNOWN)
 
     def tell(self, ended: list[DynamicInferenceRequestRecord], *, everything: bool) -> None:
-        """Pass on the results of a step.
-
-        Args:
-            everything: also tokens that are not due yet, because there may be no step for a while.
-        """
+        """Pass on the results of a step; `everything`: also tokens that are not due yet."""
         for record in ended:
             group = self._by_request.get(record.request_id)
             if group is not None:

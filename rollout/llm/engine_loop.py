@@ -110,14 +110,10 @@ class EngineLoop:
         """Queue a group; the listener receives its tokens and its end.
 
         Args:
-            number: the caller's, new.
             tokens: as `DynamicInferenceEngine.check_request` returned them for these parameters.
             interval: steps after which a stream receives new tokens; it receives the first ones at once.
             timeout_s: seconds after which the group fails with `RequestTimeoutError`. None: never.
             client: see `Requests.submit`.
-
-        Raises:
-            EngineDeadError, EngineStateError: no request is served any more.
         """
         share = ("group", number) if client is None else client
         group = Group(number, tokens, params, listener, priority, share, interval, time.time())

@@ -333,7 +333,7 @@ class LLMRequests:
         self._requests.admit("serve")
         self.refuse_when_over()
         try:
-            from rollout.server.server import serve
+            from rollout.server.server import Server
         except ModuleNotFoundError as exc:
             raise ConfigError(
                 f"serve() needs {exc.name}, which is not installed: pip install 'rollout-engine[serve]'"
@@ -343,7 +343,7 @@ class LLMRequests:
                 f"this LLM is served already, at {self._server.url}; stop that server first: server.stop()"
             )
         try:
-            self._server = serve(self, config, blocking=False)
+            self._server = Server(self, config).start()
         except ConfigError as exc:
             world = World.of_torch() if self.direct else None
             if world is None:

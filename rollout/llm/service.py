@@ -139,11 +139,7 @@ class JobRequests:
     # --- control ----------------------------------------------------------------------------------------------------
 
     def control(self, ask: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start a control call of the client on the private loop.
-
-        Raises:
-            EngineStateError: not the primary rank, or shut down.
-        """
+        """Start a control call of the client on the private loop; raises `EngineStateError` where there is no client."""
         return self._start(ask(self._the_client()))
 
     def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -299,11 +295,7 @@ async def _joined(client: InferenceClient, size: int, timeout_s: float) -> None:
 def options_of_coordinator(
     wanted: bool, host: str | None, port: int | None, config: CoordinatorConfig | None
 ) -> CoordinatorConfig | None:
-    """Options of the coordinator of an `LLM`; None if `wanted` is False.
-
-    Raises:
-        ConfigError: options without a coordinator, or two values for one option.
-    """
+    """Options of the coordinator of an `LLM`; None if `wanted` is False. Raises `ConfigError` if they contradict."""
     given = {"coordinator_host": host, "coordinator_port": port, "coordinator_config": config}
     named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
     if not wanted:

@@ -49,7 +49,7 @@ _CODECS: dict[str, Codec] = {
 
 
 @cache
-def _codecs(kind: type[InferenceRequest]) -> dict[str, Codec]:
+def _codecs(kind: Any) -> dict[str, Codec]:
     """Codec of every field of a kind of request, the older alias left out."""
     types = {each.name: str(each.type) for each in fields(kind) if each.name != "inference_parameters"}
     codecs = {name: _CODECS[written.removesuffix(" | None")] for name, written in types.items()}
@@ -148,7 +148,8 @@ class InferenceRequest:
 
     def serialize(self) -> dict[str, Any]:
         """Encode as a plain dict for `msgpack.packb(…, use_bin_type=True)`."""
-        return encode_fields(self, _codecs(type(self)))
+        kind: Any = type(self)
+        return encode_fields(self, _codecs(kind))
 
     @classmethod
     def deserialize(cls, plain: Any) -> Self:
@@ -157,7 +158,8 @@ class InferenceRequest:
         Raises:
             SerializationError: a field is missing, unknown or malformed; the message names it.
         """
-        decoded = decode_fields(cls.__name__, plain, _codecs(cls))
+        kind: Any = cls
+        decoded = decode_fields(cls.__name__, plain, _codecs(kind))
         try:
             return cls(**decoded)
         except (InvalidRequestError, ConfigError) as exc:

@@ -1,13 +1,10 @@
 """Builds the ASGI application over one LLM: routes and OpenAPI description.
 
-    /v1/chat/completions  /v1/completions  /v1/models      OpenAI's API, with additional fields
-    /inference/v1/generate  /tokenize  /detokenize  …      token ids in and out, as vLLM has them
-    /health  /ping                                         for monitoring; require no key
-    /metrics  /docs  /openapi.json
-    /pause  /resume  /update_weights  …                    only if `ServerConfig.admin` is on
-
-Every reply except streams is JSON (or Prometheus' text), every error has OpenAI's shape, and the OpenAPI description
-lists every status of a path.
+/v1/chat/completions  /v1/completions  /v1/models      OpenAI's API, with additional fields
+/inference/v1/generate  /tokenize  /detokenize  …      token ids in and out, as vLLM has them
+/health  /ping                                         for monitoring; require no key
+/metrics  /docs  /openapi.json
+/pause  /resume  /update_weights  …                    only if `ServerConfig.admin` is on
 """
 
 from __future__ import annotations
@@ -93,10 +90,6 @@ _PARSED_BODIES = (
 
 def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:
     """Build the application; `app.state.serving` is the state shared by its endpoints.
-
-    Args:
-        llm: an `AsyncLLM` or `LLM`.
-        config: None: defaults.
 
     Raises:
         ConfigError: the chat template cannot be read.

@@ -129,11 +129,9 @@ def _json(text: bytes) -> Any:
 
 
 async def refuse_unread(request: Request) -> None:
-    """Refuse query parameters and fields that the route does not read; a dependency of all routes.
+    """Dependency of all routes: raise `ApiError` 400 for query parameters and fields that the route does not read.
 
-    Raises:
-        ApiError: 400, naming the parameter or field, never its value: queries may contain secrets.
-    """
+    The error never contains a value: queries may contain secrets."""
     route: APIRoute = request.scope["route"]
     known = [each.alias for each in route.dependant.query_params]
     for name in request.query_params:
@@ -174,10 +172,7 @@ async def off_the_loop(serving: Serving, request: Request, size: int, work: Call
     Args:
         request: its body has been read.
         size: bytes of the body.
-        work: called with a `Stop`, which is set when the client disconnects.
-
-    Raises:
-        ClientGoneError: the client disconnected.
+        work: called with a `Stop`, which is set if the client disconnects; that raises `ClientGoneError`.
     """
     stop = Stop()
     if size < LARGE:

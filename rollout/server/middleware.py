@@ -126,11 +126,7 @@ class Auth:
         self._origins = _origins(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on an authenticated request.
-
-        Raises:
-            ApiError: 401, the key is missing or wrong; 403, there is no key and `Host` or `Origin` is another site's.
-        """
+        """Pass on an authenticated request; others raise `ApiError` 401 or, if there is no key, 403."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             if self._key is not None:
                 self._check(scope, self._key)

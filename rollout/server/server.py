@@ -38,11 +38,7 @@ _ENDED = 0
 
 
 class Server:
-    """An HTTP server over one LLM.
-
-    Args:
-        llm: an `AsyncLLM` or `LLM`; the server runs on its `loop`.
-        config: None: defaults.
+    """An HTTP server over one LLM, on the LLM's `loop`.
 
     Raises:
         ConfigError: the chat template cannot be read.
@@ -60,11 +56,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """URL of the server on this machine, such as `http://127.0.0.1:8000`.
-
-        Raises:
-            RuntimeError: the server was never started.
-        """
+        """URL of the server on this machine, such as `http://127.0.0.1:8000`; raises `RuntimeError` before `start`."""
         if self._url is None:
             raise RuntimeError("this server has no address yet: call server.start() first")
         return self._url
@@ -101,8 +93,7 @@ class Server:
     def stop(self) -> None:
         """Refuse new requests, give running ones `shutdown_grace_s` to finish, then abort them. Idempotent.
 
-        Raises:
-            RuntimeError: called on the LLM's loop, which would deadlock.
+        Raises `RuntimeError` on the LLM's loop, which would deadlock.
         """
         with self._changing:
             if self._life is None or self._life.done():
@@ -132,8 +123,7 @@ class Server:
     def wait(self) -> None:
         """Wait until the server has stopped; in the main thread, Ctrl-C or SIGTERM stop it as `stop` does.
 
-        Raises:
-            RuntimeError: called on the LLM's loop, which would deadlock.
+        Raises `RuntimeError` on the LLM's loop, which would deadlock.
         """
         if self._life is None:
             return
@@ -152,24 +142,6 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def serve(llm: Any, config: ServerConfig | None = None, *, blocking: bool = True) -> Server:
-    """Serve an LLM over HTTP.
-
-    Args:
-        llm: an `AsyncLLM` or `LLM`; it is not shut down with the server.
-        config: None: defaults.
-        blocking: wait until Ctrl-C, SIGTERM or a `stop()` from another thread. False: return immediately.
-
-    Raises:
-        ConfigError: the address is in use, or not an address of this machine; the chat template cannot be read.
-        RuntimeError: the LLM has been shut down.
-    """
-    server = Server(llm, config).start()
-    if blocking:
-        server.wait()
-    return server
 
 
 class _Uvicorn(uvicorn.Server):

@@ -57,7 +57,7 @@ def test_the_modules_own_forward_gives_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_without_a_compiler_plain_torch_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.engine.forward.model_runner.cpu_library.load", lambda: None)
+    monkeypatch.setattr("rollout.engine.forward.module_forward.cpu_library.load", lambda: None)
     for request in serve(make_engine(name), RAGGED, 12):
         assert_greedy(name, request)
 

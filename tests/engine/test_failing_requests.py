@@ -257,7 +257,7 @@ def test_a_request_that_may_draw_no_token_before_min_tokens_is_refused() -> None
 @pytest.fixture
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the decode kernel, which never looks behind the end of a sequence."""
-    monkeypatch.setattr("rollout.engine.forward.model_runner.cpu_library.load", lambda: None)
+    monkeypatch.setattr("rollout.engine.forward.module_forward.cpu_library.load", lambda: None)
 
 
 @pytest.mark.usefixtures("plain_torch")

@@ -34,7 +34,7 @@ from rollout.errors import (
 )
 from rollout.server.errors import STATUS_OF, describe
 from rollout.server.middleware import PROGRESS_BYTES, WholeBody
-from rollout.server.server import Server, serve
+from rollout.server.server import Server
 from rollout.state import EngineState
 from tests.server.fake_llm import FakeLLM, served
 from tests.server.requests_by_hand import (
@@ -229,9 +229,9 @@ def test_a_taken_port_is_named_at_once_and_leaves_nothing(open_house):
     llm, server = open_house
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=rf"ServerConfig\.port={port}: .* already in use"):
-        serve(llm, ServerConfig(port=port), blocking=False)
+        Server(llm, ServerConfig(port=port)).start()
     with pytest.raises(ConfigError, match=r"ServerConfig\.host='192\.0\.2\.1'.*cannot listen"):
-        serve(llm, ServerConfig(host="192.0.2.1", insecure=True, port=0), blocking=False)
+        Server(llm, ServerConfig(host="192.0.2.1", insecure=True, port=0)).start()
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
@@ -304,7 +304,7 @@ def test_what_does_not_end_in_the_grace_is_aborted_and_told():
 
 def test_a_loop_that_is_closed_takes_its_server_along():
     llm = FakeLLM()
-    server = serve(llm, ServerConfig(port=0), blocking=False)
+    server = Server(llm, ServerConfig(port=0)).start()
     url = server.url
     llm.loop.close()
     server.stop()
@@ -312,7 +312,7 @@ def test_a_loop_that_is_closed_takes_its_server_along():
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{url}/health")
     with pytest.raises(RuntimeError, match="close"):
-        serve(llm, ServerConfig(port=0), blocking=False)
+        Server(llm, ServerConfig(port=0)).start()
 
 
 @contextmanager

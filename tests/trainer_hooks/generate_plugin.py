@@ -3,9 +3,9 @@
     python -m pytest -p tests.trainer_hooks.generate_plugin SUITE       every model is attached for each call
     python -m pytest SUITE                                              transformers' own loop
 
-A model that the engine refuses, and a call that it does not serve, runs transformers' loop; the summary counts both. Made for
-suites of others: in a checkout of transformers `tests/models/llama` and the other families that mix in `GenerationTesterMixin`,
-in one of TRL `tests/test_rloo_trainer.py` and `tests/experimental`, with this folder's root in PYTHONPATH.
+A model that the engine refuses, and a call that it does not serve, runs transformers' loop; the summary counts both. Made
+for suites of others, with this repository in PYTHONPATH: in a checkout of transformers the families in `tests/models`, which
+mix in `GenerationTesterMixin`; in one of TRL `tests/test_rloo_trainer.py` and `tests/experimental`.
 """
 
 from __future__ import annotations

@@ -735,6 +735,10 @@ def test_what_cannot_be_attached_is_refused_by_name(make_run):
         attach(run.trainer, run.rollout, mode="fast")
     with pytest.raises(ConfigError, match="on_error='skip'"):
         attach(run.trainer, run.rollout, on_error="skip")
+    run.trainer.reward_funcs = [lambda samples: [0.0]]
+    with pytest.raises(TypeError, match=r"reward function <lambda>\(samples\) .*TRL calls it with completion_ids"):
+        attach(run.trainer, run.rollout)
+    run.trainer.reward_funcs = [run.marker]
     attachment = attach(run.trainer, run.rollout)
     with pytest.raises(ValueError, match="attached to a rollout already"):
         attach(run.trainer, run.rollout)

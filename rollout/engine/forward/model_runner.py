@@ -45,12 +45,9 @@ class ModelRunner:
     """Runs scheduled steps on one model.
 
     Args:
-        adapters: those that requests may name.
         together: involves the other ranks in each forward.
         states: recurrent states; None: the model has none.
-        routers: see `ModuleForward`.
         exact: run nothing but `fused`, and report log-probs by torch's own log-softmax.
-        copies: copies of weights that autocast casts, for steps on CUDA.
 
     Attributes:
         fused: runs steps in place of the module's forward if it serves the model; None: `without_fused` says why.
@@ -134,17 +131,8 @@ class ModelRunner:
             self.zero_slots(np.concatenate([each.slots[keep[broken]] for each in packed.groups()]))
         return sampled
 
-    def compute(
-        self,
-        work: ForwardWork,
-        states: NDArray[np.int32] | None = None,
-        named: Names | None = None,
-    ) -> Tensor:
-        """Logits [len(work.keep), V], valid until the next call; every member of a tensor-parallel group calls it.
-
-        Args:
-            states, named: see `forward`.
-        """
+    def compute(self, work: ForwardWork, states: NDArray[np.int32] | None = None, named: Names | None = None) -> Tensor:
+        """Like `forward`, after the changes of the KV cache; every member of a tensor-parallel group calls it."""
         self.order.follow()
         if work.zeroed_blocks:
             self.cache.zero_blocks(work.zeroed_blocks)
@@ -196,11 +184,7 @@ class ModelRunner:
         return 0 if self.graphs is None else self.graphs.graph_bytes
 
     def release_workspace(self, *, graphs: bool = False) -> None:
-        """Release buffers that the next step allocates again.
-
-        Args:
-            graphs: also the CUDA graphs, which are captured again when they are needed.
-        """
+        """Release buffers that the next step allocates again; `graphs`: also the CUDA graphs, which it captures again."""
         self.module.release()
         self.vision.features.clear()
         if self.fused is not None:
@@ -230,8 +214,7 @@ class ModelRunner:
         """Logits [len(keep), V] at packed positions `keep`, valid until the next call.
 
         Args:
-            states: [R] state slot of each sequence, not read without a state pool; None: the first R.
-            images: those of the step; None: it has none.
+            states: [R] state slot of each sequence, not read if the model has no states; None: the first R.
             named: [R] adapter of each sequence; None: none has one.
         """
         self.order.follow()
@@ -274,12 +257,7 @@ class RunForward(Protocol):
 
 
 class DecodeRuns:
-    """Makes runs of decode steps, between which nothing needs the scheduler.
-
-    Args:
-        forward: makes the steps.
-        asked: ends a run after its current step; another thread may set it at any time.
-    """
+    """Makes runs of decode steps, between which nothing needs the scheduler. `asked`: see `DecodeRun`."""
 
     def __init__(self, forward: RunForward, runner: ModelRunner, asked: ctypes.c_int32) -> None:
         self._forward = forward

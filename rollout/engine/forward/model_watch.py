@@ -56,11 +56,7 @@ class ModelWatch:
 
     Args:
         layout: the model's when the engine was built.
-        installation: counts how often the caller may have modified the module.
         autocast: dtype that all its forwards are autocast to; None: the caller's autocast applies.
-
-    Attributes:
-        adapters: reads which adapters are active.
     """
 
     def __init__(
@@ -135,11 +131,7 @@ class ModelWatch:
 
 
 class _Scan:
-    """One pass over the modules of a model.
-
-    Attributes:
-        foreign: whether foreign code was found.
-    """
+    """One pass over the modules of a model; `foreign`: whether foreign code was found."""
 
     def __init__(self, contents: _Contents) -> None:
         self.foreign = False

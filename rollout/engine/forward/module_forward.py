@@ -39,9 +39,8 @@ class ModuleForward:
     """Runs the module's own `forward` with paged attention.
 
     Args:
-        routers: record the experts that these choose in the cache, which has room for them; None: nothing is recorded.
-        states: recurrent states; None: the model has none.
-        exact: the kernels of exact mode are not this forward's, so they are not tried here.
+        routers: record in the cache the experts that these choose; None: nothing is recorded.
+        exact: do not try the kernels, since exact mode has others.
 
     Attributes:
         library: C++ kernels; None: not on a CPU, or there is no compiler.

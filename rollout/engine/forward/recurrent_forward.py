@@ -36,14 +36,7 @@ def forward_by_length(
     states: NDArray[np.int32],
     images: StepImages | None,
 ) -> Tensor:
-    """Logits [len(keep), V] at packed positions `keep`; advances the states in `pool`.
-
-    Args:
-        forward: the model's.
-        ids: [P] token ids.
-        states: [R] slot of each sequence.
-        images: those of the step; None: it has none.
-    """
+    """Logits [len(keep), V] at packed positions `keep`; advances the states in slots `states` [R] of `pool`."""
     parts, places = [], []
     for group in length_groups(rows, keep, continues=layout.continues):
         cache = StateRows(pool, states[group.members], begins=group.begins)

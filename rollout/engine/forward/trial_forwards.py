@@ -24,6 +24,8 @@ from rollout.engine.models.routers import Topk
 from rollout.engine.sampling.sampler import token_logprobs
 from rollout.errors import UnsupportedModelError
 
+SAME_ATTENTION = 1e-2
+"""Largest difference between logits of a replayed step and of the same forward without one, over the largest."""
 FOREIGN_TOKENS = 4096
 """Most tokens of a verification if parts of the model are not transformers' own."""
 
@@ -34,10 +36,9 @@ FOREIGN_TOKENS = 4096
 def verify_model(runner: ModelRunner, room: int, all_ranks: Callable[[bool], bool] = bool) -> None:
     """Compare tokens in chunks through the paged path with the model's own forward, along the same routes.
 
-    This finds state that travels between positions by other ways than attention. On a GPU it also finds kernels and graphs
-    that compute something else, since the last token is a decode step. Attention or positions that are not transformers'
-    own may differ from ours only far into a sequence, or next to a long one, so both are compared too. A graph or fused
-    forward that differs is given up.
+    This finds state that travels between positions by other ways than attention, and on a GPU wrong kernels and graphs,
+    since the last token is a decode step. A graph or fused forward that differs is given up. Attention or positions that
+    are not transformers' own may differ only far into a sequence, or next to a long one, so both are compared too.
 
     Args:
         room: most tokens of a sequence.
@@ -74,16 +75,21 @@ def _verify(
     def fine(found: float) -> bool:
         return all_ranks(found <= tolerance)
 
+    if beside is None and all_ranks(runner.graphs is not None):
+        replayed = paged_logits(runner, tokens, *cuts)
+        with _without(runner, "graphs") as graphs:
+            apart = _relative(replayed, paged_logits(runner, tokens, *cuts))
+        if not all_ranks(apart <= min(tolerance, SAME_ATTENTION)) and graphs is not None:
+            graphs.give_up(
+                f"a replayed step differs from the same forward without one by {apart:.3g} of the largest logit"
+            )
     worst = difference(runner, tokens, cuts, fine, beside)
     passed = fine(worst)
-    for lane in ("graphs",) if runner.exact else ("graphs", "fused"):
-        if passed or not all_ranks(getattr(runner, lane) is not None):
-            continue
-        with _without(runner, lane) as faster:
+    if not passed and not runner.exact and all_ranks(runner.fused is not None):
+        with _without(runner, "fused") as fused:
             rest = difference(runner, tokens, cuts, fine, beside)
         if passed := fine(rest):
-            what = "a replayed step" if lane == "graphs" else "the fused forward"
-            faster.give_up(f"{what} differs from the forward by {worst:.3g} of the largest logit")
+            fused.give_up(f"the fused forward differs from the forward by {worst:.3g} of the largest logit")
         else:
             worst = rest
     if passed:
@@ -124,9 +130,6 @@ def difference(
     It is relative to the largest of the model's own logits (at least 1). If it is not `fine` and the model has routers, the
     model's own forward takes the routes of the chunks: two experts may score so alike that rounding decides between them.
     Then the routers' scores count too, by how much the chosen ones are lower, relative to the largest score.
-
-    Args:
-        beside: see `paged_logits`.
     """
     found = _relative(paged_logits(runner, tokens, *cuts, beside=beside), runner.module.own_logits(tokens))
     if fine(found):
@@ -248,13 +251,9 @@ class _Replayed(Topk):
 
 
 def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int:
-    """Device memory that a step takes next to weights and pool, measured by a prefill of `tokens` tokens; 0 on a CPU.
+    """Device memory that a step takes next to weights and pool, measured by `run_prefill`; 0 on a CPU.
 
-    If the device has no memory for them, fewer are measured. All blocks of the pool are free.
-
-    Args:
-        longest: most tokens of one sequence.
-        rows: most rows that are sampled.
+    If the device has no memory for `tokens` tokens, fewer are measured.
     """
     device = runner.layout.device
     if device.type != "cuda":

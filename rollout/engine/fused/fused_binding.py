@@ -26,13 +26,10 @@ class Bound:
 
     Args:
         exact: refuse models that exact mode has no training forward for.
-        states: states of recurrent layers; None: the model has none.
 
     Attributes:
         causal_lm: the …ForCausalLM, without PEFT's wrappers.
-        family: the row of `FAMILIES` that it was verified by.
         decoder: the module with the layers.
-        dtype: dtype of its parameters.
         mixtures: mixtures of experts, in the order of their layers.
 
     Raises:
@@ -40,13 +37,7 @@ class Bound:
     """
 
     def __init__(
-        self,
-        model: Any,
-        layout: ModelLayout,
-        cache: KVCache,
-        *,
-        exact: bool = False,
-        states: StatePool | None = None,
+        self, model: Any, layout: ModelLayout, cache: KVCache, *, exact: bool = False, states: StatePool | None = None
     ) -> None:
         self._checks = Checks()
         self._exact = exact

@@ -34,9 +34,7 @@ _log = logging.getLogger(__name__)
 class BoundForward(ABC):
     """A forward over the module's own parameters that replaces the module's while its code is transformers' own.
 
-    Args:
-        exact: serve only models that exact mode has a training forward for.
-        states: states of recurrent layers; None: the model has none.
+    `exact` and `states`: see `Bound`.
     """
 
     def __init__(
@@ -60,11 +58,7 @@ class BoundForward(ABC):
         """Gets the routers' choices in every forward; None: they are not recorded."""
 
     def ready(self, module_epoch: int) -> bool:
-        """Whether the model, in its current state, can go through `run`.
-
-        Args:
-            module_epoch: changes whenever the trainer may have modified the module.
-        """
+        """Whether the model, in its current state, can go through `run`. `module_epoch`: see `Installation`."""
         if module_epoch != self._module_epoch or (self._bound is not None and not self._bound.reads(self._cache)):
             self._module_epoch = module_epoch
             self._bind()
@@ -87,18 +81,13 @@ class BoundForward(ABC):
 
     @abstractmethod
     def run(
-        self,
-        ids: NDArray[np.int64],
-        rows: PagedRows,
-        keep: NDArray[np.int64],
-        states: NDArray[np.int32] | None = None,
+        self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64], states: NDArray[np.int32] | None = None
     ) -> Tensor:
-        """Logits [len(keep), V] at packed positions `keep`, valid until the next call; K and V go into the cache.
+        """Logits [len(keep), V] at packed positions `keep`, valid until the next call; K, V and states are updated.
 
         Args:
             ids: [P] token ids.
-            rows: the P positions.
-            states: [R] state slot of each sequence, whose states are advanced; None: the model has none.
+            states: [R] state slot of each sequence; None: the model has none.
         """
 
     @abstractmethod
@@ -117,12 +106,7 @@ class BoundForward(ABC):
 
 
 class FusedForward(BoundForward):
-    """The C++ forward of one model.
-
-    Args:
-        library: see `cpu_library.load`.
-        exact, states: see `BoundForward`.
-    """
+    """The C++ forward of one model, by a `library` of `cpu_library.load`."""
 
     def __init__(
         self,
@@ -140,11 +124,7 @@ class FusedForward(BoundForward):
         self._workspace = self._logits = torch.empty(0, device="cpu")
 
     def run(
-        self,
-        ids: NDArray[np.int64],
-        rows: PagedRows,
-        keep: NDArray[np.int64],
-        states: NDArray[np.int32] | None = None,
+        self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64], states: NDArray[np.int32] | None = None
     ) -> Tensor:
         bound = self._bound
         assert bound is not None

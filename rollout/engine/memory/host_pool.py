@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ class HostPool:
         self._dtype = dtype
         self._pinned = pinned
         self.chunks: list[Tensor] = []
+        self._growing: Thread | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self.chunks))
@@ -40,6 +43,23 @@ class HostPool:
     def nbytes(self) -> int:
         """Bytes held."""
         return len(self) * self._dtype.itemsize
+
+    def prepare(self, numel: int, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        """Pin memory for `numel` elements in the background, so that `grow` does not take seconds.
+
+        Args:
+            within: entered by the thread that pins.
+        """
+        if not self._pinned or len(self) >= numel or (self._growing is not None and self._growing.is_alive()):
+            return
+
+        def work() -> None:
+            # `grow` tries again and says what is missing.
+            with suppress(RuntimeError, MemoryError), within():
+                self._add_chunks(numel)
+
+        self._growing = Thread(target=work, name="rollout-pin", daemon=True)
+        self._growing.start()
 
     def grow(self, numel: int, most: int) -> None:
         """Have at least `numel` elements; the content is lost if there were fewer.
@@ -50,18 +70,19 @@ class HostPool:
         Raises:
             HostMemoryError: the host has not so much memory.
         """
+        if self._growing is not None:
+            self._growing.join()
         if len(self) >= numel:
             return
         kept = len(self.chunks)
         try:
-            if not self._pinned:
+            if self._pinned:
+                self._add_chunks(numel)
+            else:
                 # Geometrically: mapping pages costs more than copying into them.
                 grown, kept = max(numel, min(2 * len(self), most)), 0
                 self.chunks.clear()
                 self.chunks.append(torch.empty(grown, dtype=self._dtype, device="cpu"))
-            while (missing := numel - len(self)) > 0:
-                size = min(CHUNK_BYTES // self._dtype.itemsize, 1 << (missing - 1).bit_length())
-                self.chunks.append(torch.empty(size, dtype=self._dtype, device="cpu", pin_memory=True))
         except (RuntimeError, MemoryError) as exc:
             del self.chunks[kept:]
             kind = "pinned host memory" if self._pinned else "host memory"
@@ -72,6 +93,11 @@ class HostPool:
         """Elements `begin` to `end`: a view if they are in one chunk, else a copy."""
         found = list(pieces(self.chunks, begin, end))
         return found[0] if len(found) == 1 else torch.cat([torch.empty(0, dtype=self._dtype, device="cpu"), *found])
+
+    def _add_chunks(self, numel: int) -> None:
+        while (missing := numel - len(self)) > 0:
+            size = min(CHUNK_BYTES // self._dtype.itemsize, 1 << (missing - 1).bit_length())
+            self.chunks.append(torch.empty(size, dtype=self._dtype, device="cpu", pin_memory=True))
 
 
 class HostBlocks:

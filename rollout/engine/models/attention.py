@@ -1,9 +1,8 @@
 """Inputs of one attention step, and how the trainer's model runs with the paged attention.
 
-The model runs its own `forward`; transformers' attention interface passes every layer's queries, keys and values to
-`rollout_attention`. The step's batch travels as a keyword argument, and in a context variable for models that drop
-keyword arguments. The configuration names our attention inside of such a forward only, and to its thread only: any other
-forward of the model, meanwhile or between two of ours, finds the model's own attention and masks.
+Transformers' attention interface passes every layer's queries, keys and values to `rollout_attention`. The step's batch
+travels as a keyword argument, and in a context variable for models that drop these. Only inside of an engine's forward, and
+only to its thread, the configuration names our attention: any other forward finds the model's own attention and masks.
 """
 
 from __future__ import annotations
@@ -53,17 +52,15 @@ def refuse_inside_forward() -> None:
         )
 
 
+Arguments = dict[str, Any]
+"""Keyword arguments of an attention layer."""
+
+
 class AttentionBatch(Protocol):
     """Per-step input that is passed to every attention layer."""
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float | None,
-        arguments: dict[str, Any],
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, arguments: Arguments
     ) -> Tensor:
         """Attention of query [B, H, P, D] with key, value [B, Hkv, P, D]; returns [B, P, H, Dv]."""
 
@@ -146,13 +143,7 @@ class PagedBatch:
     """Like `attention`, for layers without a window; None: they have the same kernels."""
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float | None,
-        arguments: dict[str, Any],
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, arguments: Arguments
     ) -> Tensor:
         layer = self.layer_of[module]
         (key_cache, value_cache), group = self.cache.layer(layer), self.cache.group_of(layer)

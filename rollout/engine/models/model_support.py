@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 from rollout.engine.blocks.pages import LayerGroups, layer_groups
 from rollout.engine.memory.kv_cache import LayerShape
 from rollout.engine.memory.state_pool import StateShape
-from rollout.engine.models.attention import SINKS, Installation, carried, forward_with
+from rollout.engine.models.attention import SINKS, Arguments, Installation, carried, forward_with
 from rollout.engine.models.attention_masks import PROBE, Limits, MaskFunction, OtherMask, function_of, limits_of
 from rollout.engine.models.recurrent_layers import RecurrentLayers, continues
 from rollout.engine.models.recurrent_states import ProbedStates
@@ -121,13 +121,7 @@ class _Watcher:
         self.lengths: set[int] = set()
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float | None,
-        arguments: dict[str, Any],
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, arguments: Arguments
     ) -> Tensor:
         given = arguments.get("attention_mask")
         mask = None if given is None else function_of(given)

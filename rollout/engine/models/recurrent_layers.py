@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, cache_utils
 
 from rollout.engine.memory.state_pool import StatePool, StateShape
-from rollout.engine.models.attention import Installation, forward_with
+from rollout.engine.models.attention import Arguments, Installation, forward_with
 from rollout.engine.models.attention_masks import PROBE
 from rollout.engine.models.recurrent_states import StateRows
 from rollout.errors import UnsupportedModelError
@@ -81,13 +81,7 @@ class _OwnValue:
     """`AttentionBatch` in which every position attends to itself alone, so that only states connect positions."""
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float | None,
-        arguments: dict[str, Any],
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, arguments: Arguments
     ) -> Tensor:
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()
 

@@ -35,7 +35,6 @@ class TensorParallelGroup:
     Args:
         mesh: one-dimensional device mesh of the group.
         timeout_s: the control timeout.
-        kind: kind of parallelism, for messages.
 
     Attributes:
         ranks: ranks of the members in the default process group; the first decides.

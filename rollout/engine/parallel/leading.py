@@ -109,11 +109,7 @@ class Together:
 
 
 class Leader(Together):
-    """First rank of a tensor-parallel group: sends the group's messages.
-
-    Args:
-        clock: monotonic, in seconds.
-    """
+    """First rank of a tensor-parallel group: sends the group's messages."""
 
     def __init__(self, group: TensorParallelGroup, clock: Callable[[], float] = time.monotonic) -> None:
         self.group = group

@@ -167,6 +167,11 @@ class DynamicInferenceContext:
         # A follower has only the number of complete blocks that its pages amount to.
         return len(self._live_memory()) // self.allocator.pages.groups
 
+    def prepare_suspend(self) -> None:
+        """Pin memory for an offload in the background, after the last of several steps: no optimizer hook may wait."""
+        if self.config.kv_cache_management_mode is KVCacheManagementMode.OFFLOAD and self._mode is None:
+            self.cache.prepare_save(len(self._live_memory(False)))
+
     def suspend(self, mode: KVCacheManagementMode, *, keep_prefix_cache: bool) -> MemoryMove:
         """Keep, offload or drop the KV cache according to `mode`. If it raises, nothing has changed.
 

@@ -87,11 +87,7 @@ class AutocastCopies:
         return nullcontext() if self._memory is None else _Substituted(self)
 
     def refresh(self, module_epoch: int) -> None:
-        """Copy the parameters again before a step, on the current stream. This may change `layout`.
-
-        Args:
-            module_epoch: changes whenever the trainer may have modified the module.
-        """
+        """Copy the parameters again before a step of another module epoch, on the current stream; may change `layout`."""
         if self._dtype is None or self._refused or (self._flat is not None and module_epoch == self._epoch):
             return
         self._fill()

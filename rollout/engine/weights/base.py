@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rollout.engine.weights.fingerprints import persistent_tensors
+from rollout.engine.weights.fingerprints import local_part, persistent_tensors
 
 
 class Weights:
@@ -28,11 +28,11 @@ class Weights:
     collective = False
     fixed_addresses = True
     why_moved = ""
-    tensor_parallel_mesh: Any = None
     expert_parallel_mesh: Any = None
 
-    def __init__(self, trained: nn.Module) -> None:
+    def __init__(self, trained: nn.Module, tensor_parallel_mesh: Any = None) -> None:
         self.trained = self.sampled = trained
+        self.tensor_parallel_mesh = tensor_parallel_mesh
 
     @property
     def ready(self) -> bool:
@@ -53,7 +53,7 @@ class Weights:
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Name and local part of every parameter and persistent buffer of `trained`, tied ones under each name."""
-        return persistent_tensors(self.trained)
+        return [(name, local_part(tensor)) for name, tensor in persistent_tensors(self.trained)]
 
     def stale(self) -> list[str]:
         """Names of tensors whose values in `sampled`, though `ready`, differ from `trained`; non-empty only for a copy."""

@@ -25,7 +25,6 @@ class WeightsGuard:
     """The weights of one engine: their source, and the fingerprints of their last announced content.
 
     Args:
-        given: the model as it was passed to the engine, possibly wrapped.
         locked: holds the engine at a step boundary.
 
     Attributes:

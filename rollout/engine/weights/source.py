@@ -27,7 +27,7 @@ from rollout.engine.weights.base import GatheredWeights, Weights
 from rollout.engine.weights.copied import CopiedWeights
 from rollout.engine.weights.fsdp import ShardedWeights, UnitWeights, unmanaged_shard
 from rollout.engine.weights.fsdp_mapped import MappedWeights, Unmappable
-from rollout.engine.weights.tensor_parallel import TensorParallelWeights, tensor_parallel_mesh
+from rollout.engine.weights.tensor_parallel import tensor_parallel_mesh
 from rollout.errors import EngineStateError, UnsupportedModelError
 
 _log = logging.getLogger(__name__)
@@ -117,8 +117,7 @@ def _source(model: nn.Module, *, mapped: bool) -> Weights:
             return UnitWeights(model)
         if second:
             return _fully_sharded(model, mapped=mapped)
-    mesh = tensor_parallel_mesh(model, {})
-    return Weights(model) if mesh is None else TensorParallelWeights(model, mesh)
+    return Weights(model, tensor_parallel_mesh(model, {}))
 
 
 def _fully_sharded(model: nn.Module, *, mapped: bool) -> Weights:

@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from rollout.engine.weights.base import Weights
-from rollout.engine.weights.fingerprints import local_part, persistent_tensors
 from rollout.errors import UnsupportedModelError
 
 _OTHERS = {
@@ -24,17 +22,6 @@ _OTHERS = {
     "sp": "sequence parallelism",
     "ep": "expert parallelism other than transformers' own",
 }
-
-
-class TensorParallelWeights(Weights):
-    """Weights of a tensor-parallel group, each member of which computes with its shard in place."""
-
-    def __init__(self, trained: nn.Module, mesh: Any) -> None:
-        super().__init__(trained)
-        self.tensor_parallel_mesh = mesh
-
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        return [(name, local_part(tensor)) for name, tensor in persistent_tensors(self.trained)]
 
 
 def expert_parallel_mesh(model: nn.Module) -> Any:

@@ -115,10 +115,8 @@ class Conversation:
             messages: in OpenAI's format; `rollout` of an assistant message holds the token ids of its reply and its prompt,
                 and their digests.
             tools: in OpenAI's format. Not rendered if `tool_choice` is "none".
-            tool_choice: "none", "auto" (None), "required" or `{"type": "function", "function": {"name": …}}`, which names
-                one of `tools`; the last two end the prompt with the beginning of a call.
-            add_generation_prompt: append the start of an assistant message.
-            continue_final_message: the reply continues the last message.
+            tool_choice: "none", "auto" (None), "required", or an object that names one of `tools`; the last two end the
+                prompt with the beginning of a call.
             template_kwargs: additional variables of the template.
             stop: cancels the work when set.
 
@@ -190,11 +188,7 @@ class Conversation:
         return parser_for(self._template(tools), tools)
 
     def effort(self, asked: str | None, tools: Tools | None) -> dict[str, Any]:
-        """Return the variables of the chat template that stand for a reasoning effort.
-
-        Raises:
-            InvalidRequestError: the template has none for it.
-        """
+        """Return the template variables for a reasoning effort; raises `InvalidRequestError` if there are none."""
         template = "" if asked is None else self._template(tools)
         if "reasoning_effort" in template:
             return {"reasoning_effort": asked}
@@ -211,11 +205,7 @@ class Conversation:
     def constraint_on(
         self, prompt: RenderedPrompt, schema: Any, tools: Tools | None, tool_choice: ToolChoice | None
     ) -> StructuredOutput | None:
-        """Return the constraint that `response_format` and strict tools put on a reply; None: any text.
-
-        Raises:
-            InvalidRequestError: they cannot be combined in the template's format of calls.
-        """
+        """Return the constraint that `response_format` and strict tools put on a reply; see `reply_constraint`."""
         shown = tools if tool_choice != "none" and tools else None
         reasoning: Literal["open", "possible"] | None = None
         if self.marks_reasoning(shown):
@@ -226,8 +216,7 @@ class Conversation:
     def one_call_ends_at(self, tools: Tools | None, tool_choice: ToolChoice | None) -> str:
         """Return the stop string that ends a reply after its first call; "" if calls are not parsed.
 
-        Raises:
-            InvalidRequestError: the template's call format has no such string.
+        Raises `InvalidRequestError` if the template's call format has no such string.
         """
         known = format_of(self._template(tools))
         if known is None or not tools or tool_choice == "none":

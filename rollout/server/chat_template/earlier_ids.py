@@ -79,7 +79,6 @@ class EarlierReplies:
         messages: assistant messages may have `rollout`, an object with `prompt_token_ids` and `token_ids`.
         plain: the same messages in the format of chat templates.
         ask: renders messages followed by a generation prompt.
-        vocab_size: exclusive upper bound of token ids.
     """
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], plain: list[Message], ask: Ask, vocab_size: int) -> None:
@@ -97,10 +96,7 @@ class EarlierReplies:
         """Yield the replies whose prompt digest matches, latest first.
 
         An edit invalidates all replies after it and none before it, so the latest match is found by bisection: a long
-        conversation is rendered a few times, not once per reply.
-
-        Raises:
-            InvalidRequestError: a reply has an id outside the vocabulary, or no prompt.
+        conversation is rendered a few times, not once per reply. Raises `InvalidRequestError` for ids that cannot be.
         """
         latest = len(self._found) - 1
         if latest >= 0 and self._prompt_text(latest) is None:
@@ -115,11 +111,7 @@ class EarlierReplies:
                 yield self._reply(place, text)
 
     def why_not(self, used: EarlierReply | None) -> str | None:
-        """Return why the token ids of the last reply are not used, or None if they are.
-
-        Args:
-            used: the reply whose ids are used; None: no reply's.
-        """
+        """Return why the ids of the last reply are not used if those of `used` are (None: of no reply); None if they are."""
         if not self._found:
             return None
         index, rollout = self._found[-1]
@@ -186,11 +178,7 @@ class Write(Protocol):
     """A chat template with all arguments bound except the messages."""
 
     def __call__(self, conversation: list[Message], *, closed: bool = False) -> str:
-        """Render a conversation. `closed`: end with the last message, without continuation or generation prompt.
-
-        Raises:
-            InvalidRequestError: the template refuses the conversation.
-        """
+        """Render a conversation. `closed`: end with the last message, without continuation or generation prompt."""
 
 
 def text_behind_reply(
@@ -200,10 +188,8 @@ def text_behind_reply(
 
     A template may require a tool message after a call, or render different text after a call. So a reply with calls is
     rendered without them only if the whole conversation ends with the same text; otherwise its calls are kept, and the
-    first special token (one of `special_texts`) after them ends the reply.
-
-    Raises:
-        InvalidRequestError: the template refuses the conversation, or the end of the reply cannot be determined.
+    first special token (one of `special_texts`) after them ends the reply. Raises `InvalidRequestError` if that cannot be
+    determined.
     """
     reply = messages[index]
     if "tool_calls" not in reply:
@@ -225,16 +211,10 @@ def text_behind_reply(
 
 
 def tokens_to_append(reply: Sequence[int], behind: list[int], end_token_ids: Collection[int]) -> tuple[int, list[int]]:
-    """Join a reply and the template's text after it, so that the end of turn occurs once.
+    """Join a reply and the ids of the template's text `behind` it, so that the end of turn occurs once.
 
-    Args:
-        reply: generated ids, with the end of turn, or without it if the length was limited.
-        behind: ids of the template's text, which begins with the end of turn.
-        end_token_ids: tokens that end a reply; the model's may differ from the template's.
-
-    Returns:
-        (number of reply tokens before the end of turn, tokens to append to the reply).
-    """
+    The reply has its end of turn unless its length was limited; the model's `end_token_ids` may differ from the template's.
+    Returns (number of reply tokens before the end of turn, tokens to append to the reply)."""
     longest = min(END_TOKENS, len(reply), len(behind))
     shared = next((n for n in range(longest, 0, -1) if list(reply[-n:]) == behind[:n]), 0)
     if shared:

@@ -38,13 +38,13 @@ def reply_constraint(
 
     Args:
         schema: JSON schema of the reply's content; None: any text.
-        tools: functions that the reply may call, in OpenAI's format; None: calls are text.
-        tool_format: how the chat template writes calls; None: unknown.
+        tools: functions that the reply may call; None: calls are text.
+        tool_format: None: unknown.
         forced_prefix: beginning of a call that the prompt ends with; "": calls are free.
         reasoning: "open": the prompt ends inside one; "possible": the reply may begin with one; None: neither.
 
     Raises:
-        InvalidRequestError: the schema and the tools cannot be combined in this format; or the schemas are too large.
+        InvalidRequestError: schema and tools cannot be combined in this format, or the schemas are too large.
     """
     if forced_prefix and tool_format is not None:
         return _grammar(_forced_call(forced_prefix, tools or (), tool_format))

@@ -109,11 +109,7 @@ def random_hex(digits: int) -> str:
 
 
 def parser_for(template: str | None, tools: Sequence[Mapping[str, Any]] | None) -> Callable[[], ToolCallParser] | None:
-    """Return a factory of parsers (one per sample), or None if there are no tools or the template's format is unknown.
-
-    Raises:
-        InvalidRequestError: the schema of a strict tool has an unsupported keyword.
-    """
+    """Return a factory of parsers (one per sample), or None if there are no tools or the template's format is unknown."""
     known = format_of(template)
     if known is None or not tools:
         return None
@@ -128,11 +124,10 @@ def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class ToolCallParser:
-    """Incremental tool-call parser of one reply.
+    """Incremental tool-call parser of one reply. A state is a method that consumes text from the front of the buffer.
 
     Text before, between and after calls is content. Only the formatting around a call is dropped: white space before it,
-    the separators of its format, white space between it and the end of the reply. A state is a method that consumes text
-    from the front of the buffer; it returns False if it needs more text.
+    the separators of its format, white space between it and the end of the reply.
 
     Args:
         tools: parameter schemas of the offered functions. A call without a marker must name one of them: otherwise it is

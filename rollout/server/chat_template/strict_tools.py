@@ -32,12 +32,8 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 class StrictTool:
     """Validator of one function's arguments.
 
-    Args:
-        schema: JSON schema of the arguments; {} accepts everything.
-        where: field path for errors, such as `tools[0].function.parameters`.
-
-    Raises:
-        InvalidRequestError: `schema` is not a valid schema, or has an unsupported keyword.
+    Raises `InvalidRequestError` if `schema` is not a JSON schema, or has an unsupported keyword; `where` is the field in the
+    message, such as `tools[0].function.parameters`.
     """
 
     def __init__(self, schema: Mapping[str, Any], where: str) -> None:

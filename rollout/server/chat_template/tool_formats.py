@@ -73,11 +73,7 @@ class ToolFormat:
         return self.named.replace("NAME", json.dumps(function)).replace("BARE", function)
 
     def calls(self, text: str, schemas: Schemas) -> list[Call]:
-        """Return the calls of the text between `marker` and `closing`.
-
-        Raises:
-            ValueError: the text is not calls from its beginning to its end.
-        """
+        """Return the calls of the text between `marker` and `closing`; raises `ValueError` if it is anything else."""
         if self.call is None:
             return [(name, arguments, None) for name, arguments in _read_calls(text.lstrip())]
         found = []
@@ -125,11 +121,7 @@ def _value(text: str, schema: Any) -> Any:
 
 
 def _read_calls(value: str) -> list[tuple[str, str]]:
-    """Return (name, arguments) of each call in a JSON object or an array of objects.
-
-    Raises:
-        ValueError: not JSON, or not calls.
-    """
+    """Return (name, arguments) of each call in a JSON object or an array of objects; raises `ValueError` for others."""
     objects = [value] if value.startswith("{") else [raw for _, raw in _members(value)]
     if not objects:
         raise ValueError("an empty array calls nothing")
@@ -156,11 +148,7 @@ _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def _members(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (key, raw text) of each member of a JSON object or array, in order; keys are "" in an array.
-
-    Raises:
-        ValueError: the text is not JSON.
-    """
+    """Yield (key, raw text) per member of a JSON object or array (keys are ""); raises `ValueError` if it is not JSON."""
     is_object = text.startswith("{")
     closer = "}" if is_object else "]"
     at = _skip(text, 1)

@@ -1,7 +1,6 @@
 """Endpoints `POST /v1/chat/completions` and `/v1/chat/completions/tokens`.
 
-The concatenated chunks of a stream equal the whole reply. Every token id is sent in the chunk that contains its text, or
-in an earlier one.
+The concatenated chunks of a stream equal the whole reply. A token id comes in the chunk that contains its text, or earlier.
 """
 
 from __future__ import annotations
@@ -125,12 +124,7 @@ def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
 
 
 class ChatChoices:
-    """Choices of one chat.
-
-    Args:
-        texts: texts of tokens in log-probs.
-        voice: builds the reader of one sample's text.
-    """
+    """Choices of one chat; `texts` are those of tokens in log-probs, `voice` builds the reader of one sample's text."""
 
     def __init__(
         self,

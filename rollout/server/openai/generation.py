@@ -62,10 +62,7 @@ def reply_head(serving: Serving, body: RequestFields, kind: str, prefix: str) ->
 def tokens_left(serving: Serving, prompt: Sequence[int], asked: int | None) -> int:
     """Return `asked` capped at the remaining sequence length, at least 1 unless 0 was asked for.
 
-    The engine refuses a prompt that leaves no room for a token.
-
-    Raises:
-        InvalidRequestError: the prompt itself is too long; checked here before the engine validates every token.
+    Raises `InvalidRequestError` if the prompt itself is too long: the engine would validate every token first.
     """
     longest = serving.llm.max_sequence_length
     if len(prompt) > longest:
@@ -88,14 +85,9 @@ def listed(serving: Serving, options: SamplingFields, prompt_tokens: int) -> int
 
 
 def params_of(serving: Serving, body: RequestFields, options: SamplingFields, **decided: Any) -> SamplingParams:
-    """Return the sampling parameters of a request, with their constraint compiled for when the request is submitted.
+    """Return the sampling parameters of a request, with their constraint compiled; `decided`: the endpoint's fields.
 
-    Args:
-        decided: see `SamplingFields.sampling_params`.
-
-    Raises:
-        ApiError: 400, the values contradict each other.
-        InvalidRequestError: the constraint does not compile.
+    Raises `ApiError` 400 if values contradict each other, `InvalidRequestError` if the constraint does not compile.
     """
     adapter = serving.adapter_of(body.model)
     params = options.sampling_params(cache_salt=body.cache_salt, adapter=adapter, **decided)
@@ -105,11 +97,7 @@ def params_of(serving: Serving, body: RequestFields, options: SamplingFields, **
 
 
 def refused(exc: InvalidRequestError, body: RequestFields, where: str = "") -> ApiError:
-    """Return a 400 whose `param` is the field that the message begins with, else the prompt field.
-
-    Args:
-        where: prefix of the message.
-    """
+    """Return a 400, its message after `where`, whose `param` is the field that the error begins with, else the prompt."""
     if found := _CONSTRAINT.match(str(exc)):
         field = body.constraint_field
         return bad_request(f"{where}{field}: {str(exc)[found.end() :]}", param=field)
@@ -200,11 +188,7 @@ class Reply:
         yield DONE
 
     async def _begin(self, *, growing: bool) -> list[Any]:
-        """Submit every prompt and return their streams; on an error, none is submitted.
-
-        Args:
-            growing: streams yield deltas as tokens arrive. False: only when a group has finished.
-        """
+        """Submit every prompt, or none on an error; streams yield deltas as they come if `growing`, else whole groups."""
         serving, body, asked = self.serving, self.body, self.asked
         interval = serving.config.stream_interval if growing else None
         options: dict[str, Any] = {"priority": body.urgency, "timeout_s": serving.time_limit(body.timeout_s)}

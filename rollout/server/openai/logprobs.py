@@ -26,11 +26,7 @@ LOWEST = -9999.0
 
 
 class TokenTexts:
-    """Cached text and bytes of single tokens.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer; None: a token reads as `token_id:7` and has no bytes.
-    """
+    """Cached text and bytes of single tokens. `tokenizer` None: a token reads as `token_id:7` and has no bytes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -147,13 +143,9 @@ def finite(log_prob: float | None) -> float | None:
 
 
 def listed_per_position(asked: int | None, vocab_size: int, prompt_tokens: int) -> int | None:
-    """Return how many most likely tokens to list per prompt position; -1 asks for all.
+    """Return how many most likely tokens to list per position of all prompts; -1 asks for all.
 
-    Args:
-        prompt_tokens: tokens of all prompts of the request.
-
-    Raises:
-        ApiError: 400, there would be more than `MAX_LISTED` entries.
+    Raises `ApiError` 400 if there would be more than `MAX_LISTED` entries.
     """
     if asked is None:
         return None

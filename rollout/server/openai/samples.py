@@ -71,9 +71,7 @@ def _joined_routes(pieces: list[TextDelta]) -> Routes | None:
 def refuse_failed(finish_reason: str | None, error: str | None, index: int) -> None:
     """Raise if a sample has failed; return if it is unfinished or has a result.
 
-    Raises:
-        ApiError: 500 with the code `sample_failed`, 400 if the request is to blame, or 409 if it was aborted.
-    """
+    The `ApiError` is a 500 `sample_failed`, a 400 if the request is to blame, or a 409 if it was aborted."""
     if finish_reason == FinishReason.ABORT:
         cause = f": {error}" if error else ""
         raise ApiError(409, f"choice {index} was aborted{cause}", code="aborted")

@@ -266,14 +266,9 @@ class SamplingFields(Body):
         return None if self.structured_outputs is None else self.structured_outputs.constraint
 
     def sampling_params(self, **decided: Any) -> SamplingParams:
-        """Build the request's `SamplingParams`.
+        """Build the request's `SamplingParams`; raises `ApiError` 400 if its values contradict each other.
 
-        Args:
-            decided: fields set by the endpoint: max_tokens, logprobs, prompt_logprobs.
-
-        Raises:
-            ApiError: 400, the values contradict each other.
-        """
+        `decided` are the fields set by the endpoint, at least `max_tokens`."""
         asked = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None} | decided
         if self.logprob_token_ids and decided.get("logprobs") is None:
             raise bad_request("logprob_token_ids: needs logprobs", param="logprob_token_ids")

@@ -64,11 +64,7 @@ class Chunks:
 
 
 async def bursts(streams: Sequence[Any]) -> AsyncGenerator[Burst]:
-    """Yield the deltas that have arrived since the previous burst, merged per sample; close the streams at the end.
-
-    Raises:
-        RolloutError: the cause, if a stream ended without samples.
-    """
+    """Yield the deltas that have arrived since the previous burst, merged per sample; close the streams at the end."""
     try:
         if len(streams) == 1:
             async for delta in streams[0]:
@@ -133,11 +129,7 @@ class EventStream(Response):
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the whole reply.
-
-        Raises:
-            ClientGoneError: the client disconnected; the source is closed.
-        """
+        """Send the whole reply; raises `ClientGoneError` if the client disconnects, after closing the source."""
         async with aclosing(self._source):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await or_disconnected(Request(scope, receive), self._send_all(scope.get(SEND_BODY, send)))

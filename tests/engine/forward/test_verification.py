@@ -131,9 +131,7 @@ def copied(part: Any) -> Any:
 @needs_compiler
 @pytest.mark.parametrize("damage", [another_router, another_norm, another_weight])
 def test_a_fused_forward_bound_to_a_wrong_parameter_is_not_used(
-    damage: Callable[[Any], None],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Any], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = fused_binding.Bound._bind
 

@@ -6,6 +6,7 @@ The draw is that of the CPU. test_triton_steps.py has runs of the kernels of Tri
 from __future__ import annotations
 
 import random
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from rollout.engine.graphs import cuda_graphs
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
 from rollout.engine.graphs.graphed_runs import LEAD, GraphedRuns
 from rollout.engine.kernels import decode_parts
+from rollout.engine.memory.host_pool import HostBlocks
 from rollout.sampling_params import SamplingParams
 from tests.engine.graphs.recorded_graphs import Plain, Recorder
 from tests.engine.lives_in_runs import life_in_runs, outcome
-from tests.engines import at_random, greedily, make_engine, token_ids
+from tests.engine.memory.test_kv_transfer import Queues
+from tests.engines import at_random, greedily, make_engine, pass_suspended, steps, token_ids
 from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -201,3 +204,66 @@ def test_runs_of_any_length_equal_their_steps_whatever_happens_between_them() ->
     )
     assert_same(ours, wanted)
     assert any(len(spans.runs) > 1 for *_, spans, _, _ in ours.values())
+
+
+def on_recorded_streams(engine: DynamicInferenceEngine, recorder: Recorder, seed: int) -> None:
+    """Queue the copies of an engine per stream, in a random order among those that their events permit.
+
+    What this engine computes at once is behind the work of its own stream on a device, and behind nothing else.
+    """
+    queues, cache = Queues(seed), engine.cache
+    assert cache._tier is not None
+    cache._tier = HostBlocks(
+        cache._tier.num_blocks, cache._widths, cache.dtype, pinned=False, stage=queues.stage, copies=queues.copies,
+        limit=2 * cache.block_bytes,
+    )  # fmt: skip
+    cache._compute = lambda: queues.compute  # type: ignore[method-assign,return-value]
+    cache._transfer = lambda: queues.transfer(300)
+    drop = cache.drop
+
+    def dropped() -> int:
+        held = list(cache._parts)
+        cache._release = lambda: (queues.compute.finish(), [part.fill_(torch.nan) for part in held])
+        return drop()
+
+    def behind_its_stream(work: Any) -> Any:
+        return lambda *given: (queues.compute.finish(), work(*given))[1]
+
+    copy_blocks = cache.copy_blocks
+
+    def copied(pairs: list[tuple[int, int]]) -> None:
+        for on_device, run in groupby(pairs, lambda pair: min(pair) >= 0):
+            if on_device:
+                queues.compute.finish()
+            copy_blocks(list(run))
+
+    cache.drop, cache.copy_blocks = dropped, copied  # type: ignore[method-assign,assignment]
+    owners: list[tuple[Any, str]] = [
+        (engine.controller.runner, "forward"), (cache, "zero_slots"), (cache, "zero_blocks"), (recorder, "_replay"),
+    ]  # fmt: skip
+    for owner, name in owners:
+        setattr(owner, name, behind_its_stream(getattr(owner, name)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_runs_between_copies_of_the_host_tier_and_suspends_are_exact_in_every_order_of_the_streams(seed: int) -> None:
+    model, found = small(), []
+    for recorded in (False, True):
+        engine, recorder = engine_for(model, kv_cache_blocks=14, kv_cache_host_memory_gb=0.01)
+        if recorded:
+            on_recorded_streams(engine, recorder, seed)
+        said: list[list[int]] = []
+        for turn in range(8):
+            earlier = [*said[turn - 4], *token_ids(3, 90)] if turn > 3 else token_ids(17, turn)
+            engine.add_request(earlier, at_random(6))
+            ended = steps(engine, 2) if turn in (2, 5, 6) else []
+            if turn in (2, 5, 6):
+                pass_suspended(engine, "offload", keep_prefix_cache=True)
+            while engine.has_unfinished:
+                ended += engine.step(ahead=True)
+            (request,) = (each.merge() for each in ended)
+            said.append([*request.prompt_tokens, *request.generated_tokens])
+            found.append((request.generated_tokens, request.generated_log_probs))
+        assert engine.stats()["kv_blocks_loaded"] > 3
+        assert recorder.replays > 8
+    assert found[:8] == found[8:]

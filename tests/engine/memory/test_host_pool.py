@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,21 @@ def test_pinned_memory_grows_by_chunks_and_none_is_given_up(monkeypatch: pytest.
     assert memory.asked == [32, CHUNK, CHUNK, 64, 32]
     assert pool.chunks[0] is first
     assert pool.nbytes == 4 * 256
+
+
+def test_memory_is_pinned_in_the_background_and_growing_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, gate = PinnedMemory(monkeypatch, room=3 * CHUNK), threading.Event()
+    pool = HostPool(torch.float32, pinned=True)
+    within = contextlib.contextmanager(lambda: iter([gate.wait()]))
+    pool.prepare(2 * CHUNK, within)
+    pool.prepare(8 * CHUNK, within)
+    assert memory.asked == [], "no caller waits"
+    threading.Timer(0.05, gate.set).start()
+    pool.grow(2 * CHUNK, 1000)
+    assert memory.asked == [CHUNK, CHUNK]
+    pool.prepare(8 * CHUNK)
+    with pytest.raises(HostMemoryError, match="pinned host memory"):
+        pool.grow(8 * CHUNK, 1000)
 
 
 def test_memory_of_a_cpu_is_in_one_piece() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -101,27 +102,25 @@ def test_a_model_that_cannot_be_served_is_refused_by_name(make: Callable[[], nn.
         build(make(), verify_model=False)
 
 
-@pytest.mark.parametrize("value", [torch.zeros(1, 4, 4, 4), 0.5, "alibi"])
-def test_an_argument_of_one_layer_that_nobody_knows_is_refused_with_its_name_and_its_layers(value: Any) -> None:
-    model = make_model("qwen3")
-    model.model.layers[1].self_attn.register_forward_pre_hook(
+def biased(value: Any) -> Callable[[Any], object]:
+    """The layer passes an argument that the engine does not support."""
+    return lambda layers: layers[1].self_attn.register_forward_pre_hook(
         lambda module, args, kwargs: (args, kwargs | {"position_bias": value}), with_kwargs=True
     )
-    with pytest.raises(UnsupportedModelError, match=r"'model\.layers\.1\.self_attn' passes position_bias="):
-        build(model)
 
 
-def test_a_layer_that_runs_twice_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *((biased(value), "1.self_attn' passes position_bias=") for value in (torch.zeros(1, 4, 4, 4), 0.5, "alibi")),
+        (lambda layers: setattr(layers[1], "self_attn", layers[0].self_attn), "0.self_attn' runs twice"),
+        (lambda layers: setattr(layers[2].self_attn, "is_causal", False), "2.self_attn' is bidirectional"),
+    ],
+)
+def test_a_layer_that_cannot_be_served_is_refused_by_name(change: Callable[[Any], object], message: str) -> None:
     model = make_model("qwen3")
-    model.model.layers[1].self_attn = model.model.layers[0].self_attn
-    with pytest.raises(UnsupportedModelError, match=r"'model\.layers\.0\.self_attn' runs twice"):
-        build(model)
-
-
-def test_a_layer_made_bidirectional_is_refused() -> None:
-    model = make_model("qwen3")
-    model.model.layers[2].self_attn.is_causal = False
-    with pytest.raises(UnsupportedModelError, match=r"'model\.layers\.2\.self_attn' is bidirectional"):
+    change(model.model.layers)
+    with pytest.raises(UnsupportedModelError, match=re.escape(f"'model.layers.{message}")):
         build(model)
 
 

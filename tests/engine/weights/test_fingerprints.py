@@ -24,6 +24,7 @@ from trainer_hooks.peft import adapter
 
 UP = "model.layers.1.mlp.up_proj.weight"
 PROMPTS = [token_ids(5, 1)]
+both = pytest.mark.parametrize("full", [False, True], ids=["sampled", "full"])
 
 
 def of(model: nn.Module, name: str = UP) -> nn.Parameter:
@@ -80,7 +81,7 @@ CORRUPTIONS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["sampled", "full"])
+@both
 @pytest.mark.parametrize("what", CORRUPTIONS)
 def test_every_way_of_changing_a_tensor_is_found_and_named(what: str, full: bool) -> None:
     model = make_model("llama")
@@ -91,7 +92,7 @@ def test_every_way_of_changing_a_tensor_is_found_and_named(what: str, full: bool
     assert UP in fingerprints.changed()
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["sampled", "full"])
+@both
 def test_a_tied_tensor_that_is_replaced_is_found_under_its_own_name_and_looked_at_from_then_on(full: bool) -> None:
     model = make_model("llama", tie_word_embeddings=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -147,7 +148,7 @@ HARMLESS: dict[str, Callable[[Any], object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["sampled", "full"])
+@both
 @pytest.mark.parametrize("what", HARMLESS)
 def test_what_leaves_the_values_as_they_are_is_no_change(what: str, full: bool) -> None:
     model = make_model("llama")
@@ -388,7 +389,7 @@ class Quantised(Opaque):
         return cls(**parts)
 
 
-@pytest.mark.parametrize("full", [False, True])
+@both
 def test_tensor_subclasses_are_compared_by_what_they_are_made_of(full: bool) -> None:
     model = make_model("qwen3")
     for layer in model.model.layers:

@@ -1,0 +1,158 @@
+"""Rewards in other processes, with a timeout per call: of `generate_scored`, beside the steps of the engine, and of TRL.
+
+    with RewardPool(reward, processes=4, timeout_s=10.0) as pool:
+        manager.generate_scored(tasks, pool, params, groups=32)
+        GRPOTrainer(model, pool, ...)
+
+A thread for each process hands it one call at a time. A call that takes too long ends its process, whatever it is doing, and
+a new one takes its place.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any
+
+from rollout import ConfigError
+
+Rewards = list[float]
+NOT_PASSED = frozenset({"trainer_state", "log_extra", "log_metric", "environments"})
+"""Arguments of TRL's that belong to the trainer's process."""
+
+
+class RewardPool:
+    """A reward function that is computed by other processes.
+
+    Args:
+        reward: of `generate_scored` (samples of a group → numbers) or of TRL (columns of rows → numbers). It and what it is
+            called with are pickled, so it is a function of a module.
+        processes: calls at the same time.
+        timeout_s: seconds that one call may take.
+        on_timeout: reward of every sample of a call that took longer. None: raise `TimeoutError`.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        reward: Callable[..., Sequence[float]],
+        *,
+        processes: int = 2,
+        timeout_s: float = 60.0,
+        on_timeout: float | None = None,
+    ) -> None:
+        if type(processes) is not int or processes < 1:
+            raise ConfigError(f"processes={processes!r}: must be an integer of at least 1")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s!r}: must be above 0")
+        # inspect.signature looks here.
+        self.__wrapped__ = reward
+        self.__name__ = getattr(reward, "__name__", type(reward).__name__)
+        self._timeout_s, self._on_timeout = timeout_s, on_timeout
+        self._free: SimpleQueue[_Worker] = SimpleQueue()
+        for _ in range(processes):
+            self._free.put(_Worker(reward))
+        self._processes = processes
+        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="rewards")
+
+    def submit(self, samples: Sequence[Any]) -> Future[Rewards]:
+        """Begin the rewards of a group; the future raises what the function raised, or `TimeoutError`."""
+        return self._threads.submit(self._call, len(samples), (list(samples),), {})
+
+    def __call__(self, *, completions: Sequence[Any], **columns: Any) -> Rewards:
+        """Rewards of rows, as TRL asks for them. Rows of one prompt are one call."""
+        rows = {name: value for name, value in columns.items() if name not in NOT_PASSED} | {"completions": completions}
+        prompts = columns.get("prompts", completions)
+        futures = []
+        for _, numbers in groupby(range(len(completions)), key=lambda row: str(prompts[row])):
+            chosen = list(numbers)
+            part = {name: [value[row] for row in chosen] for name, value in rows.items()}
+            futures.append(self._threads.submit(self._call, len(chosen), (), part))
+        return [reward for future in futures for reward in future.result()]
+
+    def close(self) -> None:
+        """End the processes. Idempotent."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for _ in range(self._free.qsize()):
+            self._free.get().end()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, count: int, args: tuple[Any, ...], columns: dict[str, Any]) -> Rewards:
+        worker = self._free.get()
+        try:
+            return worker.call(args, columns, self._timeout_s)
+        except TimeoutError:
+            if self._on_timeout is None:
+                raise
+            return [self._on_timeout] * count
+        finally:
+            self._free.put(worker)
+
+
+class _Worker:
+    """A process that computes rewards; it begins with the first call."""
+
+    def __init__(self, reward: Callable[..., Sequence[float]]) -> None:
+        self._reward = reward
+        self._process: Any = None
+        self._pipe: Any = None
+
+    def call(self, args: tuple[Any, ...], columns: dict[str, Any], timeout_s: float) -> Rewards:
+        if self._process is None:
+            # A fork would copy the threads' locks of the training process.
+            context = multiprocessing.get_context("spawn")
+            self._pipe, theirs = context.Pipe()
+            self._process = context.Process(target=_serve, args=(theirs, self._reward), daemon=True)
+            self._process.start()
+            theirs.close()
+            # Imports are not the function's time.
+            self._pipe.recv()
+        try:
+            self._pipe.send((args, columns))
+            if not self._pipe.poll(timeout_s):
+                raise TimeoutError(f"{self._reward!r} took longer than timeout_s={timeout_s}; its process was ended")
+            result, error = self._pipe.recv()
+        except (TimeoutError, OSError, EOFError) as failure:
+            self.end()
+            if isinstance(failure, TimeoutError):
+                raise
+            raise RuntimeError(f"the process of {self._reward!r} has died") from failure
+        if error is not None:
+            raise error
+        found: Rewards = result
+        return found
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._pipe.close()
+            self._process = None
+
+
+def _serve(pipe: Any, reward: Callable[..., Sequence[float]]) -> None:
+    """Answer calls in a process of its own."""
+    pipe.send(None)
+    while True:
+        try:
+            args, columns = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer: tuple[Rewards | None, Exception | None] = ([float(each) for each in reward(*args, **columns)], None)
+        except Exception as error:  # noqa: BLE001 - raised where it was asked for
+            answer = (None, error)
+        pipe.send(answer)
