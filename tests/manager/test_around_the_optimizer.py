@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -129,9 +130,10 @@ def test_every_counter_of_the_engine_is_read_where_the_table_says(rollout):
     objects = {"allocator": scheduler.allocator, "images": engine.controller.runner.vision.features}
     rollout.metrics()
     for number, read in enumerate(counters.values(), 1):
-        source, name = read.split(".")
+        source, *path, name = read.split(".")
         if source in objects:
-            setattr(objects[source], name, getattr(objects[source], name) + number)
+            holder = reduce(getattr, path, objects[source])
+            setattr(holder, name, getattr(holder, name) + number)
         else:
             {"ledger": engine.inspection.counters, "queues": scheduler.counters}[source][name] += number
     metrics = rollout.metrics()
