@@ -34,6 +34,7 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
 from tests.engines import Key, in_one_piece, make_engine, token_ids
+from tests.invariants import check_scheduler
 from tests.models import VOCAB, make_model
 from tests.oracle import Counts, Policy, check_record
 
@@ -251,7 +252,7 @@ class Life:
         event()
         self.take(self.engine.take_ended() if event != self.step else [])
         self.look()
-        self.engine.context.scheduler.check()
+        check_scheduler(self.engine.context.scheduler)
 
     def look(self) -> None:
         """Tokens that a sample has gained are of the present version; one that has fewer has started afresh."""

@@ -19,6 +19,7 @@ from rollout.metric_table import LOGGED
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.configs import engine_config
+from tests.invariants import check_scheduler
 
 LOGGED_BY_DEFAULT = set(LOGGED) - {"rollout/draft_acceptance", "rollout/draft_accepted_length"}
 """What a run without speculation logs: a ratio of nothing is left out."""
@@ -67,7 +68,7 @@ def completions(batch: RolloutBatch) -> list[list[int]]:
 def assert_nothing_leaked(rollout: RolloutManager) -> None:
     """Nobody in flight, no block held, queues and tables empty."""
     engine = rollout.engine
-    engine.context.scheduler.check()
+    check_scheduler(engine.context.scheduler)
     assert rollout.groups_in_flight == 0
     assert not engine.has_unfinished
     assert engine.context.allocator.num_used == 0

@@ -16,6 +16,7 @@ from rollout.observe.timeline import timeline
 from rollout.requests.request import DynamicInferenceRequest
 from tests.configs import engine_config
 from tests.engines import assert_greedy, greedily, make_engine, pass_suspended, token_ids
+from tests.invariants import check_scheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -41,7 +42,7 @@ def first_turns(engine: DynamicInferenceEngine, count: int = 4, **options: Any) 
 
 def next_turn(engine: DynamicInferenceEngine, said: list[int], **options: Any) -> DynamicInferenceRequest:
     (request,) = engine.generate([[*said, *token_ids(3, 90)]], greedily(4, **options))
-    engine.context.scheduler.check()
+    check_scheduler(engine.context.scheduler)
     return request
 
 

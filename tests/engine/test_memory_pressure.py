@@ -14,6 +14,7 @@ from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.errors import EngineDeadError, EngineStateError
 from rollout.state import EngineState
 from tests.engines import assert_greedy, finish, greedily, in_one_piece, make_engine, steps, token_ids
+from tests.invariants import check_scheduler
 from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -76,7 +77,7 @@ def test_a_step_without_memory_is_computed_again_in_a_smaller_pool_and_no_reques
     assert engine.stats()["kv_pool_shrinks"] == 3
     assert "from 64 to 56 blocks" in caplog.text
     assert "second line" not in caplog.text
-    engine.context.scheduler.check()
+    check_scheduler(engine.context.scheduler)
 
 
 def test_a_step_that_no_pool_leaves_room_for_fails_its_requests_and_the_engine_goes_on() -> None:
@@ -117,7 +118,7 @@ def test_what_a_step_needs_stays_free_at_construction_and_at_every_resume() -> N
     assert engine.cache.num_blocks == 64
     context.keep_free(20 * engine.cache.block_bytes)
     assert 44 <= engine.cache.num_blocks <= 46
-    context.scheduler.check()
+    check_scheduler(context.scheduler)
     for others, least, most in ((0, 44, 46), (10, 34, 36), (0, 44, 46)):
         engine.pause()
         engine.suspend("recompute")

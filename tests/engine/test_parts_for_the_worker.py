@@ -22,6 +22,7 @@ from rollout.requests.spans import VersionSpans
 from rollout.state import EngineState, StalenessPolicy
 from tests.engine.scheduling.test_simulation import World
 from tests.engines import Key, assert_greedy, at_random, finish, greedily, make_engine, pass_suspended, steps, token_ids
+from tests.invariants import check_scheduler
 from tests.models import make_model, make_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -138,7 +139,7 @@ def listen(engine: DynamicInferenceEngine, every: int, events: Iterator[Any] | N
             assert engine.progress(listener.known) == []
         if events is not None:
             next(events, None)
-        engine.context.scheduler.check()
+        check_scheduler(engine.context.scheduler)
     for record in ended:
         listener.hear([growth(record, *listener.known[record.request_id, record.sample_index])])
     return listener, {(record.request_id, record.sample_index): record.merge() for record in ended}

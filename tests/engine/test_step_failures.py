@@ -20,6 +20,7 @@ from rollout.errors import EngineStateError
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import EngineState
 from tests.engines import assert_greedy, finish, greedily, make_engine, shared_model, steps, token_ids
+from tests.invariants import check_scheduler
 from tests.models import make_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -85,7 +86,7 @@ def test_an_exception_at_any_line_of_scheduling_leaks_nothing_and_the_next_reque
         assert engine.state is EngineState.RUNNING
         done = finish(engine, raised)
         assert len(done) == 5, f"line {line}: every sample ends once"
-        engine.context.scheduler.check()
+        check_scheduler(engine.context.scheduler)
         for request in done.values():
             assert len(request.generated_tokens) == len(request.generated_log_probs)
             if request.error is None:

@@ -30,6 +30,7 @@ from tests.engines import (
     steps,
     token_ids,
 )
+from tests.invariants import check_scheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -253,7 +254,7 @@ def test_what_does_not_fit_any_more_is_computed_again_youngest_first() -> None:
     assert move.requests_given_up == 1
     assert move.tokens_given_up == 11 + 3
     assert [sample.key for sample in engine.context.scheduler.waiting] == [(3, 0)]
-    engine.context.scheduler.check()
+    check_scheduler(engine.context.scheduler)
     engine.unpause()
     finish_exact(engine, 4)
 
@@ -308,7 +309,7 @@ def test_a_failure_at_any_allocation_loses_nothing(mode: str, failures: int) -> 
         assert engine.state is EngineState.SUSPENDED
         engine.resume()
     assert engine.state is EngineState.PAUSED
-    engine.context.scheduler.check()
+    check_scheduler(engine.context.scheduler)
     engine.unpause()
     finish_exact(engine, 4)
 
@@ -345,7 +346,7 @@ def test_memory_that_runs_out_while_blocks_are_copied_back_costs_a_recompute_and
         move = engine.resume()
     assert move.requests_given_up == 4
     assert move.tokens_given_up == 5 + 7 + 9 + 11 + 4 * 3
-    engine.context.scheduler.check()
+    check_scheduler(engine.context.scheduler)
     engine.unpause()
     finish_exact(engine, 4)
 
@@ -444,7 +445,7 @@ def test_abort_frees_the_blocks_before_it_returns_in_any_state(state: str, sampl
     assert engine.abort_request(0, sample) == 0
     freed = before - engine.stats()["kv_blocks_used"]
     assert freed == (0 if state == "recompute" else 4 if sample is None else 1)
-    engine.context.scheduler.check()
+    check_scheduler(engine.context.scheduler)
     if state in ("persist", "offload", "recompute"):
         engine.resume()
     if state != "running":
@@ -469,7 +470,7 @@ def test_abort_reaches_waiting_requests_and_samples_that_have_not_forked() -> No
     assert engine.abort_request(0, 0) == 1, "the leader, in the middle of its prompt"
     assert engine.abort_request(2, 1) == 1
     assert engine.abort_request(2, 0) == 1
-    engine.context.scheduler.check()
+    check_scheduler(engine.context.scheduler)
     done = finish(engine)
     aborted = {key for key, request in done.items() if request.finish_reason is FinishReason.ABORT}
     assert aborted == {(0, 0), (2, 0), (2, 1)}
@@ -613,7 +614,7 @@ def test_a_pause_from_another_thread_waits_for_the_step_and_no_longer() -> None:
         runner.join(120.0)
     assert [str(failure) for failure in failures] == ["step() while paused: call unpause() first"]
     assert engine.has_unfinished
-    engine.context.scheduler.check()
+    check_scheduler(engine.context.scheduler)
     engine.unpause()
     finish_exact(engine, 4)
 

@@ -30,6 +30,7 @@ from tests.engines import (
     steps,
     token_ids,
 )
+from tests.invariants import check_scheduler
 from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -298,7 +299,7 @@ def test_versions_equal_a_dense_ledger_under_random_updates_evictions_and_suspen
             engine.resume()
             engine.unpause()
         watch(engine.snapshot())
-        engine.context.scheduler.check()
+        check_scheduler(engine.context.scheduler)
     assert not alive
     assert engine.policy_version > 2
 

@@ -24,6 +24,7 @@ from tests.engines import (
     steps,
     token_ids,
 )
+from tests.invariants import check_scheduler
 from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -44,7 +45,7 @@ def most_held(engine: DynamicInferenceEngine) -> int:
     while engine.has_unfinished:
         prefilling = bool(engine.context.scheduler.prefilling or engine.context.scheduler.waiting)
         engine.step()
-        engine.context.scheduler.check()
+        check_scheduler(engine.context.scheduler)
         if not prefilling and engine.has_unfinished:
             most = max(most, engine.context.allocator.num_used)
     return most
@@ -107,7 +108,7 @@ def test_a_long_sequence_keeps_whole_only_the_layers_that_see_it_whole(name):
     ended = steps(engine, 2)
     while engine.has_unfinished:
         ended += engine.step()
-        engine.context.scheduler.check()
+        check_scheduler(engine.context.scheduler)
         blocks, seen = engine.context.allocator.num_used, engine.stats()["kv_blocks_in_window"]
         assert seen <= 3 * SEEN
         assert pages_in_use(engine) == pages.whole * blocks + pages.limited * seen
@@ -190,7 +191,7 @@ def test_a_mixed_model_is_suspended_at_every_step_and_goes_on(name, mode):
     while engine.has_unfinished:
         ended += engine.step()
         pass_suspended(engine, mode)
-        engine.context.scheduler.check()
+        check_scheduler(engine.context.scheduler)
     for request in finish(engine, ended).values():
         assert logprob_error(model, request) <= 1e-5
 

@@ -21,6 +21,7 @@ from rollout.manager.groups import GroupJournal
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.threads.interrupts import interrupt_deferred
+from tests.invariants import check_scheduler
 from tests.models import greedy
 from tests.rollouts import (
     GREEDY,
@@ -65,7 +66,7 @@ def test_ctrl_c_gives_up_the_prompts_of_this_call_and_keeps_the_others(model, ea
         rollout.engine.step()
     with FailingForward(model, KeyboardInterrupt, forwards={forward}), pytest.raises(KeyboardInterrupt):
         rollout.generate([[9], [10]], params)
-    rollout.engine.context.scheduler.check()
+    check_scheduler(rollout.engine.context.scheduler)
     assert rollout.groups_in_flight == earlier
     batch = rollout.generate([[11]], params, min_groups=earlier + 1)
     assert group_ids([batch])[:-1] == before
@@ -94,7 +95,7 @@ def test_a_real_ctrl_c_waits_for_the_end_of_the_step(model, monkeypatch, where):
         with pytest.raises(KeyboardInterrupt):
             rollout.generate([[9]], tokens(9, temperature=0))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    scheduler.check()
+    check_scheduler(scheduler)
     batch = rollout.generate([], min_groups=1)
     assert group_ids([batch]) == before
     assert completions(batch) == [greedy(model, [5, 6, 7], 3)]

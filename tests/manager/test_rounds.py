@@ -14,6 +14,7 @@ from rollout.manager.manager import RolloutManager
 from rollout.manager.rounds import StalenessPacer
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
+from tests.invariants import check_scheduler
 from tests.rollouts import (
     GREEDY,
     DenseLedger,
@@ -169,7 +170,7 @@ def test_nothing_is_handed_out_twice_or_lost_in_random_rounds(model, seed):
             case "suspend":
                 rollout.suspend(rng.choice(["persist", "offload", "recompute"]))
                 rollout.resume()
-        rollout.engine.context.scheduler.check()
+        check_scheduler(rollout.engine.context.scheduler)
         expected = len(submitted) - len(aborted) - len(group_ids(batches))
         assert rollout.groups_in_flight == expected
     batches.append(rollout.generate([], min_groups=rollout.groups_in_flight))

@@ -21,6 +21,7 @@ from rollout import (
 )
 from rollout.engine.parts import prefill
 from tests.adapters import adapted, saved_adapter
+from tests.invariants import check_scheduler
 from tests.models import VOCAB, make_model
 from tests.rollouts import assert_nothing_leaked, completions, make_rollout, tokens, trainer_logprobs_of, update
 from trainer_hooks.peft import adapter
@@ -191,7 +192,7 @@ def test_groups_in_flight_stand_still_and_go_on_as_if_nothing_had_been(model):
                 found = rollout.score([[*range(3, 67)], [*range(3, 60)]])
                 assert_equals_forward(model, found, [[*range(3, 67)], [*range(3, 60)]])
                 assert progress_of(rollout) == before
-                rollout.engine.context.scheduler.check()
+                check_scheduler(rollout.engine.context.scheduler)
             batch = rollout.generate([], min_groups=3)
             later = rollout.generate([[4, 5]], tokens(3))
             return completions(batch), completions(later)[0]

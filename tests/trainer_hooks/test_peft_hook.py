@@ -28,6 +28,7 @@ from rollout.errors import EngineStateError, UnsupportedModelError
 from rollout.llm.llm import LLM
 from rollout.manager.manager import RolloutManager
 from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, steps, token_ids
+from tests.invariants import check_allocator, check_scheduler
 from tests.models import make_model
 from tests.rollouts import assert_nothing_leaked, completions, logprob_error, make_rollout
 from trainer_hooks.optimizer import attach
@@ -316,7 +317,7 @@ def test_shelves_of_several_variants_survive_eviction_and_a_resize():
         allocator.index.switch(variant)
         assert allocator.index.find([77], tokens[None]) == [held[variant]]
         allocator.acquire(np.array([held[variant]], np.int32))
-    allocator.check([[each] for each in held.values()])
+    check_allocator(allocator, [[each] for each in held.values()])
     allocator.release(np.array([held["a"]], np.int32))
     allocator.allocate(3)
     allocator.index.switch("a")
@@ -356,7 +357,7 @@ def test_requests_in_flight_wait_while_another_adapter_acts_and_go_on_in_order(m
     assert rollout.engine.context.scheduler.waiting
     with adapter(rollout, None):
         reference = rollout.generate([token_ids(9, seed=20), token_ids(9, seed=21)], at_random(6, n=2))
-        rollout.engine.context.scheduler.check()
+        check_scheduler(rollout.engine.context.scheduler)
         assert rollout.groups_in_flight == in_flight
         assert error_of(model, reference) <= 1e-5
     with rollout.suspended():
@@ -365,7 +366,7 @@ def test_requests_in_flight_wait_while_another_adapter_acts_and_go_on_in_order(m
         rollout.generate([token_ids(9, seed=22)], at_random(6))
     while rollout.groups_in_flight:
         batches.append(rollout.generate([], min_groups=1))
-        rollout.engine.context.scheduler.check()
+        check_scheduler(rollout.engine.context.scheduler)
     assert_nothing_leaked(rollout)
     assert {key: names for key, names in seen.items() if len(names) != 1} == {}
     rows = {int(group): [] for batch in batches for group in batch.group_ids}
@@ -418,7 +419,7 @@ def test_a_parked_request_is_aborted_grows_old_and_is_requeued_as_any_other():
         rollout.generate([token_ids(5)], at_random(3))
         rollout.weights_updated()
         rollout.abort([first])
-        rollout.engine.context.scheduler.check()
+        check_scheduler(rollout.engine.context.scheduler)
     (batch,) = rollout.as_completed([second])
     assert batch.policy_versions[batch.response_mask].tolist() == [1] * 6
     assert seen[second, 0] == {"'default'"}

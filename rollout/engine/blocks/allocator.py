@@ -1,6 +1,6 @@
 """KV block allocator: reference counts and LRU eviction over a prefix index.
 
-Always true (`check()` proves it):
+Always true:
 - a block is exactly one of *free*, *held* (reference count above 0) or *cached* (unreferenced but still indexed);
 - a block keeps its id while its memory (`pages`) comes and goes;
 - a holder of a registered block holds its parent too, so the least recently released cached block is a leaf. With
@@ -12,7 +12,7 @@ Handles block ids and token ids, no tensors and no requests.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -339,28 +339,3 @@ class BlockAllocator:
         self.host.clear()
         self.pages.start_over()
         self.states.start_over()
-
-    # --- invariants ---------------------------------------------------------------------------------------------
-
-    def check(self, holders: Iterable[Sequence[int]], seen: Iterable[list[int]] = ()) -> None:
-        """Check the invariants against the block tables of all holders (for tests; visits everything).
-
-        Args:
-            seen: the blocks that each holder sees through a window.
-
-        Raises:
-            AssertionError: names the blocks that disagree.
-        """
-        tables, expected = list(holders), np.zeros_like(self.ref_count)
-        for table in tables:
-            np.add.at(expected, np.asarray(table, np.int32), 1)
-        wrong = np.flatnonzero(expected != self.ref_count)
-        assert not len(wrong), f"blocks {wrong.tolist()}: reference counts {self.ref_count[wrong]} != {expected[wrong]}"
-        cached = [*self._lru, *self._lru_outdated]
-        places = sorted([*self._free, *cached, *np.flatnonzero(expected).tolist()])
-        assert places == list(range(len(expected))), f"{places}: blocks are not exactly one of free/held/cached"
-        assert not self.index.registered[self._free].any(), "a free block is registered"
-        assert self.index.registered[cached].all(), "a cached block is not registered"
-        self.index.check(tables)
-        self.host.check()
-        self.pages.check((expected > 0) | self.index.registered, seen)

@@ -3,7 +3,7 @@
 A block that the device evicts goes to free slots of the host; the least recently offloaded one makes room. A prefix that
 continues there is loaded into fresh blocks of the device, which frees its slots.
 
-Always true (`check()` proves it): a slot is free, or belongs to one block. A block is found under the variant that computed
+Always true: a slot is free, or belongs to one block. A block is found under the variant that computed
 it, and only if its tokens and all tokens before it are equal.
 
 Handles ids, no tensors. Copies are pairs in `BlockAllocator.copies`, where `~s` stands for slot s.
@@ -48,7 +48,6 @@ class HostCache:
         num_slots: number of slots, each for one page.
         offloaded, loaded, evicted: counters of blocks.
         hit_tokens: counter of the positions whose KV was loaded.
-        tails: partly filled blocks by variant and hash of the chain before.
         unsettled: whether copies were planned for a step that has not ended well: they may not have been made.
     """
 
@@ -63,8 +62,7 @@ class HostCache:
         """Forget every block."""
         self.unsettled = False
         self._free: list[int] = list(range(self.num_slots - 1, -1, -1))
-        self._complete: dict[tuple[Hashable, int], HostBlock] = {}
-        self.tails: dict[tuple[Hashable, int], list[HostBlock]] = {}
+        self._found: dict[tuple[Hashable, int, bool], list[HostBlock]] = {}
         self._lru: OrderedDict[HostBlock, None] = OrderedDict()
 
     # --- queries ------------------------------------------------------------------------------------------------
@@ -81,7 +79,7 @@ class HostCache:
 
     def has(self, variant: Hashable, block_hash: int) -> bool:
         """Whether a complete block of this hash is held (its tokens may differ)."""
-        return (variant, block_hash) in self._complete
+        return (variant, block_hash, True) in self._found
 
     def find(
         self, index: PrefixIndex, found: Sequence[int], hashes: Sequence[int], tokens: IntArray
@@ -99,11 +97,9 @@ class HostCache:
             return blocks
         before = index.digest(found[-1]) if found else b""
         for block_hash, wanted in zip(hashes[start:], tokens[start:], strict=True):
-            block = self._complete.get((index.variant, block_hash))
-            if block is None or block.before != before or not np.array_equal(block.tokens, wanted):
-                break
-            if block_hash in index.current:
-                # The device has one of these tokens whose parent it has lost.
+            block = self._equal(index.variant, block_hash, before, wanted)
+            # The device may have a block of these tokens whose parent it has lost.
+            if block is None or block_hash in index.current:
                 break
             blocks.append(block)
             before = block.digest()
@@ -114,7 +110,7 @@ class HostCache:
     ) -> tuple[HostBlock | None, int]:
         """As `PrefixIndex.find_tail`, of the tails here: (tail, leading tokens in common)."""
         best, most = None, 0
-        for tail in self.tails.get((variant, chain), ()):
+        for tail in self._found.get((variant, chain, False), ()):
             width = min(len(tail.tokens), len(tokens))
             common = int(np.logical_and.accumulate(tail.tokens[:width] == tokens[:width]).sum())
             if tail.before == before and common > most and (common == len(tail.tokens) or not whole):
@@ -150,7 +146,9 @@ class HostCache:
             self._remove(oldest)
             self._free += [slot for slot in oldest.slots if slot != NOWHERE]
         slots = tuple(self._free.pop() if place >= 0 else NOWHERE for place in memory)
-        self._add(HostBlock(variant, block_hash, before, tokens.copy(), slots))
+        made = HostBlock(variant, block_hash, before, tokens.copy(), slots)
+        self._found.setdefault(self._key(variant, block_hash, tokens), []).append(made)
+        self._lru[made] = None
         self.offloaded += 1
         self.unsettled = True
         return [(place, ~slot) for place, slot in zip(memory, slots, strict=True) if place >= 0]
@@ -167,44 +165,18 @@ class HostCache:
         self.hit_tokens += len(block.tokens)
         self.unsettled = True
 
+    def _key(self, variant: Hashable, block_hash: int, tokens: IntArray) -> tuple[Hashable, int, bool]:
+        return variant, block_hash, len(tokens) == self._block_size
+
     def _equal(self, variant: Hashable, block_hash: int, before: bytes, tokens: IntArray) -> HostBlock | None:
-        if len(tokens) == self._block_size:
-            known = self._complete.get((variant, block_hash))
-            candidates = [] if known is None else [known]
-        else:
-            candidates = self.tails.get((variant, block_hash), [])
+        candidates = self._found.get(self._key(variant, block_hash, tokens), ())
         return next(
             (each for each in candidates if each.before == before and np.array_equal(each.tokens, tokens)), None
         )
 
-    def _add(self, block: HostBlock) -> None:
-        key = block.variant, block.block_hash
-        if len(block.tokens) == self._block_size:
-            self._complete[key] = block
-        else:
-            self.tails.setdefault(key, []).append(block)
-        self._lru[block] = None
-
     def _remove(self, block: HostBlock) -> None:
-        key = block.variant, block.block_hash
+        key = self._key(block.variant, block.block_hash, block.tokens)
         del self._lru[block]
-        if len(block.tokens) == self._block_size:
-            del self._complete[key]
-            return
-        self.tails[key].remove(block)
-        if not self.tails[key]:
-            del self.tails[key]
-
-    # --- invariants ---------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Check the invariants.
-
-        Raises:
-            AssertionError: names what disagrees.
-        """
-        slots = [slot for block in self._lru for slot in block.slots if slot != NOWHERE]
-        assert sorted([*self._free, *slots]) == list(range(self.num_slots)), "a slot is not free or of one block"
-        found = [*self._complete.values(), *(tail for tails in self.tails.values() for tail in tails)]
-        assert len(found) == len(self._lru), "a block is found twice, or not at all"
-        assert set(found) == set(self._lru), "a block is held and not found"
+        self._found[key].remove(block)
+        if not self._found[key]:
+            del self._found[key]

@@ -273,25 +273,3 @@ class PrefixIndex:
         """Record that `current` was emptied or replaced."""
         if self.changes is not None:
             self.changes.flush()
-
-    def check(self, tables: Sequence[Sequence[int]]) -> None:
-        """Check the invariants against the block tables of all holders.
-
-        Raises:
-            AssertionError: names the blocks that disagree.
-        """
-        for table in tables:
-            for child, parent in zip(table[1:], table, strict=False):
-                if self.registered[child]:
-                    assert self._parent[child] == parent, f"block {child} is held without its parent"
-        assert self.current is self._indexes[self._number_of[self.variant]], "lookups use the index of another variant"
-        for number, index in self._indexes.items():
-            for block_hash, block in index.items():
-                assert self.registered[block], f"the cache names block {block}, which is not registered"
-                assert self._number[block] == number, f"block {block} is findable under another variant"
-                assert self._hash[block] == block_hash, f"block {block} is found under a foreign hash"
-        for (number, chain), tails in self.tails.items():
-            for tail in tails:
-                assert self.registered[tail], f"the cache names tail {tail}, which is not registered"
-                assert 0 < self._filled[tail] < self._block_size, f"tail {tail} has {self._filled[tail]} tokens"
-                assert (self._number[tail], self._hash[tail]) == (number, chain), f"tail {tail} is found elsewhere"

@@ -4,7 +4,7 @@ A *block* is `block_size` positions of a sequence in all layers; tables, referen
 Groups have equally many layers, the last of each kind perhaps fewer, so any page serves any group (as in vLLM's hybrid KV
 cache manager). Ordinary models have one group: one page per block.
 
-Always true (`check()` proves it):
+Always true:
 - a page is free, or belongs to one block;
 - a block in use has a page in each group without a window, and in all or none of the groups with one;
 - a block that a sequence can still see has all its pages; one that none sees is in `unseen` if it has them.
@@ -13,13 +13,13 @@ Always true (`check()` proves it):
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.blocks.index import NO_BLOCK, IntArray
+from rollout.engine.blocks.index import IntArray
 
 NO_PAGE = -1
 PER_GROUP = 0.02
@@ -272,31 +272,3 @@ class BlockPages:
         self._free = list(range(num_pages - 1, len(live) - 1, -1))
         self._used = np.arange(num_pages) < len(live)
         return mapping[:-1]
-
-    # --- invariants ---------------------------------------------------------------------------------------------
-
-    def check(self, used: NDArray[np.bool_], seen: Iterable[list[int]]) -> None:
-        """Check the invariants against the blocks in use and those that each sequence sees.
-
-        Raises:
-            AssertionError: names the blocks that disagree.
-        """
-        pages = sorted([*self._free, *self.page_of[self.page_of != NO_PAGE].tolist()])
-        assert pages == list(range(self.num_pages)), "a page is not exactly one of free and some block's"
-        assert sorted(self._free) == np.flatnonzero(~self._used).tolist(), "a free page is marked as used"
-        assert (self.page_of[NO_BLOCK] == NO_PAGE).all(), "no block has a page"
-        has = self.page_of[:-1] != NO_PAGE
-        wrong = np.flatnonzero((has[:, : self.whole] != used[:, None]).any(1))
-        assert not len(wrong), f"blocks {wrong.tolist()} are in use and lack pages, or the other way about"
-        if not self.limited:
-            return
-        window = has[:, self.whole :]
-        assert (window.any(1) == window.all(1)).all(), "a block has some of its window's pages"
-        expected = np.zeros(self.num_ids, np.int32)
-        for blocks in seen:
-            np.add.at(expected, np.asarray(blocks, np.int32), 1)
-        wrong = np.flatnonzero(expected != self.viewers)
-        assert not len(wrong), f"blocks {wrong.tolist()}: {self.viewers[wrong]} viewers, not {expected[wrong]}"
-        assert window.all(1)[expected > 0].all(), "a block that is still seen lacks pages"
-        unseen = np.flatnonzero(window.all(1) & (expected == 0)).tolist()
-        assert unseen == sorted(self.unseen), f"blocks {unseen} have no viewers, and {sorted(self.unseen)} are known"

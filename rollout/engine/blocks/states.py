@@ -3,7 +3,7 @@
 A snapshot is the state after the last token of a registered KV block. It is found and forgotten with that block. Slots that
 no sequence needs hold snapshots; the least recently used one makes room. Models without recurrent states have no slots.
 
-Always true (`check()` proves it): a slot is exactly one of *free*, *held* by a sequence, or a *snapshot*.
+Always true: a slot is exactly one of *free*, *held* by a sequence, or a *snapshot*.
 
 Handles slot and block ids, no tensors. Copies are collected as moves, which the caller executes before the next forward and
 after each update, all sources before any destination.
@@ -12,7 +12,7 @@ after each update, all sources before any destination.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -179,13 +179,3 @@ class StateSlots:
     def start_over(self) -> None:
         """Free every slot."""
         self._reset(self.num_slots)
-
-    def check(self, held: Iterable[int]) -> None:
-        """Check the invariants against the slots of all running sequences.
-
-        Raises:
-            AssertionError: names the slots that disagree.
-        """
-        slots = sorted([*self._free, *self.snapshots.values(), *(slot for slot in held if slot != NO_SLOT)])
-        assert slots == list(range(self.num_slots)), f"slots {slots} are not each free, held or a snapshot, once"
-        assert not self._sources, f"moves {self._sources} were not executed"

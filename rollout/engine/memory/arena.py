@@ -47,28 +47,17 @@ _SUPPORTED = 102
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 
 
-class _Location(Structure):
-    _fields_ = (("kind", c_int), ("id", c_int))
+def _struct(**fields: Any) -> type[Structure]:
+    """A C struct of these fields."""
+    return type("Struct", (Structure,), {"_fields_": tuple(fields.items())})
 
 
-class _AllocationFlags(Structure):
-    _fields_ = (("compression", c_ubyte), ("rdma", c_ubyte), ("usage", c_ushort), ("reserved", c_ubyte * 4))
-
-
-class _Properties(Structure):
-    """CUmemAllocationProp."""
-
-    _fields_ = (
-        ("kind", c_int), ("handle_types", c_int), ("location", _Location), ("metadata", c_void_p),
-        ("flags", _AllocationFlags),
-    )  # fmt: skip
-
-
-class _Access(Structure):
-    """CUmemAccessDesc."""
-
-    _fields_ = (("location", _Location), ("flags", c_int))
-
+_Location = _struct(kind=c_int, id=c_int)
+_AllocationFlags = _struct(compression=c_ubyte, rdma=c_ubyte, usage=c_ushort, reserved=c_ubyte * 4)
+_Properties = _struct(kind=c_int, handle_types=c_int, location=_Location, metadata=c_void_p, flags=_AllocationFlags)
+"""CUmemAllocationProp."""
+_Access = _struct(location=_Location, flags=c_int)
+"""CUmemAccessDesc."""
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
@@ -319,25 +308,13 @@ def _try_out(arena: Arena, device: torch.device) -> None:
 # --- a tensor over memory of others -------------------------------------------------------------------------------------
 
 
-class _Device(Structure):
-    _fields_ = (("kind", c_int32), ("id", c_int32))
-
-
-class _Type(Structure):
-    _fields_ = (("code", c_uint8), ("bits", c_uint8), ("lanes", c_uint16))
-
-
-class _DLTensor(Structure):
-    _fields_ = (
-        ("data", c_void_p), ("device", _Device), ("ndim", c_int32), ("dtype", _Type), ("shape", POINTER(c_int64)),
-        ("strides", POINTER(c_int64)), ("byte_offset", c_uint64),
-    )  # fmt: skip
-
-
-class _DLManagedTensor(Structure):
-    _fields_ = (("tensor", _DLTensor), ("context", c_void_p), ("deleter", c_void_p))
-
-
+_Device = _struct(kind=c_int32, id=c_int32)
+_Type = _struct(code=c_uint8, bits=c_uint8, lanes=c_uint16)
+_DLTensor = _struct(
+    data=c_void_p, device=_Device, ndim=c_int32, dtype=_Type, shape=POINTER(c_int64), strides=POINTER(c_int64),
+    byte_offset=c_uint64,
+)  # fmt: skip
+_DLManagedTensor = _struct(tensor=_DLTensor, context=c_void_p, deleter=c_void_p)
 _DEVICE_KINDS = {"cpu": 1, "cuda": 2}
 _UNSIGNED = 1
 _NAME = b"dltensor"

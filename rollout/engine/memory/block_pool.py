@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -36,23 +35,6 @@ def zeros(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> lis
     else:
         whole = torch.zeros(numel, dtype=dtype, device=device)
     return list(whole.split_with_sizes(list(sizes)))
-
-
-class BlockMemory(Protocol):
-    """The part of `BlockPool` that suspend and resume use."""
-
-    num_blocks: int
-
-    @property
-    def host_slots(self) -> int: ...
-    @property
-    def block_bytes(self) -> int: ...
-    def materialize(self, num_blocks: int) -> None: ...
-    def drop(self) -> int: ...
-    def discard_saved(self) -> None: ...
-    def prepare_save(self, num_blocks: int) -> None: ...
-    def save(self, blocks: NDArray[np.int32]) -> int: ...
-    def restore(self, blocks: NDArray[np.int32] | None, mapping: NDArray[np.int32] | None = None) -> int: ...
 
 
 class BlockPool:

@@ -20,7 +20,7 @@ from rollout.engine.blocks.allocator import BlockAllocator
 from rollout.engine.blocks.host import HostCache
 from rollout.engine.blocks.pages import ONE_GROUP, BlockPages, LayerGroups
 from rollout.engine.blocks.states import StateSlots
-from rollout.engine.memory.block_pool import BlockMemory
+from rollout.engine.memory.block_pool import BlockPool
 from rollout.engine.memory.buffers import lacks_device_memory
 from rollout.engine.memory.host_pool import HostMemoryError
 from rollout.engine.memory.kv_cache import RouteShape
@@ -59,7 +59,7 @@ class MemoryMove:
 class StateMemory:
     """State pool and state slots; `num_slots` is the configured number, `pool.num_blocks` the current one."""
 
-    def __init__(self, pool: BlockMemory) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.slots = StateSlots(pool.num_blocks)
         self.num_slots = pool.num_blocks
@@ -118,10 +118,10 @@ class DynamicInferenceContext:
     def __init__(
         self,
         config: InferenceConfig,
-        cache: BlockMemory,
+        cache: BlockPool,
         clock: Callable[[], float],
         spare: Callable[[], float] = lambda: math.inf,
-        states: BlockMemory | None = None,
+        states: BlockPool | None = None,
         groups: LayerGroups = ONE_GROUP,
     ) -> None:
         self.config = config

@@ -9,9 +9,6 @@ at the last block boundary inside a prompt, and at the last one that a completio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 
 from rollout.engine.blocks.allocator import BlockAllocator
@@ -157,7 +154,7 @@ class BlockTables:
     @property
     def has_tails(self) -> bool:
         """Whether a lookup may find a partly filled block."""
-        return bool(self.allocator.index.tails or self.allocator.host.tails)
+        return bool(self.allocator.index.tails or self.allocator.host.num_blocks)
 
     def attach_prefix(
         self,
@@ -229,7 +226,7 @@ class BlockTables:
             return True
         blocks = host.find(index, found, hashes, sequence.tokens[: len(hashes) * size].reshape(-1, size))
         whole, tail, common = len(found) + len(blocks), None, 0
-        if tails and host.tails:
+        if tails and host.num_blocks:
             before = blocks[-1].digest() if blocks else index.digest(found[-1]) if found else b""
             root, tokens, entire = self._behind(sequence, hashes, whole)
             tail, common = host.find_tail(index.variant, root, before, tokens, whole=entire)
@@ -241,25 +238,20 @@ class BlockTables:
         start = min(whole * size + common, len(sequence.tokens) - 1)
         count = sequence.fitting(start, min(budget, len(sequence.tokens) - start))
         need = -(-(start + count) // size) - len(found) + (tail is not None)
-        with self._in_view(found, start):
+        # What the first query sees of `found` in layers with a window must not make room for the others.
+        seen = np.asarray(found[int(self._first_seen(start)) :], np.int32)
+        seen = seen[self.pages.complete(seen)]
+        self.pages.view(seen)
+        try:
             if not self.allocator.can_allocate(need + headroom):
                 return False
             chain = blocks if tail is None else [*blocks, tail]
             loaded = self.allocator.load(chain, found[-1] if found else NO_BLOCK)
+        finally:
+            self.allocator.unview(seen, verified=True)
         found += loaded[: len(blocks)]
         self.allocator.release(np.asarray(loaded[len(blocks) :], np.int32))
         return True
-
-    @contextmanager
-    def _in_view(self, found: list[int], position: int) -> Iterator[None]:
-        """Keep what a query at `position` sees of the pinned blocks `found` in layers with a window."""
-        blocks = np.asarray(found[int(self._first_seen(position)) :], np.int32)
-        blocks = blocks[self.pages.complete(blocks)]
-        self.pages.view(blocks)
-        try:
-            yield
-        finally:
-            self.allocator.unview(blocks, verified=True)
 
     def _behind(self, sequence: Sequence, hashes: list[int], count: int) -> tuple[int, IntArray, bool]:
         """For a tail behind the first `count` blocks of a prompt: their hash, tokens it may have, and if only as a whole."""

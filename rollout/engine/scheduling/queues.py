@@ -184,25 +184,3 @@ class Queues:
         """Rewrite the state slots of the active sequences for new slot ids."""
         rows = [row for row in self.by_row if self.table.state[row] != NO_SLOT]
         self.table.state[rows] = mapping[self.table.state[rows]]
-
-    def check(self) -> None:
-        """Check the invariants (for tests; visits everything).
-
-        Raises:
-            AssertionError: names what disagrees.
-        """
-        held, seen = ([rows(row).tolist() for row in self.by_row] for rows in (self.table.held, self.table.seen))
-        self.allocator.check(held, seen)
-        self.allocator.states.check(self.table.state.item(row) for row in self.by_row)
-        for queue in (self.waiting, self.parked, self.decoding, self.prefilling):
-            assert queue == sorted(queue, key=rank), "a queue is out of order"
-        for sequence in (*self.waiting, *self.parked):
-            assert not sequence.active, f"{sequence.key} waits and owns a row"
-            assert sequence in self.queue_of(sequence), f"{sequence.key} waits for another variant"
-        for sequence in (*self.decoding, *self.prefilling):
-            assert sequence.variant == self.variant, f"{sequence.key} runs under another variant"
-        owners = [each for leader in (*self.decoding, *self.prefilling) for each in (leader, *leader.siblings)]
-        assert {each.row: each for each in owners} == self.by_row, "rows and queues disagree"
-        for sequence in self.decoding:
-            row = sequence.row
-            assert self.table.length[row] == self.table.computed[row] + 1, f"{sequence.key} decodes from a gap"

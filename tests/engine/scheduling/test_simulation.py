@@ -30,6 +30,7 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason, KVCacheManagementMode
+from tests.invariants import check_scheduler
 
 SCHEDULES = int(os.environ.get("ROLLOUT_SIM_SCHEDULES", "1200"))
 TOKEN, POSITION, VERSION, PURE = range(4)
@@ -38,7 +39,7 @@ NOTHING = np.zeros((0, 4), int)
 
 
 class FakeCache:
-    """A `BlockMemory` that holds what was written instead of keys and values."""
+    """A `BlockPool` that holds what was written instead of keys and values."""
 
     block_bytes = 1
 
@@ -379,7 +380,7 @@ class World:
         return 2 * self.updates + self.autocast
 
     def check(self) -> None:
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         alive = {sequence.key for sequence in self.scheduler}
         assert alive == self.added - set(self.ended), "a request is lost or came from nowhere"
         if self.suspended:

@@ -1,0 +1,107 @@
+"""The invariants of a scheduler, its blocks and its prefix cache; visits everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from rollout.engine.blocks.allocator import BlockAllocator
+from rollout.engine.blocks.host import NOWHERE, HostCache
+from rollout.engine.blocks.index import NO_BLOCK, PrefixIndex
+from rollout.engine.blocks.pages import NO_PAGE, BlockPages
+from rollout.engine.blocks.states import NO_SLOT
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.sequences import rank
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    table, rows = scheduler.table, scheduler.by_row
+    check_allocator(
+        scheduler.allocator, [table.held(row).tolist() for row in rows], [table.seen(row).tolist() for row in rows]
+    )
+    states = scheduler.allocator.states
+    held = [slot for row in rows if (slot := table.state.item(row)) != NO_SLOT]
+    slots = sorted([*states._free, *states.snapshots.values(), *held])
+    assert slots == list(range(states.num_slots)), f"slots {slots} are not each free, held or a snapshot, once"
+    assert not states._sources, f"moves {states._sources} were not executed"
+    for queue in (scheduler.waiting, scheduler.parked, scheduler.decoding, scheduler.prefilling):
+        assert queue == sorted(queue, key=rank), "a queue is out of order"
+    for sequence in (*scheduler.waiting, *scheduler.parked):
+        assert not sequence.active, f"{sequence.key} waits and owns a row"
+        assert sequence in scheduler.queue_of(sequence), f"{sequence.key} waits for another variant"
+    active = (*scheduler.decoding, *scheduler.prefilling)
+    for sequence in active:
+        assert sequence.variant == scheduler.variant, f"{sequence.key} runs under another variant"
+    owners = [each for leader in active for each in (leader, *leader.siblings)]
+    assert {each.row: each for each in owners} == rows, "rows and queues disagree"
+    for sequence in scheduler.decoding:
+        row = sequence.row
+        assert table.length[row] == table.computed[row] + 1, f"{sequence.key} decodes from a gap"
+
+
+def check_allocator(
+    allocator: BlockAllocator, holders: Sequence[Sequence[int]], seen: Iterable[Sequence[int]] = ()
+) -> None:
+    """`holders`: the block table of each holder; `seen`: the blocks that each sees through a window."""
+    expected = np.zeros_like(allocator.ref_count)
+    for table in holders:
+        np.add.at(expected, np.asarray(table, np.int32), 1)
+    wrong = np.flatnonzero(expected != allocator.ref_count)
+    assert not len(wrong), f"blocks {wrong.tolist()}: counts {allocator.ref_count[wrong]} != {expected[wrong]}"
+    free, cached = allocator._free, [*allocator._lru, *allocator._lru_outdated]
+    places = sorted([*free, *cached, *np.flatnonzero(expected).tolist()])
+    assert places == list(range(len(expected))), f"{places}: blocks are not exactly one of free/held/cached"
+    assert not allocator.index.registered[free].any(), "a free block is registered"
+    assert allocator.index.registered[cached].all(), "a cached block is not registered"
+    _check_index(allocator.index, holders)
+    _check_host(allocator.host)
+    _check_pages(allocator.pages, (expected > 0) | allocator.index.registered, seen)
+
+
+def _check_index(index: PrefixIndex, holders: Iterable[Sequence[int]]) -> None:
+    for table in holders:
+        for child, parent in zip(table[1:], table, strict=False):
+            if index.registered[child]:
+                assert index._parent[child] == parent, f"block {child} is held without its parent"
+    assert index.current is index._indexes[index._number_of[index.variant]], "lookups use another variant's index"
+    for number, blocks in index._indexes.items():
+        for block_hash, block in blocks.items():
+            assert index.registered[block], f"the cache names block {block}, which is not registered"
+            assert index._number[block] == number, f"block {block} is findable under another variant"
+            assert index._hash[block] == block_hash, f"block {block} is found under a foreign hash"
+    for (number, chain), tails in index.tails.items():
+        for tail in tails:
+            assert index.registered[tail], f"the cache names tail {tail}, which is not registered"
+            assert 0 < index._filled[tail] < index._block_size, f"tail {tail} has {index._filled[tail]} tokens"
+            assert (index._number[tail], index._hash[tail]) == (number, chain), f"tail {tail} is found elsewhere"
+
+
+def _check_host(host: HostCache) -> None:
+    slots = [slot for block in host._lru for slot in block.slots if slot != NOWHERE]
+    assert sorted([*host._free, *slots]) == list(range(host.num_slots)), "a slot is not free or of one block"
+    found = [block for blocks in host._found.values() for block in blocks]
+    assert len(found) == len(host._lru), "a block is found twice, or not at all"
+    assert set(found) == set(host._lru), "a block is held and not found"
+
+
+def _check_pages(pages: BlockPages, used: np.ndarray, seen: Iterable[Sequence[int]]) -> None:
+    given = pages.page_of[pages.page_of != NO_PAGE].tolist()
+    assert sorted([*pages._free, *given]) == list(range(pages.num_pages)), "a page is not one of free and some block's"
+    assert sorted(pages._free) == np.flatnonzero(~pages._used).tolist(), "a free page is marked as used"
+    assert (pages.page_of[NO_BLOCK] == NO_PAGE).all(), "no block has a page"
+    has = pages.page_of[:-1] != NO_PAGE
+    wrong = np.flatnonzero((has[:, : pages.whole] != used[:, None]).any(1))
+    assert not len(wrong), f"blocks {wrong.tolist()} are in use and lack pages, or the other way about"
+    if not pages.limited:
+        return
+    window = has[:, pages.whole :]
+    assert (window.any(1) == window.all(1)).all(), "a block has some of its window's pages"
+    expected = np.zeros(pages.num_ids, np.int32)
+    for blocks in seen:
+        np.add.at(expected, np.asarray(blocks, np.int32), 1)
+    wrong = np.flatnonzero(expected != pages.viewers)
+    assert not len(wrong), f"blocks {wrong.tolist()}: {pages.viewers[wrong]} viewers, not {expected[wrong]}"
+    assert window.all(1)[expected > 0].all(), "a block that is still seen lacks pages"
+    unseen = np.flatnonzero(window.all(1) & (expected == 0)).tolist()
+    assert unseen == sorted(pages.unseen), f"blocks {unseen} have no viewers, and {sorted(pages.unseen)} are known"
