@@ -9,9 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rollout.errors import (
-    DeadlineError,
-)
+from rollout.errors import DeadlineError
 from rollout.manager.run_loop import advance, progress_bar
 from rollout.threads.locks import Turns
 from tests.models import greedy
