@@ -65,12 +65,13 @@ def make_engine(
     tokenizer: Any = None,
     *,
     allocate: Callable[..., list[torch.Tensor]] | None = None,
+    clock: Callable[[], float] = time.time,
     **options: Any,
 ) -> DynamicInferenceEngine:
     """An engine with blocks of four tokens and room for a few requests."""
     defaults: dict[str, Any] = {"kv_cache_blocks": 64, "block_size_tokens": BLOCK, "max_requests": 8,
                                 "max_tokens_per_step": 64, "verify_model": False}  # fmt: skip
-    seams = {} if allocate is None else {"allocate": allocate}
+    seams = {"clock": clock} | ({} if allocate is None else {"allocate": allocate})
     chosen = shared_model(model) if isinstance(model, str) else model
     return DynamicInferenceEngine(chosen, tokenizer, engine_config(**(defaults | options)), **seams)
 

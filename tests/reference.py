@@ -11,7 +11,7 @@ import ast
 import difflib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from enum import Enum
 from itertools import pairwise
@@ -56,15 +56,32 @@ def _configuration() -> list[str]:
         "An unknown name is a `ConfigError` that gives the nearest one, a value out of range one that gives value and rule."
     ]
     for options in (InferenceConfig, Advanced, SamplingParams, CoordinatorConfig, ServerConfig):
-        parts += [f"## {options.__name__}", "\n".join(_rows(options))]
+        parts.append(f"## {options.__name__}")
+        names = [each.name for each in fields(options)]
+        groups = _GROUPS if set(_GROUPS[0][1]) <= set(names) else [("", names)]
+        rest = [name for name in names if not any(name in group for _, group in groups)]
+        assert not rest, f"add to _GROUPS: {rest}"
+        for title, group in groups:
+            parts += [f"### {title}"] * bool(title) + ["\n".join(_rows(options, group))]
     return parts
 
 
-def _rows(options: type[Any]) -> Iterator[str]:
+_GROUPS = [
+    ("The five to know", ["kv_cache_memory_gb", "max_sequence_length", "max_requests", "max_staleness", "seed"]),
+    ("Memory", ["kv_cache_memory_fraction", "kv_cache_blocks", "kv_cache_management_mode", "kv_cache_host_memory_gb",
+                "enable_prefix_caching"]),
+    ("Batching and staleness", ["max_tokens_per_step", "staleness_policy", "speculation"]),
+    ("Numerics", ["exact", "record_routes", "autocast_dtype", "inference_dtype", "inference_device"]),
+    ("Other", ["image_folder", "advanced"]),
+]  # fmt: skip
+"""Options of `InferenceConfig` by what they are for."""
+
+
+def _rows(options: type[Any], names: Sequence[str]) -> Iterator[str]:
     yield "| field | type | default | meaning |"
     yield "|---|---|---|---|"
-    docs = _field_docs(options)
-    for option in fields(options):
+    docs, by_name = _field_docs(options), {each.name: each for each in fields(options)}
+    for option in map(by_name.__getitem__, names):
         default = option.default_factory() if option.default_factory is not MISSING else option.default
         shown = "Advanced()" if default == Advanced() else repr(default.value if isinstance(default, Enum) else default)
         cells = (f"`{option.name}`", f"`{option.type}`", f"`{shown}`", docs[option.name])

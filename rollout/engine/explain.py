@@ -25,7 +25,7 @@ from rollout.engine.kernels import cpu_library, triton_paged
 from rollout.engine.kernels.cpu_attention import MAX_GROUP
 from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.training.served import why_not_exact
+from rollout.engine.training.kernels import why_not_exact
 from rollout.engine.weights.base import Weights as WeightSource
 from rollout.metric_table import binary_bytes, short_count
 from rollout.sampling_params import SamplingParams
@@ -55,16 +55,13 @@ class ModelPart:
     dtype: str
     device: str
     weights: str
-    """Source of the weights."""
     layers: tuple[str, ...]
     """Layers by kind: number, class, heads and window or recurrent state, and the modules beside them."""
     fused: bool | None
     """Whether the fused forward runs, or exact mode's on a GPU; None: unknown while suspended or sharded."""
     why_not_fused: str
     attention: str
-    """Kernel of the paged attention."""
     sampling: str
-    """Kernel of the draw."""
     graphs: str
     """CUDA graphs: `decode steps`, or why there are none."""
     exact: str
@@ -79,13 +76,11 @@ class KVPart:
     block_size: int
     blocks: int
     tokens: int
-    """Capacity in tokens."""
     bytes: int
     max_sequence_length: int
     full_sequences: int
     """Sequences of the greatest length that fit together."""
     max_requests: int
-    """Samples that may run at once."""
     state_bytes: int
     """Bytes of the recurrent states of one sequence."""
     state_slots: int
@@ -98,17 +93,15 @@ class KVPart:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the engine runs on; None where the system does not tell."""
+    """What the engine runs on; None: the system does not tell."""
 
     processor: str
     cores: float
     """Cores that this process may use: its affinity, or less by a control group's quota."""
     threads: int
-    """Threads of torch and of the C++ kernels."""
     ranks_here: int
     """Processes of this job on this machine (`LOCAL_WORLD_SIZE`)."""
     variables: dict[str, str]
-    """Environment variables that set the number of threads."""
     load: float | None
     """Runnable processes and threads, mean of a minute."""
     memory_total: int | None
@@ -125,11 +118,9 @@ class Trial:
     """Decode speed of an engine."""
 
     sequences: int
-    """Sequences decoded together."""
     length: int
-    """Positions that each attended to, on average."""
+    """Positions that each sequence attended to, on average."""
     tokens_per_s: float
-    """Tokens of all sequences per second."""
 
 
 @dataclass(frozen=True)
@@ -164,12 +155,7 @@ class Explanation:
 def explain(
     runner: ModelRunner, scheduler: Scheduler, config: InferenceConfig, source: WeightSource, length: int
 ) -> Explanation:
-    """Read an engine's parts, which no step uses meanwhile.
-
-    Args:
-        source: where the weights are read.
-        length: longest sequence, in tokens.
-    """
+    """Read an engine's parts, which no step uses meanwhile; `length`: longest sequence, in tokens."""
     model, kv, machine = _model_part(runner, config, source), _kv_part(runner, scheduler, config, length), _machine()
     compiler = cpu_library.status().described if runner.layout.device.type == "cpu" else ""
     return Explanation(model, kv, machine, compiler, tuple(_advice(model, kv, machine)))
@@ -186,9 +172,8 @@ def decode_trial(
     Uses up request ids: for an engine that nothing else samples with.
 
     Args:
-        generate: method of the engine.
+        generate: the engine's method.
         vocabulary: number of token ids.
-        kv: the engine's pool.
         clock: seconds.
     """
     count = min(SEQUENCES, kv.max_requests, kv.tokens // (2 * (PROMPT + TOKENS)))

@@ -96,7 +96,7 @@ class AsyncLLM(LLMRequests):
         service: EngineLoop | EngineService | None = getattr(self, "_service", None)
         if service is not None and not service.closed:
             with suppress(RuntimeError):
-                threading.Thread(target=_close, args=(service, self._loop), name="rollout-forgotten").start()
+                threading.Thread(target=_close, args=(service, self.loop), name="rollout-forgotten").start()
 
     generate = called("_requests", Requests.generate)
 
@@ -249,7 +249,7 @@ class AsyncLLM(LLMRequests):
         self.loop.refuse_inside("shutdown()")
         if self._server is not None:
             self._server.stop()
-        _close(self._service, self._loop)
+        _close(self._service, self.loop)
         with suppress(Exception):
             atexit.unregister(self._at_exit)
 
@@ -288,6 +288,7 @@ class LLM:
             coordinator_port=coordinator_port, coordinator_config=coordinator_config,
         )  # fmt: skip
         self.model, self.tokenizer, self.config = inner.model, inner.tokenizer, inner.config
+        self.loop, self.service, self.direct = inner.loop, inner.service, inner.direct
         self._control = inner.blocking
 
     @takes_options
@@ -328,13 +329,11 @@ class LLM:
     unload_lora_adapter = called("_control", LLMControl.unload_lora_adapter)
 
     engine = read("_inner", AsyncLLM.engine)
-    context = read("_inner", AsyncLLM.context)
-    controller = read("_inner", AsyncLLM.controller)
-    loop = read("_inner", AsyncLLM.loop)
-    service = read("_inner", AsyncLLM.service)
-    direct = read("_inner", AsyncLLM.direct)
-    state = read("_inner", AsyncLLM.state)
-    policy_version = read("_inner", AsyncLLM.policy_version)
+    context = read("engine", DynamicInferenceEngine.context)
+    controller = read("engine", DynamicInferenceEngine.controller)
+    state = read("engine", DynamicInferenceEngine.state)
+    policy_version = read("engine", DynamicInferenceEngine.policy_version)
+    stats = called("engine", DynamicInferenceEngine.stats)
     max_sequence_length = read("_inner", AsyncLLM.max_sequence_length)
     num_open = read("_inner", AsyncLLM.num_open)
     lora_adapters = read("_inner", AsyncLLM.lora_adapters)
@@ -345,7 +344,6 @@ class LLM:
     coordinator_keys = read("_inner", AsyncLLM.coordinator_keys)
 
     client = called("_inner", AsyncLLM.client)
-    stats = called("_inner", AsyncLLM.stats)
     refuse_when_over = called("_inner", AsyncLLM.refuse_when_over)
     serve = called("_inner", LLMRequests.serve)
 

@@ -14,14 +14,12 @@ from rollout.distributed.client.futures import Readers, RequestFuture, RequestSt
 from rollout.distributed.client.text_stream import GroupText
 from rollout.distributed.job.world import World
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.parts.context import DynamicInferenceContext
-from rollout.engine.parts.controller import TextGenerationController
 from rollout.errors import ConfigError, InvalidRequestError, RequestError, RolloutError
 from rollout.requests.prompt import Prompt, normalized
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams, one_each, takes_options
-from rollout.state import EngineState, FinishReason, Status
-from rollout.threads.blocking import called
+from rollout.state import FinishReason, Status
+from rollout.threads.blocking import called, read
 from rollout.threads.loop_thread import LoopThread
 
 if TYPE_CHECKING:
@@ -239,11 +237,18 @@ class Requests:
 
 
 class LLMRequests:
-    """What `AsyncLLM` and `JobLLM` have in common: requests, properties of the engine, and HTTP in front of it."""
+    """What `AsyncLLM` and `JobLLM` have in common: requests, properties of the engine, and HTTP in front of it.
+
+    Attributes:
+        loop: the private event loop on its thread.
+        service: computes the requests.
+        direct: whether there is no coordinator process.
+    """
 
     def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread, requests: Requests) -> None:
         self.model, self.config, self.tokenizer = engine.model, engine.config, engine.controller.tokenizer
-        self._engine, self._loop, self._requests = engine, loop, requests
+        self._engine, self.loop, self._requests = engine, loop, requests
+        self.service, self.direct = requests.service, requests.direct
         self._server: Server | None = None
 
     submit = called("_requests", Requests.submit)
@@ -254,45 +259,16 @@ class LLMRequests:
         """This rank's engine."""
         return self._engine
 
-    @property
-    def loop(self) -> LoopThread:
-        """The private event loop on its thread."""
-        return self._loop
-
-    @property
-    def direct(self) -> bool:
-        """Whether there is no coordinator process."""
-        return self._requests.direct
-
-    @property
-    def service(self) -> Service:
-        """Where requests are computed."""
-        return self._requests.service
-
-    @property
-    def context(self) -> DynamicInferenceContext:
-        """The engine's KV blocks and the requests in them."""
-        return self.engine.context
-
-    @property
-    def controller(self) -> TextGenerationController:
-        """The engine's tokenisation, forward, sampling and detokenisation."""
-        return self.engine.controller
+    context = read("engine", DynamicInferenceEngine.context)
+    controller = read("engine", DynamicInferenceEngine.controller)
+    state = read("engine", DynamicInferenceEngine.state)
+    policy_version = read("engine", DynamicInferenceEngine.policy_version)
+    stats = called("engine", DynamicInferenceEngine.stats)
 
     @property
     def tensor_parallel_size(self) -> int:
         """Number of ranks that compute each forward together, each with a shard of the weights."""
         return 1 if self.engine.peers.group is None else len(self.engine.peers.group.ranks)
-
-    @property
-    def state(self) -> EngineState:
-        """Lifecycle state of this rank's engine."""
-        return self.engine.state
-
-    @property
-    def policy_version(self) -> int:
-        """Number of weight updates so far."""
-        return self.engine.policy_version
 
     @property
     def max_sequence_length(self) -> int:
@@ -307,10 +283,6 @@ class LLMRequests:
     def refuse_when_over(self) -> None:
         """Raise `EngineDeadError`, `EngineStateError` or `ConnectionLostError` if no request is served any more."""
         self.service.refuse_when_over()
-
-    def stats(self) -> dict[str, float]:
-        """Counters and gauges of this rank's engine, by plain names."""
-        return self.engine.stats()
 
     @property
     def lora_adapters(self) -> dict[str, str]:

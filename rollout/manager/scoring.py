@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from math import isfinite
 from typing import Any, Protocol
@@ -121,6 +121,8 @@ class ScoredGoal:
     too_old: Callable[[], set[int] | None]
     """Ids of groups that must have finished too; None: not known yet."""
     _full: bool = False
+    _pending: dict[int, Any] = field(default_factory=dict)
+    """Group id → future of its rewards, of a reward with `submit`."""
 
     def ended(self) -> int:
         return len(self.groups.rewards)
@@ -132,7 +134,7 @@ class ScoredGoal:
         self._score()
         if len(self.groups.rewards) < self.number:
             self._draw()
-            self._full = not self.groups.unfinished
+            self._full = not (self.groups.unfinished or self._pending)
         else:
             must = self.too_old()
             self._full = must is not None and must.isdisjoint(self.groups.unfinished)
@@ -145,8 +147,10 @@ class ScoredGoal:
             if group_id in self.groups.rewards:
                 continue
             requests = self.groups.results([group_id])
+            if (reward := self._ready(group_id, requests)) is None:
+                continue
             with span("reward"):
-                rewards = rewards_of(requests, self.reward)
+                rewards = rewards_of(requests, reward)
             samples = [ScoredSample(*each) for each in zip(requests, rewards, strict=True)]
             # A failed sample has to be seen, not discarded.
             failed = any(sample.error is not None for sample in samples)
@@ -156,6 +160,18 @@ class ScoredGoal:
                 self.discards_left -= 1
                 self.groups.drop([group_id])
                 self.discard(rewards)
+
+    def _ready(self, group_id: int, requests: Sequence[DynamicInferenceRequest]) -> Reward | None:
+        """The reward function, or one that returns what others have computed; None: they are not done."""
+        sound = [request for request in requests if request.error is None]
+        if not hasattr(self.reward, "submit") or not sound:
+            return self.reward
+        if group_id not in self._pending:
+            self._pending[group_id] = self.reward.submit(sound)
+        if not self._pending[group_id].done():
+            return None
+        future = self._pending.pop(group_id)
+        return lambda samples: future.result()
 
     def _draw(self) -> None:
         drawn = list(islice(self.tasks, max(0, self.most - len(self.groups))))
@@ -230,7 +246,8 @@ class Scoring:
 
         Args:
             tasks: prompts as in `generate`, or `PromptTask`s. What was not drawn stays in an iterator.
-            reward: gets the list of a group's samples and returns one finite number each. It runs on the stepping thread.
+            reward: gets the list of a group's samples and returns one finite number each. It runs on the stepping thread,
+                or in other processes as a `trainer_hooks.rewards.RewardPool` (anything with `submit(samples)` → future).
             sampling_params: of tasks without their own; `n` samples per prompt.
             groups: size of the batch, unless the tasks run out.
             max_groups: most groups in flight, kept ones included. Above `groups` the call does not wait for the slowest:
@@ -274,7 +291,9 @@ class Scoring:
 
             goal = ScoredGoal(rounds.groups, drawn, begin, groups, most, reward, keep, bound, discard, too_old)
             try:
-                rounds.loop.run(goal, call="generate_scored", progress=progress, timeout_s=timeout_s)
+                # Where rewards are computed elsewhere, there may be nothing to step.
+                elsewhere = hasattr(reward, "submit")
+                rounds.loop.run(goal, call="generate_scored", progress=progress, timeout_s=timeout_s, patient=elsewhere)
             except (KeyboardInterrupt, SystemExit):
                 rounds.loop.abort(begun)
                 raise

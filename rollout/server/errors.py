@@ -228,8 +228,6 @@ _NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 
 _TAG = re.compile(r"[A-Z][A-Za-z]*$")
 """Location parts that are discriminator tags: the field path continues after them."""
-_TAGGED = "response_format"
-"""Field of a union that its `type` discriminates; the type follows it in a location."""
 _ALTERNATIVE = re.compile(r"(str|int|float|bool|bytes|none|dict|list)$|.*[\[\]()-]")
 """Location parts that name another union's alternative, or a key: the field path ends before them."""
 
@@ -280,8 +278,6 @@ def _field(error: Any) -> str | None:
             parts[-1] += f"[{part}]"
         elif not parts or (error["type"] == "extra_forbidden" and position == len(location) - 1):
             parts.append(part if len(part) <= MAX_NAME else f"{part[:MAX_NAME]}…")
-        elif location[position - 1] == _TAGGED:
-            continue
         elif _ALTERNATIVE.match(part):
             break
         elif not _TAG.match(part):

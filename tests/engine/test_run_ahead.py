@@ -20,9 +20,8 @@ from rollout.engine.scheduling import run_ahead
 from rollout.engine.scheduling.run_ahead import StepCost
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from tests.configs import engine_config
 from tests.engine.lives_in_runs import life_in_runs
-from tests.engines import at_random, greedily, shared_model, token_ids
+from tests.engines import at_random, greedily, make_engine, shared_model, token_ids
 from tests.invariants import check_scheduler
 from tests.models import make_model, make_tokenizer
 
@@ -32,10 +31,7 @@ ENDS = at_random(40, n=2, temperature=0.8, ignore_eos=False, stop_token_ids=list
 def engine_for(
     model: Any = "qwen3", tokenizer: Any = None, clock: Callable[[], float] = lambda: 0.0, **options: Any
 ) -> Any:
-    defaults: dict[str, Any] = {"kv_cache_blocks": 80, "block_size_tokens": 4, "max_requests": 8, "max_tokens_per_step": 64,
-                                "verify_model": False}  # fmt: skip
-    chosen = shared_model(model) if isinstance(model, str) else model
-    return DynamicInferenceEngine(chosen, tokenizer, engine_config(**(defaults | options)), clock=clock)
+    return make_engine(model, tokenizer, clock=clock, **({"kv_cache_blocks": 80} | options))
 
 
 def results(engine: Any, ahead: bool, params: SamplingParams) -> dict[Any, Any]:

@@ -17,8 +17,7 @@ from rollout.engine.forward import model_runner
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.sampling_params import SamplingParams
 from rollout.structured_output import StructuredOutput
-from tests.configs import engine_config
-from tests.engines import at_random, finish, greedily, pass_suspended, shared_model, steps, token_ids
+from tests.engines import at_random, finish, greedily, make_engine, pass_suspended, steps, token_ids
 from tests.models import make_model, make_tokenizer
 
 Event = Callable[[DynamicInferenceEngine], object]
@@ -27,11 +26,8 @@ Event = Callable[[DynamicInferenceEngine], object]
 def engine_for(
     speculation: bool, model: Any = "qwen3", tokenizer: Any = None, **options: Any
 ) -> DynamicInferenceEngine:
-    defaults: dict[str, Any] = {"kv_cache_blocks": 80, "block_size_tokens": 4, "max_requests": 8, "max_tokens_per_step": 64,
-                                "verify_model": False}  # fmt: skip
-    chosen = shared_model(model) if isinstance(model, str) else model
-    config = engine_config(speculation=speculation, **(defaults | options))
-    return DynamicInferenceEngine(chosen, tokenizer, config, clock=lambda: 0.0)
+    options = {"kv_cache_blocks": 80, "speculation": speculation} | options
+    return make_engine(model, tokenizer, clock=lambda: 0.0, **options)
 
 
 def results(

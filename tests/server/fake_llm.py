@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from rollout.errors import InvalidRequestError, RequestAbortedError
 from rollout.metric_table import ENGINE_STATS
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from rollout.server.openai.samples import merged
 from rollout.server.server import Server
 from rollout.state import EngineState, FinishReason, Status
 from rollout.threads.loop_thread import LoopThread
@@ -100,20 +102,14 @@ class FakeStream:
             yield whole(sample)
 
     async def _deltas(self) -> AsyncIterator[TextDelta]:
-        tokens = self._llm.completion(self._asked.params)
-        for index in range(self._asked.params.n):
-            for position, token in enumerate(tokens):
-                yield self._delta(index, tokens[: position + 1], token)
-        for sample in await self._asked.future:
-            reason = sample.finish_reason and sample.finish_reason.value
-            yield TextDelta(sample.sample_index, "", [], [], [], finish_reason=reason)
-
-    def _delta(self, index: int, so_far: list[int], token: int) -> TextDelta:
-        before = bytes(so_far[:-1]).decode("utf-8", "ignore")
-        text = bytes(so_far).decode("utf-8", "ignore")[len(before) :]
-        k = self._asked.params.logprobs
-        top = [[(token, LOG_PROB)]] if k else None
-        return TextDelta(index, text, [token], [LOG_PROB], [self._llm.policy_version], top)
+        said = self._llm.said(self._asked.params)
+        for delta in said:
+            if delta.finish_reason is None:
+                yield delta
+        await self._asked.future
+        for delta in said:
+            if delta.finish_reason is not None:
+                yield delta
 
     async def aclose(self) -> None:
         self._asked.abort()
@@ -128,6 +124,7 @@ class FakeLLM:
         aborted: numbers of requests that somebody aborted, in order.
         refuse_with: raised by `submit`.
         gone: why no request is served any more.
+        cached: prompt tokens that every sample finds in the prefix cache.
         direct: lifecycle methods are refused as in direct mode.
     """
 
@@ -159,6 +156,7 @@ class FakeLLM:
         self.clients: list[object] = []
         self.aborted: queue.Queue[int] = queue.Queue()
         self.calls: list[tuple[Any, ...]] = []
+        self.cached = 0
         self._held = False
 
     @property
@@ -197,28 +195,42 @@ class FakeLLM:
     ) -> FakeStream:
         return self._stream_class(self, self._ask(prompt, sampling_params, **options), whole=interval is None)
 
-    def completion(self, params: SamplingParams) -> list[int]:
-        return list(self.reply.encode())[: params.max_tokens]
+    def said(self, params: SamplingParams) -> list[TextDelta]:
+        """What a stream yields: the reply token by token, then the ends of its samples."""
+        tokens = list(self.reply.encode())[: params.max_tokens]
+        reason = "length" if len(tokens) == params.max_tokens else "stop"
+        deltas, before = [], ""
+        for end, token in enumerate(tokens, 1):
+            text = bytes(tokens[:end]).decode("utf-8", "ignore")
+            top = [[(token, LOG_PROB)]] if params.logprobs else None
+            deltas.append(TextDelta(0, text[len(before) :], [token], [LOG_PROB], [self.policy_version], top))
+            before = text
+        deltas.append(TextDelta(0, "", [], [], [], [] if params.logprobs else None, finish_reason=reason))
+        return [replace(delta, sample_index=index) for index in range(params.n) for delta in deltas]
 
     def sample(self, pending: FakeRequest, index: int) -> DynamicInferenceRequest:
-        tokens, params = self.completion(pending.params), pending.params
-        cut = len(tokens) == params.max_tokens
-        others = max(0, len(pending.prompt) - 1)
-        asked = params.prompt_logprobs
+        """What the deltas of a sample add up to."""
+        params, asked = pending.params, pending.params.prompt_logprobs
+        nothing = TextDelta(index, "", [], [], [], finish_reason="length")
+        (said,) = merged([delta for delta in self.said(params) if delta.sample_index == index] or [nothing])
         return DynamicInferenceRequest(
             request_id=pending.request_id,
             sample_index=index,
             sampling_params=params,
             status=Status.COMPLETED,
             prompt_tokens=pending.prompt,
-            generated_tokens=tokens,
-            generated_text=bytes(tokens).decode("utf-8", "replace"),
-            generated_log_probs=[LOG_PROB] * len(tokens),
-            generated_top_n_logprobs=[[(token, LOG_PROB)] for token in tokens] if params.logprobs else [],
-            prompt_log_probs=None if asked is None else [LOG_PROB] * others,
-            prompt_top_n_logprobs=[[(token, LOG_PROB)] for token in pending.prompt[1:]] if asked else None,
-            finish_reason=FinishReason.LENGTH if cut else FinishReason.STOP,
-            policy_version=self.policy_version,
+            generated_tokens=said.token_ids,
+            generated_text=said.text,
+            generated_log_probs=said.log_probs,
+            generated_top_n_logprobs=said.top_log_probs or [],
+            prompt_log_probs=None if asked is None else [-0.25] * (len(pending.prompt) - 1),
+            prompt_top_n_logprobs=[[(7, -0.125)][:asked] for _ in pending.prompt[1:]] if asked else None,
+            finish_reason=FinishReason(said.finish_reason),
+            stop_reason=said.stop_reason,
+            error=said.error,
+            routing_indices=said.routed_experts,
+            policy_version=said.policy_versions[0] if said.policy_versions else 0,
+            num_cached_tokens=self.cached,
             ttft=0.25,
             latency=0.5,
             seed=params.seed,

@@ -14,11 +14,9 @@ from openai import OpenAI
 from rollout.config import ServerConfig
 from rollout.distributed.client.text_stream import TextDelta
 from rollout.requests.detokenizer import IncrementalDetokenizer
-from rollout.requests.request import DynamicInferenceRequest
-from rollout.server.openai.samples import merged
+from rollout.sampling_params import SamplingParams
 from rollout.server.server import Server
-from rollout.state import FinishReason, Status
-from tests.server.fake_llm import FakeLLM, FakeRequest, FakeStream
+from tests.server.fake_llm import FakeLLM, FakeStream
 
 
 class ScriptedStream(FakeStream):
@@ -38,7 +36,6 @@ class ScriptedLLM(FakeLLM):
 
     Attributes:
         script: the deltas of all samples, in the order in which they come.
-        cached: prompt tokens that every sample finds in the prefix cache.
         end_with: raised by a stream behind the script.
         hang: a stream has no end.
     """
@@ -50,34 +47,11 @@ class ScriptedLLM(FakeLLM):
         self.controller.layout.vocab_size = len(tokenizer)
         self.controller.check_params = lambda params: None
         self.script: list[TextDelta] = []
-        self.cached = 0
         self.end_with: Exception | None = None
         self.hang = False
 
-    def sample(self, pending: FakeRequest, index: int) -> DynamicInferenceRequest:
-        nothing = TextDelta(index, "", [], [], [], finish_reason="length")
-        (said,) = merged([delta for delta in self.script if delta.sample_index == index] or [nothing])
-        tokens, params = said.token_ids, pending.params
-        asked = params.prompt_logprobs
-        return DynamicInferenceRequest(
-            request_id=pending.request_id,
-            sample_index=index,
-            sampling_params=params,
-            status=Status.COMPLETED,
-            prompt_tokens=pending.prompt,
-            generated_tokens=tokens,
-            generated_text=said.text,
-            generated_log_probs=said.log_probs,
-            generated_top_n_logprobs=said.top_log_probs or [],
-            prompt_log_probs=None if asked is None else [-0.25] * (len(pending.prompt) - 1),
-            prompt_top_n_logprobs=[[(7, -0.125)][:asked] for _ in pending.prompt[1:]] if asked else None,
-            finish_reason=FinishReason(said.finish_reason),
-            stop_reason=said.stop_reason,
-            error=said.error,
-            routing_indices=said.routed_experts,
-            policy_version=said.policy_versions[0] if said.policy_versions else 0,
-            num_cached_tokens=self.cached,
-        )
+    def said(self, params: SamplingParams) -> list[TextDelta]:
+        return self.script
 
 
 def spoken(

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import httpx
 import openai
 import pytest
-import torch
 from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -21,7 +20,7 @@ from rollout import LLM, Advanced, InferenceConfig, SamplingParams, ServerConfig
 from rollout.server.server import Server
 from tests.engines import BLOCK, gated
 from tests.models import greedy, make_model, trainer_logprobs
-from tests.server.chat_templates import WEATHER, byte_level
+from tests.server.chat_templates import byte_level
 from tests.server.scripted import joined
 
 PATIENCE_S = 60.0
@@ -304,61 +303,6 @@ def test_a_conversation_goes_on_from_ids_that_its_text_does_not_have(client: Ope
         messages += [message.model_dump(), {"role": "user", "content": "and the next?"}]
     plainly = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert plainly[: len(so_far)] != so_far
-
-
-ASKED = [{"role": "user", "content": "the weather in Oslo"}]
-
-
-@pytest.fixture(scope="module")
-def agent() -> Iterator[House]:
-    """A model that was taught one conversation by heart: a call, and an answer once its result is there."""
-    model = make_model("qwen3", vocab_size=len(TOKENIZER), num_hidden_layers=1, max_position_embeddings=1024)
-    function = {"name": "get_weather", "arguments": {"city": "Oslo"}}
-    calls = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
-    whole = [*ASKED, calls, {"role": "tool", "content": "rain"}, {"role": "assistant", "content": "it rains."}]
-    lesson = torch.tensor([TOKENIZER.apply_chat_template(whole, tools=[WEATHER])["input_ids"]])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(0.25)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    for _ in range(200):
-        loss = model(lesson, labels=lesson).loss
-        if loss < 0.02:
-            break
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with an_llm(model) as llm:
-        yield House(llm, llm.serve(ServerConfig(port=0, served_model_name="m"), blocking=False))
-
-
-def test_a_model_calls_a_tool_and_answers_with_its_result(agent: House):
-    tools: dict[str, Any] = {"tools": [WEATHER], "temperature": 0, "max_tokens": 100}
-    with agent.client() as client:
-        (choice,) = chat(client, messages=ASKED, **tools).choices
-        message = choice.message
-        assert (choice.finish_reason, message.content) == ("tool_calls", None)
-        (call,) = message.tool_calls
-        assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Oslo"}')
-        chunks = list(chat(client, messages=ASKED, **tools, stream=True))
-        (piece,) = [p for chunk in chunks for c in chunk.choices for p in c.delta.tool_calls or ()]
-        assert (piece.function.name, piece.function.arguments) == (call.function.name, call.function.arguments)
-        assert text_of(chunks) == ""
-        result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
-        (answer,) = chat(client, messages=[*ASKED, message.model_dump(), result], **tools).choices
-        assert (answer.message.content, answer.finish_reason) == ("it rains.", "stop")
-        ids = message.rollout["prompt_token_ids"] + message.rollout["token_ids"]
-        assert answer.message.rollout["prompt_token_ids"][: len(ids)] == ids
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_a_model_that_must_call_does_so(agent: House, choice: Any):
-    with agent.client() as client:
-        asked: dict[str, Any] = {"messages": ASKED, "tools": [WEATHER], "temperature": 0, "max_tokens": 100}
-        (made,) = chat(client, **asked, tool_choice=choice).choices
-        assert made.finish_reason == "tool_calls"
-        assert made.message.tool_calls[0].function.arguments == '{"city": "Oslo"}'
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

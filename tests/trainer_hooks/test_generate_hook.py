@@ -25,7 +25,7 @@ from transformers import (
 
 from rollout.errors import ConfigError
 from rollout.state import EngineState
-from tests.models import CONFIGS, VOCAB, make_model, make_tokenizer
+from tests.models import VOCAB, make_model, make_tokenizer
 from tests.rollouts import assert_nothing_leaked, make_rollout, update
 from tests.vision_models import NO_MARKS, make_vision_model, picture_prompt, trainer_inputs
 from trainer_hooks.generate import GenerateHook, attach
@@ -103,14 +103,19 @@ def test_stop_strings_end_rows_where_transformers_ends_them(tokenizer, attached)
     assert hook.served == len(chosen)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe", "gpt_oss", "qwen3_next"])
+FAMILIES = ["llama", "gemma3", "qwen3_moe", "gpt2", "mistral", "gpt_oss", "qwen3_next", "falcon_h1"]
+"""Dense, windows, experts, absolute positions, sinks, and recurrent layers."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_families_equal_transformers(name, attached):
-    if name not in CONFIGS:
-        pytest.skip("this version of transformers has no such family")
-    model = make_model(name)
-    expected = model.generate(**batch(), max_new_tokens=NEW, do_sample=False)
-    attached(model)
-    assert torch.equal(model.generate(**batch(), max_new_tokens=NEW, do_sample=False), expected)
+    model = make_model(name).eval()
+    calls = [{"max_new_tokens": NEW, "do_sample": False} | options for options in GREEDY.values()]
+    expected = [model.generate(**batch(seed), **call) for seed, call in enumerate(calls)]
+    hook = attached(model)
+    for seed, (call, tokens) in enumerate(zip(calls, expected, strict=True)):
+        assert torch.equal(model.generate(**batch(seed), **call), tokens), call
+    assert hook.served == len(calls)
 
 
 def test_scores_and_logits_are_those_of_every_step(attached):

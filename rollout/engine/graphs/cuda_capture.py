@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Protocol
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook
@@ -22,26 +22,6 @@ _log = logging.getLogger(__name__)
 
 class Uncapturable(Exception):  # noqa: N818 - not an error: the module's forward runs every step
     """The reason why a model's forward is not captured."""
-
-
-class Device(Protocol):
-    """Captures device work into replayable graphs."""
-
-    @property
-    def graph_bytes(self) -> int:
-        """Device memory that the captures since the last `forget` have taken."""
-
-    def window(self) -> AbstractContextManager[object]:
-        """A block in which several captures follow one another."""
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Run `work` `WARM_UP_RUNS` times, then record it without running it; returns the function that replays it.
-
-        Exceptions of `work` propagate and leave the device usable.
-        """
-
-    def forget(self) -> None:
-        """Release the memory of all captures; none will be replayed."""
 
 
 class CudaDevice:
@@ -59,17 +39,20 @@ class CudaDevice:
 
     @property
     def graph_bytes(self) -> int:
-        """Driver memory taken by graphs: their pool and the instantiated graphs."""
+        """Driver memory taken since the last `forget`: the graphs' pool and the instantiated graphs."""
         return self._bytes
 
     @contextmanager
     def window(self) -> Iterator[None]:
-        """Free the memory that the warm-up of the first capture has cached; see `Device`."""
+        """A block in which several captures follow one another; the first one frees what its warm-up has cached."""
         self._caches = True
         yield
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Warm up and capture `work` as a CUDA graph; returns its replay. See `Device`."""
+        """Run `work` `WARM_UP_RUNS` times, then record it without running it; returns the function that replays it.
+
+        Exceptions of `work` propagate and leave the device usable.
+        """
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
@@ -91,7 +74,7 @@ class CudaDevice:
             return graph.replay
 
     def forget(self) -> None:
-        """Release the graphs' memory pool, and those of captures that failed."""
+        """Release the memory of all captures, failed ones included; none will be replayed."""
         leaked, self._leaked = self._leaked, []
         for pool in leaked:
             # The failed graph itself drops its reference only if its capture has ended.
@@ -154,7 +137,7 @@ def disturbed(exc: BaseException) -> bool:
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
-    """Whether the stream's capture was ended, also if the graph could not be instantiated; then it cleans up itself."""
+    """Whether the stream's capture was ended. A graph that then could not be instantiated cleans up itself."""
     try:
         graph.pool()
     except RuntimeError:

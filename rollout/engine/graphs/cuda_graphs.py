@@ -26,8 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rollout.engine.graphs.cuda_capture import Device, Uncapturable, disturbed, no_kept_casts
-from rollout.engine.graphs.decode_kernels import CapturedBatch, DecodeKernels
+from rollout.engine.graphs.cuda_capture import CudaDevice, Uncapturable, disturbed, no_kept_casts
+from rollout.engine.graphs.decode_kernels import CapturedBatch, TritonDecode
 from rollout.engine.graphs.decode_state import DecodeInputs, DecodeState
 from rollout.engine.graphs.graph_sizes import GraphMemory, row_sizes
 from rollout.engine.kernels.decode_parts import num_splits
@@ -49,7 +49,7 @@ WORTHWHILE = 64
 MAX_WASTED = 8
 """Consecutive invalidations before `WORTHWHILE` replays, after which capturing is given up."""
 MAX_FAILED = 2
-"""Sizes whose capture fails, not for want of memory, after which capturing is given up."""
+"""Number of sizes whose capture fails, other than by lack of memory, after which capturing is given up."""
 RETRY_STEPS = 256
 """Decode steps until a capture that another thread has disturbed is tried again."""
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class _Graph:
     rows: int
     replay: Callable[[], None]
     dtype: torch.dtype
-    """Of the logits."""
+    """Dtype of the logits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +107,8 @@ class GraphedDecode:
         copies: read by the module's captured forward in the place of weights that autocast casts.
 
     Attributes:
-        watched: key of what the modules compute beside their weights; graphs are valid while it stays equal.
-        memory: what the graphs take of the device.
+        watched: key of what the modules compute next to their weights; graphs are valid while it stays equal.
+        memory: device memory of the graphs.
         last: the last step, if it was replayed.
     """
 
@@ -118,8 +118,8 @@ class GraphedDecode:
         layout: ModelLayout,
         cache: KVCache,
         max_rows: int,
-        device: Device,
-        kernels: DecodeKernels,
+        device: CudaDevice,
+        kernels: TritonDecode,
         forward: Callable[[DecodeInputs], Tensor] | None = None,
         *,
         copies: AutocastCopies = NO_COPIES,
@@ -141,7 +141,7 @@ class GraphedDecode:
         self._graphs: dict[_Precision, dict[int, _Graph]] = {}
         self._logits: dict[torch.dtype, Tensor] = {}
         self._fixed: object = None
-        """Addresses that graphs have fixed beside those of the model."""
+        """Addresses that graphs have fixed, other than the model's."""
         self._module_epoch = -1
         self._signature: object = None
         self._replays = self._wasted = 0
@@ -169,7 +169,7 @@ class GraphedDecode:
 
     @property
     def bytes_to_come(self) -> int:
-        """Device memory that graphs will take beside `graph_bytes`, and their pool, which torch counts as free meanwhile."""
+        """Device memory that graphs will still take, and their present pool, which torch counts as free."""
         return self._device.graph_bytes + (0 if self.why_not else self.memory.to_come(self.graph_bytes))
 
     def run(

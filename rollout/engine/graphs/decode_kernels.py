@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 
@@ -17,33 +17,10 @@ from rollout.engine.models.attention import SINKS
 from rollout.engine.models.model_support import ModelLayout
 
 
-class DecodeKernels(Protocol):
-    """Attention that can be captured in a graph."""
-
-    def __call__(
-        self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, **rules: Unpack[Rules]
-    ) -> Tensor:
-        """Write K and V of every row, then attend.
-
-        Args:
-            query, key, value: [B, H, D], [B, Hkv, D], [B, Hkv, Dv].
-
-        Returns:
-            [B, H, Dv].
-        """
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the workspace that captured calls use."""
-
-    def release(self) -> None:
-        """Free the workspace; no captured call is replayed any more."""
-
-
 class CapturedBatch:
     """`AttentionBatch` of a captured forward."""
 
-    def __init__(self, kernels: DecodeKernels, layout: ModelLayout, inputs: DecodeInputs) -> None:
+    def __init__(self, kernels: TritonDecode, layout: ModelLayout, inputs: DecodeInputs) -> None:
         self._kernels = kernels
         self._layout = layout
         self._inputs = inputs
@@ -68,7 +45,7 @@ class CapturedBatch:
 
 
 class TritonDecode:
-    """`DecodeKernels` by the Triton kernels.
+    """Attention of a captured step by the Triton kernels.
 
     Args:
         paged: not shared with other users: graphs keep the addresses of its workspace.
@@ -81,7 +58,14 @@ class TritonDecode:
     def __call__(
         self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, **rules: Unpack[Rules]
     ) -> Tensor:
-        """Write K and V, then attend, by the Triton kernels; see `DecodeKernels`."""
+        """Write K and V of every row, then attend.
+
+        Args:
+            query, key, value: [B, H, D], [B, Hkv, D], [B, Hkv, Dv].
+
+        Returns:
+            [B, H, Dv].
+        """
         keys, values = self._cache.layer(layer)
         slots, table = inputs.groups[self._cache.group_of(layer)]
         # Under an autocast that the engine was not built under, the cache has another dtype.

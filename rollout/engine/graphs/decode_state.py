@@ -33,9 +33,9 @@ class DecodeInputs:
     seen: Tensor
     """[B] int32, the last position that a row attends to, its own; -1 in padding."""
     groups: list[tuple[Tensor, Tensor]]
-    """Of each group of layers: [B] int32 slot mapping, -1 in padding; [B, columns] int32 block tables."""
+    """For each group of layers: [B] int32 slot mapping, -1 in padding; [B, columns] int32 block tables."""
     parts: DecodeParts
-    """Of the keys of each row, for the Triton kernels."""
+    """Parts of the keys of each row, for the Triton kernels."""
 
 
 class DecodeState:

@@ -33,7 +33,7 @@ COMPILERS = ("g++", "c++", "clang++")
 """Tried in this order unless the environment variable CXX names one."""
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 CPU_INFO = Path("/proc/cpuinfo")
-"""What Linux says of the processor."""
+"""Linux's description of the processor."""
 _POLL_S = 0.1
 _log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def _key(compiler: _Compiler) -> str:
 
 
 def _folders() -> list[Path]:
-    """Where the library may lie, in order of preference."""
+    """Possible folders of the library, in order of preference."""
     folders = []
     # Without HOME and without an entry for this user there is no home.
     with suppress(RuntimeError):
@@ -213,7 +213,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _processor() -> str:
-    """What decides which instructions the library has."""
+    """Key of the instructions that the library may use."""
     if CPU_INFO.exists():
         lines = CPU_INFO.read_text().splitlines()
         wanted = ("flags", "Features", "CPU part")

@@ -107,7 +107,7 @@ class CacheWrite(Protocol):
 
 
 class Rules(TypedDict, total=False):
-    """What of its keys a query sees, and how a score becomes a weight."""
+    """Which keys a query sees, and how a score becomes a weight."""
 
     scaling: Required[float]
     window: int | None

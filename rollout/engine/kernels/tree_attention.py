@@ -23,7 +23,7 @@ from rollout.engine.kernels import cpu_library
 
 @dataclass(frozen=True)
 class Scores:
-    """What is done to a product of query and key before the softmax."""
+    """Steps between the product of query and key and the softmax."""
 
     scaling: float
     window: int | None = None
@@ -120,7 +120,7 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor,
 
 
 _MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Of every living tree, by window and whether it is causal: made once for all layers and passes."""
+"""Masks of every living tree, by window and whether it is causal: made once for all layers and passes."""
 
 
 def block_mask(tree: Tensor, window: int | None, causal: bool = True) -> BlockMask:

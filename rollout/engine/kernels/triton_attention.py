@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.engine.kernels import decode_parts, flash_prefill
+from rollout.engine.kernels import decode_parts
 from rollout.engine.kernels.decode_parts import DecodeParts
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import Rules, TorchPagedAttention
@@ -49,9 +49,7 @@ class TritonPagedAttention:
         self._chunks = None
         if not paged.chunks and decodes < len(rows):
             self._chunks = fallback.of(rows.select(np.arange(decodes, len(rows)))[0])
-        self._longest = int(counts[decodes:].max(initial=0))
         self._causal = rows.seen is None
-        self._whole = bool((ends == counts)[decodes:].all())
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]
@@ -65,49 +63,25 @@ class TritonPagedAttention:
             ).to(query.dtype)  # fmt: skip
         if not self._causal or not serves(query, key_cache, value_cache):
             return self._fallback(query, key, value, key_cache, value_cache, **rules)
-        window, softcap, chunk, sinks = (
-            rules.get("window"),
-            rules.get("softcap"),
-            rules.get("chunk"),
-            rules.get("sinks"),
-        )
+        window, scaling = rules.get("window"), rules["scaling"]
+        softcap, chunk, sinks = rules.get("softcap"), rules.get("chunk"), rules.get("sinks")
         decodes, parts = self._decodes, []
         if decodes:
             out, _ = self._paged.decode_with_lse(
                 query[:decodes], key_cache, value_cache, self._tables[:decodes, : self._width], self._positions,
-                window, rules["scaling"], softcap=softcap, chunk=chunk, sinks=sinks,
-                parts=self._parts,
+                window, scaling, softcap=softcap, chunk=chunk, sinks=sinks, parts=self._parts,
             )  # fmt: skip
             parts.append(out)
-        if decodes < len(query):
-            parts.append(
-                self._prefill(query[decodes:], key[decodes:], value[decodes:], key_cache, value_cache, **rules)
-            )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _prefill(
-        self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]
-    ) -> Tensor:
-        # FlashAttention has neither chunks nor sinks.
-        scaling = rules["scaling"]
-        window, softcap, chunk, sinks = (
-            rules.get("window"),
-            rules.get("softcap"),
-            rules.get("chunk"),
-            rules.get("sinks"),
-        )
-        plain = self._whole and chunk is None and sinks is None
-        flash = flash_prefill.load() if plain and flash_prefill.serves(query, key, value) else None
-        if flash is not None:
-            return flash_prefill.prefill(
-                flash, query, key, value, self._begins, self._longest, scaling=scaling, window=window, softcap=softcap
-            )
         if self._chunks is not None:
-            return self._chunks(query, key, value, key_cache, value_cache, **rules)
-        return self._paged.prefill(
-            query, key_cache, value_cache, self._tables[self._decodes :], self._begins, self._starts, window, scaling,
-            softcap=softcap, chunk=chunk, sinks=sinks,
-        )  # fmt: skip
+            rest = query[decodes:], key[decodes:], value[decodes:]
+            parts.append(self._chunks(*rest, key_cache, value_cache, **rules))
+        elif decodes < len(query):
+            out = self._paged.prefill(
+                query[decodes:], key_cache, value_cache, self._tables[decodes:], self._begins, self._starts, window, scaling,
+                softcap=softcap, chunk=chunk, sinks=sinks,
+            )  # fmt: skip
+            parts.append(out)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def table_columns(tokens: int, block_size: int) -> int:

@@ -1,4 +1,4 @@
-"""The operations of exact mode on CUDA one at a time, in Triton: same bits per row, whatever rows lie beside it.
+"""The operations of exact mode on CUDA one at a time, in Triton: same bits per row, whatever the other rows are.
 
 The twin of `cpu_exact`; why the bits are the same stands in `triton_exact_kernels`. All tensors are on one CUDA device and
 of one dtype, float32 or bfloat16. Nothing here records a gradient or waits for the device.

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Heads:
-    """What the kernels are compiled for."""
+    """Head counts and sizes that the kernels are compiled for."""
 
     heads: int
     kv_heads: int

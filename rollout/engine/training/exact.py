@@ -1,7 +1,7 @@
 """`exact(model)`: for the length of a block the trainer's forward has the rollout's arithmetic.
 
-The module's `forward` is replaced on the instance and restored in `finally`. What it would run is verified as the engine
-verifies it before its C++ forward: known classes, original functions, no hooks. Anything else is refused by name.
+The module's `forward` is replaced on the instance and restored in `finally`. It is verified as the engine verifies a module
+before its C++ forward: known classes, original functions, no hooks. Any other module raises `UnsupportedModelError`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.models.model_support import ModelLayout, inspect_model
 from rollout.engine.models.originals import Unfusable, bypassed
 from rollout.engine.training.decoder import logits_of, output_of
-from rollout.engine.training.kernels import kernels_on
+from rollout.engine.training.kernels import bound_exactly, kernels_on
 from rollout.engine.training.packing import packing_of
-from rollout.engine.training.served import bound_exactly
 from rollout.engine.weights.source import weights_of
 from rollout.errors import UnsupportedModelError
 
 _layouts: WeakKeyDictionary[nn.Module, tuple[ModelLayout, KVCache]] = WeakKeyDictionary()
-"""Of each model its layout, and a cache of one token, for the checks that read one."""
+"""Layout of each model, and a cache of one token, for the checks that read one."""
 
 _LOSS_OPTIONS = ("num_items_in_batch", "shift_labels")
 
@@ -74,7 +73,7 @@ class _ExactForward:
         self._verify()
         kernels.require(device, _layouts[model][0].vocab_size)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # what a compiler fuses it rounds anew
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # fused operations round differently
     def __call__(
         self,
         input_ids: Tensor | None = None,

@@ -1,4 +1,4 @@
-"""The kernels of exact mode by device: C++ on a CPU, Triton on CUDA."""
+"""What exact mode serves: models of the fused forward without adapters, by C++ kernels on a CPU and Triton's on CUDA."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+from rollout.engine.fused.fused_binding import Bound
 from rollout.engine.kernels import cpu_exact, triton_exact
+from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.models.model_support import ModelLayout
+from rollout.engine.models.originals import Unfusable, bypassed
 from rollout.errors import UnsupportedModelError
 
 
@@ -60,3 +64,25 @@ def kernels_on(device: torch.device) -> ExactKernels:
     if found is None:
         raise UnsupportedModelError(f"exact mode runs on a CPU or a CUDA device, and the model is on {device}")
     return found
+
+
+def bound_exactly(model: nn.Module, layout: ModelLayout, cache: KVCache) -> Bound:
+    """A model in its present state, verified as the fused forward verifies it.
+
+    Raises:
+        Unfusable, AttributeError: why exact mode does not compute what it does.
+    """
+    bound = Bound(model, layout, cache, exact=True)
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        raise Unfusable("it holds PEFT adapters")
+    return bound
+
+
+def why_not_exact(model: nn.Module, layout: ModelLayout, cache: KVCache) -> str | None:
+    """Why exact mode refuses a model in its present state, on its device; None: it serves it."""
+    try:
+        kernels_on(layout.device).require(layout.device, layout.vocab_size)
+        bound_exactly(model, layout, cache)
+    except (UnsupportedModelError, Unfusable, AttributeError) as exc:
+        return str(exc)
+    return bypassed(layout.device)

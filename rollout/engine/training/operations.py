@@ -166,7 +166,7 @@ class _Attention(Function):
 def _cpu_gradients(
     upstream: Tensor, parts: list[Tensor], window: int | None, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query, key and value [b, H or Hkv, L, D], from these, the output and its log-sums."""
+    """Gradients of query, key and value [b, H or Hkv, L, D], from these, the output and its log-sums."""
     query, key, value, *outputs = parts
     groups, mask = query.shape[1] // key.shape[1], None
     if window is not None:
@@ -185,7 +185,7 @@ def _cpu_gradients(
 def _recomputed_gradients(
     upstream: Tensor, parts: list[Tensor], window: int | None, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query, key and value [b, H or Hkv, L, D], through torch's own attention."""
+    """Gradients of query, key and value [b, H or Hkv, L, D], through torch's own attention."""
     query, key, value = parts
     if window is None:
         return _gradients_of(upstream, query, key, value, None, scaling)

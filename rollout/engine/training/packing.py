@@ -63,7 +63,7 @@ def packing_of(ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor 
         position_ids: [B, T] or [1, T]; None: counted from each row's first real token.
 
     Raises:
-        UnsupportedModelError: padding inside a row, positions with gaps, or a mask beside packed rows.
+        UnsupportedModelError: padding inside a row, positions with gaps, or a mask next to packed rows.
     """
     batch, width = ids.shape
     real = _real(ids, attention_mask)

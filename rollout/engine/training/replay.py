@@ -24,7 +24,7 @@ from rollout.engine.models.routers import ChosenExperts, chosen_experts, routers
 
 
 class Routed(Protocol):
-    """What is replayed: a `RolloutBatch`, or anything with these fields."""
+    """The replayed batch: a `RolloutBatch`, or anything with these fields."""
 
     @property
     def input_ids(self) -> Tensor:
@@ -40,12 +40,12 @@ class Routed(Protocol):
 
     @property
     def routed_experts(self) -> Tensor | None:
-        """int16 [N, T, layers, k], -1 where there is none."""
+        """int16 [N, T, layers, k], -1 if there is none."""
 
 
 @runtime_checkable
 class RoutedTree(Protocol):
-    """What else is replayed: a `PackedTree`, or anything with these fields."""
+    """The replayed tree: a `PackedTree`, or anything with these fields."""
 
     @property
     def input_ids(self) -> Tensor:
@@ -57,7 +57,7 @@ class RoutedTree(Protocol):
 
     @property
     def routed_experts(self) -> Tensor | None:
-        """int16 [1, L, layers, k], -1 where there is none."""
+        """int16 [1, L, layers, k], -1 if there is none."""
 
     @property
     def unrouted(self) -> Tensor | None:
@@ -223,7 +223,7 @@ class _Alignment:
         self._source = source
         self._current: Tensor | None = None
         self._forwards = 0
-        """With gradient, since the last backward that computed a router again."""
+        """Forwards with gradient since the last backward that computed a router again."""
         self._recomputed = False
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

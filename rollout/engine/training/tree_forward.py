@@ -26,11 +26,11 @@ from rollout.errors import UnsupportedModelError
 
 _FIELD = "_attn_implementation_internal"
 _layers: WeakKeyDictionary[nn.Module, _Layer] = WeakKeyDictionary()
-"""Of the attention modules of attached models."""
+"""State of each attention module of attached models."""
 
 
 class _Layer(NamedTuple):
-    """What an attention layer lets a token attend to."""
+    """Tokens that an attention layer lets a token attend to."""
 
     window: int | None
     causal: bool

@@ -149,7 +149,7 @@ class _UnitHooks:
         before, after = (
             getattr(self.fsdp_state, name).id for name in ("_pre_forward_hook_handle", "_post_forward_hook_handle")
         )
-        # The same objects each time: graphs are captured anew when hooks have changed.
+        # The same objects each time: graphs are captured again when hooks have changed.
         self._places: list[tuple[Any, int, Any]] = [
             (unit._forward_pre_hooks, before, self._before),
             (unit._forward_hooks, after, self._after),

@@ -203,18 +203,6 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-class TextFormat(Body):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Body):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
 class JsonSchema(Body):
     """Schema of a reply of JSON."""
 
@@ -227,11 +215,25 @@ class JsonSchema(Body):
     """Accepted, without effect: a reply always fits the schema."""
 
 
-class JsonSchemaFormat(Body):
-    """JSON that fits a schema."""
+class ResponseFormat(Body):
+    """Any text, any JSON object, or JSON that fits a schema."""
 
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = Field(None, validate_default=True)
+
+    @field_validator("json_schema")
+    @classmethod
+    def _of_its_type(cls, value: JsonSchema | None, info: ValidationInfo) -> JsonSchema | None:
+        if "type" in info.data and (value is None) is (info.data["type"] == "json_schema"):
+            raise PydanticCustomError("format", "type json_schema needs it, and no other type has it")
+        return value
+
+    @property
+    def schema_of_content(self) -> Any:
+        """JSON schema of the content; None: any text."""
+        if self.type == "text":
+            return None
+        return (self.json_schema and self.json_schema.schema_) or {"type": "object"}
 
 
 class ChatRequest(SamplingBody):
@@ -261,11 +263,9 @@ class ChatRequest(SamplingBody):
     ) = None
     """`required`, or a function: the prompt ends with the beginning of a call, which is part of the reply's text too.
     `none`: tools are not rendered, and calls stay text. Default `auto`."""
-    response_format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = (
-        None
-    )
-    """What the content is: any text, a JSON object, or JSON that fits a schema. Constrains sampling; a reply that
-    `max_tokens` cuts off is incomplete. Needs the server's extra `structured`."""
+    response_format: ResponseFormat | None = None
+    """What the content is. Constrains sampling; a reply that `max_tokens` cuts off is incomplete. Needs the server's extra
+    `structured`."""
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
     """Additional variables of the chat template, such as `enable_thinking`."""
@@ -336,10 +336,7 @@ class ChatRequest(SamplingBody):
     @property
     def reply_schema(self) -> Any:
         """JSON schema of the content; None: any text."""
-        wanted = self.response_format
-        if wanted is None or isinstance(wanted, TextFormat):
-            return None
-        return (wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else None) or {"type": "object"}
+        return self.response_format and self.response_format.schema_of_content
 
     @property
     def constrained(self) -> bool:

@@ -6,8 +6,6 @@ They run in Triton's interpreter, in a process of its own (see tests/engine/test
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ from rollout.engine.memory.arena import PoolMemory
 from rollout.engine.memory.block_pool import zeros
 from rollout.engine.scheduling import run_ahead
 from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies
-from tests.capturable import Capturable
+from tests.capturable import Rerun
 from tests.engines import (
     assert_greedy,
     at_random,
@@ -51,33 +49,6 @@ def on_the_device(function: Any) -> Any:
         return function
     function = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(function)
     return pytest.mark.gpu(function)
-
-
-class Rerun:
-    """A device whose records are the work itself."""
-
-    graph_bytes = 0
-
-    def __init__(self) -> None:
-        self.captures = self.replays = 0
-
-    @contextmanager
-    def window(self) -> Iterator[None]:
-        yield
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        self.captures += 1
-        work()
-        with Capturable():
-            work()
-        return lambda: self._replay(work)
-
-    def forget(self) -> None:
-        pass
-
-    def _replay(self, work: Callable[[], None]) -> None:
-        self.replays += 1
-        work()
 
 
 def small(name: str, **changes: Any) -> Any:

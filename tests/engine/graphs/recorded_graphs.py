@@ -50,7 +50,7 @@ def decode(
 
 
 class Plain:
-    """`DecodeKernels` whose attention of a layer is one operation of torch, as a record of the forward sees it."""
+    """Stands in for `TritonDecode`: attention of a layer is one operation of torch, as a record of the forward sees it."""
 
     nbytes = 1000
 

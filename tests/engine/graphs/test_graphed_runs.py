@@ -19,6 +19,7 @@ from rollout.engine.graphs import cuda_graphs
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
 from rollout.engine.graphs.graphed_runs import LEAD, GraphedRuns
 from rollout.engine.kernels import decode_parts
+from rollout.engine.memory import block_pool
 from rollout.engine.memory.host_pool import HostBlocks
 from rollout.sampling_params import SamplingParams
 from tests.engine.graphs.recorded_graphs import Plain, Recorder
@@ -207,18 +208,19 @@ def test_runs_of_any_length_equal_their_steps_whatever_happens_between_them() ->
     assert any(len(spans.runs) > 1 for *_, spans, _, _ in ours.values())
 
 
-def on_recorded_streams(engine: DynamicInferenceEngine, recorder: Recorder, seed: int) -> None:
+def on_recorded_streams(
+    engine: DynamicInferenceEngine, recorder: Recorder, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Queue the copies of an engine per stream, in a random order among those that their events permit.
 
     What this engine computes at once is behind the work of its own stream on a device, and behind nothing else.
     """
     queues, cache = Queues(seed), engine.cache
-    assert cache._tier is not None
     cache._tier = HostBlocks(
         cache._tier.num_blocks, cache._widths, cache.dtype, pinned=False, stage=queues.stage, copies=queues.copies,
         limit=2 * cache.block_bytes,
     )  # fmt: skip
-    cache._compute = lambda: queues.compute  # type: ignore[method-assign,return-value]
+    monkeypatch.setattr(block_pool, "current_stream", lambda device: queues.compute)
     cache._transfer = lambda: queues.transfer(300)
     drop = cache.drop
 
@@ -247,12 +249,14 @@ def on_recorded_streams(engine: DynamicInferenceEngine, recorder: Recorder, seed
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_runs_between_copies_of_the_host_tier_and_suspends_are_exact_in_every_order_of_the_streams(seed: int) -> None:
+def test_runs_between_copies_of_the_host_tier_and_suspends_are_exact_in_every_order_of_the_streams(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, found = small(), []
     for recorded in (False, True):
         engine, recorder = engine_for(model, kv_cache_blocks=14, kv_cache_host_memory_gb=0.01)
         if recorded:
-            on_recorded_streams(engine, recorder, seed)
+            on_recorded_streams(engine, recorder, seed, monkeypatch)
         said: list[list[int]] = []
         for turn in range(8):
             earlier = [*said[turn - 4], *token_ids(3, 90)] if turn > 3 else token_ids(17, turn)

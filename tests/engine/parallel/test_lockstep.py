@@ -142,7 +142,7 @@ def loop_that_agrees(agree: Callable[[int], int]) -> LockstepLoop:
     """The loop of a rank whose engine is paused."""
     engine = SimpleNamespace(
         peers=SimpleNamespace(lockstep=learned()[1]),
-        parts=SimpleNamespace(member=SimpleNamespace(agree=agree)), has_unfinished=True, state=EngineState.PAUSED,
+        parts=SimpleNamespace(stepper=SimpleNamespace(agree=agree)), has_unfinished=True, state=EngineState.PAUSED,
         config=InferenceConfig(advanced=Advanced(control_timeout_s=60.0)),
     )  # fmt: skip
     backend = SimpleNamespace(wake=lambda: None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +27,7 @@ from rollout.engine.training import kernels as exact_kernels
 from rollout.engine.training import operations
 from rollout.engine.training.paged_forward import PagedForward
 from rollout.requests.request import DynamicInferenceRequest
-from tests.capturable import Capturable
+from tests.capturable import Rerun
 from tests.engine.training.test_exact import distance, padded, whole
 from tests.engines import at_random, finish, make_engine, pass_suspended, steps, token_ids
 from tests.interpreter import INTERPRETED
@@ -170,30 +169,6 @@ def test_attention_has_the_same_bits_packed_in_chunks_decoded_and_however_its_pa
 
 
 # --- engine and trainer -----------------------------------------------------------------------------------------------
-
-
-class Rerun:
-    """A device whose records are the work itself."""
-
-    graph_bytes = 0
-
-    def __init__(self) -> None:
-        self.replays = 0
-
-    def window(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def capture(self, work: Any) -> Any:
-        def replay() -> None:
-            self.replays += 1
-            work()
-
-        with Capturable():
-            work()
-        return replay
-
-    def forget(self) -> None:
-        pass
 
 
 def graphed(engine: Any) -> Any:
