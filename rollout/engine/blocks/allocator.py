@@ -102,9 +102,8 @@ class BlockAllocator:
 
     def can_allocate(self, count: int) -> bool:
         """Whether `allocate(count)` would succeed."""
-        pages = self.pages
-        evictable = pages.whole * self.num_cached + pages.limited * len(pages.unseen)
-        return count * pages.groups <= pages.num_free + evictable
+        pages, cached = self.pages, len(self._lru) + len(self._lru_outdated)
+        return count * pages.groups <= pages.num_free + pages.whole * cached + pages.limited * len(pages.unseen)
 
     def writable(self, blocks: IntArray) -> NDArray[np.bool_]:
         """[n] bool: the block has one holder and is not registered."""
@@ -133,10 +132,6 @@ class BlockAllocator:
         Raises:
             RuntimeError: fewer than `count` blocks are free or evictable.
         """
-        if not self.can_allocate(count):
-            raise RuntimeError(
-                f"allocate({count}): only {self.num_free} free and {self.num_cached} cached blocks; ask can_allocate()"
-            )
         if not count:
             return []
         while len(self._free) < count or self.pages.num_free < count * self.pages.groups:
@@ -158,7 +153,8 @@ class BlockAllocator:
             if unseen is not None and older and (not self.host.num_slots or self.ref_count[unseen[0]]):
                 self.pages.strip(unseen[0])
                 return
-        assert oldest is not None
+        if oldest is None:
+            raise RuntimeError("allocate(): too few blocks are free or evictable; ask can_allocate() first")
         # A tail that was put in front has been continued; outdated blocks are of no use.
         if self.host.num_slots and not self._lru_outdated and oldest[1]:
             falling = [oldest[0], *(self.index.behind(oldest[0]) if self.parents_first else [])]

@@ -273,20 +273,20 @@ def test_a_pool_stays_whole_although_adam_is_born_while_it_is_suspended() -> Non
     # Each part takes whole pages.
     room = cache.device_bytes + (len(cache.addresses) + 70) * PAGE // PAGE * PAGE
     room -= room % PAGE
-    for kind in ("arena", "emptied"):
+    for kind in ("arena", "emptied", "kept"):
         driver = Driver(room)
         allocator = CachingAllocator(driver)
-        driver.reclaim = allocator.empty  # type: ignore[method-assign]
-        if kind == "arena":
-            arena = Arena(driver)
-            assert train_three_steps(driver, allocator, arena.allocate, arena.release) == [0, 0, 0]
-        else:
-            plain = PlainPool(allocator)
-            assert train_three_steps(driver, allocator, plain.allocate, plain.release) == [0, 0, 0]
-    # What it was: the pool's segment stays with torch's allocator, which cuts Adam's states out of it.
-    allocator = CachingAllocator(driver := Driver(room))
-    plain = PlainPool(allocator)
-    assert train_three_steps(driver, allocator, plain.allocate, plain.drop)[0] > 0
+        plain, arena = PlainPool(allocator), Arena(driver)
+        if kind != "kept":
+            driver.reclaim = allocator.empty  # type: ignore[method-assign]
+        allocate, release = {
+            "arena": (arena.allocate, arena.release),
+            "emptied": (plain.allocate, plain.release),
+            # The pool's segment stays with torch's allocator, which cuts Adam's states out of it.
+            "kept": (plain.allocate, plain.drop),
+        }[kind]
+        shrunk = train_three_steps(driver, allocator, allocate, release)
+        assert shrunk[0] > 0 if kind == "kept" else shrunk == [0, 0, 0]
 
 
 # --- the driver's calls -------------------------------------------------------------------------------------------------

@@ -72,19 +72,6 @@ def test_memory_of_a_cpu_is_in_one_piece() -> None:
     assert len(pool) == 350
 
 
-def test_what_lies_across_chunks_is_read_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    PinnedMemory(monkeypatch)
-    pool = HostPool(torch.float32, pinned=True)
-    pool.grow(3 * CHUNK, 1000)
-    values = torch.arange(3.0 * CHUNK)
-    for index, chunk in enumerate(pool.chunks):
-        chunk.copy_(values[index * CHUNK :][:CHUNK])
-    for begin, end in ((0, 10), (CHUNK, 2 * CHUNK), (CHUNK - 3, CHUNK + 5), (0, 3 * CHUNK), (5, 5)):
-        assert torch.equal(pool.span(begin, end), values[begin:end])
-    pool.span(3, 7).fill_(0)
-    assert not pool.chunks[0][3:7].any(), "within a chunk it is a view"
-
-
 def test_pinning_that_fails_keeps_what_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = PinnedMemory(monkeypatch, room=3 * CHUNK)
     pool = HostPool(torch.float32, pinned=True)

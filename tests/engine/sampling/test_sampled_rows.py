@@ -112,24 +112,15 @@ def test_nothing_waits_for_the_device(device: str) -> None:
 # --- log-probs --------------------------------------------------------------------------------------------------------
 
 
-def test_raw_log_probs_are_those_of_the_models_own_logits() -> None:
-    logits, histories = logits_of(32), histories_of(32)
-    params = SamplingParams(temperature=0.6, top_k=20, repetition_penalty=1.3, logprobs=6)
-    raw = draw(logits, params.replace(logprobs_mode="raw"), histories=histories)
-    processed = draw(logits, params, histories=histories)
-    expected = logits.log_softmax(-1)
-    assert raw.top_logprobs is not None
-    assert torch.equal(raw.token_ids, processed.token_ids)
-    assert torch.allclose(raw.logprobs, expected.gather(1, raw.token_ids[:, None])[:, 0], atol=1e-5)
-    assert torch.allclose(raw.top_logprobs, expected.topk(6).values, atol=1e-5)
-
-
+@pytest.mark.parametrize(("mode", "temperature"), [("raw", 1.0), ("tempered", 0.6)])
 @pytest.mark.parametrize("shaping", [{"top_k": 20}, {"repetition_penalty": 1.3}, {"top_p": 0.5, "min_p": 0.1}, {}])
-def test_tempered_log_probs_are_those_of_the_models_own_logits_at_the_temperature(shaping: dict[str, Any]) -> None:
+def test_log_probs_of_the_models_own_logits_are_raw_or_at_the_temperature(
+    shaping: dict[str, Any], mode: str, temperature: float
+) -> None:
     logits, histories = logits_of(32), histories_of(32)
     params = SamplingParams(temperature=0.6, **shaping, logprobs=6)
-    tempered = draw(logits, params.replace(logprobs_mode="tempered"), histories=histories)
-    expected = (logits / 0.6).log_softmax(-1)
+    tempered = draw(logits, params.replace(logprobs_mode=mode), histories=histories)
+    expected = (logits / temperature).log_softmax(-1)
     assert tempered.top_logprobs is not None
     assert torch.equal(tempered.token_ids, draw(logits, params, histories=histories).token_ids)
     assert torch.allclose(tempered.logprobs, expected.gather(1, tempered.token_ids[:, None])[:, 0], atol=1e-5)

@@ -17,7 +17,7 @@ from rollout.engine.scheduling.drafts import (
     continuation,
     joined,
     matches,
-)
+)  # fmt: skip
 from rollout.engine.scheduling.run_ahead import StepCost
 
 
