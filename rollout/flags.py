@@ -230,7 +230,9 @@ def _unchecked(options: type, prefix: str) -> type:
             flags.append((option.name, _POSITIONAL[_TYPE_FORM[types[option.name], named]], field()))
         else:
             named = tyro.conf.arg(help=text)
-            flags.append((option.name, _TYPE_FORM[types[option.name], named], field(default=option.default)))
+            # A switch, even if Python takes a further value, as `exact` does.
+            kind = bool if isinstance(option.default, bool) else types[option.name]
+            flags.append((option.name, _TYPE_FORM[kind, named], field(default=option.default)))
     first_sentence = (options.__doc__ or "").partition(". ")[0].rstrip(".") + "."
     return make_dataclass(options.__name__, flags, namespace={"__doc__": first_sentence})
 
