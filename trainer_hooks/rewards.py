@@ -122,6 +122,8 @@ class _Worker:
             self._pipe.recv()
         try:
             self._pipe.send((args, columns))
+            # They have arrived, with the imports of their types.
+            self._pipe.recv()
             if not self._pipe.poll(timeout_s):
                 raise TimeoutError(f"{self._reward!r} took longer than timeout_s={timeout_s}; its process was ended")
             result, error = self._pipe.recv()
@@ -151,6 +153,7 @@ def _serve(pipe: Any, reward: Callable[..., Sequence[float]]) -> None:
             args, columns = pipe.recv()
         except EOFError:
             return
+        pipe.send(None)
         try:
             answer: tuple[Rewards | None, Exception | None] = ([float(each) for each in reward(*args, **columns)], None)
         except Exception as error:  # noqa: BLE001 - raised where it was asked for
