@@ -156,7 +156,7 @@ def _doctor(arguments: Sequence[str]) -> None:
     _check_folder(options.model_dir)
     model, _ = _load(options.model_dir, None, options.dtype, options.device)
     from rollout.engine.engine import DynamicInferenceEngine
-    from rollout.engine.explain import decode_trial
+    from rollout.engine.parts.explain import decode_trial
 
     engine = DynamicInferenceEngine(model, None, config)
     explanation = engine.explain()

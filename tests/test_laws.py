@@ -35,7 +35,6 @@ LAYERS = [
     ["rollout.engine.fused", "rollout.engine.graphs"],
     ["rollout.engine.forward", "rollout.distributed.coordinator.core"],
     ["rollout.engine.training"],
-    ["rollout.engine.explain"],
     ["rollout.engine.parts"],
     ["rollout.engine", "rollout.distributed.coordinator"],
     ["rollout.distributed.worker"],

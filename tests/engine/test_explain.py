@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rollout import RolloutManager, SamplingParams
-from rollout.engine.explain import decode_trial, usable_cores
 from rollout.engine.kernels import cpu_library
+from rollout.engine.parts.explain import decode_trial, usable_cores
 from tests.engines import make_engine, shared_model
 from tests.models import VOCAB, make_model
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from rollout.engine.explain import usable_cores
+from rollout.engine.parts.explain import usable_cores
 from rollout.errors import EngineDeadError
 
 JOIN_TIMEOUT = timedelta(hours=1)

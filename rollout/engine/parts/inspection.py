@@ -8,10 +8,10 @@ from operator import attrgetter
 from types import SimpleNamespace
 
 from rollout.config import InferenceConfig
-from rollout.engine.explain import Explanation, explain
 from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.engine.parts.controller import TextGenerationController
+from rollout.engine.parts.explain import Explanation, explain
 from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
 from rollout.engine.parts.stepper import Stepper
