@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
@@ -172,8 +173,30 @@ def test_generated_pages_equal_the_code():
     assert not stale, f"run `python -m tests.reference --write`: {stale} differ from the code"
 
 
+ARCHITECTURE = ROOT / "docs" / "explanation" / "architecture.md"
+
+
+def test_the_core_is_short_and_every_file_of_it_runs_in_a_step_and_an_update():
+    core = re.findall(r"^\d+\. `(rollout/[\w/]+\.py)`: ", ARCHITECTURE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert 10 <= len(core) <= 25
+    assert sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in core) <= 3500
+    called: set[str] = set()
+    model = small_model()
+    with RolloutManager(model, config=InferenceConfig(kv_cache_memory_gb=0.01)) as manager:
+        sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_filename) if event == "call" else None)
+        try:
+            manager.generate([[5, 6]], max_tokens=2)
+            with manager.suspended():
+                manager.before_optimizer_step()
+                manager.weights_updated()
+            manager.generate([[5, 6]], max_tokens=2)
+        finally:
+            sys.setprofile(None)
+    assert not [name for name in core if str(ROOT / name) not in called]
+
+
 def test_every_folder_of_the_package_is_named_once_in_the_architecture():
-    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
+    text = ARCHITECTURE.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 120
     table = text.split("\n## ")[0]
     folders = {path.parent.relative_to(ROOT / "rollout") for path in (ROOT / "rollout").rglob("__init__.py")}

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 
 from tests.benchmarks import busy, race, remote, report, step_profile, suspend
 from tests.benchmarks.child import Child, Late, PeerFailed, clean_environment
-from tests.benchmarks.device_time import DeviceTime
 from tests.benchmarks.field import Rules, hopeless
 from tests.benchmarks.floors import Floor
 from tests.benchmarks.ledger import Ledger
 from tests.benchmarks.rates import Rates
+from tests.benchmarks.step_profile import DeviceTime
 from tests.benchmarks.subject import make_subject
 from tests.benchmarks.workloads import CONVERSATIONS, NAMES, Scale, Turn, Workload, grpo
 

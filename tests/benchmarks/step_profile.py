@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from rollout import Advanced, DynamicInferenceEngine, InferenceConfig, SamplingParams
@@ -21,7 +24,6 @@ from rollout.engine.scheduling.sequences import Sequence
 from rollout.engine.scheduling.step import StepTokens
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
-from tests.benchmarks.device_time import DeviceTime, device_time
 from tests.benchmarks.floors import Floor
 from tests.benchmarks.subject import Subject
 from tests.benchmarks.workloads import Workload
@@ -179,3 +181,31 @@ def _sample(number: int, prompt: list[int], new: int) -> Sequence:
         record=DynamicInferenceRequestRecord.from_request(request), order=(0, number), tokens=np.asarray(prompt, np.int32),
         stop_ids=(), max_length=len(prompt) + new, min_length=0, hashes=request.precomputed_block_hashes,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DeviceTime:
+    """Mean number of kernels and copies of one call on a GPU, and milliseconds by name of the kernel."""
+
+    kernels: float
+    ms: dict[str, float]
+
+    @property
+    def busy_ms(self) -> float:
+        return sum(self.ms.values())
+
+    def of(self, *parts: str) -> float:
+        return sum(spent for name, spent in self.ms.items() if any(part in name for part in parts))
+
+
+def device_time(call: Callable[[], object], calls: int, device: torch.device) -> DeviceTime:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize(device)
+    spent, count = Counter[str](), 0
+    for event in trace.events():
+        if event.device_type == DeviceType.CUDA:
+            spent[event.name] += event.device_time / 1e3 / calls
+            count += 1
+    return DeviceTime(count / calls, dict(spent.most_common()))

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward import model_runner
 from rollout.sampling_params import SamplingParams
-from tests.benchmarks.device_time import DeviceTime, device_time
+from tests.benchmarks.step_profile import DeviceTime, device_time
 from tests.gpu_first_run.findings import HEAD_DIM, SHAPES, Run, captured, gib, prompts
 
 BANDWIDTHS = {"H200": 4.3e12, "H100": 3.0e12}
