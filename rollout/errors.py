@@ -226,7 +226,7 @@ _OUR_NAMES = {theirs: ours for ours, names in SAME_AS.items() for theirs in name
 
 
 def our_name(name: str) -> str:
-    """Return this package's name for what other libraries call `name`; `name` itself if it is no such name."""
+    """Return this package's name for what other libraries call `name`; `name` itself if it has none."""
     return _OUR_NAMES.get(name, name)
 
 

@@ -177,17 +177,17 @@ class SamplingParams(NamedOptions):
     """Divisor of the logits: 0, or at least 1e-6. 0: exact greedy decoding."""
 
     top_k: int = _option(0, _integer, "an integer in [0, 2**31); 0 switches it off", FILTER, stored="int64")
-    """Keep the k likeliest tokens. 0: off."""
+    """Keep the k most likely tokens. 0: off."""
 
     top_p: float = _option(
         1.0, _within(lambda number: 0 < number <= 1), "a number in (0, 1]; 1 switches it off", FILTER, stored="float64"
     )
-    """Keep the smallest set of likeliest tokens whose probabilities sum to at least this value, in (0, 1]. 1: off."""
+    """Keep the smallest set of most likely tokens whose probabilities sum to at least this value, in (0, 1]. 1: off."""
 
     min_p: float = _option(
         0.0, _within(lambda number: 0 <= number <= 1), "a number in [0, 1]; 0 switches it off", FILTER, stored="float32"
     )
-    """Keep tokens whose probability is at least this fraction of the likeliest token's, in [0, 1]. 0: off."""
+    """Keep tokens whose probability is at least this fraction of the most likely token's, in [0, 1]. 0: off."""
 
     repetition_penalty: float = _option(
         1.0,
@@ -225,7 +225,7 @@ class SamplingParams(NamedOptions):
     """End-of-sequence and stop token ids are not sampled before this many tokens. At most `max_tokens`."""
 
     stop: tuple[str, ...] = _option((), _stop_strings, "a string or a list of strings, none of them empty")
-    """Strings that end the completion, also where they begin or end inside a token. A plain `str` is one stop string."""
+    """Strings that end the completion, even if they begin or end inside a token. A plain `str` is one stop string."""
 
     stop_token_ids: tuple[int, ...] = _option((), _stop_ids, "a list of token ids (integers of at least 0)")
     """Token ids that end the completion, in addition to the model's end-of-sequence ids."""
@@ -299,7 +299,7 @@ class SamplingParams(NamedOptions):
     def _bound_kept_tokens(self) -> None:
         if self.greedy:
             raise ConfigError(
-                "SamplingParams.return_kept_tokens with temperature=0: the likeliest token is taken and its log-prob is "
+                "SamplingParams.return_kept_tokens with temperature=0: the most likely token is taken and its log-prob is "
                 "that of temperature 1 without filters; leave it out, or sample with top_k=1"
             )
         if not self.truncated and self.structured is None:
@@ -347,7 +347,7 @@ class SamplingParams(NamedOptions):
 
     @property
     def prefix_share(self) -> str | None:
-        """What KV of equal tokens is kept apart by in the prefix cache; None: nothing."""
+        """Key that separates KV of equal tokens in the prefix cache; None: nothing."""
         return prefix_share(self.cache_salt, self.adapter)
 
     def replace(self, **changes: Any) -> Self:

@@ -256,8 +256,8 @@ SPEC_NAMES = {name: names.split() for name, names in NAMES.items()}
 
 CEILINGS = {
     "files of rollout/": 278,
-    "lines of rollout/": 56_603,
-    "code lines of rollout/": 37_374,
+    "lines of rollout/": 56_608,
+    "code lines of rollout/": 37_378,
     "classes of rollout/": 608,
     "lines of the largest class": 419,
     "methods of the largest class": 31,
@@ -267,7 +267,7 @@ CEILINGS = {
     "plain options": 58,
     "public names": 62,
     "files that RolloutManager loads": 180,
-    "lines of tests/": 69_830,
+    "lines of tests/": 69_918,
     "lines of tests/benchmarks/": 4_863,
     "lines of trainer_hooks/": 4_100,
     "nodes of rollout/": 19,

@@ -257,7 +257,7 @@ class GenerateHook:
         Raises:
             ConfigError: with `fallback="raise"`.
         """
-        # Of an error, numbers in the message would make every call a reason of its own.
+        # Numbers in the message of an error would make every call a separate reason.
         kind = reason.partition(":")[0]
         if self._fallback == "raise":
             raise ConfigError(

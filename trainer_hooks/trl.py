@@ -290,9 +290,9 @@ def attach(
 ) -> TrlAttachment | TrlGenerateAttachment:
     """Make `trainer` generate with `rollout`; correct a GRPOTrainer's loss by the rollout's log-probs.
 
-    Of another trainer that calls `model.generate` (RLOO, OnlineDPO, GKD, Distillation, SDPO, SDFT, A2PO, GOLD), that call
+    For trainers that call `model.generate` (RLOO, OnlineDPO, GKD, Distillation, SDPO, SDFT, A2PO, GOLD), that call
     runs on the engine (`trainer_hooks.generate`), the optimizer is followed, and logs and checkpoints include the rollout.
-    Old log-probs of RLOO and SDPO are the rollout's where that is exact: in float32, without autocast. What follows is of
+    Old log-probs of RLOO and SDPO are the rollout's where that is exact: in float32, without autocast. The rest is about
     GRPOTrainer.
 
     Requires: a GRPOTrainer of TRL 1.16 with `use_vllm=False`, and a rollout of its model: `RolloutManager(trainer.model,

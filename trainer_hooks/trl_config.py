@@ -1,6 +1,6 @@
 """Checks of a GRPOTrainer's configuration, and its sampling parameters.
 
-Reads attributes of the trainer and its GRPOConfig without changing them. Unsupported options are refused by name.
+Reads attributes of the trainer and its GRPOConfig without changing them. Unsupported options raise an error that names them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def sampling_params(trainer: Any, *, replay: bool = False) -> SamplingParams:
 
 
 def _asked(trainer: Any) -> SamplingParams:
-    """What GRPOConfig asks for, of one completion."""
+    """Sampling options of GRPOConfig for one completion."""
     asked = {
         "temperature": trainer.temperature,
         "max_tokens": trainer.max_completion_length,

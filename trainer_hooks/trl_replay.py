@@ -1,4 +1,4 @@
-"""What the log-prob pass of a GRPOTrainer can replay: kept tokens of truncated sampling, and expert routes."""
+"""Replay in the log-prob pass of a GRPOTrainer: kept tokens of truncated sampling, and expert routes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _check_routes(trainer: Any, asked: bool | None) -> None:
 
 
 def _why_not(trainer: Any, params: SamplingParams) -> str | None:
-    """What the log-prob pass over kept tokens does not follow, with the cure; None: nothing."""
+    """Options that the log-prob pass over kept tokens does not follow, with the cure; None: nothing."""
     if trainer.tools:
         return (
             "with tools: what they return was not sampled, and sets of earlier turns are not kept; train without tools"

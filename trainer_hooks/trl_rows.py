@@ -1,4 +1,4 @@
-"""What a generation knows of its rows beside TRL's own tensors: kept tokens and expert routes, for the log-prob pass.
+"""Data of the rows of a generation in addition to TRL's own tensors: kept tokens and expert routes, for the log-prob pass.
 
 They travel with TRL's tensors, which it shuffles and splits. Routes are replayed in every forward of the pass, and after one
 with gradient until the end of the training step, whose backward computes the routers again under checkpointing.

@@ -151,7 +151,7 @@ def _whole(
 def _occurrences(
     input_ids: Tensor, prompt_lengths: Tensor, rows: Tensor, columns: Tensor, members: Tensor, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Of each entry: how often its token stands in the completion before its column; whether anywhere before it."""
+    """Return for each entry how often its token stands in the completion before its column; whether anywhere before it."""
     width = input_ids.shape[1]
     row = torch.arange(len(input_ids), device=input_ids.device)[:, None]
     every = (

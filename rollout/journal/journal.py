@@ -62,7 +62,9 @@ class FolderLock:
             # Do not open the file: closing any descriptor of it would release this process's lock.
             raise EngineStateError(f"{folder} is open in this process already: close() the other one first")
         if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise EngineStateError(f"{path} is no regular file, and so no lock: remove it, or choose another folder")
+            raise EngineStateError(
+                f"{path} is not a regular file, so it cannot be a lock: remove it, or choose another folder"
+            )
         # O_NOFOLLOW: a planted symbolic link must not make this process overwrite another of its files.
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         try:

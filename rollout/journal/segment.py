@@ -414,7 +414,7 @@ def _trouble(path: Path, what: str, exc: OSError) -> JournalError:
 
 
 def cure_of(exc: OSError) -> str:
-    """What to do about a file that cannot be read or written."""
+    """Return the cure for a file that cannot be read or written."""
     return _CURES.get(exc.errno or 0, "choose a folder that is writable, on a local disk, where this is a regular file")
 
 

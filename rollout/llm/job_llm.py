@@ -68,7 +68,7 @@ class JobLLM(LLMRequests):
         super().__init__(manager.engine, loop, Requests(manager.engine, loop, self._beside))
 
     def serve(self, config: ServerConfig | None = None, *, blocking: bool = False) -> Server:
-        """As `LLM.serve`, in front of all ranks; returns immediately by default, so that the training loop can continue.
+        """Serve like `LLM.serve`, in front of all ranks; by default it returns at once, and the training loop continues.
 
         Raises:
             ConfigError: with `ServerConfig.admin`: the training loop controls weights and engines.

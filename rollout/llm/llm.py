@@ -159,7 +159,7 @@ class AsyncLLM(LLMRequests):
 
     @asynccontextmanager
     async def suspended(self, mode: Mode = None) -> AsyncIterator[None]:
-        """As `LLM.suspended`, for `async with`."""
+        """Suspend like `LLM.suspended`, for `async with`."""
         held = ExitStack()
         try:
             await on_thread(held.enter_context, self._control.suspended(mode))
@@ -213,7 +213,7 @@ class AsyncLLM(LLMRequests):
         return self._control.world_size
 
     def serve(self, config: ServerConfig | None = None, *, blocking: bool = True) -> Server:
-        """As `LLM.serve`; raises `RuntimeError` if it would block a running event loop."""
+        """Serve like `LLM.serve`; raises `RuntimeError` if it would block a running event loop."""
         if blocking and asyncio._get_running_loop() is not None:
             raise RuntimeError(
                 "serve() inside a running event loop would stop it until the server ends: call "
@@ -303,7 +303,7 @@ class LLM:
         on_error: OnError = "raise",
         **fields: Any,
     ) -> Samples:
-        """As `AsyncLLM.generate`, but always a list. Ctrl-C ends the requests."""
+        """Sample like `AsyncLLM.generate`, but always return a list. Ctrl-C ends the requests."""
         results = self._run(
             self._inner.generate(prompts, sampling_params, priority=priority, timeout_s=timeout_s, on_error=on_error)
         )

@@ -237,7 +237,7 @@ class Requests:
 
 
 class LLMRequests:
-    """What `AsyncLLM` and `JobLLM` have in common: requests, properties of the engine, and HTTP in front of it.
+    """Common part of `AsyncLLM` and `JobLLM`: requests, properties of the engine, and HTTP in front of it.
 
     Attributes:
         loop: the private event loop on its thread.

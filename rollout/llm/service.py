@@ -88,7 +88,7 @@ class JobRequests:
         listener: Listener,
         **options: Any,
     ) -> None:
-        """As `Service.open_group`; `options` of `ClientSession.submit`."""
+        """Open a group like `Service.open_group`; `options` of `ClientSession.submit`."""
         self.refuse_when_over()
         self._groups[number] = None
         try:

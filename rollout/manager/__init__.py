@@ -1,1 +1,1 @@
-"""What a training loop holds: `RolloutManager`, its rounds, groups, checkpoint and telemetry."""
+"""Objects of a training loop: `RolloutManager`, its rounds, groups, checkpoint and telemetry."""

@@ -19,7 +19,7 @@ from rollout.sampling_params import SamplingParams
 
 
 class Backend(Protocol):
-    """Where a manager's groups are computed. Methods with a body do what is right without other ranks."""
+    """Place in which a manager's groups are computed. Methods with a body do what is right without other ranks."""
 
     @property
     def next_group_id(self) -> int:

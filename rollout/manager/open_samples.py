@@ -94,7 +94,7 @@ class OpenSamples:
             raise
 
     def open(self, tokens: list[int], params: SamplingParams, on_end: OnEnd, owner: Hashable = None) -> OpenSample:
-        """As `completion`, for any thread."""
+        """Sample like `completion`, from any thread."""
         sample = OpenSample(tokens, params, on_end, owner)
         with self._changed:
             self._arrived.append(sample)

@@ -287,7 +287,7 @@ class FollowerLoop(RunLoop):
 
 
 def _error_of(name: str, message: str) -> BaseException:
-    """What the first rank has raised."""
+    """Return the error that the first rank raised."""
     if name == "KeyboardInterrupt":
         return KeyboardInterrupt()
     kind = getattr(errors, name, None)

@@ -79,7 +79,7 @@ class StalenessPacer:
 
 
 class Rounds:
-    """What the calls of one manager share.
+    """State that the calls of one manager share.
 
     Attributes:
         loop: steps the engine until a goal is reached.

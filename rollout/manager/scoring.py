@@ -183,7 +183,7 @@ def rewards_of(requests: Sequence[DynamicInferenceRequest], reward: Reward) -> l
     """Rewards of a group's samples; None of those that failed.
 
     Raises:
-        ValueError: there are not as many rewards as samples, or one is no finite number.
+        ValueError: there are not as many rewards as samples, or one is not a finite number.
     """
     sound = [request for request in requests if request.error is None]
     try:

@@ -92,7 +92,7 @@ class MetricsRecorder:
     """Thread-safe recorder of the metrics in `METRICS`; `snapshot` returns them as one flat dict.
 
     A name that is not in the table raises `KeyError` with the closest names; the wrong method for a metric's kind raises
-    `TypeError` with the right one. Memory use is bounded, also when no snapshot is ever taken.
+    `TypeError` with the right one. Memory use is bounded even if no snapshot is ever taken.
 
     Args:
         clock: monotonic clock, in seconds.

@@ -1,4 +1,4 @@
-"""What a manager does around weight updates: pause, suspend, resume, and the announcement of new weights."""
+"""Actions of a manager around weight updates: pause, suspend, resume, and the announcement of new weights."""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ _switching = threading.Lock()
 
 
 class EngineTap:
-    """Where one engine reports; `log` is None while nothing is recorded.
+    """Report of one engine; `log` is None while nothing is recorded.
 
     Args:
         clock: the engine's, for its events and steps.

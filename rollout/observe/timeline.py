@@ -167,7 +167,7 @@ def _sample(pid: int, tid: int, life: Life, held: list[tuple[float, float]], bas
 
 
 def _held(log: EngineLog, around: Iterable[Span], end: float) -> list[tuple[float, float]]:
-    """Where samples that have KV make no tokens: the engine is paused or suspended, or its manager is in another phase."""
+    """Spans in which samples with KV make no tokens: the engine is stopped, or its manager is in another phase."""
     found = [(span.start, span.end) for span in around if span.args.get("phase") not in (None, "generate")]
     for (time, state), (until, _) in zip(log.states, [*log.states[1:], (end, "")], strict=True):
         if state != "running":
@@ -299,7 +299,7 @@ def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"{str(path)!r}: cannot be read as a trace: {exc}") from exc
     about = trace.get("otherData") if isinstance(trace, dict) else None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise ConfigError(f"{str(path)!r}: is no trace of this package ({FORMAT}); rollout.trace() writes them")
+        raise ConfigError(f"{str(path)!r}: is not a trace of this package ({FORMAT}); rollout.trace() writes them")
     return dict(trace)
 
 

@@ -127,7 +127,7 @@ def member_of(kind: type[Enum]) -> Codec:
     """Codec of an enum member, by value."""
 
     def decode(value: Any) -> Enum:
-        # True == 1, but a bool is no member's value
+        # True == 1, but a bool is not the value of a member
         if type(value) not in (int, str):
             refuse(kind.__name__, value, f"one of {[member.value for member in kind]}")
         try:

@@ -143,7 +143,7 @@ def _one(item: object, name: str) -> Prompt:
 
 
 def _kind(items: list[Any], name: str) -> str | None:
-    """What the items are, all of them; None: there is none."""
+    """Return the kind that all items have; None: there are no items."""
     first = None
     for position, item in enumerate(items):
         kind = _kind_of(item)

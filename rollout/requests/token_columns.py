@@ -24,7 +24,7 @@ IntArray = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class KeptTokens:
-    """For each of G sampled tokens, the ids that top_k, top_p and min_p left to draw it from, flat.
+    """Ids for each of G sampled tokens that top_k, top_p and min_p left to draw it from, flat.
 
     Ids of a token ascend and include the token itself.
     """

@@ -162,7 +162,7 @@ async def body_of(serving: Serving, request: Request, model: type[Model]) -> Mod
 
 
 async def body_or_default(serving: Serving, request: Request, model: type[Model]) -> Model:
-    """As `body_of`, for a request whose body may be left out."""
+    """Read a body like `body_of`, for a request whose body may be left out."""
     return await body_of(serving, request, model) if await request.body() else model()
 
 

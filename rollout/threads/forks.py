@@ -1,5 +1,6 @@
-"""What a forked child closes: other processes notice the end of this one only when the last copy of a socket is closed.
+"""Resources that a forked child closes.
 
+Other processes notice the end of this one only when the last copy of a socket is closed.
 A worker of a data loader or of a process pool is forked with all sockets open, and may outlive this process.
 """
 

@@ -178,7 +178,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(folders: di
         ({"base_model.model.lm_head.lora_A.weight": one}, "it is the output layer"),
         ({"base_model.model.model.lora_A.weight": one}, "it is Qwen3Model"),
         ({"base_model.model.model.layers.9.lora_A.weight": one}, "there is no such module"),
-        ({"base_model.model.model.embed_tokens.lora_embedding_A": one}, "is no lora_A or lora_B"),
+        ({"base_model.model.model.embed_tokens.lora_embedding_A": one}, "is not a lora_A or lora_B"),
         ({}, "is empty"),
     )):  # fmt: skip
         folder = Path(spoiled(folders["a"], tmp_path / str(number)))

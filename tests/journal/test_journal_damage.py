@@ -287,12 +287,12 @@ def test_a_lock_that_is_a_link_or_a_pipe_is_refused_and_what_it_leads_to_is_not_
     folder.mkdir()
     precious.write_text("mine")
     (folder / "lock").symlink_to(precious)
-    with pytest.raises(EngineStateError, match="no regular file"):
+    with pytest.raises(EngineStateError, match="not a regular file"):
         Journal(folder)
     assert precious.read_text() == "mine"
     (folder / "lock").unlink()
     os.mkfifo(folder / "lock")
-    with pytest.raises(EngineStateError, match="no regular file"):
+    with pytest.raises(EngineStateError, match="not a regular file"):
         Journal(folder)
 
 

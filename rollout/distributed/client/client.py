@@ -366,7 +366,9 @@ class InferenceClient:
         if self._greeting is None or self._greeting.done():
             self._session.receive(message)
         elif not isinstance(message, wire.ConnectAck):
-            raise SerializationError(f"{type(message).__name__} arrived where ConnectAck must: that is no coordinator")
+            raise SerializationError(
+                f"{type(message).__name__} arrived instead of ConnectAck: this is not a coordinator"
+            )
         else:
             mismatch = wire.version_mismatch(message.protocol_version, wire.PROTOCOL_VERSION)
             if mismatch is not None:

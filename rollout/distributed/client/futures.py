@@ -241,12 +241,12 @@ class RequestStream:
 
     @property
     def request_id(self) -> int:
-        """As in the results; what `abort` takes."""
+        """Id of the request, as in the results and in `abort`."""
         return self.future.request_id
 
     @property
     def prompt(self) -> str | None:
-        """As in the results."""
+        """Index of the sample, as in the results."""
         return self.future.prompt
 
     @property

@@ -59,7 +59,7 @@ class OpenGroup:
     on_done: Callable[[OpenGroup], object] = noop
     """Called when the group has ended or failed."""
     images: ImageInputs | None = None
-    """Of the prompt."""
+    """Value of the prompt."""
     keyed: bytes = b""
     """The prompt as its block hashes are made, if it has images."""
     _tokens: PartialGroup = field(default_factory=PartialGroup)

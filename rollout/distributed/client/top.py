@@ -36,7 +36,7 @@ RANK_COLUMNS = ("rank", "state", "version", "running", "waiting", "assigned", "t
 
 @dataclass(frozen=True)
 class View:
-    """What one look at a job has found.
+    """One observation of a job.
 
     Attributes:
         at: seconds, monotonic.

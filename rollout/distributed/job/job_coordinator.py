@@ -153,7 +153,7 @@ class JobCoordinator:
         self._incarnation += 1
 
     def client(self, name: str, control_timeout_s: float) -> InferenceClient:
-        """A client of the current coordinator that is no member of the job: no barrier waits for it. Not started yet."""
+        """A client of the current coordinator that is not a member of the job: no barrier waits for it. Not started yet."""
         return InferenceClient(self.address, name=name, keys=self.keys, control_timeout_s=control_timeout_s)
 
     @property

@@ -26,7 +26,7 @@ from rollout.engine.parts.explain import usable_cores
 from rollout.errors import EngineDeadError
 
 JOIN_TIMEOUT = timedelta(hours=1)
-"""For all ranks to load their models."""
+"""Seconds that all ranks have to load their models."""
 POLL_S = 0.05
 END_TIMEOUT_S = 30.0
 """Seconds that the ranks have to end by themselves."""

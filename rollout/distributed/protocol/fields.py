@@ -1,6 +1,6 @@
 """Base class of messages, and the checked types of their fields, which are used as annotations.
 
-Checks use `type()` and not `isinstance()`: True is no integer on the wire.
+Checks use `type()` and not `isinstance()`: True is not an integer on the wire.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Assign(Message):
     known: Stretches
     """Tokens computed by earlier ranks, in order; generation continues after them."""
     images: wire.Blob = b""
-    """As submitted."""
+    """Value that was submitted."""
 
 
 @message(23, "rank → coordinator")
@@ -244,7 +244,7 @@ class Control(Message):
     call_id: wire.Count
     signal: wire.Signal
     argument: wire.Argument
-    """Of `suspend`: the KV mode, or None for each engine's own. Of `set_version`: the version."""
+    """Argument of the call: for `suspend` the KV mode, or None for each engine's own; for `set_version` the version."""
     timeout_s: wire.Seconds
 
 

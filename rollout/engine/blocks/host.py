@@ -108,7 +108,7 @@ class HostCache:
     def find_tail(
         self, variant: Hashable, chain: int, before: bytes, tokens: IntArray, *, whole: bool
     ) -> tuple[HostBlock | None, int]:
-        """As `PrefixIndex.find_tail`, of the tails here: (tail, leading tokens in common)."""
+        """Find a tail, like `PrefixIndex.find_tail`, among the tails here: (tail, leading tokens in common)."""
         best, most = None, 0
         for tail in self._found.get((variant, chain, False), ()):
             width = min(len(tail.tokens), len(tokens))

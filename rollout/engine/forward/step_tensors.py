@@ -80,7 +80,7 @@ def sample_step(
 def prompt_spans(
     step: ScheduledStep, packed: PagedRows, wanted: Rows[Sequence]
 ) -> list[tuple[Sequence, NDArray[np.int64]]]:
-    """For each sequence that wants prompt log-probs, the packed positions whose successor is a prompt token."""
+    """Return for each sequence that wants prompt log-probs the packed positions whose successor is a prompt token."""
     spans = []
     for entry, sequence in enumerate(step.prefills, step.num_decodes):
         if sequence in wanted:

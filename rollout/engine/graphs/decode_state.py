@@ -33,7 +33,7 @@ class DecodeInputs:
     seen: Tensor
     """[B] int32, the last position that a row attends to, its own; -1 in padding."""
     groups: list[tuple[Tensor, Tensor]]
-    """For each group of layers: [B] int32 slot mapping, -1 in padding; [B, columns] int32 block tables."""
+    """Tensors of each group of layers: [B] int32 slot mapping, -1 in padding; [B, columns] int32 block tables."""
     parts: DecodeParts
     """Parts of the keys of each row, for the Triton kernels."""
 

@@ -33,7 +33,7 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, eq=False)
 class AttendedRows:
-    """What each query of a batch attends to: R rows with P queries packed one row after the other, on the device."""
+    """Keys that each query of a batch attends to: R rows with P queries packed one row after the other, on the device."""
 
     table: Tensor
     """[R, width] int32, block ids."""
@@ -57,8 +57,8 @@ def require(device: torch.device, vocabulary: int) -> None:
     """
     if vocabulary > 1024 and vocabulary % 4:
         raise UnsupportedModelError(
-            f"exact mode on {device}: the vocabulary of {vocabulary:,} is no multiple of 4, and torch's log-softmax of such "
-            "a row depends on its place in memory; pad it: model.resize_token_embeddings(n, pad_to_multiple_of=4)"
+            f"exact mode on {device}: the vocabulary of {vocabulary:,} is not divisible by 4, and torch's log-softmax of "
+            "such a row depends on its place in memory; pad it: model.resize_token_embeddings(n, pad_to_multiple_of=4)"
         )
     try:
         _try_out(device)

@@ -238,7 +238,7 @@ def attend(
                 seen = seen & (key[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
             higher = tl.maximum(part_peak, tl.max(scores, 1))
-            # Of a row that has seen no key, minus infinity minus itself would be NaN.
+            # For a row without a key, minus infinity minus itself would be NaN.
             base = tl.where(higher == float("-inf"), 0.0, higher)
             fading = tl.exp2(part_peak - base)
             weights = tl.exp2(scores - base[:, None])

@@ -29,7 +29,7 @@ from rollout.engine.kernels.decode_parts import DecodeParts, num_splits
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 MIN_HEAD_DIM, MAX_HEAD_DIM, MAX_GROUP = 16, 512, 64
 PROGRAMS = 32
-"""Of a decode launch, for each processor of the device: a multiple of what runs at a time, so that none waits for the last
+"""Programs of a decode launch per processor: a multiple of what runs at a time, so that none waits for the last
 program of another, and few enough that starting those without work costs little."""
 _MERGED_AT_ONCE = 8
 _LOG2_E = math.log2(math.e)

@@ -193,7 +193,7 @@ class BlockPool:
         if blocks is not None:
             targets[~np.isin(self._saved, blocks)] = -1
         kept = np.flatnonzero(targets >= 0)
-        # From here on blocks go by their new ids, also if a copy fails and routes are still read from the host.
+        # From here on blocks have their new ids, even if a copy fails and routes are still read from the host.
         self._saved = targets
         if (transfer := self._transfer()) is not None:
             transfer.restore(self._parts, targets.astype(np.int64), self._host.chunks)

@@ -1,1 +1,1 @@
-"""What a model's own forward needs: support, masks, attention, recurrent layers, routers, adapters."""
+"""Parts of a model's own forward: support, masks, attention, recurrent layers, routers, adapters."""

@@ -103,7 +103,7 @@ def read_adapter(model: nn.Module, folder: str | PathLike[str]) -> LoraAdapter:
     for name, tensor in tensors.items():
         found = _TENSOR.fullmatch(name)
         if found is None:
-            raise ConfigError(f"{where}: {name!r} is no lora_A or lora_B of a linear layer; train such layers alone")
+            raise ConfigError(f"{where}: {name!r} is not a lora_A or lora_B of a linear layer; train such layers alone")
         pairs.setdefault(found["module"], {})[found["part"]] = tensor
     if not pairs:
         raise ConfigError(f"{where}: {WEIGHTS} is empty")

@@ -94,7 +94,7 @@ class ModelLayout:
 
     @property
     def masks(self) -> tuple[object, ...]:
-        """What the masks of the attention layers let a query see."""
+        """Keys that the masks of the attention layers let a query attend to."""
         return self.layer_of, self.mask_windows, self.chunks, [(call.window, call.chunk) for call in self.calls]
 
     def groups(self, length: int) -> LayerGroups:

@@ -59,7 +59,7 @@ class ImageItem:
 
 @dataclass(frozen=True, eq=False)
 class StepImages:
-    """What the images of a step's sequences change in its forward; P packed positions.
+    """Changes that the images of a step's sequences make in its forward; P packed positions.
 
     Attributes:
         index: [I] packed positions that an image's embedding stands at.

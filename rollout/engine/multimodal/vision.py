@@ -217,7 +217,7 @@ class Vision:
     def of_step(
         self, step: ScheduledStep, table: SequenceTable, offsets: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> StepImages | None:
-        """What images change in the forward of a step; None: nothing. The caller has gradients off.
+        """Return the changes that images make in the forward of a step; None: none. The caller has gradients off.
 
         Args:
             offsets: [R + 1], offsets of the rows in the packed positions.

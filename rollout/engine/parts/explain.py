@@ -93,7 +93,7 @@ class KVPart:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the engine runs on; None: the system does not tell."""
+    """Machine of the engine; None: the system does not say."""
 
     processor: str
     cores: float
@@ -125,7 +125,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What an engine does with its model on this machine. `str()` is a page of text, `as_dict()` plain values.
+    """Report of what an engine does with its model on this machine. `str()` is a page of text, `as_dict()` plain values.
 
     Attributes:
         compiler: compiler and file of the CPU kernels, or why there are none; empty on other devices.

@@ -131,7 +131,7 @@ def token_logprobs(
     kernel = cpu_draw.load() if not (k or exact) and cpu_draw.serves(logits) else None
     if kernel is not None:
         divisor = torch.ones(len(logits), device="cpu") if temperature is None else temperature
-        # Of a greedy row, nothing is drawn.
+        # A greedy row draws nothing.
         greedy, unused = torch.ones_like(divisor, dtype=torch.bool), torch.zeros_like(targets)
         _, peak, log_sum, *_ = kernel(logits, divisor, greedy, unused, unused)
         chosen = logits.gather(1, targets[:, None])[:, 0].float() / divisor
@@ -167,7 +167,7 @@ def _joined(parts: Sequence[tuple[Tensor | None, ...]]) -> tuple[Any, ...]:
 
 
 class _Wanted(NamedTuple):
-    """What all rows of a call return besides tokens and log-probs."""
+    """Results of all rows of a call besides tokens and log-probs."""
 
     top_n: int
     kept: bool

@@ -254,7 +254,7 @@ class BlockTables:
         return True
 
     def _behind(self, sequence: Sequence, hashes: list[int], count: int) -> tuple[int, IntArray, bool]:
-        """For a tail behind the first `count` blocks of a prompt: their hash, tokens it may have, and if only as a whole."""
+        """Return the hash of the first `count` blocks, the tokens a tail may have, and whether it must be whole."""
         start, size = count * self.table.block_size, self.table.block_size
         chain = hashes[count - 1] if count else chain_root(sequence.request.sampling_params.prefix_share)
         tokens = sequence.tokens[start : min(start + size, len(sequence.tokens) - 1, max(start, sequence.reusable))]

@@ -225,7 +225,7 @@ class DraftBudget:
 
 @dataclass(eq=False)
 class _Outlook:
-    """What is remembered of a sequence."""
+    """History of a sequence."""
 
     prompt: int
     """Hash of its prompt."""

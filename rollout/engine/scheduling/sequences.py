@@ -429,7 +429,7 @@ class SequenceTable:
                 request.routing_indices = self.read_routes(self._first_pages(row), known, stop)
 
     def _first_pages(self, row: int) -> IntArray:
-        """Where the first group of layers has the blocks of a row, expert routes among them."""
+        """Places of the blocks of a row in the first group of layers, expert routes among them."""
         first: IntArray = self._pages.page_of[self.held(row), 0]
         return first
 

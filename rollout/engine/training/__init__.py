@@ -1,1 +1,1 @@
-"""What the trainer's forward uses: prefix trees, replayed routes, exact mode."""
+"""Parts of the trainer's forward: prefix trees, replayed routes, exact mode."""

@@ -1,4 +1,4 @@
-"""What exact mode serves: models of the fused forward without adapters, by C++ kernels on a CPU and Triton's on CUDA."""
+"""Scope of exact mode: models of the fused forward without adapters, by C++ kernels on a CPU and Triton's on CUDA."""
 
 from __future__ import annotations
 

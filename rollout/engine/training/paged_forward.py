@@ -62,7 +62,7 @@ def run_exactly(runner: ModelRunner, length: int, graphed_rows: int, asked: bool
     block_bytes = {part[0].numel() * part.element_size() for part in cache.layer(0)}
     if any(size % 16 for size in block_bytes):
         raise UnsupportedModelError(
-            f"InferenceConfig.exact=True: a KV block of {max(block_bytes)} bytes is no multiple of 16; make "
+            f"InferenceConfig.exact=True: a KV block of {max(block_bytes)} bytes is not a multiple of 16; make "
             f"block_size_tokens={cache.block_size} a multiple of 8"
         )
     forward = PagedForward(runner.model, runner.layout, cache, paged, length)

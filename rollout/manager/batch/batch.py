@@ -95,10 +95,10 @@ class RolloutBatch:
     """One per sample, merged: as if never interrupted."""
 
     policy_version: int
-    """Of the weights when the batch was made: what staleness is measured against."""
+    """Policy version when the batch was made; staleness is measured against it."""
 
     pad_token_id: int
-    """What `input_ids` holds on padding."""
+    """Token id of padding in `input_ids`."""
 
     input_ids: Tensor
     """int64 [N, T]: prompt and completion."""

@@ -62,7 +62,7 @@ def _log_sums(logits: Tensor, scale: float) -> Tensor:
 
 
 class _Selected(torch.autograd.Function):
-    """Saves the logits and a log-sum-exp per row; the backward makes the softmax anew, chunk by chunk."""
+    """Saves the logits and a log-sum-exp per row; the backward computes the softmax again, chunk by chunk."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, positions: Tensor, tokens: Tensor, scale: float) -> Tensor:
@@ -166,7 +166,7 @@ def kept_sets(rows: Sequence[DynamicInferenceRequest], columns: int) -> KeptSets
 
 
 def no_sets(like: Tensor) -> KeptSets:
-    """Of tokens [N, T] all of which could be any of the vocabulary."""
+    """Kept tokens for [N, T] tokens drawn from the whole vocabulary."""
     return KeptSets(like.new_zeros(0, dtype=torch.int32), torch.zeros_like(like, dtype=torch.int32))
 
 

@@ -159,7 +159,7 @@ class BatchImages:
         return replace(packed, attention_mask=torch.cat([packed.attention_mask, lasts[None, None, None]], dim=2))
 
     def packed(self, flat: Callable[[Tensor, int], Tensor], position_ids: Tensor, ends: Tensor) -> dict[str, Tensor]:
-        """What images change in the forward of all rows end to end: arguments beside the tokens, or in place of positions.
+        """Return the arguments that images add to a forward of all rows end to end, or that replace positions.
 
         Args:
             flat: [N, T] to [L], with a value for what lies behind the last row.
@@ -191,7 +191,7 @@ class BatchImages:
         return inputs
 
     def _mark(self, input_ids: Tensor, numbers: Sequence[int]) -> list[int]:
-        """For each row the first row that has the same images after the same tokens, up to the last placeholder."""
+        """Return for each row the first row that has the same images after the same tokens, up to the last placeholder."""
         known: dict[Any, int] = {}
         first_of: list[int] = []
         digest, before = b"", None

@@ -1,4 +1,4 @@
-"""Log-probs, entropies and likeliest tokens of given sequences by the engine: `RolloutManager.score`, `rollout.score`."""
+"""Log-probs, entropies and most likely tokens of given sequences by the engine: `RolloutManager.score`, `rollout.score`."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class TokenScores:
     asked for."""
 
     top_ids: Tensor | None
-    """int64 [N, T, k], likeliest first; -1 outside of `mask`. None: not asked for."""
+    """int64 [N, T, k], most likely first; -1 outside of `mask`. None: not asked for."""
 
     top_logprobs: Tensor | None
     """float32 [N, T, k], of the whole vocabulary; 0 outside of `mask`. None: not asked for."""
 
     policy_version: int
-    """Of the weights that scored."""
+    """Policy version of the weights that scored."""
 
     staleness: Tensor | None
     """int32 [N, T]: weight updates between the sampling of a token and its score; 0 outside of `mask`. None: not of a batch
@@ -169,7 +169,7 @@ def _just_enough(plan: _Plan) -> InferenceConfig:
 
 @dataclass(eq=False)
 class _Plan:
-    """What is asked of which sequences, and the results so far."""
+    """Requested scores of each sequence, and the results so far."""
 
     tokens: list[list[int]]
     mask: NDArray[np.bool_]

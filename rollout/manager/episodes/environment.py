@@ -18,9 +18,9 @@ from rollout.requests.request import DynamicInferenceRequest
 
 
 class Environment(Protocol):
-    """One episode's environment, made anew for each; methods may be coroutines.
+    """Environment of one episode; methods may be coroutines.
 
-    A method that is no coroutine runs on a pool thread, so that one that blocks delays no other episode. A method
+    A method that is not a coroutine runs on a pool thread, so that one that blocks delays no other episode. A method
     `close()`, where there is one, is called at the end, however the episode ends.
 
     After a restart a method `restore(task, answered)`, where there is one, is called in place of `reset`: it brings the
@@ -121,7 +121,7 @@ def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: i
 
 
 def name_of(environment: EnvironmentFactory | Play) -> str:
-    """By which a checkpoint names an environment."""
+    """Return the name of an environment in a checkpoint."""
     name: str = getattr(environment, "__qualname__", type(environment).__qualname__)
     return name
 

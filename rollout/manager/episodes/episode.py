@@ -25,7 +25,7 @@ Sample = Callable[[Prompt, SamplingParams], Awaitable[DynamicInferenceRequest]]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an environment answers to a completion."""
+    """Answer of an environment to a completion."""
 
     observation: str | Sequence[int] = ()
     """Appended to the history, behind the completion; text is tokenised without special tokens. Never trained on."""
@@ -227,5 +227,5 @@ class EpisodeGroup:
 
     @property
     def task(self) -> Any:
-        """What `run` was given."""
+        """Task that `run` was given."""
         return self.episodes[0].task

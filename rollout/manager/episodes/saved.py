@@ -39,7 +39,7 @@ class SavedEpisode:
     answers: list[StepResult]
     """To the first of its turns."""
     turns: dict[int, DynamicInferenceRequest]
-    """By number, which their seeds are derived from."""
+    """Turns by number; their seeds are derived from it."""
     ended: bool
     reward: float | None
     error: str | None
@@ -56,7 +56,7 @@ class SavedGroup:
     task: Any
     params: SamplingParams
     seconds_left: float | None
-    """Of `episode_timeout_s`; None: without end."""
+    """Seconds left of `episode_timeout_s`; None: no limit."""
     episodes: list[SavedEpisode]
 
 

@@ -52,7 +52,7 @@ class ToolFormat:
     """Beginning of a reply that must be a call of the function NAME (a JSON string) or BARE (its name). Ends before a space,
     because models generate the space in one token with the text after it."""
     ending: tuple[str, ...] = ()
-    """What follows the arguments of a forced call, with white space in between."""
+    """Text that follows the arguments of a forced call, with white space in between."""
     one_call_ends_at: str = ""
     """Stop string that ends a reply after its first call and occurs in no call or text; "" if there is none."""
     call: str | None = None

@@ -264,7 +264,7 @@ class ChatRequest(SamplingBody):
     """`required`, or a function: the prompt ends with the beginning of a call, which is part of the reply's text too.
     `none`: tools are not rendered, and calls stay text. Default `auto`."""
     response_format: ResponseFormat | None = None
-    """What the content is. Constrains sampling; a reply that `max_tokens` cuts off is incomplete. Needs the server's extra
+    """Format of the content. Constrains sampling; a reply that `max_tokens` cuts off is incomplete. Needs the server's extra
     `structured`."""
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None

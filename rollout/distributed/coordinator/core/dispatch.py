@@ -369,7 +369,7 @@ def _unpacked(packed: bytes) -> list[int]:
 
 
 def share_of(params: bytes) -> str | None:
-    """`prefix_share` of packed sampling parameters, for routing; None also if they are malformed or very large."""
+    """`prefix_share` of packed sampling parameters, for routing; None if they are absent or malformed or very large."""
     # Most have none: only the others are unpacked.
     if (b"cache_salt\xc0" in params and b"adapter\xc0" in params) or len(params) > MAX_PARAMS_READ:
         return None

@@ -139,7 +139,7 @@ class TextJobs:
 
     def __init__(self, admission: Admission) -> None:
         self.pending: dict[int, PendingText] = {}
-        """By job id."""
+        """Entries by job id."""
         self._admission = admission
         self._new: list[TextJob] = []
         self._next_job = 0

@@ -136,7 +136,7 @@ class OpenRequest:
     images: bytes = b""
     """msgpack of its images' tensors, opaque here."""
     keyed: bytes = b""
-    """What block hashes are made of instead of the prompt; empty with images: they are not known."""
+    """Source of block hashes instead of the prompt; empty with images: they are not known."""
     hashes: list[int] | None = None
     """Hashes of the prompt's complete blocks, computed on first use."""
     open: set[int] = field(default_factory=set)
