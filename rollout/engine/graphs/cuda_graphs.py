@@ -288,8 +288,8 @@ class GraphedDecode:
                         _log.info("a capture was disturbed by another thread, and is repeated later: %s", why)
                         break
                     else:
-                        failed += 1
-                        _log.info("decode steps of %d rows cannot be captured: %s", rows, why)
+                        failed, wait = failed + 1, RETRY_STEPS
+                        _log.info("decode steps of %d rows cannot be captured for now: %s", rows, why)
                         if isinstance(exc, Uncapturable) or failed == min(MAX_FAILED, len(self._sizes)):
                             self._refused[precision] = why
                             break
