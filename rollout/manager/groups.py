@@ -167,7 +167,7 @@ class GroupJournal:
         if self._journal is None:
             return ""
         mark = self._journal.checkpoint(version)
-        # What a full disk kept out is in the checkpoint, or was handed out before it.
+        # A group that a full disk kept out is in the checkpoint, or was handed out before it.
         self._unwritten.clear()
         return mark
 

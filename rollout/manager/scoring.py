@@ -291,7 +291,7 @@ class Scoring:
 
             goal = ScoredGoal(rounds.groups, drawn, begin, groups, most, reward, keep, bound, discard, too_old)
             try:
-                # Where rewards are computed elsewhere, there may be nothing to step.
+                # There may be nothing to step while rewards are computed in other processes.
                 elsewhere = hasattr(reward, "submit")
                 rounds.loop.run(goal, call="generate_scored", progress=progress, timeout_s=timeout_s, patient=elsewhere)
             except (KeyboardInterrupt, SystemExit):

@@ -196,7 +196,7 @@ class FakeLLM:
         return self._stream_class(self, self._ask(prompt, sampling_params, **options), whole=interval is None)
 
     def said(self, params: SamplingParams) -> list[TextDelta]:
-        """What a stream yields: the reply token by token, then the ends of its samples."""
+        """Items of a stream: the reply token by token, then the ends of its samples."""
         tokens = list(self.reply.encode())[: params.max_tokens]
         reason = "length" if len(tokens) == params.max_tokens else "stop"
         deltas, before = [], ""
@@ -209,7 +209,7 @@ class FakeLLM:
         return [replace(delta, sample_index=index) for index in range(params.n) for delta in deltas]
 
     def sample(self, pending: FakeRequest, index: int) -> DynamicInferenceRequest:
-        """What the deltas of a sample add up to."""
+        """Sum of the deltas of a sample."""
         params, asked = pending.params, pending.params.prompt_logprobs
         nothing = TextDelta(index, "", [], [], [], finish_reason="length")
         (said,) = merged([delta for delta in self.said(params) if delta.sample_index == index] or [nothing])

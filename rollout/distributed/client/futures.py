@@ -176,7 +176,7 @@ class RequestFuture(asyncio.Future[Any]):
 
 
 Delta = TextDelta
-"""What `InferenceClient.add_request_streaming` yields; without text."""
+"""Delta that `InferenceClient.add_request_streaming` yields; without text."""
 
 
 class Readers:

@@ -238,7 +238,7 @@ class BlockTables:
         start = min(whole * size + common, len(sequence.tokens) - 1)
         count = sequence.fitting(start, min(budget, len(sequence.tokens) - start))
         need = -(-(start + count) // size) - len(found) + (tail is not None)
-        # What the first query sees of `found` in layers with a window must not make room for the others.
+        # Blocks of `found` that the first query reads in layers with a window must not make room for the others.
         seen = np.asarray(found[int(self._first_seen(start)) :], np.int32)
         seen = seen[self.pages.complete(seen)]
         self.pages.view(seen)

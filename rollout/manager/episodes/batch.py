@@ -115,7 +115,7 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
 
 
 def _kept_tokens(turns: Sequence[DynamicInferenceRequest], completion: list[int]) -> KeptTokens | None:
-    """Of a token that was not sampled, itself alone."""
+    """Return the sets of a completion; a token that was not sampled has itself alone."""
     parts, done = [], 0
     for turn in turns:
         if turn.generated_kept_tokens is None:
