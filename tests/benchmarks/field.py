@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tests.benchmarks.child import Late, NotRun, PeerFailed
+from tests.benchmarks.floors import Floor
 from tests.benchmarks.ledger import Cell, Row
 from tests.benchmarks.peers import (
     ContinuousBatching,
@@ -124,7 +125,9 @@ class Field:
 
     def race(self, workload: Workload, rows: dict[str, Row]) -> None:
         """All rounds of one workload; `rows` are by metric."""
-        runs: dict[str, Callable[[], Measured]] = {}
+        runs: dict[str, Callable[[], Measured]] = {"floor": partial(self._floor, workload)}
+        for row in rows.values():
+            row.cells["floor"] = Cell()
         for name in workload.peers:
             if name.partition(",")[0] not in self._names:
                 continue
@@ -139,6 +142,10 @@ class Field:
             if peer is not None and problem is None:
                 runs[name] = partial(self._converse, name, peer, workload)
         alternate(rows, runs, self._rules)
+
+    def _floor(self, workload: Workload) -> Measured:
+        """Measure what the machine allows, in every round: a shared machine is not the same a minute later."""
+        return Measured(Floor.measure(self.subject).of_workload(workload))
 
     def _peer(self, name: str) -> Peer | None:
         """`name`, opened at first use and warm; None where that failed, and `_absent` says why."""

@@ -1,8 +1,9 @@
 """Lower bounds of step times on this machine: bytes over measured bandwidth, multiplications over the measured rate.
 
 A decode step reads every weight once and every live key and value once, and multiplies every weight once per sequence. A
-key or value that several sequences share (a common prompt) counts once. Attention's own multiplications are left out, so a
-floor is never too high.
+key or value that several sequences share (a common prompt) counts once. Left out, so that a floor is never too high: the
+multiplications of attention, activations, norms, sampling, and all Python. Keys and values count as if they were in the same
+memory as the weights.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class Floor:
     kv_bytes_per_token: int
 
     @classmethod
-    def of(cls, subject: Subject, machine: Rates) -> Floor:
-        """Of a mixture of experts, all are read: a step of many sequences chooses nearly all."""
+    def measure(cls, subject: Subject) -> Floor:
+        """Measure it now. Of a mixture of experts, all are read: a step of many sequences chooses nearly all."""
         weights = Weights.of(subject.model)
         return cls(
-            machine=machine,
+            machine=Rates.measure(subject.model.dtype, subject.device, weights.read_bytes),
             weights=weights.multiplied,
             head=weights.head,
             weight_bytes=weights.read_bytes,

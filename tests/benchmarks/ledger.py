@@ -59,8 +59,6 @@ class Row:
 
     key: Key
     unit: str
-    floor: float | None
-    """What the machine allows, in the row's unit; None where there is no such number."""
     reference: str
     """Whose median the ratios divide."""
     cells: dict[str, Cell] = field(default_factory=dict)
@@ -69,6 +67,11 @@ class Row:
     def higher_is_better(self) -> bool:
         """Rates, not seconds."""
         return self.unit != "s"
+
+    @property
+    def floor(self) -> float | None:
+        """What the machine allows, the best of the rounds, in the row's unit; None if there is no such number."""
+        return max(self.cells["floor"].rounds, default=None) if "floor" in self.cells else None
 
     def ratio(self, peer: str) -> float | None:
         """Median of the reference / median of `peer`."""
@@ -89,9 +92,9 @@ class Ledger:
     def __init__(self) -> None:
         self.rows: dict[Key, Row] = {}
 
-    def row(self, key: Key, unit: str, floor: float | None = None, reference: str = "ours") -> Row:
+    def row(self, key: Key, unit: str, reference: str = "ours") -> Row:
         """The row of `key`, made at first use."""
-        return self.rows.setdefault(key, Row(key, unit, floor, reference))
+        return self.rows.setdefault(key, Row(key, unit, reference))
 
     def by_model(self) -> dict[tuple[str, str], list[Row]]:
         """Rows by (size, dtype)."""

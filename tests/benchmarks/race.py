@@ -30,7 +30,6 @@ from tests.benchmarks.common import parse, quiet_transformers, save
 from tests.benchmarks.field import PEERS, Field, Measured, Rules, alternate
 from tests.benchmarks.floors import Floor
 from tests.benchmarks.ledger import Cell, Key, Ledger, Row
-from tests.benchmarks.rates import Rates
 from tests.benchmarks.remote import Interpreters
 from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
 from tests.benchmarks.training_step import MODES, TrainingStep
@@ -65,12 +64,12 @@ class Race:
         workloads = self._workloads(SIZES[size]["vocab_size"])
         room = Room.of(workloads)
         subject = make_subject(size, dtype, room.longest, folder, self.options.device)
-        floor = Floor.of(subject, Rates.measure(subject.model.dtype, subject.device))
+        floor = Floor.measure(subject)
         self.floors.append({"size": size, "dtype": dtype, "parameters": subject.parameters} | floor.as_dict())
         with Field(subject, self.options.peers, room, self._interpreters, self._rules) as field:
             try:
                 for workload in workloads:
-                    field.race(workload, self._rows(subject, workload, floor))
+                    field.race(workload, self._rows(subject, workload))
             finally:
                 self.versions |= field.versions
         for workload in workloads:
@@ -86,13 +85,9 @@ class Race:
         chosen = [make for name, make in CONVERSATIONS.items() if name in self.options.workloads]
         return [each for make in chosen for each in make(vocab, self._scale, self.options.sequences)]
 
-    def _rows(self, subject: Subject, workload: Workload, floor: Floor) -> dict[str, Row]:
-        return {
-            metric: self.ledger.row(
-                Key(subject.size, subject.dtype, workload.name, workload.case, metric), "tokens/s", value
-            )
-            for metric, value in floor.of_workload(workload).items()
-        }
+    def _rows(self, subject: Subject, workload: Workload) -> dict[str, Row]:
+        key = (subject.size, subject.dtype, workload.name, workload.case)
+        return {metric: self.ledger.row(Key(*key, metric), "tokens/s") for metric in workload.metrics}
 
     def _training_step(self, subject: Subject) -> None:
         step = TrainingStep(subject, self._scale)

@@ -14,8 +14,10 @@ from torch.nn.functional import linear
 from rollout.engine.kernels import cpu_exact, cpu_library
 from tests.benchmarks.common import seconds
 
-BUFFER_BYTES, LARGE_BUFFER_BYTES = 2**28, 2**32
+LARGE_BUFFER_BYTES = 2**32
+"""Read on a GPU, whose caches hold no model."""
 SIDE, LARGE_SIDE = 2048, 8192
+COLUMNS = 1024
 
 
 @dataclass(frozen=True)
@@ -28,20 +30,42 @@ class Rates:
     """Floating point operations per second of large matrix products in the model's dtype, the fastest there is."""
 
     @classmethod
-    def measure(cls, dtype: torch.dtype, device: torch.device) -> Rates:
-        """Best of ten reads of many megabytes, and of the products in `products`; about half a second."""
+    def measure(cls, dtype: torch.dtype, device: torch.device, working_set: int) -> Rates:
+        """Best of ten reads by each of `reads`, and of the products in `products`; about half a second.
+
+        Args:
+            working_set: bytes of the weights. As many are read on a CPU: what stays in its caches is read from there.
+        """
         large = device.type == "cuda"
-        count, side = (LARGE_BUFFER_BYTES, LARGE_SIDE) if large else (BUFFER_BYTES, SIDE)
-        buffer = torch.ones(count // 4, device=device)
+        count, side = (LARGE_BUFFER_BYTES, LARGE_SIDE) if large else (working_set, SIDE)
         with torch.no_grad():
             return cls(
-                bandwidth=count / min(seconds(buffer.sum, device) for _ in range(10)),
+                bandwidth=max(
+                    size / min(seconds(run, device) for _ in range(10)) for size, run in reads(dtype, device, count)
+                ),
                 # The first of the four is for warming up.
                 matmul=max(
                     operations / min(seconds(run, device) for _ in range(4))
                     for operations, run in products(dtype, device, side)
                 ),
             )
+
+
+def reads(dtype: torch.dtype, device: torch.device, count: int) -> list[tuple[int, Callable[[], torch.Tensor]]]:
+    """Ways to read a matrix of about `count` bytes, with the bytes of each: a sum, and products with a vector."""
+    matrix = torch.ones(max(1, count // (COLUMNS * dtype.itemsize)), COLUMNS, dtype=dtype, device=device)
+    vector, size = matrix[:1].clone(), matrix.numel() * dtype.itemsize
+    made: list[tuple[int, Callable[[], torch.Tensor]]] = [
+        (size, matrix.view(torch.float32).sum),
+        (size, lambda: linear(vector, matrix)),
+    ]
+    if _has_kernels(dtype, device):
+        made.append((size, lambda: cpu_exact.linear(vector, matrix, None)))
+    return made
+
+
+def _has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and cpu_library.load() is not None
 
 
 def products(dtype: torch.dtype, device: torch.device, side: int) -> list[tuple[int, Callable[[], torch.Tensor]]]:
@@ -55,7 +79,7 @@ def products(dtype: torch.dtype, device: torch.device, side: int) -> list[tuple[
         (2 * side**3, lambda: square @ square),
         (side**3, lambda: linear(flat, flat)),
     ]
-    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and cpu_library.load() is not None:
+    if _has_kernels(dtype, device):
         made.append((side**3, lambda: cpu_exact.linear(flat, flat, None)))
     return made
 

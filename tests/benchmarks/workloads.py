@@ -43,6 +43,11 @@ class Workload:
     """Whether to report the decode alone, too: a run of one new token is subtracted. Only where all lengths are equal."""
 
     @property
+    def metrics(self) -> tuple[str, ...]:
+        """What is reported."""
+        return (ALL, DECODE) if self.decode else (ALL,)
+
+    @property
     def sequences(self) -> int:
         """Conversations side by side."""
         return len(self.turns[0].lengths)
