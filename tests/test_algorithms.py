@@ -19,6 +19,7 @@ from rollout.algorithms import (
     group_advantages,
     masked_mean,
     ratio_mask,
+    reverse_kl,
     rollout_kl,
     sequence_importance,
     staleness_mask,
@@ -304,6 +305,56 @@ def test_k3_is_right_where_exp_minus_one_would_have_lost_everything():
     torch.testing.assert_close(found[0].double(), torch.tensor(expected, dtype=torch.float64), rtol=2e-3, atol=0)
 
 
+def distilled(k: int, vocab: int = 7) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Logits of a policy [2, 5, V], all log-probs of a teacher, its top k, and a mask."""
+    generator = torch.Generator().manual_seed(k)
+    logits = torch.randn(2, 5, vocab, generator=generator, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(2, 5, vocab, generator=generator, dtype=torch.float64).log_softmax(-1)
+    values, ids = teacher.topk(k)
+    return logits, teacher, ids, values, torch.rand(2, 5, generator=generator) < 0.6
+
+
+def test_the_reverse_kl_over_all_tokens_is_that_of_the_distributions_and_so_is_its_gradient():
+    logits, teacher, ids, values, mask = distilled(7)
+    ours = logits.log_softmax(-1)
+    expected = torch.where(mask, (ours.exp() * (ours - teacher)).sum(-1), 0)
+    found = reverse_kl(logits, ids, values, mask)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-9)
+    (gradient,) = torch.autograd.grad(expected.sum(), logits, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), logits)[0], gradient, atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_the_reverse_kl_over_the_top_k_counts_all_other_tokens_as_one(k):
+    logits, teacher, ids, values, mask = distilled(k)
+    whole, found = torch.zeros(2, 5, dtype=torch.float64), reverse_kl(logits, ids, values, mask)
+    expected = torch.zeros(2, 5, dtype=torch.float64)
+    p, q = logits.softmax(-1).detach(), teacher.exp()
+    for row, column in mask.nonzero().tolist():
+        chosen = ids[row, column].tolist()
+        pairs = [(p[row, column, token], q[row, column, token]) for token in range(7)]
+        among = [pairs[token] for token in chosen]
+        rest = tuple(sum(pair[side] for token, pair in enumerate(pairs) if token not in chosen) for side in (0, 1))
+        whole[row, column] = sum(a * (a / b).log() for a, b in pairs)
+        expected[row, column] = sum(a * (a / b).log() for a, b in [*among, rest])
+    torch.testing.assert_close(found, expected)
+    assert (found <= whole + 1e-12).all()
+    (gradient,) = torch.autograd.grad(found.sum(), logits)
+    assert gradient[mask].abs().amax(-1).min() > 0
+    assert not gradient[~mask].any()
+
+
+def test_the_reverse_kl_of_bf16_logits_is_float32_and_a_teacher_without_doubt_makes_no_infinity():
+    logits = torch.zeros(1, 1, 4, dtype=torch.bfloat16, requires_grad=True)
+    found = reverse_kl(logits, torch.tensor([[[2]]]), torch.zeros(1, 1, 1), torch.ones(1, 1, dtype=torch.bool))
+    assert found.dtype == torch.float32
+    assert found.isfinite().all()
+    assert found.item() > 1
+    found.sum().backward()
+    assert logits.grad.isfinite().all()
+    assert logits.grad[0, 0].argmin() == 2
+
+
 def test_the_mean_of_nothing_is_zero():
     assert masked_mean(torch.full((2, 2), NAN), torch.zeros(2, 2, dtype=torch.bool)) == 0
 
@@ -376,6 +427,16 @@ def test_the_gradient_of_the_geometric_ratio_is_gspos():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (
+            lambda: reverse_kl(torch.ones(1, 2, 4), torch.ones(1, 2).long(), torch.ones(1, 2), torch.ones(1, 2) > 0),
+            "must be [N, T, V] and twice [N, T, k]",
+        ),
+        (
+            lambda: reverse_kl(
+                torch.ones(1, 3, 4), torch.ones(1, 2, 1).long(), torch.ones(1, 2, 1), torch.ones(1, 2) > 0
+            ),
+            "logits[..., 0] has shape [1, 3], mask [1, 2]",
+        ),
         (lambda: group_advantages(torch.ones(2, 2), torch.ones(4).long()), "rewards have shape [2, 2]: must be [N]"),
         (lambda: group_advantages(torch.ones(3), torch.ones(4).long()), "group_ids have shape [4], rewards [3]"),
         (
@@ -437,7 +498,7 @@ def stale(staleness: Tensor | None = None, **options: Any) -> Tensor:
 def test_the_package_costs_no_torch_until_a_function_is_asked_for():
     program = "import sys, rollout.algorithms as a; print('torch' in sys.modules, len(a.__all__), hasattr(a, 'ppo'))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "11", "False"]
+    assert done.stdout.split() == ["False", "12", "False"]
 
 
 def test_substituted_log_probs_have_the_value_of_one_forward_and_the_gradient_of_the_other():

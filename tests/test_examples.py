@@ -85,6 +85,17 @@ def test_the_example_over_http_runs(name: str, words: str, nursery: Nursery, tmp
 
 
 @pytest.mark.slow
+def test_the_example_of_distillation_scores_under_its_teacher_and_lowers_the_divergence(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    out = fork_example(nursery, "distill", tmp_path, "--quick", "--lessons", "40", "--steps", "40")
+    found = [float(each) for each in re.findall(r"^step +\d+: reverse KL (\d\.\d{3}) nats", out, re.MULTILINE)]
+    assert len(found) == 10, out
+    assert sum(found[-3:]) < 0.7 * sum(found[:3]), out
+    assert re.search(r"student: \d\.\d\d → \d\.\d\d right, teacher \d\.\d\d", out), out
+
+
+@pytest.mark.slow
 def test_the_example_with_verifiers_trains_on_the_tokens_and_log_probs_that_were_sampled(
     nursery: Nursery, tmp_path: Path
 ) -> None:

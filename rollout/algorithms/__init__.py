@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rollout.algorithms.importance import geometric_importance as geometric_importance
     from rollout.algorithms.importance import masked_mean as masked_mean
     from rollout.algorithms.importance import ratio_mask as ratio_mask
+    from rollout.algorithms.importance import reverse_kl as reverse_kl
     from rollout.algorithms.importance import rollout_kl as rollout_kl
     from rollout.algorithms.importance import sequence_importance as sequence_importance
     from rollout.algorithms.importance import staleness_mask as staleness_mask
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "effective_sample_size", "geometric_importance", "group_advantages", "masked_mean", "ratio_mask", "replay_logprobs",
-    "rollout_kl", "sequence_importance", "staleness_mask", "substitute", "token_importance",
+    "reverse_kl", "rollout_kl", "sequence_importance", "staleness_mask", "substitute", "token_importance",
 ]  # fmt: skip
 
 

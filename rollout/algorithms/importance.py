@@ -246,6 +246,47 @@ def rollout_kl(
     raise ValueError(f"estimator={estimator!r}: must be 'k1', 'k2' or 'k3'")
 
 
+def reverse_kl(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """KL(policy ‖ teacher) of every token, from the teacher's k likeliest tokens: the loss of on-policy distillation.
+
+        Σ p log(p / q) over the k tokens  +  p′ log(p′ / q′)
+
+    p is the policy, q the teacher, p′ and q′ their probability of all other tokens together. It equals the KL of the whole
+    vocabulary if k does, and is never above it (log-sum inequality: Cover and Thomas, "Elements of Information Theory",
+    theorem 2.7.1). Samples of the policy and this loss: Agarwal et al. 2024, "On-Policy Distillation of Language Models",
+    https://arxiv.org/abs/2306.13649.
+
+    Args:
+        logits: [N, T, V], the policy's, which predict the token at the same index. Gradients flow to them.
+        top_ids, top_logprobs: integers and floating [N, T, k] of the teacher, as `rollout.score(teacher, batch, top_k=k)`
+            returns them; with `logits[:, :-1]`, their `[:, 1:]`.
+        mask: bool [N, T] of the tokens that count.
+
+    Returns:
+        float32 [N, T], 0 where masked out.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    check_floating("logits", logits)
+    check_floating("top_logprobs", top_logprobs)
+    check_integer("top_ids", top_ids)
+    if logits.ndim != 3 or top_ids.ndim != 3 or top_ids.shape != top_logprobs.shape:
+        raise ValueError(
+            f"logits has shape {list(logits.shape)}, top_ids {list(top_ids.shape)}, top_logprobs "
+            f"{list(top_logprobs.shape)}: must be [N, T, V] and twice [N, T, k]"
+        )
+    check_mask(mask, **{"logits[..., 0]": logits[..., 0], "top_ids[..., 0]": top_ids[..., 0]})
+    ids, theirs = top_ids[mask], wide(top_logprobs[mask])
+    rows = wide(logits[mask])
+    ours = rows.gather(1, ids) - rows.logsumexp(1, keepdim=True)
+    least = torch.finfo(ours.dtype).eps
+    ours_rest, theirs_rest = (1 - each.exp().sum(1) for each in (ours, theirs))
+    ours_rest, theirs_rest = ours_rest.clamp(min=least), theirs_rest.clamp(min=least).to(ours.dtype)
+    found = (ours.exp() * (ours - theirs)).sum(1) + ours_rest * (ours_rest.log() - theirs_rest.log())
+    return torch.zeros(mask.shape, dtype=found.dtype, device=found.device).masked_scatter(mask, found)
+
+
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of `values` where `mask` is True; 0 if it is nowhere. Gradients flow to `values`.
 
