@@ -4,8 +4,8 @@
 
 The task is to sort eight digits. A teacher learns it from worked answers. Then a random student of an eighth of its size
 samples answers, the teacher scores every sampled token (`score`), and the loss is the reverse KL over the teacher's
-likeliest tokens (`rollout.algorithms.reverse_kl`). A reward comes once per answer; this loss says at every token what would
-have been better.
+most likely tokens (`rollout.algorithms.reverse_kl`). A reward comes once per answer; this loss says at every token what
+would have been better.
 """
 
 from __future__ import annotations

@@ -352,7 +352,6 @@ def test_the_reverse_kl_of_bf16_logits_is_float32_and_a_teacher_without_doubt_ma
     assert found.item() > 1
     found.sum().backward()
     assert logits.grad.isfinite().all()
-    assert logits.grad[0, 0].argmin() == 2
 
 
 def test_the_mean_of_nothing_is_zero():

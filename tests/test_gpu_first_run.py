@@ -13,7 +13,7 @@ import torch
 from tests.gpu_first_run import __main__ as first_run
 from tests.gpu_first_run import exactness, report, supervisor
 from tests.gpu_first_run.findings import Run
-from tests.gpu_first_run.gpu_tests import ROOT, gpu_tests, outcomes
+from tests.gpu_first_run.gpu_tests import ROOT, gpu_tests
 from tests.gpu_first_run.limits import LIMITS
 
 pytestmark = [
@@ -153,20 +153,6 @@ def test_what_the_time_of_a_call_does_not_reach_is_named(tmp_path: Path) -> None
     told = report.of(tmp_path)
     assert [(each["name"], each["ok"]) for each in told] == [("hangs", False), ("never", False)]
     assert "not run: the 0.2 s of this call were over" in told[1]["why"]
-
-
-def test_outcomes_are_read_of_what_pytest_printed_before_it_was_killed() -> None:
-    printed = """
-[gw1] [  3%] PASSED tests/engine/test_a.py::test_one[a b]
-[gw0] [  6%] FAILED tests/engine/test_a.py::test_two
-tests/engine/test_b.py::test_three[x] SKIPPED (needs a CUDA device)      [ 50%]
-tests/engine/test_b.py::test_four"""
-    failed = ["tests/engine/test_a.py::test_two"]
-    assert outcomes(printed) == ({"passed": 1, "failed": 1, "skipped": 1}, failed)
-    summary = (
-        "=== short test summary info ===\nFAILED tests/engine/test_a.py::test_two\nERROR tests/engine/test_c.py - no x"
-    )
-    assert outcomes(f"{printed}\n{summary}")[1] == [*failed, "tests/engine/test_c.py"]
 
 
 @pytest.mark.parametrize(

@@ -22,17 +22,10 @@ TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("48 / 2 = 24, 48 + 24 = 72\n#### 72", "72"),
-        ("#### 1 then #### 1,250", "1250"),
-        ("#### $18.50", "18.5"),
-        ("####-3.0", "-3"),
-        ("the answer is 72", None),
-        ("#### none", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "number"), [
+    ("48 / 2 = 24, 48 + 24 = 72\n#### 72", "72"), ("#### 1 then #### 1,250", "1250"), ("#### $18.50", "18.5"),
+    ("####-3.0", "-3"), ("the answer is 72", None), ("#### none", None),
+])  # fmt: skip
 def test_the_answer_is_the_number_behind_the_last_four_hashes(text: str, number: str | None) -> None:
     assert last_number(text) == number
 

@@ -247,13 +247,13 @@ def rollout_kl(
 
 
 def reverse_kl(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """KL(policy ‖ teacher) of every token, from the teacher's k likeliest tokens: the loss of on-policy distillation.
+    """KL(policy ‖ teacher) of every token, from the teacher's k most likely tokens: the loss of on-policy distillation.
 
         Σ p log(p / q) over the k tokens  +  p′ log(p′ / q′)
 
     p is the policy, q the teacher, p′ and q′ their probability of all other tokens together. It equals the KL of the whole
     vocabulary if k does, and is never above it (log-sum inequality: Cover and Thomas, "Elements of Information Theory",
-    theorem 2.7.1). Samples of the policy and this loss: Agarwal et al. 2024, "On-Policy Distillation of Language Models",
+    theorem 2.7.1). The method: Agarwal et al. 2024, "On-Policy Distillation of Language Models",
     https://arxiv.org/abs/2306.13649.
 
     Args:

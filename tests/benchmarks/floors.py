@@ -9,8 +9,7 @@ memory as the weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from tests.benchmarks.rates import Rates, Weights
 from tests.benchmarks.subject import Subject
@@ -89,10 +88,6 @@ class Floor:
         if workload.decode:
             found[DECODE] = (workload.new_tokens - workload.sequences) / self.decode(workload)
         return found
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the JSON file."""
-        return asdict(self)
 
 
 def _prefix_chains(prompts: Sequence[Sequence[int]]) -> list[set[int]]:

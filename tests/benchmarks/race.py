@@ -43,7 +43,6 @@ class Race:
         self.options = options
         self.ledger = Ledger()
         self.profiles: list[dict[str, Any]] = []
-        self.floors: list[dict[str, Any]] = []
         self.versions: dict[str, dict[str, str]] = {}
         self._interrupted = False
         self._scale = Scale(options.scale)
@@ -64,8 +63,6 @@ class Race:
         workloads = self._workloads(SIZES[size]["vocab_size"])
         room = Room.of(workloads)
         subject = make_subject(size, dtype, room.longest, folder, self.options.device)
-        floor = Floor.measure(subject)
-        self.floors.append({"size": size, "dtype": dtype, "parameters": subject.parameters} | floor.as_dict())
         with Field(subject, self.options.peers, room, self._interpreters, self._rules) as field:
             try:
                 for workload in workloads:
@@ -75,7 +72,7 @@ class Race:
         for workload in workloads:
             if workload.name == "steady" and "ours" in self.options.peers:
                 self._say(f"{size} {dtype} · profile, {workload.case}")
-                self.profiles.append(step_profile.decode_step(subject, workload, floor))
+                self.profiles.append(step_profile.decode_step(subject, workload, Floor.measure(subject)))
         if "step" in self.options.workloads:
             self._training_step(subject)
         if "startup" in self.options.workloads:
@@ -128,7 +125,6 @@ class Race:
                 "python": platform.python_version(),
             },
             "versions": self.versions,
-            "floors": self.floors,
         }
 
     @contextmanager

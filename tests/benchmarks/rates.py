@@ -90,10 +90,8 @@ class Weights:
 
     parameters: int
     """All of the model, tied ones once."""
-    parameter_bytes: int
     multiplied: int
     """Of these, what one token is multiplied by: of a mixture of experts those of the chosen ones."""
-    multiplied_bytes: int
     read_bytes: int
     """What a step of many tokens reads: of a mixture of experts all."""
     head: int
@@ -120,20 +118,16 @@ class Weights:
             head = model.get_output_embeddings()  # type: ignore[operator]
             tables.append(model.get_input_embeddings().weight)  # type: ignore[operator]
         looked_up = [each for each in tables if head is None or each is not head.weight]
-        multiplied = multiplied_bytes = 0.0
-        read_bytes = 0
+        multiplied, read_bytes = 0.0, 0
         for name, parameter in named.items():
             if any(parameter is each for each in looked_up):
                 continue
             share = chosen / experts if experts and ".experts." in name else 1.0
             multiplied += share * parameter.numel()
-            multiplied_bytes += share * parameter.numel() * parameter.itemsize
             read_bytes += parameter.numel() * parameter.itemsize
         return cls(
             parameters=sum(parameter.numel() for parameter in named.values()),
-            parameter_bytes=sum(parameter.numel() * parameter.itemsize for parameter in named.values()),
             multiplied=int(multiplied),
-            multiplied_bytes=int(multiplied_bytes),
             read_bytes=read_bytes,
             head=0 if head is None else head.weight.numel(),
         )

@@ -43,20 +43,6 @@ def _median(peer: str, cell: Cell, problems: list[str]) -> str:
     return f"{number(cell.median)} {text}".lstrip()
 
 
-def _notes_table(title: str, rows: Sequence[Row]) -> Table | None:
-    """What else was seen: prompt tokens computed, and seconds of the phases of a training step."""
-    table = Table("workload", "peer", "beside it", title=title, title_justify="left")
-    seen = set()
-    for row in rows:
-        for peer, cell in row.cells.items():
-            where = f"{row.key.workload}, {row.key.case}"
-            if cell.notes and (where, peer) not in seen:
-                seen.add((where, peer))
-                notes = ", ".join(f"{name} {number(value)}" for name, value in cell.median_notes.items())
-                table.add_row(where, peer, notes)
-    return table if seen else None
-
-
 def profile_table(profiles: Sequence[Mapping[str, Any]]) -> Table:
     """Where a decode step of ours goes, in milliseconds; the share is of a step."""
     steps = [profile for profile in profiles if profile["kind"] == "decode step"]
@@ -89,8 +75,6 @@ def show(console: Console, ledger: Ledger, profiles: Sequence[Mapping[str, Any]]
     problems: list[str] = []
     for (size, dtype), rows in ledger.by_model().items():
         console.print(_table(f"{size} {dtype}", rows, problems))
-        if (notes := _notes_table(f"{size} {dtype}, medians", rows)) is not None:
-            console.print(notes)
     for index, problem in enumerate(problems, 1):
         console.print(f"({index}) {problem}", markup=False, highlight=False, soft_wrap=True)
     if any(profile["kind"] == "decode step" for profile in profiles):
