@@ -51,14 +51,14 @@ def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = F
         return prompts
     is_array = getattr(prompts, "ndim", 0) == 2
     if (is_array or len({len(row) for row in rows}) == 1) and (found := _padded(rows, owners)):
-        message = (
-            f"{name}{found}: padding would be sampled from as part of the prompt; pass the tokenizer's whole output, "
-            "whose attention_mask tells padding apart, or ids without padding: tokenizer(texts)['input_ids']"
+        cure = (
+            "padding would be sampled from as part of the prompt; pass the tokenizer's whole output, whose attention_mask "
+            "tells padding apart, or ids without padding: tokenizer(texts)['input_ids']"
         )
         if is_array:
-            raise InvalidRequestError(message)
-        if len(rows) > 1:
-            warn_caller(message)
+            raise InvalidRequestError(f"{name}{found}: {cure}")
+        if len(rows) > 1:  # It names no row, so that Python shows it once per line of the caller.
+            warn_caller(f"{name}: a row begins or ends with the padding token: {cure}")
     return rows if is_array else prompts
 
 

@@ -82,10 +82,9 @@ def test_a_padded_tensor_without_its_mask_is_refused_everywhere_and_a_padded_lis
         asyncio.run(manager.sample(asked[2:], GREEDY))
     with pytest.raises(InvalidRequestError, match=rf"\[0\] {verb} with 6 times"):
         llm.submit({"input_ids": asked[2:]}, GREEDY)
-    with pytest.warns(UserWarning, match=words):
-        assert len(manager.generate(asked.tolist(), GREEDY)) == 3
-    with pytest.warns(UserWarning, match=words):
-        assert len(manager.generate(list(asked), GREEDY)) == 3
+    for given in (asked.tolist(), list(asked)):
+        with pytest.warns(UserWarning, match="^prompts: a row begins or ends with the padding token: .*whole output"):
+            assert len(manager.generate(given, GREEDY)) == 3
     # The cures of the message.
     assert len(manager.generate(tokenizer(TEXTS, padding=True), GREEDY)) == 3
     assert len(manager.generate(tokenizer(TEXTS)["input_ids"], GREEDY)) == 3
