@@ -38,7 +38,8 @@ def verify_model(runner: ModelRunner, room: int, all_ranks: Callable[[bool], boo
 
     This finds state that travels between positions by other ways than attention, and on a GPU wrong kernels and graphs,
     since the last token is a decode step. A graph or fused forward that differs is given up. Attention or positions that
-    are not transformers' own may differ only far into a sequence, or next to a long one, so both are compared too.
+    are not transformers' own may differ only far into a sequence, or in its beginning once it is long, so a long one is
+    compared too.
 
     Args:
         room: most tokens of a sequence.
@@ -48,34 +49,30 @@ def verify_model(runner: ModelRunner, room: int, all_ranks: Callable[[bool], boo
         UnsupportedModelError: they differ, here or on one of those ranks.
     """
     short = min(room, VERIFY_TOKENS)
-    _verify(runner, short, all_ranks)
+    _verify(runner, short, [short - short // 2], all_ranks)
     foreign = foreign_part(runner.model, runner.layout.layer_of)
     if foreign is not None and room > short:
         longest = min(room, FOREIGN_TOKENS)
-        # Recurrent layers take sequences of one length together; the other sequence takes a block.
-        if not runner.layout.states and longest >= short + runner.table.block_size:
-            _verify(runner, short, all_ranks, foreign, longest - 1)
-        _verify(runner, longest, all_ranks, foreign)
+        _verify(runner, longest, sorted({short, longest - longest // 2}), all_ranks, foreign)
 
 
 def _verify(
-    runner: ModelRunner, length: int, all_ranks: Callable[[bool], bool], foreign: str = "", beside: int | None = None
+    runner: ModelRunner, length: int, cuts: list[int], all_ranks: Callable[[bool], bool], foreign: str = ""
 ) -> None:
     if length < 2:
         return
     name, layout = type(runner.model).__name__, runner.layout
     tokens = [(7 * position + 3) % layout.vocab_size for position in range(length)]
-    cuts = [length - length // 2]
     alone = bool(layout.states) or all_ranks(runner.module.paged is not None or runner.graphs is not None)
-    if alone and length > cuts[0] + 1:
+    if alone and length > cuts[-1] + 1:
         # Recurrent layers and Triton's kernels compute a single token by other code than a chunk.
-        cuts.append(length - 1)
+        cuts = [*cuts, length - 1]
     tolerance = 2e-3 if layout.narrowest_dtype == torch.float32 else 1e-1
 
     def fine(found: float) -> bool:
         return all_ranks(found <= tolerance)
 
-    if beside is None and all_ranks(runner.graphs is not None):
+    if all_ranks(runner.graphs is not None):
         replayed = paged_logits(runner, tokens, *cuts)
         with _without(runner, "graphs") as graphs:
             apart = _relative(replayed, paged_logits(runner, tokens, *cuts))
@@ -83,11 +80,11 @@ def _verify(
             graphs.give_up(
                 f"a replayed step differs from the same forward without one by {apart:.3g} of the largest logit"
             )
-    worst = difference(runner, tokens, cuts, fine, beside)
+    worst = difference(runner, tokens, cuts, fine)
     passed = fine(worst)
     if not passed and not runner.exact and all_ranks(runner.fused is not None):
         with _without(runner, "fused") as fused:
-            rest = difference(runner, tokens, cuts, fine, beside)
+            rest = difference(runner, tokens, cuts, fine)
         if passed := fine(rest):
             fused.give_up(f"the fused forward differs from the forward by {worst:.3g} of the largest logit")
         else:
@@ -100,9 +97,8 @@ def _verify(
             "rank says by how much"
         )
     if foreign:
-        where = f"{length} tokens" if beside is None else f"{length} tokens beside a sequence of {beside + 1}"
         raise UnsupportedModelError(
-            f"{name}: {foreign} is not transformers' own, and the model's forward of {where} differs from ours by "
+            f"{name}: {foreign} is not transformers' own, and the model's forward of {length} tokens differs from ours by "
             f"{worst:.3g} of the largest logit (allowed: {tolerance:g}). The engine serves causal attention, in windows "
             "that the mask or an argument shows, and rotary positions that are the same in sequences of any length: load "
             "the model with attn_implementation='sdpa', or lower InferenceConfig.max_sequence_length to where they are the "
@@ -118,20 +114,14 @@ def _verify(
     )
 
 
-def difference(
-    runner: ModelRunner,
-    tokens: list[int],
-    cuts: Sequence[int],
-    fine: Callable[[float], bool],
-    beside: int | None = None,
-) -> float:
+def difference(runner: ModelRunner, tokens: list[int], cuts: Sequence[int], fine: Callable[[float], bool]) -> float:
     """Largest difference between the logits after `tokens`, in chunks that end at `cuts`, and the model's own.
 
     It is relative to the largest of the model's own logits (at least 1). If it is not `fine` and the model has routers, the
     model's own forward takes the routes of the chunks: two experts may score so alike that rounding decides between them.
     Then the routers' scores count too, by how much the chosen ones are lower, relative to the largest score.
     """
-    found = _relative(paged_logits(runner, tokens, *cuts, beside=beside), runner.module.own_logits(tokens))
+    found = _relative(paged_logits(runner, tokens, *cuts), runner.module.own_logits(tokens))
     if fine(found):
         return found
     chunks: list[list[Tensor]] = []
@@ -148,37 +138,24 @@ def difference(
 
 
 def paged_logits(
-    runner: ModelRunner,
-    tokens: list[int],
-    *cuts: int,
-    routes: list[list[Tensor]] | None = None,
-    beside: int | None = None,
+    runner: ModelRunner, tokens: list[int], *cuts: int, routes: list[list[Tensor]] | None = None
 ) -> Tensor:
     """[V] logits after `tokens`, in chunks that end at `cuts`, in the first blocks and state slot (all free).
 
     Args:
         routes: gets a list for each chunk, of the experts [L, k] in the order of the choices; None: they are not recorded.
-        beside: position of a token of another sequence that every forward computes too; None: it computes none.
     """
     size = runner.table.block_size
     blocks = np.arange(-(-len(tokens) // size), dtype=np.int64)
     runner.move_states([(-1, 0)])
     logits = torch.empty(0, device="cpu")
     for start, end in pairwise((0, *cuts, len(tokens))):
-        count, tables, positions, ids = end - start, blocks[None], np.arange(start, end), tokens[start:end]
-        offsets = np.array([0, count])
-        if beside is not None:
-            # Its logits are not read, so its keys may be anything.
-            width = max(len(blocks), beside // size + 1)
-            tables = np.full((2, width), len(blocks), np.int64)
-            tables[0, : len(blocks)] = blocks
-            offsets, positions, ids = np.append(offsets, count + 1), np.append(positions, beside), [*ids, 0]
-        rows = _rows(runner, offsets, positions, tables)
+        rows = _rows(runner, np.array([0, end - start]), np.arange(start, end), blocks[None])
         if routes is not None:
             routes.append([])
         with nullcontext() if routes is None else _recorded(runner, routes[-1]):
-            logits = runner.forward(np.asarray(ids, np.int64), rows, np.array([count - 1]))[0]
-    _zero(runner, blocks if beside is None else np.append(blocks, len(blocks)))
+            logits = runner.forward(np.asarray(tokens[start:end], np.int64), rows, np.array([end - start - 1]))[0]
+    _zero(runner, blocks)
     return logits.clone()
 
 
