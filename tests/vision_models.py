@@ -20,8 +20,6 @@ from transformers import (
     Gemma4Config,
     Gemma4Model,
     Idefics3Config,
-    Lfm2VlConfig,
-    LlavaNextConfig,
     MuseGlimmerConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -103,16 +101,6 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         text_config=GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}, vision_config=POOLED,
         **GEMMA4_MARKS,
     ),
-    "lfm2_vl": lambda: Lfm2VlConfig(
-        text_config=SMALL | {"model_type": "lfm2", "conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"]},
-        vision_config={"model_type": "siglip2_vision_model", "num_patches": 16} | SIGLIP, image_token_id=IMAGE,
-        projector_hidden_size=32,
-    ),
-    "llava_next": lambda: LlavaNextConfig(
-        text_config=SMALL | {"model_type": "mistral"}, image_token_index=IMAGE,
-        vision_config=SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 16, "patch_size": 8},
-        image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]],
-    ),
     "muse_glimmer": lambda: MuseGlimmerConfig(
         text_config=SMALL | {"head_dim": 12, "sliding_window": 8, "num_hidden_layers": 4}, image_token_id=IMAGE,
         video_token_id=VIDEO, out_hidden_size=128, projector_hidden_size=48,
@@ -132,7 +120,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 def make_vision_model(name: str, seed: int = 0) -> PreTrainedModel:
     """A random model whose logits are spread out, so that greedy choices are not ties."""
-    if name in ("qwen3_5", "qwen3_5_moe", "lfm2_vl"):
+    if name in ("qwen3_5", "qwen3_5_moe"):
         require_recurrent_cache()
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(CONFIGS[name](), dtype=torch.float32)
@@ -143,9 +131,6 @@ def make_vision_model(name: str, seed: int = 0) -> PreTrainedModel:
     if name == "gemma3":
         # transformers starts it at zero, which would make all images alike.
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
-    if name == "llava_next":
-        # Its tower gets hooks from transformers at its first use, after which embeddings are made anew once.
-        model.get_image_features(**picture(name, "a")[0])
     return model.train()
 
 
@@ -303,19 +288,6 @@ def picture(name: str, label: str) -> tuple[dict[str, torch.Tensor], int]:
         pixels = torch.rand(1, most, 3 * 4 * 4, generator=random)
         pixels[0, 4 * wide :] = 0
         return {"pixel_values": pixels, "image_position_ids": at}, wide
-    if name == "lfm2_vl":
-        height, width = 4, 2 * (2 + ord(label[0]) % 2)
-        mask = (torch.arange(32) < height * width).long()[None]
-        pixels = torch.randn(1, 32, 3 * 4 * 4, generator=random) * mask[..., None]
-        return {
-            "pixel_values": pixels, "spatial_shapes": torch.tensor([[height, width]]), "pixel_attention_mask": mask,
-        }, height * width // 4  # fmt: skip
-    if name == "llava_next":
-        # The whole image, and one or two rows of squares; a line ends with an embedding of its own.
-        rows = 1 + ord(label[0]) % 2
-        squares = torch.randn(1, 5, 3, 16, 16, generator=random)
-        squares[0, 1 + 2 * rows :] = 0
-        return {"pixel_values": squares, "image_sizes": torch.tensor([[16 * rows, 32]])}, 4 + 2 * rows * 5
     pixels = torch.randn(1, 3, 16, 16, generator=random)
     if name == "gemma3":
         return {"pixel_values": pixels}, 4

@@ -266,7 +266,7 @@ class Rounds:
             vision.image_token,
             family.token_types,
             tiled=family.tiled,
-            video=vision.video_token if family.serves_video else None,
+            video=vision.video_token if family.videos else None,
             bidirectional=family.bidirectional,
             recurrent=bool(self.engine.controller.layout.states),
             rotary=family.positions,

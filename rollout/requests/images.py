@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 NO_TENSORS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
 """Outputs of tokenizers and processors that are not tensors of images; token types follow from the token ids."""
 PIXELS = "pixel_values"
-SIZES = "image_sizes"
-"""Comes with `pixel_values` [images, squares, channels, height, width]."""
 TILED_DIMENSIONS = 5
 """Number of dimensions of `pixel_values` [1, tiles, channels, height, width]."""
 
@@ -54,7 +52,7 @@ class ImageInputs:
     def begins_with(self, earlier: ImageInputs) -> bool:
         """Whether the first images are those of `earlier`."""
         # Tiles of images lie along the second dimension, behind that of the batch.
-        tiled = PIXELS in self.tensors and self.tensors[PIXELS].ndim == TILED_DIMENSIONS and SIZES not in self.tensors
+        tiled = PIXELS in self.tensors and self.tensors[PIXELS].ndim == TILED_DIMENSIONS
         dim = 1 if tiled else 0
         return self.tensors.keys() >= earlier.tensors.keys() and all(
             len(part.shape) == len(self.tensors[name].shape)

@@ -18,7 +18,7 @@ from trainer_hooks.tree import attach
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
-RECURRENT = ["lfm2_vl", "qwen3_5", "qwen3_5_moe"]
+RECURRENT = ["qwen3_5", "qwen3_5_moe"]
 BIDIRECTIONAL = ["gemma3", "gemma4"]
 SAMPLED = SamplingParams(n=3, max_tokens=6, ignore_eos=True, seed=3, logit_bias=NO_MARKS)
 

@@ -101,7 +101,7 @@ def test_images_are_what_one_process_makes_of_them(nursery, tmp_path):
             for mine, like in zip(answer[name]["told"], alone[name]["told"], strict=True):
                 assert_same(mine, like)
         assert "prompts or parameters of rank 1" in answer["other"]
-        assert "placeholders of images (token 90) and no image" in answer["unfit"]
+        assert "placeholders (token 90), and its images become 0" in answer["unfit"]
 
 
 with_fsdp2 = pytest.mark.skipif(

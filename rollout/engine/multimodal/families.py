@@ -26,13 +26,11 @@ class GridFamily(Family):
     """Muse Glimmer: patches of all images in one row, a grid per image; videos likewise."""
 
     types: ClassVar[tuple[str, ...]] = ("muse_glimmer",)
-    tensors: tuple[str, ...] = (PIXELS, "image_grid_thw", VIDEO_PIXELS, "video_grid_thw")
-    required = ()
-    together: tuple[tuple[str, ...], ...] = ((PIXELS, "image_grid_thw"), (VIDEO_PIXELS, "video_grid_thw"))
-    serves_video = True
+    images: tuple[str, ...] = (PIXELS, "image_grid_thw")
+    videos: tuple[str, ...] = (VIDEO_PIXELS, "video_grid_thw")
 
     def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
-        for name, grids_name in ((PIXELS, "image_grid_thw"), (VIDEO_PIXELS, "video_grid_thw")):
+        for name, grids_name, *_ in (self.images, self.videos):
             if name in tensors:
                 yield from self._cut_patches(name, tensors[name], grids_name, tensors[grids_name])
 
@@ -66,8 +64,7 @@ class RotaryGridFamily(GridFamily):
         self.core = module_with(model, "get_rope_index")
         # Without them a model that takes them silently gives every frame a second.
         if SECONDS in inspect.signature(self.core.get_rope_index).parameters:
-            self.tensors = (*self.tensors, SECONDS)
-            self.together = (*self.together, (VIDEO_PIXELS, SECONDS))
+            self.videos = (*self.videos, SECONDS)
 
     def items(self, images: ImageInputs) -> list[ImageItem]:
         items, seconds = super().items(images), images.tensors.get(SECONDS)
@@ -118,7 +115,7 @@ class TileFamily(Family):
 
     types = ("idefics3", "smolvlm")
     tiled = True
-    tensors = (PIXELS, "pixel_attention_mask")
+    optional = ("pixel_attention_mask",)
 
     def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
         pixels = tensors[PIXELS]
@@ -142,10 +139,8 @@ class PooledFamily(Family):
     """Gemma 4: patches of an image or a frame at their places, pooled by squares; every layer has token embeddings."""
 
     types = ("gemma4",)
-    tensors = (PIXELS, "image_position_ids", VIDEO_PIXELS, "video_position_ids", FRAMES)
-    required = ()
-    together = ((PIXELS, "image_position_ids"), (VIDEO_PIXELS, "video_position_ids", FRAMES))
-    serves_video = True
+    images = (PIXELS, "image_position_ids")
+    videos = (VIDEO_PIXELS, "video_position_ids", FRAMES)
     token_types = "mm_token_type_ids"
     bidirectional_in_windows = True
 
@@ -166,7 +161,7 @@ class PooledFamily(Family):
 
     def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
         if PIXELS in tensors:
-            for patches, at, count in self._pictures(tensors, PIXELS, "image_position_ids"):
+            for patches, at, count in self._pictures(tensors, *self.images):
                 yield {PIXELS: patches[None], "image_position_ids": at[None]}, count
         if VIDEO_PIXELS not in tensors:
             return
@@ -215,66 +210,12 @@ class PooledFamily(Family):
             yield patches[real], at[real], count
 
 
-class ShapedFamily(Family):
-    """LFM2-VL: tiles of patches, each with its height and width in patches, filled up to the most patches."""
-
-    types = ("lfm2_vl",)
-    tensors = required = (PIXELS, "spatial_shapes", "pixel_attention_mask")
-
-    def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
-        pixels, shapes, mask = (tensors[name] for name in self.tensors)
-        factor = self.config.downsample_factor
-        if pixels.ndim != 3 or shapes.shape != (len(pixels), 2) or mask.shape != pixels.shape[:2]:
-            raise self._wrong_shapes(tensors, "[tiles, patches, width], [tiles, 2] and [tiles, patches]")
-        for patches, shape, real in zip(pixels, shapes, mask.bool(), strict=True):
-            height, width = shape.tolist()
-            if height * width != int(real.sum()) or height % factor or width % factor or not height * width:
-                raise InvalidRequestError(
-                    f"spatial_shapes of {height} x {width} for a tile of {int(real.sum())} patches: must be their "
-                    f"number, and multiples of {factor}"
-                )
-            ones = mask.new_ones(height * width)
-            inputs = {PIXELS: patches[real], "spatial_shapes": shape, "pixel_attention_mask": ones}
-            yield {name: value[None] for name, value in inputs.items()}, height * width // factor**2
-
-
-class AnyResolutionFamily(Family):
-    """LLaVA-NeXT: an image as a whole and cut into squares, whose embeddings are packed in rows with line ends."""
-
-    types = ("llava_next",)
-    tensors = required = (PIXELS, "image_sizes")
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.core = module_with(model, "multi_modal_projector")
-
-    def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
-        pixels, sizes = tensors[PIXELS], tensors["image_sizes"]
-        side = self.config.vision_config.image_size
-        if pixels.ndim != 5 or pixels.shape[2:] != (3, side, side) or sizes.shape != (len(pixels), 2):
-            raise self._wrong_shapes(tensors, f"[images, squares, 3, {side}, {side}] and [images, 2]")
-        functions: Any = inspect.getmodule(type(self.core))
-        length = (side // self.config.vision_config.patch_size) ** 2
-        for squares, size in zip(pixels, sizes, strict=True):
-            needed = functions.image_size_to_num_patches(size, self.config.image_grid_pinpoints, side)
-            if len(squares) < needed:
-                raise InvalidRequestError(
-                    f"{PIXELS} of {len(squares)} squares for an image of {size.tolist()}: must be at least {needed}"
-                )
-            packed, _ = self.core.pack_image_features(
-                [torch.zeros(needed, length, 1)], size[None], self.config.vision_feature_select_strategy, torch.zeros(1)
-            )
-            yield {PIXELS: squares[None, :needed], "image_sizes": size[None]}, len(packed[0])
-
-
 def _first(config: Any, *names: str, default: int = 0) -> int:
     """The first of these attributes that a configuration has."""
     return next((int(value) for name in names if (value := getattr(config, name, None)) is not None), default)
 
 
-FAMILIES: tuple[type[Family], ...] = (
-    RotaryGridFamily, GridFamily, CropFamily, PooledFamily, TileFamily, ShapedFamily, AnyResolutionFamily,
-)  # fmt: skip
+FAMILIES: tuple[type[Family], ...] = (RotaryGridFamily, GridFamily, CropFamily, PooledFamily, TileFamily)
 
 
 def family_of(model: nn.Module) -> Family | None:

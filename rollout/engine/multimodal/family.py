@@ -16,16 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rollout.errors import InvalidRequestError, SerializationError
-from rollout.requests import codec
-from rollout.requests.codec import INT_ARRAY, TENSOR, TENSORS, refuse
+from rollout.errors import InvalidRequestError
 from rollout.requests.images import PIXELS, ImageInputs, digest_of
 
 VIDEO_PIXELS = "pixel_values_videos"
 Cut = tuple[dict[str, Tensor], int]
 """The tower's arguments for an item, and the number of its embeddings."""
-_SEEN = codec.optional(INT_ARRAY)
-_FIELDS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,21 +36,6 @@ class ImageItem:
     """Digest of the inputs, and of what else its positions depend on."""
     video: bool = False
     """Whether its placeholders are a video's."""
-
-    def serialize(self) -> list[Any]:
-        """Plain values for msgpack."""
-        return [TENSORS.encode(self.inputs), self.count, self.digest, self.video]
-
-    @classmethod
-    def deserialize(cls, plain: Any) -> ImageItem:
-        """The inverse of `serialize`.
-
-        Raises:
-            SerializationError: not what `serialize` makes.
-        """
-        if not isinstance(plain, list) or [type(each) for each in plain[1:]] != [int, bytes, bool]:
-            refuse("ImageItem", plain, "[tensors, count, digest, whether a video]")
-        return cls(TENSORS.decode(plain[0]), *plain[1:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,45 +76,24 @@ class StepImages:
             None if self.seen is None else self.seen[chosen],
         )
 
-    def serialize(self) -> list[Any]:
-        """Plain values for msgpack."""
-        embeddings = [TENSOR.encode(each) for each in self.embeddings]
-        return [INT_ARRAY.encode(self.index), embeddings, INT_ARRAY.encode(self.positions), _SEEN.encode(self.seen)]
-
-    @classmethod
-    def deserialize(cls, plain: Any) -> StepImages:
-        """The inverse of `serialize`; embeddings are on the CPU.
-
-        Raises:
-            SerializationError: not what `serialize` makes.
-        """
-        if not isinstance(plain, list) or len(plain) != _FIELDS or not isinstance(plain[1], list):
-            refuse("StepImages", plain, "a list of four fields")
-        index, positions, seen = INT_ARRAY.decode(plain[0]), INT_ARRAY.decode(plain[2]), _SEEN.decode(plain[3])
-        embeddings = [TENSOR.decode(each) for each in plain[1]]
-        if any(each.ndim != 2 or len(each) != len(index) for each in embeddings):
-            raise SerializationError(f"StepImages: {len(index)} places and embeddings of another number")
-        return cls(index, embeddings, positions, seen)
-
 
 class Family(ABC):
     """How models of some types take images."""
 
     types: ClassVar[tuple[str, ...]] = ()
     """`model_type` of the configurations."""
-    tensors: tuple[str, ...] = (PIXELS,)
-    """Names of the images' tensors."""
-    required: ClassVar[tuple[str, ...]] = (PIXELS,)
-    """Tensors without which there is no image."""
-    together: tuple[tuple[str, ...], ...] = ()
-    """Names of tensors that come together or not at all."""
+    images: tuple[str, ...] = (PIXELS,)
+    """Names of the tensors of images, which come together or not at all."""
+    videos: tuple[str, ...] = ()
+    """Those of videos; empty: video is not served."""
+    optional: ClassVar[tuple[str, ...]] = ()
+    """Tensors that images may have besides."""
     token_types: ClassVar[str | None] = None
     """Argument of the trainer's forward that marks the placeholders; None: it needs none."""
     bidirectional: bool = False
     """Whether the positions of an image see each other in both directions."""
     bidirectional_in_windows: ClassVar[bool] = False
     """Whether they do so only in layers with a sliding window."""
-    serves_video: ClassVar[bool] = False
     tiled: ClassVar[bool] = False
     """Whether tensors have a batch dimension before the dimension of the tiles."""
 
@@ -149,7 +109,7 @@ class Family(ABC):
         Raises:
             InvalidRequestError: a tensor is missing, unknown, or of the wrong shape.
         """
-        self._check_names(images)
+        self._check_names(images.tensors)
         for name in (PIXELS, VIDEO_PIXELS):
             if name in images.tensors and not images.tensors[name].is_floating_point():
                 raise InvalidRequestError(f"{name} of {images.tensors[name].dtype}: must be floating-point numbers")
@@ -186,22 +146,25 @@ class Family(ABC):
         """
         return {"inputs_embeds": self.model.get_input_embeddings()(tokens.clamp(min=0))}  # type: ignore[operator]
 
-    def _check_names(self, images: ImageInputs) -> None:
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of all tensors that a prompt may bring."""
+        return (*self.images, *self.optional, *self.videos)
+
+    def _check_names(self, given: Mapping[str, Tensor]) -> None:
         kind = type(self.model).__name__
-        for name in images.tensors:
-            if name not in self.tensors:
-                what = (
-                    "video is not served" if "video" in name else f"{kind} takes {', '.join(self.tensors)} for images"
+        if unknown := next((name for name in given if name not in self.tensors), None):
+            takes = f"{kind} takes {', '.join(self.tensors)} for images"
+            raise InvalidRequestError(
+                f"the prompt brings {unknown}: {'video is not served' if 'video' in unknown else takes}"
+            )
+        for names, more in ((self.images, self.optional), (self.videos, ())):
+            there = [name for name in (*names, *more) if name in given]
+            missing = [name for name in names if name not in given]
+            if there and missing:
+                raise InvalidRequestError(
+                    f"the prompt brings {there[0]} and no {missing[0]}, which {kind} needs with it"
                 )
-                raise InvalidRequestError(f"the prompt brings {name}: {what}")
-        for name in self.required:
-            if name not in images.tensors:
-                raise InvalidRequestError(f"the prompt's images bring no {name}, which {kind} needs beside {PIXELS}")
-        for names in self.together:
-            given = [name for name in names if name in images.tensors]
-            for name in names:
-                if given and name not in given:
-                    raise InvalidRequestError(f"the prompt brings {given[0]} and no {name}, which {kind} needs with it")
 
     @abstractmethod
     def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:

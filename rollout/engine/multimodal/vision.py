@@ -105,10 +105,10 @@ class Vision:
         self._longest_run = longest_run
         # The first rank alone runs a tower that is whole on every rank.
         self._together = together if together is not None and _has_split_tower(model) else None
-        self.family = family_of(model)
         config: Any = model.config
         self.image_token: int | None = getattr(config, "image_token_id", None)
         self.video_token: int | None = getattr(config, "video_token_id", None)
+        self.family = None if self.image_token is None else family_of(model)
         self.causal_without_window = self.family is not None and self.family.bidirectional_in_windows
         """Whether images see themselves in both directions in layers with a sliding window only."""
         self.features = FeatureCache(cache_bytes, self._encode)
@@ -124,10 +124,9 @@ class Vision:
         Raises:
             InvalidRequestError: the images do not fit the model, or the placeholders of the prompt.
         """
-        if images is None:
-            self._refuse_placeholders(tokens)
-            return None
-        if self.family is None or self.image_token is None:
+        if self.family is None:
+            if images is None:
+                return None
             served = ", ".join(kind for family in FAMILIES for kind in family.types)
             kind = getattr(self._model.config, "model_type", "?")
             raise InvalidRequestError(
@@ -135,8 +134,11 @@ class Vision:
                 f"images: {served}; send the text alone"
             )
         array = np.asarray(tokens, np.int64)
-        kinds = self._kinds(array)
-        items, places = self._placed(self.family.items(images), kinds)
+        kinds = np.where(array == self.image_token, 1, np.where(array == self.video_token, VIDEO, 0))
+        if images is None and not kinds.any():
+            return None
+        items, places = self._placed([] if images is None else self.family.items(images), kinds)
+        assert images is not None, "placeholders without images were refused"
         positions = self.family.positions(torch.from_numpy(array), torch.from_numpy(kinds), images)
         found = PromptImages(
             items=tuple(items),
@@ -154,15 +156,6 @@ class Vision:
             )
         return found
 
-    def _kinds(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[P] 1 at placeholders of images, 2 at those of videos, 0 elsewhere."""
-        kinds = np.zeros(len(tokens), np.int64)
-        if self.image_token is not None:
-            kinds[tokens == self.image_token] = 1
-        if self.video_token is not None:
-            kinds[tokens == self.video_token] = VIDEO
-        return kinds
-
     def _placed(
         self, items: Sequence[ImageItem], kinds: NDArray[np.int64]
     ) -> tuple[list[ImageItem], NDArray[np.int64]]:
@@ -171,39 +164,25 @@ class Vision:
         Raises:
             InvalidRequestError: a kind of placeholders does not fit its items.
         """
+        assert self.family is not None
+        if (kinds == VIDEO).any() and not self.family.videos:
+            raise InvalidRequestError(f"the prompt has placeholders of a video (token {self.video_token}): not served")
         placed: list[tuple[ImageItem, NDArray[np.int64]]] = []
         for video, token, what in ((False, self.image_token, "image"), (True, self.video_token, "video")):
             of_kind, places = [item for item in items if item.video == video], np.flatnonzero(kinds == 1 + video)
             counts = [item.count for item in of_kind]
             if len(places) != sum(counts):
-                self._refuse_video(kinds)
                 raise InvalidRequestError(
                     f"the prompt has {len(places)} placeholders (token {token}), and its {what}s become "
                     f"{sum(counts)} embeddings ({len(counts)} {what}s or tiles of {sorted(set(counts))} each): every {what} "
-                    "takes as many placeholders as embeddings; use the token ids that the processor returned with it"
+                    "takes as many placeholders as embeddings; send all that the processor returned, token ids and pixels"
                 )
             placed += zip(of_kind, np.split(places, np.cumsum(counts)[:-1]), strict=False)
         placed.sort(key=lambda each: int(each[1][0]))
-        self._refuse_video(kinds)
         places = np.concatenate([np.zeros(0, np.int64), *(at for _, at in placed)])
         if (np.diff(places) < 0).any():
             raise InvalidRequestError("the prompt has placeholders of an image between those of a video")
         return [item for item, _ in placed], places
-
-    def _refuse_placeholders(self, tokens: Sequence[int]) -> None:
-        if self.family is None:
-            return
-        for token, what in ((self.image_token, "image"), (self.video_token, "video")):
-            if token is not None and token in tokens:
-                self._refuse_video(self._kinds(np.asarray(tokens, np.int64)))
-                raise InvalidRequestError(
-                    f"the prompt has {sum(each == token for each in tokens)} placeholders of {what}s (token {token}) and no "
-                    f"{what}: send what the processor returned, pixel values included"
-                )
-
-    def _refuse_video(self, kinds: NDArray[np.int64]) -> None:
-        if (kinds == VIDEO).any() and self.family is not None and not self.family.serves_video:
-            raise InvalidRequestError(f"the prompt has placeholders of a video (token {self.video_token}): not served")
 
     # --- steps --------------------------------------------------------------------------------------------------
 

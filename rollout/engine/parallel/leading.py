@@ -22,8 +22,9 @@ from torch import Tensor
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.multimodal.family import ImageItem, StepImages
 from rollout.engine.parallel.group import TensorParallelGroup
-from rollout.errors import EngineDeadError, EngineStateError, SerializationError
-from rollout.requests.codec import refuse, unpack_msgpack
+from rollout.errors import EngineDeadError, EngineStateError
+from rollout.requests import codec
+from rollout.requests.codec import INT_ARRAY, Codec, optional
 from rollout.threads.interrupts import uninterrupted
 
 Result = TypeVar("Result")
@@ -32,7 +33,6 @@ BEAT_S = 1.0
 """Least time between two messages that only say that this rank is alive."""
 
 FORWARD, ENCODE, BEAT, CHECK, END = "forward", "encode", "beat", "check", "end"
-_FIELDS = 11
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,35 +55,27 @@ class ForwardWork:
     """To fill with zeros before the copies, like `zeroed_blocks`."""
     images: StepImages | None = None
 
-    def serialize(self) -> list[Any]:
-        """Plain values for msgpack."""
-        rows = self.rows
-        arrays = (self.ids, rows.offsets, rows.positions, rows.tables, self.keep, self.zeroed_slots)
-        packed = [np.ascontiguousarray(each, "<i8").tobytes() for each in arrays]
-        others = [np.ascontiguousarray(each, "<i8").tobytes() for each in rows.others]
-        images = None if self.images is None else self.images.serialize()
-        copies = [list(pair) for pair in self.copies]
-        return [*packed, rows.block_size, copies, list(self.zeroed_blocks), others, images]
 
-    @classmethod
-    def deserialize(cls, plain: Any) -> ForwardWork:
-        """The inverse of `serialize`.
+def _record(kind: type, **fields: Codec) -> Codec:
+    """Codec of a dataclass."""
+    return Codec(
+        lambda value: codec.encode_fields(value, fields),
+        lambda plain: kind(**codec.decode_fields(kind.__name__, plain, fields)),
+    )
 
-        Raises:
-            SerializationError: `plain` was not made by `serialize`.
-        """
-        if not isinstance(plain, list) or len(plain) != _FIELDS or not all(type(each) is bytes for each in plain[:6]):
-            refuse("ForwardWork", plain, "a list of eleven fields")
-        images = None if plain[10] is None else StepImages.deserialize(plain[10])
-        try:
-            ids, offsets, positions, tables, keep, slots = (np.frombuffer(bytearray(each), "<i8") for each in plain[:6])
-            count = len(offsets) - 1
-            seen = None if images is None else images.seen
-            others = tuple(np.frombuffer(bytearray(each), "<i8").reshape(count, -1) for each in plain[9])
-            rows = PagedRows(offsets, positions, tables.reshape(count, -1), int(plain[6]), seen, others)
-            return cls(ids, rows, keep, [(a, b) for a, b in plain[7]], list(plain[8]), slots, images)
-        except (ValueError, TypeError) as exc:
-            raise SerializationError(f"ForwardWork: arrays of other lengths than its rows have ({exc})") from exc
+
+ITEM = _record(ImageItem, inputs=codec.TENSORS, count=codec.INT, digest=codec.OPAQUE, video=codec.BOOL)
+_IMAGES = _record(
+    StepImages, index=INT_ARRAY, embeddings=codec.list_of(codec.TENSOR), positions=INT_ARRAY, seen=optional(INT_ARRAY)
+)
+_ROWS = _record(
+    PagedRows, offsets=INT_ARRAY, positions=INT_ARRAY, tables=INT_ARRAY, block_size=codec.INT, seen=optional(INT_ARRAY),
+    others=codec.list_of(INT_ARRAY),
+)  # fmt: skip
+WORK = _record(
+    ForwardWork, ids=INT_ARRAY, rows=_ROWS, keep=INT_ARRAY, copies=codec.OPAQUE, zeroed_blocks=codec.OPAQUE,
+    zeroed_slots=INT_ARRAY, images=optional(_IMAGES),
+)  # fmt: skip
 
 
 class Together:
@@ -160,13 +152,13 @@ class Leader(Together):
 
     def run(self, work: ForwardWork, compute: Callable[[ForwardWork], Tensor]) -> Tensor:
         told = replace(work, zeroed_blocks=self._blocks, zeroed_slots=np.concatenate([*self._slots, work.zeroed_slots]))
-        self._send(FORWARD, told.serialize())
+        self._send(FORWARD, WORK.encode(told))
         self._blocks, self._slots = [], []
         return self._together(partial(compute, work))
 
     def encode(self, item: ImageItem, compute: Callable[[ImageItem], list[Tensor]]) -> list[Tensor]:
         """Run a split vision tower on an item together with the others; raises as `run` does."""
-        self._send(ENCODE, item.serialize())
+        self._send(ENCODE, ITEM.encode(item))
         return self._together(partial(compute, item))
 
     def _together(self, compute: Callable[[], Result]) -> Result:
@@ -190,7 +182,7 @@ class Leader(Together):
             raise
 
     def _send(self, kind: str, content: Any = None) -> None:
-        message = pack(kind, content)
+        message: bytes = msgpack.packb([kind, content])
         # A message may be two broadcasts, and several threads may step one engine.
         with uninterrupted(wholly=True), self._sending:
             self.group.send(message)
@@ -215,7 +207,7 @@ def follow(
             if failed is None:
                 raise
             raise group.lose_after(failed, lost) from failed
-        kind, content = unpack(message)
+        kind, content = msgpack.unpackb(message)
         if kind == CHECK:
             group.least(int(failed is not None))
             if failed is None:
@@ -227,28 +219,8 @@ def follow(
             return content
         try:
             if kind == FORWARD:
-                compute(ForwardWork.deserialize(content))
+                compute(WORK.decode(content))
             elif kind == ENCODE:
-                encode(ImageItem.deserialize(content))
-        except SerializationError:
-            raise
+                encode(ITEM.decode(content))
         except Exception as exc:  # noqa: BLE001 - the first rank's next message decides what it means
             failed = exc
-
-
-def pack(kind: str, content: Any = None) -> bytes:
-    """A message of the group."""
-    packed: bytes = msgpack.packb([kind, content], use_bin_type=True)
-    return packed
-
-
-def unpack(message: bytes) -> tuple[str, Any]:
-    """Kind and content of a message.
-
-    Raises:
-        SerializationError: it is not a message of the group.
-    """
-    plain = unpack_msgpack("message of a tensor-parallel group", message)
-    if not isinstance(plain, list) or len(plain) != 2 or plain[0] not in (FORWARD, ENCODE, BEAT, CHECK, END):
-        refuse("message of a tensor-parallel group", plain, "[kind, content]")
-    return plain[0], plain[1]
