@@ -4,7 +4,7 @@
     python examples/ray_grpo.py --workers 2 --seed 0
 
 On a cluster (`RAY_ADDRESS`, or on its head node) every node needs rollout-engine installed, and the folder of `--out` on a
-file system that the driver sees too. Give a job of several nodes a secret: `ROLLOUT_JOB_SECRET_FILE`, on that file system.
+file system that the driver sees too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from data_parallel_grpo import parse_options, train
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-FROM_DRIVER = ("ROLLOUT_JOB_SECRET_FILE", "WANDB_MODE", "WANDB_DATA_DIR")
-"""Environment variables that the workers get. A runtime environment is shown to users of the cluster: paths, no secret."""
+FROM_DRIVER = ("WANDB_MODE", "WANDB_DATA_DIR")
+"""Environment variables that the workers get. A runtime environment is shown to users of the cluster: no secret."""
 
 
 def main() -> None:

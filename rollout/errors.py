@@ -9,7 +9,7 @@ RolloutError
 │   ├── RequestFailedError                 the step that computed it raised; the cause is `__cause__`
 │   ├── StaleRequestError                  it exceeded `max_staleness`
 │   ├── RequestTimeoutError (TimeoutError) its deadline passed, or no rank was ready within `no_rank_timeout_s`
-│   ├── RankLostError                      `max_rank_losses` ranks died while computing it
+│   ├── RankLostError                      several ranks died while computing it
 │   └── QueueFullError                     a limit of open requests is reached
 ├── RolloutFailedError                     some samples of a batch failed; carries the whole `batch`
 ├── EngineStateError       (RuntimeError)  the call is not allowed in the engine's current state
@@ -96,7 +96,7 @@ class RequestTimeoutError(RequestError, TimeoutError):
 
 
 class RankLostError(RequestError):
-    """`CoordinatorConfig.max_rank_losses` ranks died while computing the request; it is not assigned again."""
+    """Several ranks died while computing the request, which may be the cause; it is not assigned again."""
 
 
 class QueueFullError(RequestError):

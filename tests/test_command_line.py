@@ -64,7 +64,6 @@ def other_value(field: dataclasses.Field[Any]) -> tuple[list[str], Any]:
         "cors_origins": "https://a.example",
         "dtype": "bfloat16",
         "kv_cache_memory_fraction": 0.25,
-        "prefix_caching_routing_alpha": 0.75,
         "prefix_caching_eviction_policy": "ref_zero",
         "prefix_caching_coordinator_policy": "round_robin",
         "kv_cache_management_mode": "persist",
@@ -147,7 +146,7 @@ def test_the_help_is_grouped_fits_the_terminal_and_says_what_the_docstrings_say(
         "--max-requests INT Maximum number of active (running) sequences. At least 1. (default: 256)",
         "--staleness-policy {partial,requeue,mask} Handling of a request that would exceed --max-staleness.",
         "the blocks that --max-requests sequences of --max-sequence-length tokens can use. On a GPU",
-        "peer is considered dead. At least twice --coordinator.heartbeat-interval-s. (default: 30.0)",
+        "Upper bound of the tokens per sample that are computed again when the rank dies. (default: 16)",
         "--cuda-graphs, --no-cuda-graphs",
         "Options of the HTTP server.",
     ):
@@ -188,10 +187,8 @@ def test_a_value_out_of_range_is_the_configs_own_message_on_one_line_with_the_fl
     line = refusal(capsys, "serve", "model", "--admin")
     assert "--admin: the control routes need an --api-key; give an --api-key, or --insecure to let" in line
     assert "must be an integer in [0, 65535]" in refusal(capsys, "serve", "model", "--port", "70000")
-    line = refusal(capsys, "serve", "model", "--use-coordinator", "--coordinator.heartbeat-timeout-s", "1")
-    assert (
-        "--coordinator.heartbeat-timeout-s=1.0: must be at least twice --coordinator.heartbeat-interval-s=1.0" in line
-    )
+    line = refusal(capsys, "serve", "model", "--use-coordinator", "--coordinator.progress-interval", "0")
+    assert "--coordinator.progress-interval=0: must be an integer of at least 1" in line
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ class AsyncLLM(LLMRequests):
     @property
     def coordinator_keys(self) -> JobKeys | None:
         """Keys that admit a process to the job, without the coordinator's own secret. None: direct mode, or a coordinator on
-        loopback whose launcher gave no secret. Pass them on in a file that only its user can read (`JobKeys.serialize`).
+        loopback. Pass them on in a file that only its user can read (`JobKeys.serialize`).
         """
         keys = self._service.member.coordinator.keys if isinstance(self._service, EngineService) else None
         return None if keys is None else keys.client_side()

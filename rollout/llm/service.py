@@ -29,7 +29,7 @@ from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.job.job_coordinator import JobCoordinator
 from rollout.distributed.job.member import JobMember
 from rollout.distributed.job.world import World
-from rollout.distributed.protocol.messages import Stretch, parse_status
+from rollout.distributed.protocol.messages import Stretch
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, EngineStateError, RolloutError
@@ -185,8 +185,7 @@ class EngineService(JobRequests):
         self.world_size = 1 if world is None else world.size
         self._all_joined = False
         self.is_primary = rank == 0
-        # All requests come from the rank that launched it: without that rank it has nothing to do.
-        job = JobCoordinator(coordinator.replace(outlive_launcher=False), engine, world)
+        job = JobCoordinator(coordinator, engine, world)
         self.member = JobMember(
             engine, job, loop, name=f"rank-{rank:04d}", new_client=self._new_client if self.is_primary else None,
             reconnect_timeout_s=RECONNECT_TIMEOUT_S,
@@ -269,12 +268,11 @@ class EngineService(JobRequests):
 
 
 async def _end_job(client: InferenceClient) -> None:
-    """Stop every engine and the coordinator."""
+    """Stop every engine."""
     try:
         if client.lost is None:
             await client.pause_engines(SHUTDOWN_TIMEOUT_S)
             await client.stop_engines(SHUTDOWN_TIMEOUT_S)
-            client.shutdown_coordinator()
     except RolloutError as exc:
         _log.warning("shutting down: %s", exc)
 
@@ -282,9 +280,9 @@ async def _end_job(client: InferenceClient) -> None:
 async def _joined(client: InferenceClient, size: int, timeout_s: float) -> None:
     """Return when the coordinator has `size` ranks."""
     end = time.monotonic() + timeout_s
-    while len(ranks := parse_status(await client.status()).ranks) < size:
+    while len(ranks := (await client.status())["ranks"]) < size:
         if time.monotonic() > end:
-            there = ", ".join(each.name for each in ranks) or "none"
+            there = ", ".join(each["name"] for each in ranks) or "none"
             raise DeadlineError(
                 f"{size} ranks: {len(ranks)} have joined the coordinator within timeout_s={timeout_s} ({there}); every rank "
                 "builds an LLM, and those that are not primary call wait_for_shutdown()"

@@ -167,7 +167,7 @@ class RolloutManager:
 
     @property
     def coordinator_keys(self) -> JobKeys | None:
-        """Keys that admit a process to the job; None on one rank, and on loopback without a launcher's secret.
+        """Keys that admit a process to the job; None on one rank, and on loopback.
 
         Hand them on by a file that only its user can read (`JobKeys.serialize`).
         """

@@ -184,7 +184,7 @@ def wired(load: Load) -> Iterator[dict[str, str]]:
             stack.callback(process.join)
             stack.callback(process.kill)
 
-        coordinator = launch_coordinator(CoordinatorConfig(heartbeat_interval_s=HEARTBEAT_S))
+        coordinator = launch_coordinator(CoordinatorConfig(heartbeat_timeout_s=30 * HEARTBEAT_S))
         stack.callback(coordinator.kill)
         start(echo_rank, coordinator.address, load)
         here, there = fork.Pipe()

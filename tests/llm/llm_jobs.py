@@ -34,7 +34,7 @@ def an_llm(*, use_coordinator: bool = True, **options: Any) -> LLM:
         max_tokens_per_step=64,
         advanced=Advanced(block_size_tokens=4, verify_model=False),
     )
-    coordinator = CoordinatorConfig(heartbeat_interval_s=0.2, heartbeat_timeout_s=10.0, progress_interval=4)
+    coordinator = CoordinatorConfig(heartbeat_timeout_s=10.0, progress_interval=4)
     options = {"coordinator_config": coordinator} | options if use_coordinator else options
     return LLM(small(), None, config, use_coordinator=use_coordinator, **options)
 

@@ -378,7 +378,7 @@ def two_groups_generate(rank: int, folder: str, sizes: dict[str, int] | None) ->
 def two_groups_lose_a_member(rank: int, victim: int) -> Any:
     """A rank of the second group, its leader or the other one, ends in a forward; the first group gets all samples."""
     model = split(make_model("llama", vocab_size=VOCABULARY))
-    coordinator = CoordinatorConfig(heartbeat_interval_s=0.2, heartbeat_timeout_s=5.0)
+    coordinator = CoordinatorConfig(heartbeat_timeout_s=5.0)
     rollout = make_rollout(model, control_timeout_s=60.0, coordinator=coordinator)
     rollout.generate([], GREEDY)
 

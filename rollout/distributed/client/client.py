@@ -52,7 +52,6 @@ class InferenceClient:
         keys: of the job, if the coordinator requires them.
         member: rank in [0, data_parallel_size) whose training loop this client is; barriers wait for it. None: not a
             member.
-        deserialize: return results as requests; False: as plain dicts.
         control_timeout_s: default deadline of a control call.
     """
 
@@ -63,7 +62,6 @@ class InferenceClient:
         name: str = "client",
         keys: JobKeys | None = None,
         member: int | None = None,
-        deserialize: bool = True,
         control_timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> None:
         if not isinstance(name, str) or len(name) > 256:
@@ -79,7 +77,6 @@ class InferenceClient:
         self._welcome: wire.ConnectAck | None = None
         self._policy_version: int | None = None
 
-        self._deserialize = deserialize
         self._control_timeout_s = control_timeout_s
         self._readers = Readers(lambda flush: flush())
         watch(self)
@@ -216,7 +213,7 @@ class InferenceClient:
         if group.error is not None:
             listener.fail(group.error)
         else:
-            listener.end(group.result(serialized=not self._deserialize))
+            listener.end(group.result())
 
     # --- control ------------------------------------------------------------------------------------------------
 
@@ -289,7 +286,7 @@ class InferenceClient:
         return int((done or {})["amount"])
 
     async def status(self, timeout_s: float = QUERY_TIMEOUT_S) -> dict[str, Any]:
-        """Snapshot of the coordinator: states, queue, ranks, clients, barrier; `parse_status` makes it typed."""
+        """Snapshot of the coordinator: states, queue, ranks, clients, barrier."""
         self._refuse_unless_connected()
         return await self._answer(self._session.status(), timeout_s, "status()") or {}
 
@@ -318,11 +315,6 @@ class InferenceClient:
         """
         self._refuse_unless_connected()
         self._session.give_up_barrier(index)
-
-    def shutdown_coordinator(self) -> None:
-        """End the coordinator's process; open requests fail with a named error."""
-        self._refuse_unless_connected()
-        self._dealer.send(wire.Shutdown())
 
     async def _signal(self, signal: ControlSignal, argument: str | None, timeout_s: float | None) -> None:
         await self._control(signal.value, argument, timeout_s)

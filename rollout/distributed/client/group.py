@@ -130,8 +130,8 @@ class OpenGroup:
             self._tokens.compact()
         return self._tokens.deltas([index]).get(index) or SampleDelta(self.request_id, index)
 
-    def result(self, *, serialized: bool = False) -> GroupResult:
-        """Return the samples as requests, or `serialized` as plain dicts.
+    def result(self) -> GroupResult:
+        """Return the samples as requests.
 
         Raises:
             RolloutError: the group failed.
@@ -144,7 +144,7 @@ class OpenGroup:
                 f"request {self.request_id}: of n={self.params.n} samples {len(self.open_samples())} have not ended; wait "
                 "for them"
             )
-        return GroupResult(self, serialized=serialized)
+        return GroupResult(self)
 
     def request(self, index: int) -> DynamicInferenceRequest:
         """Build the request of an ended sample, equal to the merged request of a direct engine.
@@ -208,17 +208,16 @@ class OpenGroup:
 
 
 class GroupResult(Sequence[Any]):
-    """The n samples of a group, in order, as requests or plain dicts; each is built when it is first read.
+    """The n samples of a group, in order, as requests; each is built when it is first read.
 
     All requests share one `prompt_tokens` list.
     """
 
-    __slots__ = ("_built", "_group", "_serialized")
+    __slots__ = ("_built", "_group")
 
-    def __init__(self, group: OpenGroup, *, serialized: bool = False) -> None:
+    def __init__(self, group: OpenGroup) -> None:
         self._group = group
-        self._serialized = serialized
-        self._built: dict[int, DynamicInferenceRequest | dict[str, Any]] = {}
+        self._built: dict[int, DynamicInferenceRequest] = {}
 
     def __len__(self) -> int:
         return self._group.params.n
@@ -228,8 +227,7 @@ class GroupResult(Sequence[Any]):
             return [self[each] for each in range(*index.indices(len(self)))]
         position = range(len(self))[index]
         if position not in self._built:
-            request = self._group.request(position)
-            self._built[position] = request.serialize() if self._serialized else request
+            self._built[position] = self._group.request(position)
         return self._built[position]
 
     def __repr__(self) -> str:

@@ -33,7 +33,7 @@ STOP_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorHandle:
-    """Handle of the coordinator's process. The process runs until its launcher and its last peer have gone."""
+    """Handle of the coordinator's process. The process runs until its launcher and its last client have gone."""
 
     address: str
     process: subprocess.Popen[bytes]
@@ -55,7 +55,7 @@ class CoordinatorHandle:
             return self.kill()
 
     def release(self) -> None:
-        """Detach from the process: it ends when its last peer has disconnected."""
+        """Detach from the process: it ends when its last client has disconnected."""
         cast(IO[bytes], self.process.stdin).close()
 
     def kill(self) -> int:

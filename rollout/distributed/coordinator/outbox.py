@@ -1,6 +1,6 @@
 """Outgoing frames: one bounded queue per peer, several frames per message.
 
-Always true: a peer receives its frames in order; one that does not read holds at most `limit_bytes` and delays nobody.
+Always true: a peer receives its frames in order; one that does not read holds at most `MAX_BACKLOG_BYTES` and delays nobody.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from rollout.distributed.protocol.frames import MAX_FRAME_BYTES
+
 MAX_FRAMES_PER_MESSAGE = 512
 MAX_BYTES_PER_MESSAGE = 1 << 20
 """Maximum size of several frames in one message; a longer frame is sent alone."""
 FRAME_OVERHEAD_BYTES = 64
 """Memory overhead counted per queued frame."""
+MAX_BACKLOG_BYTES = 2 * MAX_FRAME_BYTES
+"""Unsent data after which a peer that does not read counts as lost."""
 
 
 class _Queue:
@@ -46,12 +50,10 @@ class Outgoing:
     Args:
         send: sends [identity, frame, frame, …] as one message; raises `zmq.Again` if the peer's pipe is full, and a
             `zmq.ZMQError` with EHOSTUNREACH if it is gone.
-        limit_bytes: maximum queue size per peer.
     """
 
-    def __init__(self, send: Callable[[list[bytes]], object], limit_bytes: int) -> None:
+    def __init__(self, send: Callable[[list[bytes]], object]) -> None:
         self._send = send
-        self._limit_bytes = limit_bytes
         self._queues: dict[bytes, _Queue] = {}
         self._deaf: set[bytes] = set()
 
@@ -99,7 +101,7 @@ class Outgoing:
     def _wait(self, peer: bytes, queue: _Queue) -> str | None:
         if peer in self._deaf:
             queue.frames.clear()
-        elif queue.size > self._limit_bytes:
+        elif queue.size > MAX_BACKLOG_BYTES:
             self._deaf.add(peer)
-            return f"it does not read: {queue.size} bytes wait for it, more than max_backlog_mb allows"
+            return f"it does not read: {queue.size} bytes wait for it, at most {MAX_BACKLOG_BYTES} may"
         return None

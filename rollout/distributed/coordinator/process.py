@@ -4,9 +4,9 @@ core.
 One turn: poll → receive → tokenizer results → timers → send → schedule file.
 
 Always true: a turn blocks only in its poll, which a frame, a text, a signal or a deadline ends; work and memory of a
-turn are bounded, and libzmq receives fairly from its peers; a peer that does not read is dropped after
-`max_backlog_mb`, a killed one at the next heartbeat to it. A ROUTER gives no reliable event when a full pipe empties,
-so while frames are queued for a peer, and only then, sending is retried every `RETRY_S`.
+turn are bounded, and libzmq receives fairly from its peers; a peer that does not read is dropped when
+`MAX_BACKLOG_BYTES` wait for it, a killed one at the next heartbeat to it. A ROUTER gives no reliable event when a full
+pipe empties, so while frames are queued for a peer, and only then, sending is retried every `RETRY_S`.
 """
 
 from __future__ import annotations
@@ -203,11 +203,8 @@ class DataParallelInferenceCoordinator:
             self._poll.register(self._gatekeeper.socket.fileno(), select.POLLIN)
         self._router = router_socket(self._context, config, self._keys, ":" in self._interface)
         self._poll.register(self._router.fileno(), select.POLLIN)
-        self._outgoing = Outgoing(
-            # copy=False: libzmq reads frames of more than 64 KiB where they are.
-            lambda parts: self._router.send_multipart(parts, zmq.NOBLOCK, copy=False),
-            config.max_backlog_mb << 20,
-        )
+        # copy=False: libzmq reads frames of more than 64 KiB where they are.
+        self._outgoing = Outgoing(lambda parts: self._router.send_multipart(parts, zmq.NOBLOCK, copy=False))
         return listen(self._router, self._interface, config)
 
     def close(self) -> None:
@@ -226,7 +223,7 @@ class DataParallelInferenceCoordinator:
         self._say_goodbye()
 
     def _over(self) -> bool:
-        deserted = self._orphaned and not (self._config.outlive_launcher and len(self._core.peers))
+        deserted = self._orphaned and not self._core.peers.clients
         return self._core.finished or self._stop_reason is not None or deserted
 
     def _ask_to_stop(self, why: str) -> None:
@@ -334,7 +331,7 @@ class DataParallelInferenceCoordinator:
     # --- its thread or process -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until shut down, `stop()`, `idle_exit_s` without peers, or the end of the launcher and all peers."""
+        """Serve until shut down, `stop()`, or the end of the launcher and of all clients."""
         try:
             self._loop()
         finally:
@@ -365,7 +362,7 @@ class DataParallelInferenceCoordinator:
     ) -> None:
         """Target of a `multiprocessing.Process`: sends the address through the pipe, sets the event, serves.
 
-        It ends when the parent process has died and no peer is connected.
+        It ends when the parent process has died and no client is connected.
         """
         from multiprocessing import parent_process
 

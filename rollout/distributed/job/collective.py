@@ -63,7 +63,7 @@ class CollectiveCalls:
             except DeadlineError as exc:
                 late = "some ranks"
                 with suppress(ConnectionLostError, DeadlineError):
-                    late = ", ".join(self._member.status().barrier_waits_for) or late
+                    late = ", ".join(self._member.status()["barrier_waits_for"]) or late
                 raise DeadlineError(
                     f"{call}: {late} did not do the same within {limit} s; every rank must (where it only needs longer: "
                     "Advanced.control_timeout_s)"
@@ -140,8 +140,8 @@ class CollectiveCalls:
         except (ConnectionLostError, DeadlineError):
             # The next call reconnects, as soon as the session counts as lost.
             return
-        computing = (rank.running and rank.since_progress_s < self._timeout_s for rank in status.ranks)
-        if status.state != CoordinatorState.RUNNING or any(computing):
+        computing = (rank["running"] and rank["since_progress_s"] < self._timeout_s for rank in status["ranks"])
+        if status["state"] != CoordinatorState.RUNNING or any(computing):
             return
         name = self._member.name
         if self.ended_elsewhere:
@@ -151,8 +151,8 @@ class CollectiveCalls:
                 "have gone on, and what is still open here found no engine; make heartbeat_timeout_s longer than a rank "
                 "may stall"
             )
-        idle = [rank.name for rank in status.ranks if rank.assigned_samples]
-        late = [each for each in dict.fromkeys((*status.barrier_waits_for, *idle)) if each != name]
+        idle = [rank["name"] for rank in status["ranks"] if rank["assigned_samples"]]
+        late = [each for each in dict.fromkeys((*status["barrier_waits_for"], *idle)) if each != name]
         raise DeadlineError(
             f"{name}: nothing has happened for {self._timeout_s} s (control_timeout_s), waiting for "
             f"{', '.join(late) or 'no rank in particular'} in generate(); every rank must call it, with an empty list where "

@@ -26,12 +26,12 @@ from rollout.distributed.job.collective import CollectiveCalls
 from rollout.distributed.job.job_coordinator import START_TIMEOUT_S, JobCoordinator
 from rollout.distributed.job.member import JobMember
 from rollout.distributed.job.world import World
-from rollout.distributed.protocol.messages import JobStatus, Stretch, parse_status
+from rollout.distributed.protocol.messages import Stretch
 from rollout.distributed.protocol.stretch import oldest_version, stretch_of
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.intake import prompt_of
-from rollout.errors import ConnectionLostError, RequestAbortedError, RolloutError, SerializationError
+from rollout.errors import ConnectionLostError, RequestAbortedError, RolloutError
 from rollout.requests.block_hash import stream_key
 from rollout.requests.delta import SampleDelta
 from rollout.requests.images import images_of
@@ -112,9 +112,9 @@ class EarlierTokens:
         ask: requests the job's status after so many seconds; returns None without a connection.
     """
 
-    def __init__(self, ask: Callable[[float], Future[JobStatus] | None]) -> None:
+    def __init__(self, ask: Callable[[float], Future[dict[str, Any]] | None]) -> None:
         self._ask = ask
-        self._asked: Future[JobStatus] | None = None
+        self._asked: Future[dict[str, Any]] | None = None
         self._known_before = 0
 
     def are_known(self, version: int) -> bool:
@@ -125,19 +125,16 @@ class EarlierTokens:
         if asked is None or not asked.done():
             self._asked = asked or self._ask(0.0)
             return False
-        error = asked.exception()
-        if isinstance(error, SerializationError):
-            raise error
-        if error is None and _all_have_reached(version, asked.result()):
+        if asked.exception() is None and _all_have_reached(version, asked.result()):
             self._known_before = version
             return True
         self._asked = self._ask(ASK_AGAIN_S)
         return False
 
 
-def _all_have_reached(version: int, status: JobStatus) -> bool:
-    awaited = status.barrier_waits_for
-    behind = [rank.name for rank in status.ranks if rank.policy_version < version]
+def _all_have_reached(version: int, status: dict[str, Any]) -> bool:
+    awaited = status["barrier_waits_for"]
+    behind = [rank["name"] for rank in status["ranks"] if rank["policy_version"] < version]
     # A rank that waits at the end of the call while others do not will not reach this version within it.
     return all(awaited and name not in awaited for name in behind)
 
@@ -369,14 +366,14 @@ class DataParallelBackend:
             return None
         return self._known_ages(version)
 
-    def _start_asking(self, after_s: float) -> Future[JobStatus] | None:
+    def _start_asking(self, after_s: float) -> Future[dict[str, Any]] | None:
         client = self._member.connected
         if client is None:
             return None
 
-        async def ask() -> JobStatus:
+        async def ask() -> dict[str, Any]:
             await asyncio.sleep(after_s)
-            return parse_status(await client.status())
+            return await client.status()
 
         asked = self._loop.start(ask())
         asked.add_done_callback(lambda _: self.wake())

@@ -1,21 +1,11 @@
-"""Launches the coordinator on rank 0 and publishes its address in the job's store for the other ranks.
-
-Every process derives the job's keys from the launcher's secret, if there is one: rank 0 publishes its address with a
-salt and a tag, an HMAC over both, and nothing secret. Without one the keys themselves are published if the ranks are
-on several hosts, and a warning says so.
+"""Launches the coordinator on rank 0 and publishes its address in the job's store for the other ranks, with the keys if
+they are on several hosts.
 """
 
 from __future__ import annotations
 
-import hmac
-import logging
-import os
-import secrets
-from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgpack
 
@@ -28,79 +18,6 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError
 from rollout.requests.codec import refuse, unpack_msgpack
 
-SECRET, SECRET_FILE = "ROLLOUT_JOB_SECRET", "ROLLOUT_JOB_SECRET_FILE"
-"""Environment variables with the secret, or with the path of a file that contains it."""
-SHORTEST = 32
-"""Characters. Captured handshakes allow offline guesses, so that the secret must be random, not a password."""
-SALT_BYTES = 16
-_MAKE = "make one with `openssl rand -hex 32`"
-
-
-@dataclass(frozen=True)
-class JobSecret:
-    """The launcher's secret. Excluded from the repr. Keys are HMAC-SHA256 of a salt under it."""
-
-    value: bytes = field(repr=False)
-
-    @classmethod
-    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
-        """Read it from the environment or from the file named there; None: neither variable is set.
-
-        Raises:
-            ConfigError: both are set, the file cannot be read, or the secret is shorter than `SHORTEST`.
-        """
-        value, path = environment.get(SECRET), environment.get(SECRET_FILE)
-        if value is not None and path is not None:
-            raise ConfigError(f"{SECRET} and {SECRET_FILE} are both set: leave one out")
-        source = SECRET if path is None else f"{SECRET_FILE}={path}"
-        if path is not None:
-            try:
-                value = Path(path).read_text()
-            except (OSError, UnicodeDecodeError) as exc:
-                raise ConfigError(f"{source}: {exc}; every host of the job needs this file") from exc
-        if value is None:
-            return None
-        secret = value.strip()
-        if len(secret) < SHORTEST:
-            raise ConfigError(
-                f"{source}: {len(secret)} characters; a secret has at least {SHORTEST}, and is random: {_MAKE}"
-            )
-        return cls(secret.encode())
-
-    @staticmethod
-    def new_salt() -> bytes:
-        """Random bytes, public, for `keys` and `tag`."""
-        return secrets.token_bytes(SALT_BYTES)
-
-    def keys(self, salt: bytes) -> JobKeys:
-        """The job's keys, with the server's secret; equal for equal secrets and salts."""
-        return JobKeys.of_secrets(self._derived(b"server", salt), self._derived(b"client", salt))
-
-    def tag(self, salt: bytes, address: str) -> bytes:
-        """HMAC of the coordinator's address, 32 bytes."""
-        return self._derived(b"address " + address.encode(), salt)
-
-    def proven_keys(self, proof: object, address: str) -> JobKeys:
-        """Return a client's keys, if `proof` ([salt, tag], not checked yet) shows that the address was published under
-        this secret.
-
-        Raises:
-            ConfigError: it was published under another secret, or changed since.
-        """
-        match proof:
-            case [bytes(salt), bytes(tag)] if len(salt) == SALT_BYTES:
-                if hmac.compare_digest(tag, self.tag(salt, address)):
-                    return self.keys(salt).client_side()
-        raise ConfigError(
-            f"the coordinator's address {address} was not published under this process's job secret: set the same "
-            f"{SECRET} or {SECRET_FILE} on all ranks"
-        )
-
-    def _derived(self, purpose: bytes, salt: bytes) -> bytes:
-        return hmac.digest(self.value, b"rollout job 1 " + salt + purpose, "sha256")
-
-
-_log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
 """Deadline for all ranks to connect: they may load their models one after the other."""
 
@@ -115,7 +32,7 @@ class JobCoordinator:
 
     Attributes:
         address: of the current coordinator.
-        keys: of the job, if the ranks are on several hosts or have the launcher's secret.
+        keys: of the job, if the coordinator listens off loopback.
         handle: process handle, on rank 0.
     """
 
@@ -124,8 +41,6 @@ class JobCoordinator:
         self.keys: JobKeys | None = None
         self.handle: CoordinatorHandle | None = None
         self._world = world
-        self._proof: tuple[bytes, JobSecret] | None = None
-        """Salt of the keys, and the secret that they were derived from; on rank 0."""
         self._config = _completed(config, engine, world)
         self._incarnation = -1
 
@@ -139,8 +54,8 @@ class JobCoordinator:
 
         Raises:
             DeadlineError: rank 0 published no address, or the coordinator did not listen in time.
-            ConfigError, ConnectionLostError: it cannot listen as configured, or ended immediately; or the launcher's
-                secret is malformed, or not that of rank 0. The other ranks raise a `ConfigError` that says so.
+            ConfigError, ConnectionLostError: it cannot listen as configured, or ended immediately. The other ranks raise
+                a `ConfigError` that says so.
         """
         key = self._key(self._incarnation + 1)
         # Let the other ranks fail now instead of at their deadline. Later, this one may try again.
@@ -171,52 +86,24 @@ class JobCoordinator:
                 port = int(self.address.rpartition(":")[2])
                 self.handle = launch_coordinator(config.replace(inference_coordinator_port=port), self.keys)
                 return
-        else:
-            self._make_keys()
+        elif not (config.insecure or is_loopback(config.host)):
+            self.keys = JobKeys.generate()
         self.handle = launch_coordinator(config, self.keys)
         address = self.handle.address
         self.address = address if self._world is None else self._world.reachable(address)
 
-    def _make_keys(self) -> None:
-        if (secret := JobSecret.of_environment()) is not None:
-            self._proof = JobSecret.new_salt(), secret
-            self.keys = secret.keys(self._proof[0])
-        elif not (self._config.insecure or is_loopback(self._config.host)):
-            self.keys = JobKeys.generate()
-            if self._world is not None and not self._world.one_host:
-                _log.warning(
-                    "the keys of this job travel through the process group's store, which every process that reaches it "
-                    "can read: set %s or %s on all ranks, or use a network you trust", SECRET, SECRET_FILE,
-                )  # fmt: skip
-
     def _publish(self, key: str) -> None:
-        if self._world is None:
-            return
-        keys, proof = None, None
-        if self._proof is not None:
-            salt, secret = self._proof
-            proof = [salt, secret.tag(salt, self.address)]
-        elif self.keys is not None:
-            keys = self.keys.client_side().serialize()
-        self._world.publish(key, msgpack.packb([self.address, keys, proof]))
+        if self._world is not None:
+            keys = None if self.keys is None else self.keys.client_side().serialize()
+            self._world.publish(key, msgpack.packb([self.address, keys]))
 
     def _learn(self, key: str) -> None:
         assert self._world is not None
         published = unpack_msgpack(key, self._world.wait_for(key, START_TIMEOUT_S))
-        if type(published) is not list or len(published) != 3 or type(published[0]) is not str:
-            refuse(key, published, "[address, keys, proof]")
-        address, keys, proof = published
-        rank, secret = f"rank {self._world.rank}", JobSecret.of_environment()
-        if (proof is None) is not (secret is None):
-            has, lacks = ("rank 0", rank) if secret is None else (rank, "rank 0")
-            raise ConfigError(
-                f"{rank}: {has} has a job secret and {lacks} has none; set the same {SECRET} or {SECRET_FILE} on all ranks"
-            )
-        if secret is not None:
-            self.keys = secret.proven_keys(proof, address)
-        else:
-            self.keys = None if keys is None else JobKeys.deserialize(keys)
-        self.address = address
+        if type(published) is not list or len(published) != 2 or type(published[0]) is not str:
+            refuse(key, published, "[address, keys]")
+        self.address, keys = published
+        self.keys = None if keys is None else JobKeys.deserialize(keys)
 
     def _key(self, incarnation: int) -> str:
         return f"coordinator/{incarnation}"

@@ -10,7 +10,6 @@ from typing import Any
 
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.job.job_coordinator import JobCoordinator
-from rollout.distributed.protocol.messages import JobStatus, parse_status
 from rollout.distributed.transport.keys import JobKeys
 from rollout.distributed.worker.worker import EngineWorker
 from rollout.engine.engine import DynamicInferenceEngine
@@ -149,9 +148,9 @@ class JobMember:
             return ConnectionLostError(f"{address}: the last session has ended, and none was started since")
         return self.worker.lost or (None if self._client is None else self._client.lost)
 
-    def status(self) -> JobStatus:
+    def status(self) -> dict[str, Any]:
         """The job as the coordinator sees it; `ConnectionLostError` or `DeadlineError` without an answer."""
-        return parse_status(self.loop.run_sync(self.client.status(), self._timeout_s))
+        return self.loop.run_sync(self.client.status(), self._timeout_s)
 
     def recover(self, why: Exception) -> None:
         """Reconnect, to another coordinator if there is one; rank 0 starts one if its own has ended.
@@ -218,7 +217,7 @@ class JobMember:
                 self._worker.stop()
 
     def close(self, stop_timeout_s: float | None = None) -> None:
-        """Release the coordinator's process, which ends after its last peer, or terminate it and kill it after
+        """Release the coordinator's process, which ends after its last client, or terminate it and kill it after
         `stop_timeout_s`.
         """
         handle = self.coordinator.handle

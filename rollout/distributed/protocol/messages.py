@@ -9,17 +9,15 @@ int64; each direction of a connection numbers its frames from 0, so that duplica
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any, get_type_hints
+from dataclasses import field
 
 from rollout.distributed.protocol import fields as wire
 from rollout.distributed.protocol.fields import MESSAGES as MESSAGES
-from rollout.distributed.protocol.fields import CoordinatorStateName, Count, Name, Names, Rule, Seconds, message
 from rollout.distributed.protocol.fields import Message as Message
+from rollout.distributed.protocol.fields import message
 from rollout.distributed.protocol.stretch import Stretch as Stretch
 from rollout.distributed.protocol.stretch import Stretches
-from rollout.errors import ConnectionLostError, SerializationError
-from rollout.requests.codec import refuse
+from rollout.errors import ConnectionLostError
 
 
 @message(20, "client → coordinator")
@@ -229,11 +227,6 @@ class Disconnect(Message):
     reason: wire.Name = ""
 
 
-@message(61, "client → coordinator")
-class Shutdown(Message):
-    """Request to end the coordinator's process; open requests fail with a named error."""
-
-
 # --- control ----------------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +315,7 @@ class StatusQuery(Message):
 
 @message(48, "coordinator → client")
 class Status(Message):
-    """Snapshot of the coordinator; `JobStatus` reads the fields that decisions depend on."""
+    """Snapshot of the coordinator, as `CoordinatorCore.status` makes it."""
 
     call_id: wire.Count
     table: wire.Table
@@ -344,51 +337,3 @@ def version_mismatch(coordinator: int, peer: int) -> str | None:
         return None
     older = "the coordinator" if coordinator < peer else "this side"
     return f"the coordinator speaks protocol version {coordinator} and this side {peer}; upgrade {older}"
-
-
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """One rank as the coordinator sees it."""
-
-    name: Name
-    policy_version: Count
-    """Version that the rank has reported."""
-    assigned_samples: Count
-    """Samples assigned to the rank that have not ended."""
-    running: Count
-    """Samples that its engine computes at present."""
-    since_progress_s: Seconds
-    """Seconds since its last progress report."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobStatus:
-    """State of the job and its ranks, and the members that the furthest barrier waits for."""
-
-    state: CoordinatorStateName
-    barrier_waits_for: Names
-    """Names of connected members; the last entry may count those that have not connected."""
-    ranks: Annotated[list[RankStatus], Rule("a list of ranks", lambda value: type(value) is list)]
-
-
-def parse_status(table: object) -> JobStatus:
-    """Read the table of a `Status` message, ignoring further fields; `SerializationError` names a missing or malformed
-    one.
-    """
-    job = _checked(JobStatus, table)
-    job["ranks"] = [RankStatus(**_checked(RankStatus, each)) for each in job["ranks"]]
-    return JobStatus(**job)
-
-
-def _checked(kind: type, table: object) -> dict[str, Any]:
-    if type(table) is not dict:
-        refuse(kind.__name__, table, "a table")
-    values = {}
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        if name not in table:
-            raise SerializationError(f"{kind.__name__}.{name}: missing")
-        rule: Rule = hint.__metadata__[0]
-        if not rule.holds(table[name]):
-            refuse(f"{kind.__name__}.{name}", table[name], rule.text)
-        values[name] = table[name]
-    return values

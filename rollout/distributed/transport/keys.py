@@ -49,15 +49,11 @@ class JobKeys:
     @classmethod
     def generate(cls) -> JobKeys:
         """Generate new keys; `ConfigError` if libzmq was built without CURVE."""
-        _refuse_without_curve()
+        if not zmq.has("curve"):
+            raise ConfigError(
+                f"libzmq {zmq.zmq_version()} was built without CURVE: install a pyzmq wheel, or listen on loopback"
+            )
         return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
-
-    @classmethod
-    def of_secrets(cls, server: bytes, client: bytes) -> JobKeys:
-        """Make the keys from two secret numbers of 32 bytes each; `ConfigError` if libzmq was built without CURVE."""
-        _refuse_without_curve()
-        server, client = z85.encode(server), z85.encode(client)
-        return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
     def client_side(self) -> JobKeys:
         """Return a copy without the server's secret, for clients and ranks."""
@@ -129,13 +125,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
         return False
-
-
-def _refuse_without_curve() -> None:
-    if not zmq.has("curve"):
-        raise ConfigError(
-            f"libzmq {zmq.zmq_version()} was built without CURVE: install a pyzmq wheel, or listen on loopback"
-        )
 
 
 def _check_public(name: str, key: object) -> None:

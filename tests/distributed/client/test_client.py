@@ -23,7 +23,6 @@ from rollout.errors import (
     InvalidRequestError,
     RequestAbortedError,
 )
-from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams
 from tests.distributed.fake_coordinator import FakeCoordinator, welcome
@@ -176,20 +175,6 @@ async def test_calls_before_start_say_so():
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
-
-
-@asynchronous
-async def test_results_are_plain_dicts_where_nothing_is_to_be_deserialized():
-    async with connected(deserialize=False) as (client, _):
-        result = await client.add_request("three", SamplingParams(n=2))
-        assert len(result) == 2
-        assert [type(each) for each in result] == [dict, dict]
-        (second,) = result[1:]
-        request = DynamicInferenceRequest.deserialize(second)
-        assert (request.sample_index, request.prompt, request.prompt_tokens) == (1, "three", PROMPT)
-        stream = client.add_request_streaming(PROMPT)
-        assert [delta async for delta in stream]
-        assert type(stream.result[0]) is dict
 
 
 @asynchronous
@@ -374,8 +359,6 @@ async def test_control_calls_are_done_when_the_coordinator_says_so():
         ]  # fmt: skip
         assert calls[0].timeout_s == client_module.CONTROL_TIMEOUT_S
         assert calls[1].timeout_s == 3.0
-        client.shutdown_coordinator()
-        assert (await heard(fake))[2] == wire.Shutdown()
 
 
 @asynchronous
@@ -426,7 +409,6 @@ async def every_call(client: InferenceClient):
         lambda: client.add_request(PROMPT),
         lambda: client.add_request_streaming(PROMPT),
         lambda: client.abort_request(0),
-        client.shutdown_coordinator,
     ):
         with pytest.raises(ConnectionLostError):
             call()

@@ -50,7 +50,7 @@ def stretch(
 
 class Job:
     def __init__(self, **options: Any) -> None:
-        options = {"block_size_tokens": BLOCK, "heartbeat_timeout_s": 10.0, "idle_exit_s": 1e6} | options
+        options = {"block_size_tokens": BLOCK, "heartbeat_timeout_s": 10.0} | options
         self.config = CoordinatorConfig(**options)
         self.core = CoordinatorCore(self.config, "this life")
         self.now = 0.0

@@ -109,19 +109,17 @@ class World:
         self.config = CoordinatorConfig(
             data_parallel_size=rng.choice([1, 2, 2, 3, 4]),
             block_size_tokens=BLOCK,
-            heartbeat_interval_s=1.0,
             heartbeat_timeout_s=10.0,
             no_rank_timeout_s=rng.choice([20.0, 1e6]),
-            max_rank_losses=rng.choice([1, 3, 1000]),
             progress_interval=rng.choice([1, 3, 8]),
             deterministic_mode=rng.random() < 0.1,
             prefix_caching_coordinator_policy=rng.choice(list(PrefixCachingCoordinatorPolicy)),
-            prefix_caching_routing_alpha=rng.choice([0.5, 0.5, 0.1, 1.0]),
             tokenizer="made up" if rng.random() < 0.2 else None,
-            max_hashes_per_rank=rng.choice([1 << 10, 1 << 10, 6]),
-            idle_exit_s=1e9,
         )
         self.core = CoordinatorCore(self.config, "simulated")
+        self.core.sessions.max_rank_losses = rng.choice([1, 3, 1000])
+        router = self.core.dispatcher.router
+        router._alpha, router._max_hashes = rng.choice([0.5, 0.5, 0.1, 1.0]), rng.choice([1 << 10, 1 << 10, 6])
         self.peers: dict[bytes, Peer] = {}
         self.text_jobs: list[Any] = []
         self.version = 0
@@ -573,7 +571,7 @@ class World:
             "RequestAbortedError": wanted.aborted or stopped,
             "EngineStateError": stopped,
             "RequestTimeoutError": wanted.timeout_s is not None or self.config.no_rank_timeout_s < 1e6,
-            "RankLostError": self.config.max_rank_losses < 1000,
+            "RankLostError": self.core.sessions.max_rank_losses < 1000,
             "ConnectionLostError": True,
         }
         assert reasons.get(type(error).__name__), f"{type(error).__name__}: {error}"
@@ -700,7 +698,7 @@ class World:
             assert sim.session.num_open == 0, f"{sim.name} still computes {sim.session._assignments.of_sample.keys()}"
             if self.core.dispatcher.router.hashes_wanted() and not self.config.deterministic_mode:
                 cached = held(self.core.dispatcher.router, rank.name)
-                if self.config.max_hashes_per_rank >= CACHE_BLOCKS:
+                if self.core.dispatcher.router._max_hashes >= CACHE_BLOCKS:
                     assert cached == set(sim.engine.cache), f"{rank.name} holds {set(sim.engine.cache)}, not {cached}"
                 else:
                     assert cached <= set(sim.engine.cache)

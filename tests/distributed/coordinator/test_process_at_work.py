@@ -17,6 +17,7 @@ import pytest
 import zmq
 
 from rollout.config import CoordinatorConfig
+from rollout.distributed.coordinator import outbox
 from rollout.distributed.coordinator.core.dispatch import ScheduleRecord
 from rollout.distributed.coordinator.outbox import MAX_BYTES_PER_MESSAGE, MAX_FRAMES_PER_MESSAGE, Outgoing
 from rollout.distributed.coordinator.process import DataParallelInferenceCoordinator
@@ -219,7 +220,7 @@ class Pipes:
 
 def test_frames_of_a_turn_travel_together_in_order_and_messages_are_bounded():
     pipes = Pipes()
-    outgoing = Outgoing(pipes, 1 << 30)
+    outgoing = Outgoing(pipes)
     small = [b"%d" % i for i in range(MAX_FRAMES_PER_MESSAGE + 10)]
     large = [bytes([i]) * MAX_BYTES_PER_MESSAGE for i in range(3)]
     for frame in small + large:
@@ -234,7 +235,7 @@ def test_frames_of_a_turn_travel_together_in_order_and_messages_are_bounded():
 
 def test_a_full_pipe_keeps_the_order_and_holds_up_nobody_else():
     pipes = Pipes()
-    outgoing = Outgoing(pipes, 1 << 30)
+    outgoing = Outgoing(pipes)
     pipes.room[b"slow"] = 0
     for i in range(5):
         outgoing.put(b"slow", b"%d" % i)
@@ -247,9 +248,10 @@ def test_a_full_pipe_keeps_the_order_and_holds_up_nobody_else():
     assert pipes.frames(b"slow") == [b"0", b"1", b"2", b"3", b"4"]
 
 
-def test_a_peer_that_does_not_read_is_given_up_once_and_costs_nothing_more():
+def test_a_peer_that_does_not_read_is_given_up_once_and_costs_nothing_more(monkeypatch):
+    monkeypatch.setattr(outbox, "MAX_BACKLOG_BYTES", 10_000)
     pipes = Pipes()
-    outgoing = Outgoing(pipes, 10_000)
+    outgoing = Outgoing(pipes)
     pipes.room[b"deaf"] = 0
     lost = []
     for _ in range(10_000):
@@ -262,7 +264,7 @@ def test_a_peer_that_does_not_read_is_given_up_once_and_costs_nothing_more():
 
 def test_a_peer_that_is_gone_is_told_of_and_what_waited_for_it_is_dropped():
     pipes = Pipes()
-    outgoing = Outgoing(pipes, 10_000)
+    outgoing = Outgoing(pipes)
     pipes.room[b"gone"] = None
     outgoing.put(b"gone", b"x")
     outgoing.put(b"here", b"x")
@@ -303,7 +305,7 @@ def test_a_tokenizer_is_read_from_a_path_as_well(tmp_path):
 @contextmanager
 def turning(**options: Any) -> Iterator[tuple[DataParallelInferenceCoordinator, str, Callable[[], None]]]:
     """A coordinator whose turns the test takes itself."""
-    with never_started(heartbeat_interval_s=0.05, heartbeat_timeout_s=600.0, **options) as coordinator:
+    with never_started(heartbeat_timeout_s=600.0, **options) as coordinator:
         yield coordinator, coordinator.bind(), coordinator._turn
 
 

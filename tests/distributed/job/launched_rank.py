@@ -37,7 +37,7 @@ def main() -> None:
     config = InferenceConfig(
         kv_cache_blocks=256, max_requests=4, advanced=Advanced(block_size_tokens=4, verify_model=False)
     )
-    quickly = CoordinatorConfig(heartbeat_interval_s=0.2, heartbeat_timeout_s=5.0)
+    quickly = CoordinatorConfig(heartbeat_timeout_s=5.0)
     with (
         Journal(folder / f"journal-{rank}") as journal,
         RolloutManager(make_model("qwen3"), None, config, journal=journal, coordinator=quickly) as manager,

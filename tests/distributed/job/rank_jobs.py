@@ -30,7 +30,6 @@ from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerC
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.client.futures import RequestFuture
 from rollout.distributed.job.data_parallel import DataParallelBackend
-from rollout.distributed.job.job_coordinator import SECRET
 from rollout.distributed.protocol.messages import BarrierDone, Message
 from rollout.errors import (
     ConfigError,
@@ -73,9 +72,7 @@ def a_manager(model: PreTrainedModel | None = None, **options: Any) -> Iterator[
         model or the_model(),
         make_tokenizer(),
         engine_config(**(defaults | options)),
-        coordinator=CoordinatorConfig(
-            heartbeat_interval_s=0.2, heartbeat_timeout_s=heartbeat, progress_interval=interval
-        ),
+        coordinator=CoordinatorConfig(heartbeat_timeout_s=heartbeat, progress_interval=interval),
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="close\\(\\) gives up")
@@ -264,11 +261,9 @@ def is_cut(rank: int, what: str) -> list[Sample]:
         return samples(first) + samples(generate(rollout, WORK[rank]))
 
 
-def cannot_join(rank: int, what: str) -> str:
-    """Why this one has no manager; rank 1 has another secret, or a model that is not supported."""
-    if what == "secret":
-        os.environ[SECRET] = str(rank) * 64
-    model = torch.nn.Linear(2, 2) if what == "model" and rank == 1 else the_model()
+def cannot_join(rank: int) -> str:
+    """Why this one has no manager; rank 1 has a model that is not supported."""
+    model = torch.nn.Linear(2, 2) if rank == 1 else the_model()
     try:
         RolloutManager(model, config=InferenceConfig(kv_cache_blocks=64, advanced=Advanced(verify_model=False)))
     except RolloutError as exc:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import threading
 from collections.abc import Sequence
@@ -261,17 +260,10 @@ def test_each_rank_saves_its_own_groups_and_goes_on_with_them(nursery: Nursery) 
         assert_as_alone(answer, asks(5, 2, 40, seed=80 + rank))
 
 
-@pytest.mark.parametrize(
-    ("what", "why"),
-    [
-        ("secret", "ConfigError: the coordinator's address tcp://.* was not published under this process's job secret"),
-        ("model", "UnsupportedModelError: "),
-    ],
-)
-def test_a_rank_that_cannot_join_is_named_on_the_others_with_the_reason(nursery: Nursery, what: str, why: str) -> None:
-    first, second = run_together(nursery, 2, rank_jobs.cannot_join, what=what)
-    assert re.match(f"ConfigError: rank 0: rank 1 could not join: {why}", first)
-    assert re.match(why, second)
+def test_a_rank_that_cannot_join_is_named_on_the_others_with_the_reason(nursery: Nursery) -> None:
+    first, second = run_together(nursery, 2, rank_jobs.cannot_join)
+    assert first.startswith("ConfigError: rank 0: rank 1 could not join: UnsupportedModelError: ")
+    assert second.startswith("UnsupportedModelError: ")
 
 
 # --- without processes ---------------------------------------------------------------------------------------------------

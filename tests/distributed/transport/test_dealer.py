@@ -440,7 +440,7 @@ async def test_keys_of_the_job_open_the_connection_and_their_lack_does_not():
         return router.recv_multipart()[1:] if router.poll(int(1000 * DEADLINE_S)) else None
 
     stranger, member = Connection(address), Connection(address, keys=keys.client_side())
-    stranger.dealer.send(wire.Shutdown())
+    stranger.dealer.send(wire.StatusQuery(0))
     member.dealer.send(wire.Control(0, "pause", None, 1.0))
     reading = asyncio.get_running_loop().run_in_executor(None, read)
     while not reading.done():

@@ -56,7 +56,7 @@ def sharded_by(kind: str) -> nn.Module:
 @contextmanager
 def a_manager(model: nn.Module, *, coordinator: bool = True, **options: Any) -> Iterator[RolloutManager]:
     config = engine_config(kv_cache_blocks=256, block_size_tokens=4, max_requests=16, max_tokens_per_step=64, **options)
-    shared = CoordinatorConfig(heartbeat_interval_s=0.2, heartbeat_timeout_s=10.0)
+    shared = CoordinatorConfig(heartbeat_timeout_s=10.0)
     with RolloutManager(model, None, config, coordinator=shared if coordinator else False) as rollout:
         yield rollout
 

@@ -48,8 +48,8 @@ class CoordinatorCore:
         self.barriers = Barriers(self.peers, config.data_parallel_size)
         self.dispatcher = Dispatcher(config, self.peers)
         self.requests = RequestTable(config, self.peers, self.dispatcher)
-        self._grace = GracePeriods(config, self.peers, self.control, self.dispatcher, self.requests)
-        self._sessions = Sessions(
+        self._grace = GracePeriods(config, self.peers, self.dispatcher, self.requests)
+        self.sessions = Sessions(
             config, instance, self.peers, self.control, self.barriers, self.dispatcher, self.requests, self._grace
         )
         self._shut_down = False
@@ -57,8 +57,8 @@ class CoordinatorCore:
 
     @property
     def finished(self) -> bool:
-        """Whether the coordinator has nothing left to do: it was shut down, or the last peer has left for good."""
-        return self._shut_down or self._grace.deserted
+        """Whether the coordinator has nothing left to do: it was shut down, or the last peer has left after a stop."""
+        return self._shut_down or (self.control.stopped and not len(self.peers))
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
@@ -67,9 +67,9 @@ class CoordinatorCore:
         self._now = now
         peer = self.peers.get(identity)
         if peer is None:
-            self._sessions.greet(identity, sequence, message, now)
+            self.sessions.greet(identity, sequence, message, now)
             self._grace.look(now)
-        elif self._sessions.is_next(peer, sequence, now):
+        elif self.sessions.is_next(peer, sequence, now):
             if isinstance(message, wire.Heartbeat):
                 # It changes nothing that is dispatched, and looking for room on 1,000 ranks costs more than the rest.
                 return
@@ -78,9 +78,9 @@ class CoordinatorCore:
 
     def _take(self, peer: Peer, message: wire.Message) -> None:
         if isinstance(message, wire.Disconnect):
-            self._sessions.leave(peer, message.reason or "it has disconnected", self._now, died=False)
+            self.sessions.leave(peer, message.reason or "it has disconnected", self._now, died=False)
         elif isinstance(peer, ClientPeer) and isinstance(
-            message, wire.Submit | wire.Abort | wire.Control | wire.Barrier | wire.StatusQuery | wire.Shutdown
+            message, wire.Submit | wire.Abort | wire.Control | wire.Barrier | wire.StatusQuery
         ):
             self._take_from_client(peer, message)
         elif isinstance(peer, RankPeer) and isinstance(
@@ -94,7 +94,7 @@ class CoordinatorCore:
     def _take_from_client(
         self,
         client: ClientPeer,
-        message: wire.Submit | wire.Abort | wire.Control | wire.Barrier | wire.StatusQuery | wire.Shutdown,
+        message: wire.Submit | wire.Abort | wire.Control | wire.Barrier | wire.StatusQuery,
     ) -> None:
         stopping = self.control.state is CoordinatorState.STOPPING
         if isinstance(message, wire.Submit):
@@ -110,10 +110,8 @@ class CoordinatorCore:
         elif isinstance(message, wire.Barrier):
             self.requests.client_moved(client, message.policy_version)
             self.barriers.come(client, message)
-        elif isinstance(message, wire.StatusQuery):
-            self.peers.say(client, wire.Status(message.call_id, self.status()))
         else:
-            self.shutdown(f"client {client.name!r} has shut the coordinator down", self._now)
+            self.peers.say(client, wire.Status(message.call_id, self.status()))
 
     def _take_from_rank(
         self, rank: RankPeer, message: wire.Progress | wire.Decline | wire.CommandAck | wire.EngineMoved
@@ -152,7 +150,7 @@ class CoordinatorCore:
                     raise SerializationError(f"samples {samples} are not of attempt {stretch.attempt}")
                 self.requests.advance(assignment, stretch)
             except SerializationError as exc:
-                self._sessions.end(rank, "malformed", str(exc), self._now)
+                self.sessions.end(rank, "malformed", str(exc), self._now)
                 return
 
     def refuse(self, identity: bytes, code: str, text: str) -> None:
@@ -184,13 +182,13 @@ class CoordinatorCore:
         self._now = now
         peer = self.peers.get(identity)
         if peer is not None:
-            self._sessions.leave(peer, why, now, died=True)
+            self.sessions.leave(peer, why, now, died=True)
             self._go_on()
 
     def tick(self, now: float) -> None:
         """Process timers: heartbeats, silent peers, deadlines, grace periods."""
         self._now = now
-        self._sessions.beat(now)
+        self.sessions.beat(now)
         self.control.expire(now)
         self.barriers.expire(now)
         self.requests.expire(now)
@@ -202,7 +200,7 @@ class CoordinatorCore:
 
     def next_deadline(self) -> float:
         """Time at which `tick` is due."""
-        beat = self._sessions.next_beat()
+        beat = self.sessions.next_beat()
         return self._now if beat is None else min(beat, self.control.next_deadline(), self.requests.next_deadline())
 
     def tokenized(self, job_id: int, tokens: Sequence[int] | Exception, now: float) -> None:

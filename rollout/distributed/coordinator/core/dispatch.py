@@ -62,11 +62,7 @@ class Dispatcher:
         self.policy = policy
         """Effective policy: without prefix caching, prefix policies become LOAD_BALANCED."""
         self.router = Router(
-            policy,
-            alpha=config.prefix_caching_routing_alpha,
-            max_hashes_per_rank=config.max_hashes_per_rank,
-            deterministic=config.deterministic_mode,
-            data_parallel_size=config.data_parallel_size,
+            policy, deterministic=config.deterministic_mode, data_parallel_size=config.data_parallel_size
         )
         self.decisions: list[ScheduleRecord] = []
         self.too_new: list[OpenRequest] = []

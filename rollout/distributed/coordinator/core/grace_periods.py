@@ -1,5 +1,5 @@
-"""Grace periods of the job: without peers, without a ready rank, of ranks that are idle or behind, of requests that no
-rank is new enough for. No I/O; the clock is passed in.
+"""Grace periods of the job: without a ready rank, of ranks that are idle or behind, of requests that no rank is new enough
+for. No I/O; the clock is passed in.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import cast
 
 from rollout.config import CoordinatorConfig
-from rollout.distributed.coordinator.core.control import MAX_NAMES, ControlPlane
+from rollout.distributed.coordinator.core.control import MAX_NAMES
 from rollout.distributed.coordinator.core.dispatch import Dispatcher
 from rollout.distributed.coordinator.core.peers import Peers
 from rollout.distributed.coordinator.core.request_table import RequestTable
@@ -20,31 +20,16 @@ deterministic mode it is `heartbeat_timeout_s`."""
 class GracePeriods:
     """Measures what is missing since when, and acts when it has been missing for too long."""
 
-    def __init__(
-        self,
-        config: CoordinatorConfig,
-        peers: Peers,
-        control: ControlPlane,
-        dispatcher: Dispatcher,
-        requests: RequestTable,
-    ) -> None:
-        self.deserted = False
-        """Whether the last peer has left for good: after STOP, or for `idle_exit_s`."""
+    def __init__(self, config: CoordinatorConfig, peers: Peers, dispatcher: Dispatcher, requests: RequestTable) -> None:
         self._config = config
         self._peers = peers
-        self._control = control
         self._dispatcher = dispatcher
         self._requests = requests
         self._without_rank_since: float | None = None
-        self._without_peer_since: float | None = None
 
     def look(self, now: float) -> None:
-        """Start or end the periods without a ready rank and without peers."""
+        """Start or end the period without a ready rank."""
         self._without_rank_since = _since(self._without_rank_since, not self._dispatcher.any_rank_ready, now)
-        self._without_peer_since = _since(self._without_peer_since, not len(self._peers), now)
-        if self._without_peer_since is not None:
-            idle = now - self._without_peer_since >= self._config.idle_exit_s
-            self.deserted = self.deserted or idle or self._control.stopped
 
     def give_up_requests(self, now: float) -> None:
         """Fail the requests that have waited `no_rank_timeout_s` for any rank, or for one of a newer version."""

@@ -3,9 +3,8 @@ passed in.
 
 Always true: an accepted request ends once, with an outcome for each of its samples or with one error that names it;
 memory is charged to its client before it is used and released when it is freed, that of a tokenizer job when it is
-answered; a client holds at most `max_open_mb`, all clients at most `max_total_open_mb`. `max_open_requests` bounds the
-fixed cost of requests. Tokens computed by ranks are charged and never refused, but they reduce the budget for new
-requests.
+answered; a client holds at most `max_open_mb`, all clients `CLIENTS_TOGETHER` times as much. Tokens computed by ranks
+are charged and never refused, but they reduce the budget for new requests.
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ from rollout.errors import SerializationError
 from rollout.requests.block_hash import stream_key
 from rollout.requests.delta import TOKEN_BYTES
 
-REQUEST_BYTES = 1024
-"""Free allowance per request for parameters and samples."""
+CLIENTS_TOGETHER = 4
+"""All clients together may hold this many times what one may."""
+REQUEST_BYTES = 4096
+"""Charged per request, for the request itself."""
 SAMPLE_BYTES = 128
 """Charged per sample and per row of known tokens."""
 TOKENIZER_BYTES = 128
@@ -69,9 +70,6 @@ class Admission:
                 "InvalidRequestError",
                 f"wanted={reprlib.repr(message.wanted)}: must be samples below n={message.n}",
             )
-        if len(client.requests) >= config.max_open_requests:
-            limit = config.max_open_requests
-            return "QueueFullError", f"{limit} requests of this client are open (max_open_requests); wait for some"
         size = bytes_to_assign(message)
         if size > MAX_REQUEST_BYTES:
             return (
@@ -96,14 +94,14 @@ class Admission:
         return self._no_room(client, cost_of(message))
 
     def _no_room(self, client: ClientPeer, size: int) -> tuple[str, str] | None:
-        config = self._config
-        if client.open_bytes + size > config.max_open_mb << 20:
-            whose, option = "this client's open requests", f"max_open_mb={config.max_open_mb}"
-        elif self.total_bytes + size > config.max_total_open_mb << 20:
-            whose, option = "the open requests of all clients", f"max_total_open_mb={config.max_total_open_mb}"
+        limit = self._config.max_open_mb
+        if client.open_bytes + size > limit << 20:
+            whose, most = "this client's open requests", f"max_open_mb={limit}"
+        elif self.total_bytes + size > CLIENTS_TOGETHER * limit << 20:
+            whose, most = "the open requests of all clients", f"{CLIENTS_TOGETHER} times max_open_mb={limit}"
         else:
             return None
-        return "QueueFullError", f"{whose} would take more than {option} with {size} bytes more; wait for some"
+        return "QueueFullError", f"{whose} would take more than {most} with {size} bytes more; wait for some"
 
 
 def bytes_to_assign(message: Submit) -> int:
@@ -122,8 +120,7 @@ def cost_besides_prompt(message: Submit) -> int:
     """`cost_of` without the prompt."""
     known = sum(row.buffer_bytes + SAMPLE_BYTES * len(row.indices) for row in message.known)
     images = len(message.images) + len(message.keyed)
-    books = len(message.params) + SAMPLE_BYTES * (message.n - 1)
-    return known + images + max(0, books - REQUEST_BYTES)
+    return REQUEST_BYTES + len(message.params) + SAMPLE_BYTES * message.n + known + images
 
 
 class PendingText(NamedTuple):

@@ -23,6 +23,9 @@ from rollout.state import CoordinatorState, EngineState
 
 MAX_PEERS = 65536
 """Maximum number of sessions; further peers are refused."""
+MAX_RANK_LOSSES = 5
+"""Number of ranks that may die while computing one request, without a new token in between, before the request fails: it
+may be the cause."""
 
 
 class Sessions:
@@ -51,6 +54,7 @@ class Sessions:
         self._dispatcher = dispatcher
         self._requests = requests
         self._grace = grace
+        self.max_rank_losses = MAX_RANK_LOSSES
         self._last_beat: float | None = None
 
     # --- handshake --------------------------------------------------------------------------------------------------
@@ -175,13 +179,12 @@ class Sessions:
     def _lose_rank(self, rank: RankPeer, why: str, died: bool) -> None:
         for request in self._dispatcher.remove_rank(rank):
             request.losses += died
-            if request.losses >= self._config.max_rank_losses:
+            if request.losses >= self.max_rank_losses:
                 self._requests.fail(
                     request,
                     "RankLostError",
                     f"{request.losses} ranks were lost while it was there, without a new token of it; the last, "
-                    f"{rank.name!r}, because: {why}; it is given to no other "
-                    f"(max_rank_losses={self._config.max_rank_losses})",
+                    f"{rank.name!r}, because: {why}; it is given to no other",
                 )
 
 

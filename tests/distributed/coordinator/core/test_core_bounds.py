@@ -56,14 +56,15 @@ def test_whatever_a_request_brings_is_charged_until_it_ends(heavy, leave):
 
 
 def test_all_clients_together_have_a_budget_too():
-    job = Job(max_open_mb=1, max_total_open_mb=1)
-    client, other = job.client(), job.client("other")
-    client.say(wire.Submit(0, bytes(HALF), 1, b""))
-    other.say(wire.Submit(0, bytes(HALF), 1, b""))
-    assert "max_total_open_mb=1" in other.failed("QueueFullError").text
-    client.say(wire.Abort(0))
-    other.say(wire.Submit(1, bytes(HALF), 1, b""))
-    assert other.quiet()
+    job = Job(max_open_mb=1)
+    clients = [job.client(str(number)) for number in range(7)]
+    for client in clients:
+        client.say(wire.Submit(0, bytes(HALF), 1, b""))
+    assert [client.quiet() for client in clients] == [True] * 6 + [False]
+    assert "4 times max_open_mb=1" in clients[-1].failed("QueueFullError").text
+    clients[0].say(wire.Abort(0))
+    clients[-1].say(wire.Submit(1, bytes(HALF), 1, b""))
+    assert clients[-1].quiet()
 
 
 def test_tokens_that_ranks_compute_are_charged_and_never_refused():

@@ -87,7 +87,8 @@ def test_an_engine_that_refuses_a_request_ends_that_one_alone():
 
 
 def test_a_request_under_which_rank_after_rank_dies_fails_by_name_and_its_neighbours_go_on():
-    job = Job(max_rank_losses=3)
+    job = Job()
+    job.core.sessions.max_rank_losses = 3
     client = job.client()
     poison, neighbour = client.submit(), client.submit()
     for life in range(3):
@@ -101,7 +102,6 @@ def test_a_request_under_which_rank_after_rank_dies_fails_by_name_and_its_neighb
     assert failure.request_id == poison
     assert "3 ranks were lost" in failure.text
     assert "'a', because: its connection is gone" in failure.text
-    assert "max_rank_losses=3" in failure.text
     last = job.rank("a")
     assign = last.assigned()
     assert (assign.request_id, assign.known[0].token_ids) == (1, int32(0, 1, 2))
@@ -262,7 +262,7 @@ def test_a_rank_with_older_weights_than_the_asker_computes_nothing_for_it():
 
 
 def test_what_is_held_for_a_rank_that_stays_behind_goes_to_one_that_has_the_weights():
-    job = Job(heartbeat_interval_s=1.0)
+    job = Job(heartbeat_timeout_s=30.0)
     client = job.client()
     old, new = job.rank("old"), job.rank("new", version=1)
     client.submit(min_policy_version=1)
@@ -316,7 +316,7 @@ def test_another_life_of_the_coordinator_holds_what_the_first_one_held():
 
 def test_a_rank_that_rests_keeps_its_share_for_a_moment_and_then_others_compute_it():
     """It had stalled, the others went on without it; back again it waits for them, and they for it."""
-    job = Job(heartbeat_interval_s=1.0)
+    job = Job(heartbeat_timeout_s=30.0)
     client = job.client()
     back, resting = job.rank("back"), job.rank("gone-on")
     resting.say(wire.EngineMoved("running", 0, True))
@@ -359,7 +359,7 @@ def test_while_everybody_rests_nothing_is_taken_from_anybody():
 
 
 def test_what_only_a_full_rank_may_take_holds_up_no_idle_one():
-    job = Job(heartbeat_interval_s=1.0)
+    job = Job(heartbeat_timeout_s=30.0)
     client = job.client()
     old, new = job.rank("old", slots=4), job.rank("new", slots=1, version=1)
     job.wait(4.0)

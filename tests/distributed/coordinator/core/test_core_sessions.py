@@ -110,8 +110,8 @@ def test_a_peer_that_says_what_is_not_its_to_say_is_told_so_and_goes_on():
     job = Job()
     client, rank = job.client(), job.rank()
     client.say(wire.Progress([]))
-    rank.say(wire.Shutdown())
-    for peer, words in ((client, "a client does not send Progress"), (rank, "a rank does not send Shutdown")):
+    rank.say(wire.Abort(0))
+    for peer, words in ((client, "a client does not send Progress"), (rank, "a rank does not send Abort")):
         refusal = peer.hear(wire.Refused)
         assert (refusal.code, refusal.text, refusal.over) == ("not_yours", words, False)
     client.submit()
@@ -119,7 +119,7 @@ def test_a_peer_that_says_what_is_not_its_to_say_is_told_so_and_goes_on():
 
 
 def test_whoever_is_silent_is_told_that_it_must_live():
-    job = Job(heartbeat_interval_s=1.0)
+    job = Job(heartbeat_timeout_s=30.0)
     client = job.client()
     before = len(client.numbers)
     job.wait(5.0)
@@ -199,7 +199,8 @@ def test_a_client_that_leaves_takes_its_requests_along_and_harms_no_other(how):
 
 
 def test_a_rank_that_leaves_in_order_is_no_loss_that_counts():
-    job = Job(max_rank_losses=1)
+    job = Job()
+    job.core.sessions.max_rank_losses = 1
     client = job.client()
     first, second = job.rank("a"), job.rank("b")
     client.submit()
@@ -278,31 +279,10 @@ def test_on_shutdown_every_peer_is_told_why():
     client, rank = job.client("boss"), job.rank()
     client.submit()
     rank.assigned()
-    client.say(wire.Shutdown())
+    job.core.shutdown("it was terminated", job.now)
+    job.carry()
     for peer in (client, rank):
-        assert peer.hear(wire.Disconnect).reason == "client 'boss' has shut the coordinator down"
-    assert job.core.finished
-
-
-def test_it_ends_when_it_has_been_without_peers_for_long_and_not_before():
-    job = Job(idle_exit_s=5.0)
-    job.wait(4.0)
-    client = job.client()
-    job.wait(20.0)
-    client.say(wire.Disconnect())
-    job.wait(4.5)
-    assert not job.core.finished
-    job.wait(1.0)
-    assert job.core.finished
-
-
-def test_a_visit_between_two_looks_counts_as_one():
-    job = Job(idle_exit_s=5.0)
-    job.wait(4.9, 4.9)
-    job.client().say(wire.Disconnect())
-    job.wait(4.5)
-    assert not job.core.finished
-    job.wait(1.0)
+        assert peer.hear(wire.Disconnect).reason == "it was terminated"
     assert job.core.finished
 
 

@@ -61,7 +61,7 @@ def test_a_client_that_leaves_in_the_turn_of_its_tokens_is_said_nothing():
 
 def update_sizes(fill: Callable[[wire.Assign, int], wire.Message]) -> list[int]:
     """Frame lengths of the updates of one turn with so much to tell that it does not fit into one."""
-    core = CoordinatorCore(Job(max_open_requests=10_000).config, "x")
+    core = CoordinatorCore(Job().config, "x")
     core.receive(b"client", 0, wire.Connect(wire.PROTOCOL_VERSION, "client"), 0.0)
     core.receive(b"rank", 0, wire.Register(wire.PROTOCOL_VERSION, "rank", 4096, BLOCK, "running", 0), 0.0)
     core.receive(b"rank", 1, wire.EngineMoved("running", 0), 0.0)
