@@ -165,9 +165,9 @@ class InferenceConfig(Options):
     seed: int = 0
     """Base seed of requests without a seed of their own. In [0, 2**63)."""
 
-    exact: bool | Literal["experimental"] = False
+    exact: bool = False
     """Sample with log-probs that equal, bit for bit, those of the trainer's forward inside `with rollout.exact(model)`, for
-    Llama, Mistral, Qwen2 and Qwen3 on a CPU. `experimental`: on a CUDA device too, where the bits were never compared."""
+    Llama, Mistral, Qwen2 and Qwen3 on a CPU."""
 
     record_routes: bool = False
     """Record the experts that every router of a mixture of experts chooses, in the KV blocks beside K and V, for
@@ -200,7 +200,6 @@ class InferenceConfig(Options):
         (lambda value: is_number(value) and 0 < value <= 1, "a number in (0, 1]"): ("kv_cache_memory_fraction",),
         or_none((lambda value: is_int(value) and value >= 0, "an integer of at least 0")): ("max_staleness",),
         SEED: ("seed",),
-        (lambda value: isinstance(value, bool) or value == "experimental", "True, False or 'experimental'"): ("exact",),
         one_of(None, "bfloat16", "float16"): ("autocast_dtype",),
         one_of(None, "float32", "bfloat16", "float16"): ("inference_dtype",),
         or_none((is_text, "a device")): ("inference_device",),

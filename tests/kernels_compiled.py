@@ -22,17 +22,16 @@ from typing import Any
 
 import torch
 
-from rollout.engine.kernels import triton_exact, triton_paged
+from rollout.engine.kernels import triton_paged
 from rollout.engine.kernels.triton_paged import TritonPaged
 
 CPU = torch.device("cpu")
 SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
 """Of a block of threads, by architecture."""
 REGISTERS = 255
-SPILLED = {"attend": 160, "attend_parts": 16, "attend_chunks": 40, "rms_norm": 8}
-"""Bytes of stack of a thread: of exact mode's attention, of its norm by Triton 3.6 and 3.7, and of attention on sm_80. Other
-kernels have none."""
-PIPELINED = ("attend_parts", "attend_chunks", "attend", "product")
+SPILLED = {"attend_parts": 16, "attend_chunks": 40}
+"""Bytes of stack of a thread: of attention on sm_80. Other kernels have none."""
+PIPELINED = ("attend_parts", "attend_chunks")
 """Kernels that load the next tile while they compute this one, in 16 bits."""
 SINGLE_LOADS = {"merge": 1, "attend_chunks": 2, "write": 2}
 """Loads of two bytes: of sinks, and where a row has few heads."""
@@ -59,18 +58,14 @@ class Heads:
 
 ATTENTION = (
     Heads(torch.bfloat16, 128, 2, 8),
-    Heads(torch.bfloat16, 128, 8, 8, window=512),
-    Heads(torch.bfloat16, 128, 5, 8, chunk=8192),
     Heads(torch.bfloat16, 64, 8, 8, window=128, sinks=True),
-    Heads(torch.bfloat16, 64, 7, 2),
-    Heads(torch.bfloat16, 96, 1, 32),
+    Heads(torch.bfloat16, 96, 5, 8, chunk=8192),
     Heads(torch.bfloat16, 256, 4, 2, softcap=50.0),
     Heads(torch.bfloat16, 512, 8, 1),
-    Heads(torch.float16, 128, 4, 8),
-    Heads(torch.float32, 128, 2, 8),
+    Heads(torch.float16, 128, 1, 8),
     Heads(torch.float32, 256, 2, 4),
 )
-"""Of Qwen3, Mistral, Llama 4, gpt-oss, Qwen2, Phi-3, Gemma 2 and Gemma 4, and other dtypes."""
+"""Every dtype, size of a head and rule once, mostly as Qwen3, gpt-oss, Llama 4, Gemma 2 and Gemma 4 combine them."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +146,7 @@ def compile_all(architecture: int, folder: Path) -> Iterator[Compiled]:
             found[kernel.hash] = _measured(name, variant[0], architecture, kernel, folder)
 
     with _pretended(architecture):
-        for label, launch in (*_attention(told), *_exact(told)):
+        for label, launch in _attention(told):
             variant[0], before = label, len(found)
             launch()
             yield from list(found.values())[before:]
@@ -179,29 +174,6 @@ def _attend(paged: TritonPaged, heads: Heads) -> None:
     paged.prefill(query, keys, keys, tables, begins, ids, heads.window, 0.1, **rules)
 
 
-def _exact(told: Callable[[str, Any], None]) -> Iterator[tuple[str, Callable[[], object]]]:
-    kernels = _launchers(triton_exact._kernels(), told)
-    for dtype in (torch.bfloat16, torch.float32):
-        yield f"exact {str(dtype)[6:]}", lambda dtype=dtype: _exactly(kernels, dtype)  # type: ignore[misc]
-
-
-def _exactly(kernels: Any, dtype: torch.dtype) -> None:
-    own, triton_exact._kernels = triton_exact._kernels, lambda: kernels  # type: ignore[assignment]
-    try:
-        x, weight = torch.zeros(16, 4096, dtype=dtype), torch.zeros(1024, 4096, dtype=dtype)
-        query, keys = torch.zeros(16, 32, 128, dtype=dtype), torch.zeros(64, 16, 8, 128, dtype=dtype)
-        tables, ids = torch.zeros(64, 128, dtype=dtype), torch.zeros(64, dtype=torch.int32)
-        triton_exact.linear(x, weight, None)
-        triton_exact.rms_norm(x, weight[0], 1e-6)
-        triton_exact.rotate(query, tables, tables, ids[:16].long())
-        triton_exact.silu_times(x, x)
-        rows = triton_exact.AttendedRows(ids[None], ids[:2], ids[:16], 1000, 16, 16)
-        for window in (None, 512):
-            triton_exact.paged_attention(query, keys, keys, rows, 0.1, window)
-    finally:
-        triton_exact._kernels = own
-
-
 def _launchers(kernels: Any, told: Callable[[str, Any], None]) -> Any:
     made = {each.name: getattr(kernels, each.name) for each in fields(kernels)}
     return type(kernels)(
@@ -214,7 +186,6 @@ def _pretended(architecture: int) -> Iterator[None]:
     from triton.runtime import driver
 
     before, tried, programs = driver._active, triton_paged._try_out, triton_paged._programs
-    triton_exact._kernels.cache_clear()
     driver.set_active(_Driver(architecture))
     triton_paged._try_out = lambda *_: None
     triton_paged._programs = lambda _: 3  # type: ignore[assignment]
@@ -222,7 +193,6 @@ def _pretended(architecture: int) -> Iterator[None]:
         yield
     finally:
         driver._active, triton_paged._try_out, triton_paged._programs = before, tried, programs
-        triton_exact._kernels.cache_clear()
 
 
 def _measured(name: str, variant: str, architecture: int, kernel: Any, folder: Path) -> Compiled:

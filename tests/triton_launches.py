@@ -24,12 +24,8 @@ class _Driver:
 
 
 @contextmanager
-def recorded(*loaders: Any) -> Iterator[dict[str, set[str]]]:
-    """Compiled kernels that launches in this block ask for, by name; the launches do nothing.
-
-    Args:
-        loaders: cached functions that make kernels, which remember the device they were first launched on.
-    """
+def recorded() -> Iterator[dict[str, set[str]]]:
+    """Compiled kernels that launches in this block ask for, by name; the launches do nothing."""
     from triton import knobs
     from triton.runtime import driver
 
@@ -40,13 +36,9 @@ def recorded(*loaders: Any) -> Iterator[dict[str, set[str]]]:
         return True  # Not to be compiled.
 
     before, hook = driver._active, knobs.runtime.jit_cache_hook
-    for loader in loaders:
-        loader.cache_clear()
     driver.set_active(_Driver())
     knobs.runtime.jit_cache_hook = ask
     try:
         yield asked
     finally:
         driver._active, knobs.runtime.jit_cache_hook = before, hook
-        for loader in loaders:
-            loader.cache_clear()

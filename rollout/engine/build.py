@@ -50,7 +50,6 @@ from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
 from rollout.engine.parts.peers import Peers
 from rollout.engine.parts.stepper import Stepper
-from rollout.engine.training.paged_forward import run_exactly
 from rollout.engine.weights.autocast_copies import autocast_copies
 from rollout.engine.weights.guard import WeightsGuard, dtype_named
 from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError
@@ -125,8 +124,7 @@ def build(base: EngineBase) -> EngineParts:
     runner = _runner(base, config, model, layout, longest, routers, cache, states, context)
     controller = TextGenerationController(model, base.tokenizer, layout, runner, config.image_folder)
     parts = _assemble(base, config, model, longest, cache, context, controller)
-    # If kernels of exact mode do not compile, this fails here and not in the first step.
-    if config.advanced.verify_model or (config.exact and layout.device.type == "cuda"):
+    if config.advanced.verify_model:
         room = min(longest, cache.num_blocks // cache.num_groups * config.advanced.block_size_tokens)
         verify_model(runner, room, peers.all_hold)
     # The ranks of a group have agreed on one size of the pool, and a failing trial would end a lock-step group.
@@ -264,17 +262,15 @@ def _runner(
         peers.together,
         states=states,
         routers=routers,
-        exact=bool(config.exact),
+        exact=config.exact,
         copies=autocast_copies(config, weights, layout.device, context.room),
     )
     context.to_come = partial(bytes_to_come, runner)
     # Collectives inside a forward are not captured, and neither are addresses that change with each gathering.
     alone = peers.everyone is None
     captured = config.advanced.cuda_graphs and routers is None and alone and weights.fixed_addresses and states is None
-    graphed_rows = config.max_requests * captured
-    if not (config.exact and run_exactly(runner, longest, graphed_rows, config.exact)):
-        whole = alone and weights.tensor_parallel_mesh is None
-        _choose_forwards(runner, config, routers, base.lifecycle.lock.asked, graphed_rows, whole=whole)
+    whole = alone and weights.tensor_parallel_mesh is None
+    _choose_forwards(runner, config, routers, base.lifecycle.lock.asked, config.max_requests * captured, whole=whole)
     if config.exact:
         runner.refuse_inexact()
     return runner
@@ -305,7 +301,7 @@ def _choose_forwards(
         runner.without_fused = "it records the experts that its routers choose (InferenceConfig.record_routes)"
     elif config.advanced.fused_forward:
         runner.fused = maker = FusedForward(
-            runner.model, layout, cache, module.library, exact=bool(config.exact), states=runner.states
+            runner.model, layout, cache, module.library, exact=config.exact, states=runner.states
         )
     if graphed_rows and module.paged is not None:
         # `release_workspace` must not free the graphs' workspace, so it is a separate one.

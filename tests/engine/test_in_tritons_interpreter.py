@@ -11,7 +11,6 @@ from tests.interpreter import INTERPRETED, assert_holds_interpreted
 
 HERE = Path(__file__).parent
 FILES = {
-    "training/test_exact_on_cuda.py": "triton or bits",
     "forward/test_triton_steps.py": "test",
     "kernels/test_triton_attention.py": "paged",
     "kernels/test_triton_paged.py": "test",

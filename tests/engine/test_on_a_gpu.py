@@ -16,7 +16,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout import exact
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.graphs import cuda_graphs
 from rollout.engine.scheduling import run_ahead
@@ -371,32 +370,6 @@ def test_a_model_on_the_second_device_is_served_there() -> None:
     assert engine.cache.layer(0)[0].device == torch.device("cuda", 1)
     assert captured(engine)
     assert_greedy("qwen3", request, tolerance=1e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("graphs", [True, False])
-def test_exact_mode_is_exact_at_real_depth_and_vocabulary(dtype: torch.dtype, graphs: bool) -> None:
-    model = deep_model(dtype, layers=28 if dtype == torch.bfloat16 else 4)
-    engine = engine_of(model, exact="experimental", cuda_graphs=graphs, max_requests=64, kv_cache_blocks=2048)
-    prompts = [token_ids(length, length) for length in (*range(1, 40), 300, 600)]
-    requests = [
-        *engine.generate(prompts, at_random(24, temperature=0.7)),
-        *engine.generate(prompts[-1:], at_random(24)),
-    ]
-    assert not graphs or captured(engine)
-    for start in range(0, len(requests), 6):
-        part = requests[start : start + 6]
-        rows = [[*request.prompt_tokens, *request.generated_tokens] for request in part]
-        longest = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device="cuda")
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device="cuda")
-        with exact(model), torch.no_grad():
-            logits = model(ids, attention_mask=mask).logits
-        for index, request in enumerate(part):
-            begin, end = len(request.prompt_tokens), len(rows[index])
-            scores = logits[index, begin - 1 : end - 1].float() / request.sampling_params.temperature
-            own = scores.log_softmax(-1).gather(1, ids[index, begin:end, None])[:, 0]
-            assert torch.equal(own.cpu(), torch.tensor(request.generated_log_probs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

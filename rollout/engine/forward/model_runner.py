@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rollout.engine.forward.module_forward import ModuleForward
 from rollout.engine.forward.step_tensors import pack, prompt_spans, sample_step, take_prompt_logprobs
-from rollout.engine.fused.fused_forward import BoundForward
+from rollout.engine.fused.fused_forward import FusedForward
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import upload
@@ -82,10 +82,8 @@ class ModelRunner:
         self.states = states
         self.exact = exact
         self.copies = copies
-        self.module = ModuleForward(
-            model, layout, cache, installation, vision, routers=routers, states=states, exact=exact
-        )
-        self.fused: BoundForward | None = None
+        self.module = ModuleForward(model, layout, cache, installation, vision, routers=routers, states=states)
+        self.fused: FusedForward | None = None
         self.without_fused = "Advanced.fused_forward=False"
         self.graphs: GraphedDecode | None = None
         self.runs: DecodeRuns | None = None
@@ -250,7 +248,7 @@ class RunForward(Protocol):
         """Whether the model has recurrent layers."""
 
     def ready(self, module_epoch: int) -> bool:
-        """Whether it serves the model in its current state; see `BoundForward.ready`."""
+        """Whether it serves the model in its current state; see `FusedForward.ready`."""
 
     def decode(self, run: DecodeRun) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Tokens [R, M] and log-probs [R, M] of the M steps made; NaN of a row without a finite logit."""

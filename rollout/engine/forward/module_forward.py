@@ -40,7 +40,6 @@ class ModuleForward:
 
     Args:
         routers: record in the cache the experts that these choose; None: nothing is recorded.
-        exact: do not try the kernels, since exact mode has others.
 
     Attributes:
         library: C++ kernels; None: not on a CPU, or there is no compiler.
@@ -57,7 +56,6 @@ class ModuleForward:
         *,
         routers: Routers | None = None,
         states: StatePool | None = None,
-        exact: bool = False,
     ) -> None:
         self._model = model
         self._layout = layout
@@ -68,7 +66,7 @@ class ModuleForward:
         self._states = states
         self.library = cpu_library.load() if layout.device.type == "cpu" else None
         self.paged = triton_paged.load(layout.device) if layout.device.type == "cuda" else None
-        if self.paged is not None and not exact:
+        if self.paged is not None:
             self.paged = tried_out(self.paged, kernel_shapes(layout), layout.kv_dtype, cache.block_size, layout.device)
         self.workspace = Workspace()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
@@ -31,10 +30,12 @@ from rollout.engine.sampling.sampling_table import DecodeRun
 _log = logging.getLogger(__name__)
 
 
-class BoundForward(ABC):
-    """A forward over the module's own parameters that replaces the module's while its code is transformers' own.
+class FusedForward:
+    """The C++ forward of one model, which replaces the module's while its code is transformers' own.
 
-    `exact` and `states`: see `Bound`.
+    Args:
+        library: see `cpu_library.load`.
+        exact, states: see `Bound`.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class BoundForward(ABC):
         model: nn.Module,
         layout: ModelLayout,
         cache: KVCache,
+        library: ctypes.CDLL,
         *,
         exact: bool = False,
         states: StatePool | None = None,
@@ -51,6 +53,9 @@ class BoundForward(ABC):
         self._cache = cache
         self._exact = exact
         self._states = states
+        self._library = library
+        library.rollout_workspace_bytes.restype = library.rollout_decode.restype = ctypes.c_int64
+        self._workspace = self._logits = torch.empty(0, device="cpu")
         self._bound: Bound | None = None
         self._module_epoch = -1
         self._why = self._given_up = ""
@@ -79,7 +84,6 @@ class BoundForward(ABC):
         self._given_up = why
         _log.warning("%s runs its own forward: %s; please report it", type(self._model).__name__, why)
 
-    @abstractmethod
     def run(
         self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64], states: NDArray[np.int32] | None = None
     ) -> Tensor:
@@ -89,43 +93,6 @@ class BoundForward(ABC):
             ids: [P] token ids.
             states: [R] state slot of each sequence; None: the model has none.
         """
-
-    @abstractmethod
-    def release(self) -> None:
-        """Release buffers that the next step allocates again."""
-
-    def _bind(self) -> None:
-        try:
-            bound = Bound(self._model, self._layout, self._cache, exact=self._exact, states=self._states)
-            self._bound, why = bound, ""
-        except (Unfusable, AttributeError) as exc:
-            self._bound, why = None, str(exc)
-        if why and why != self._why:
-            _log.info("%s runs its own forward: %s", type(self._model).__name__, why)
-        self._why = why
-
-
-class FusedForward(BoundForward):
-    """The C++ forward of one model, by a `library` of `cpu_library.load`."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        layout: ModelLayout,
-        cache: KVCache,
-        library: ctypes.CDLL,
-        *,
-        exact: bool = False,
-        states: StatePool | None = None,
-    ) -> None:
-        super().__init__(model, layout, cache, exact=exact, states=states)
-        self._library = library
-        library.rollout_workspace_bytes.restype = library.rollout_decode.restype = ctypes.c_int64
-        self._workspace = self._logits = torch.empty(0, device="cpu")
-
-    def run(
-        self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64], states: NDArray[np.int32] | None = None
-    ) -> Tensor:
         bound = self._bound
         assert bound is not None
         step, held = self._step(bound, ids, rows, keep, states)
@@ -194,4 +161,15 @@ class FusedForward(BoundForward):
         ), (slots, tables, places)  # fmt: skip
 
     def release(self) -> None:
+        """Release buffers that the next step allocates again."""
         self._workspace = self._logits = torch.empty(0, device="cpu")
+
+    def _bind(self) -> None:
+        try:
+            bound = Bound(self._model, self._layout, self._cache, exact=self._exact, states=self._states)
+            self._bound, why = bound, ""
+        except (Unfusable, AttributeError) as exc:
+            self._bound, why = None, str(exc)
+        if why and why != self._why:
+            _log.info("%s runs its own forward: %s", type(self._model).__name__, why)
+        self._why = why

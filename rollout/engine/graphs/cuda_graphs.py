@@ -103,7 +103,6 @@ class GraphedDecode:
         cache: holds K and V.
         max_rows: most rows of a step.
         kernels: the attention of the module's forward.
-        forward: logits [B, V] of a step, captured instead of the module's forward; None: the module's.
         copies: read by the module's captured forward in the place of weights that autocast casts.
 
     Attributes:
@@ -120,7 +119,6 @@ class GraphedDecode:
         max_rows: int,
         device: CudaDevice,
         kernels: TritonDecode,
-        forward: Callable[[DecodeInputs], Tensor] | None = None,
         *,
         copies: AutocastCopies = NO_COPIES,
     ) -> None:
@@ -129,7 +127,6 @@ class GraphedDecode:
         self._cache = cache
         self._device = device
         self._kernels = kernels
-        self._forward = self._module_logits if forward is None else forward
         self._copies = copies
         self._sizes = row_sizes(max_rows)
         self._columns = table_columns(STATE_LENGTH, cache.block_size)
@@ -318,7 +315,7 @@ class GraphedDecode:
         assert self._state is not None
         # Casts that were made before are of the weights as they were then.
         torch.clear_autocast_cache()
-        logits = self._forward(self._state.inputs(rows, self._parts))
+        logits = self._logits_of(self._state.inputs(rows, self._parts))
         if logits.dtype not in self._logits:
             # Shared by all graphs: logits are the largest tensor of a small batch.
             with torch.inference_mode(False):
@@ -327,7 +324,7 @@ class GraphedDecode:
         self._logits[logits.dtype][:rows].copy_(logits)
         return logits.dtype
 
-    def _module_logits(self, inputs: DecodeInputs) -> Tensor:
+    def _logits_of(self, inputs: DecodeInputs) -> Tensor:
         keep = torch.arange(len(inputs.ids), device=self._layout.device)
         batch = CapturedBatch(self._kernels, self._layout, inputs)
         with self._copies.substituted(), Installation(self._model).forward():

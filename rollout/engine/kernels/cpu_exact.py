@@ -48,16 +48,6 @@ def library() -> ctypes.CDLL:
     return found
 
 
-def require(device: torch.device, vocabulary: int) -> None:
-    """Build the library, which serves every vocabulary.
-
-    Raises:
-        UnsupportedModelError: it cannot be built here.
-    """
-    del device, vocabulary
-    library()
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, places: Tensor | None = None, total: int = 0) -> Tensor:
     """x [P, K] times weight [N, K] transposed, plus bias [N]: [P, N].
 

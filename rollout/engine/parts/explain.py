@@ -25,7 +25,7 @@ from rollout.engine.kernels import cpu_library, triton_paged
 from rollout.engine.kernels.cpu_attention import MAX_GROUP
 from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.training.kernels import why_not_exact
+from rollout.engine.training.exact import why_not_exact
 from rollout.engine.weights.base import Weights as WeightSource
 from rollout.metric_table import binary_bytes, short_count
 from rollout.sampling_params import SamplingParams
@@ -36,13 +36,7 @@ PACKAGES = ("torch", "transformers")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE")
 SEQUENCES, PROMPT, TOKENS = 16, 16, 32
 """Size of the timed decode: sequences, and tokens of each prompt and completion."""
-_EXACT = {
-    "cpu": "C++ operations whose sums have an order that follows from the place in their own row",
-    "cuda": "Triton operations with one tile for any number of rows, and log-probs by torch's log-softmax",
-}
-"""Type of device → what exact mode runs there."""
-_ASKED = {"cpu": "True", "cuda": "'experimental'"}
-"""Type of device → value of `InferenceConfig.exact` that turns it on."""
+_EXACT = "C++ operations whose sums have an order that follows from the place in their own row"
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,7 @@ class ModelPart:
     layers: tuple[str, ...]
     """Layers by kind: number, class, heads and window or recurrent state, and the modules beside them."""
     fused: bool | None
-    """Whether the fused forward runs, or exact mode's on a GPU; None: unknown while suspended or sharded."""
+    """Whether the fused forward runs; None: unknown while suspended or sharded."""
     why_not_fused: str
     attention: str
     sampling: str
@@ -306,15 +300,14 @@ def _graphs(runner: ModelRunner, config: InferenceConfig, source: WeightSource) 
 
 
 def _exact(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -> str:
-    kind = runner.layout.device.type
     if config.exact:
-        return f"on: {_EXACT[kind]}, in the trainer's forward inside rollout.exact(model) and in every step here"
+        return f"on: {_EXACT}, in the trainer's forward inside rollout.exact(model) and in every step here"
     if source.collective or source.tensor_parallel_mesh is not None:
         return "off, and refused: the weights are spread over the ranks"
     if not runner.cache.on_device:
         return "off; known when the engine is resumed"
     why = why_not_exact(runner.model, runner.layout, runner.cache)
-    return f"off, and refused: {why}" if why else f"off; InferenceConfig(exact={_ASKED[kind]}) runs {_EXACT[kind]}"
+    return f"off, and refused: {why}" if why else f"off; InferenceConfig(exact=True) runs {_EXACT}"
 
 
 # --- KV pool and machine --------------------------------------------------------------------------------------------------
@@ -441,7 +434,7 @@ def _advice(model: ModelPart, kv: KVPart, machine: Machine) -> Iterator[str]:
 def _rows(found: Explanation) -> Iterator[tuple[str, str]]:
     """Title and text of each line of the page."""
     model, kv, machine, trial = found.model, found.kv, found.machine, found.trial
-    forward = "fused C++" if model.device == "cpu" else "exact mode's, in Triton"
+    forward = "fused C++"
     if model.fused is None:
         forward = "known when weights are gathered and the engine is resumed"
     elif not model.fused:

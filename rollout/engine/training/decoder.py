@@ -1,12 +1,11 @@
 """Forward of a Llama-like decoder over the module's own parameters, by the operations of exact mode.
 
-The trainer's computes the real tokens only, packed one sequence after the other; the layers are those of `fused_forward`.
-On a GPU the engine's steps run the same layers, with attention over its blocks (`paged_forward`).
+It computes the real tokens only, packed one sequence after the other; the layers are those of `fused_forward`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,12 +14,11 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rollout.engine.fused.fused_parts import rotary_tables
-from rollout.engine.training.operations import attention, linear, linear_to, rms_norm, rotate, silu_times
+from rollout.engine.training.operations import attention, linear, rms_norm, rotate, silu_times
 from rollout.engine.training.packing import Packing
 
 Tables = tuple[Tensor, Tensor]
-Attend = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-"""Attention of a module: query [P, H, D], key and value [P, Hkv, D] → [P, H, D]."""
+"""Cosines and sines [positions, D]."""
 
 
 def logits_of(model: Any, windows: Sequence[int | None], ids: Tensor, packing: Packing, keep: int | Tensor) -> Tensor:
@@ -33,50 +31,23 @@ def logits_of(model: Any, windows: Sequence[int | None], ids: Tensor, packing: P
         keep: as transformers' `logits_to_keep`; 0: all positions, [B, T, V].
     """
     decoder = model.model
-    own = dict(zip((layer.self_attn for layer in decoder.layers), windows, strict=True))
-
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attention(query, key, value, packing, module.scaling, own[module])
-
     tables = rotary_tables(decoder.rotary_emb, decoder.embed_tokens.weight.dtype, packing.longest)
-    hidden = hidden_of(
-        decoder,
-        ids.flatten() if packing.tokens is None else ids.flatten()[packing.tokens],
-        packing.positions,
-        (tables[0].to(ids.device), tables[1].to(ids.device)),
-        attend,
-    )
-    rows = _kept(packing.rows, keep)
-    flat = rows.flatten()
-    places = (flat >= 0).nonzero().flatten()
-    if isinstance(keep, Tensor) or keep:
-        hidden = hidden[flat[places]]
-    hidden, head = norm(hidden, decoder.norm), model.lm_head.weight
-    logits = linear(hidden, head) if len(places) == len(flat) else linear_to(hidden, head, places, len(flat))
-    return logits.view(*rows.shape, head.shape[0])
-
-
-def hidden_of(decoder: Any, ids: Tensor, positions: Tensor, tables: Tables, attend: Attend) -> Tensor:
-    """Hidden states [P, W] after the last layer, before the last norm.
-
-    Args:
-        decoder: the …Model of a …ForCausalLM that the fused forward serves.
-        ids, positions: [P] int64.
-        tables: cosines and sines [positions, D], on the device.
-    """
-    hidden: Tensor = decoder.embed_tokens(ids)
-    for layer in decoder.layers:
-        run = partial(_layer, layer, positions=positions, tables=tables, attend=attend)
+    flat = ids.flatten()
+    hidden: Tensor = decoder.embed_tokens(flat if packing.tokens is None else flat[packing.tokens])
+    for layer, window in zip(decoder.layers, windows, strict=True):
+        run = partial(_layer, layer, window=window, packing=packing, tables=tables)
         if getattr(layer, "gradient_checkpointing", False) and layer.training:
             hidden = layer._gradient_checkpointing_func(run, hidden)
         else:
             hidden = run(hidden)
-    return hidden
-
-
-def norm(x: Tensor, module: Any) -> Tensor:
-    """x [..., W] through one of the model's norms."""
-    return rms_norm(x, module.weight, module.variance_epsilon)
+    kept = _kept(packing.rows, keep)
+    rows = kept.flatten()
+    places = (rows >= 0).nonzero().flatten()
+    if isinstance(keep, Tensor) or keep:
+        hidden = hidden[rows[places]]
+    head = model.lm_head.weight
+    padded = None if len(places) == len(rows) else (places, len(rows))
+    return linear(_norm(hidden, decoder.norm), head, padded=padded).view(*kept.shape, head.shape[0])
 
 
 def output_of(model: Any, logits: Tensor, labels: Tensor | None, **options: Any) -> CausalLMOutputWithPast:
@@ -87,22 +58,26 @@ def output_of(model: Any, logits: Tensor, labels: Tensor | None, **options: Any)
     return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-def _layer(layer: Any, hidden: Tensor, *, positions: Tensor, tables: Tables, attend: Attend) -> Tensor:
-    hidden = hidden + _attention(layer.self_attn, norm(hidden, layer.input_layernorm), positions, tables, attend)
-    normed, mlp = norm(hidden, layer.post_attention_layernorm), layer.mlp
+def _layer(layer: Any, hidden: Tensor, *, window: int | None, packing: Packing, tables: Tables) -> Tensor:
+    hidden = hidden + _attention(layer.self_attn, _norm(hidden, layer.input_layernorm), window, packing, tables)
+    normed, mlp = _norm(hidden, layer.post_attention_layernorm), layer.mlp
     wide = silu_times(_linear(normed, mlp.gate_proj), _linear(normed, mlp.up_proj))
     return hidden + _linear(wide, mlp.down_proj)
 
 
-def _attention(module: Any, hidden: Tensor, positions: Tensor, tables: Tables, attend: Attend) -> Tensor:
+def _attention(module: Any, hidden: Tensor, window: int | None, packing: Packing, tables: Tables) -> Tensor:
     query, key, value = (
         _linear(hidden, projection).view(len(hidden), projection.out_features // module.head_dim, module.head_dim)
         for projection in (module.q_proj, module.k_proj, module.v_proj)
     )
     if hasattr(module, "q_norm"):
-        query, key = norm(query, module.q_norm), norm(key, module.k_norm)
-    query, key = (rotate(each, *tables, positions) for each in (query, key))
-    return _linear(attend(module, query, key, value).flatten(1), module.o_proj)
+        query, key = _norm(query, module.q_norm), _norm(key, module.k_norm)
+    query, key = (rotate(each, *tables, packing.positions) for each in (query, key))
+    return _linear(attention(query, key, value, packing, module.scaling, window).flatten(1), module.o_proj)
+
+
+def _norm(x: Tensor, module: Any) -> Tensor:
+    return rms_norm(x, module.weight, module.variance_epsilon)
 
 
 def _linear(x: Tensor, module: Any) -> Tensor:

@@ -14,11 +14,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from rollout.engine.fused.fused_binding import Bound
+from rollout.engine.kernels import cpu_exact
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.models.model_support import ModelLayout, inspect_model
 from rollout.engine.models.originals import Unfusable, bypassed
 from rollout.engine.training.decoder import logits_of, output_of
-from rollout.engine.training.kernels import bound_exactly, kernels_on
 from rollout.engine.training.packing import packing_of
 from rollout.engine.weights.source import weights_of
 from rollout.errors import UnsupportedModelError
@@ -27,6 +28,16 @@ _layouts: WeakKeyDictionary[nn.Module, tuple[ModelLayout, KVCache]] = WeakKeyDic
 """Layout of each model, and a cache of one token, for the checks that read one."""
 
 _LOSS_OPTIONS = ("num_items_in_batch", "shift_labels")
+
+
+def why_not_exact(model: nn.Module, layout: ModelLayout, cache: KVCache) -> str | None:
+    """Why exact mode does not serve a model in its present state; None: it does."""
+    try:
+        cpu_exact.library()
+        _bound(model, layout, cache)
+    except (UnsupportedModelError, Unfusable, AttributeError) as exc:
+        return str(exc)
+    return bypassed(layout.device)
 
 
 @contextmanager
@@ -39,8 +50,7 @@ def exact(model: nn.Module) -> Iterator[None]:
     positions count from each sequence's first real token.
 
     Args:
-        model: a Llama, Mistral, Qwen2 or Qwen3 …ForCausalLM on a CPU or a CUDA device, float32 or bfloat16, also in
-            DDP.
+        model: a Llama, Mistral, Qwen2 or Qwen3 …ForCausalLM on a CPU, float32 or bfloat16, also in DDP.
 
     Raises:
         UnsupportedModelError: on entering, or in the forward: names what exact mode does not serve.
@@ -69,9 +79,10 @@ class _ExactForward:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         device = next(model.parameters()).device
-        kernels = kernels_on(device)
+        if device.type != "cpu":
+            raise UnsupportedModelError(f"exact mode runs on a CPU, and the model is on {device}")
+        cpu_exact.library()
         self._verify()
-        kernels.require(device, _layouts[model][0].vocab_size)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # fused operations round differently
     def __call__(
@@ -136,6 +147,13 @@ class _ExactForward:
             layout = inspect_model(model)
             known = _layouts[model] = layout, KVCache(layout.layers, 1, 1, layout.kv_dtype, layout.device)
         layout, cache = known
-        bound = bound_exactly(model, layout, cache)
+        bound = _bound(model, layout, cache)
         self._layers = list(bound.causal_lm.model.layers)
         self._windows = [layout.calls[layout.layer_of[layer.self_attn]].window for layer in self._layers]
+
+
+def _bound(model: nn.Module, layout: ModelLayout, cache: KVCache) -> Bound:
+    bound = Bound(model, layout, cache, exact=True)
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        raise Unfusable("it holds PEFT adapters")
+    return bound

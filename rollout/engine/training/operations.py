@@ -1,4 +1,4 @@
-"""Differentiable operations over the kernels of exact mode, those of the tensors' device.
+"""Differentiable operations over the C++ kernels of exact mode.
 
 The forward's bits are those of the kernels; the backward is torch's, of the same functions, so gradients differ from plain
 torch's by rounding only. Each operation can be differentiated once.
@@ -13,22 +13,21 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from rollout.engine.training.kernels import kernels_on
+from rollout.engine.kernels import cpu_exact
 from rollout.engine.training.packing import Packing
 
-LEAST_QUERIES = 1024
-"""Queries of a step of the backward of attention with a window, at least."""
 Gradients = tuple[Tensor | None, ...]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [P, K] through nn.Linear's weight [N, K] and bias [N]."""
-    return _apply(_Linear, x, weight, bias, None, 0)
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padded: tuple[Tensor, int] | None = None
+) -> Tensor:
+    """x [P, K] through nn.Linear's weight [N, K] and bias [N].
 
-
-def linear_to(x: Tensor, weight: Tensor, places: Tensor, total: int) -> Tensor:
-    """[total, N]: x [P, K] through weight [N, K], in the rows `places` [P] int64; other rows are 0."""
-    return _apply(_Linear, x, weight, None, places, total)
+    Args:
+        padded: places [P] int64 of the rows among so many rows of the result, whose others are 0; None: [P, N].
+    """
+    return _apply(_Linear, x, weight, bias, *(padded or (None, 0)))
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -63,7 +62,7 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, places: Tensor | None, total: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.places = places
-        return kernels_on(x.device).linear(x, weight, bias, places, total)
+        return cpu_exact.linear(x, weight, bias, places, total)
 
     @staticmethod
     @once_differentiable
@@ -86,7 +85,7 @@ class _RMSNorm(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.epsilon = epsilon
-        return kernels_on(x.device).rms_norm(x, weight, epsilon)
+        return cpu_exact.rms_norm(x, weight, epsilon)
 
     @staticmethod
     @once_differentiable
@@ -107,7 +106,7 @@ class _Rotate(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor) -> Tensor:
         ctx.tables = cosines, sines, positions
-        return kernels_on(x.device).rotate(x, cosines, sines, positions)
+        return cpu_exact.rotate(x, cosines, sines, positions)
 
     @staticmethod
     @once_differentiable
@@ -122,7 +121,7 @@ class _SiluTimes(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return kernels_on(gate.device).silu_times(gate, up)
+        return cpu_exact.silu_times(gate, up)
 
     @staticmethod
     @once_differentiable
@@ -136,42 +135,40 @@ class _Attention(Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float, window: int | None
     ) -> Tensor:
-        out, log_sums = kernels_on(query.device).attention(
-            query, key, value, packing.starts, packing.positions, scaling, window
-        )
-        # Without log-sums the backward computes the attention again, and needs no output either.
-        ctx.save_for_backward(query, key, value, *(() if log_sums is None else (out, log_sums)))
+        out, log_sums = cpu_exact.attention(query, key, value, packing.starts, packing.positions, scaling, window)
+        ctx.save_for_backward(query, key, value, out, log_sums)
         ctx.how = packing, scaling, window
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        query, key, value, *outputs = ctx.saved_tensors
+        query, key, value, out, log_sums = ctx.saved_tensors
         packing, scaling, window = ctx.how
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         for places, real in packing.rectangles():
             filled = bool(real.all())
             upstream = grad[places] if filled else grad[places] * real[..., None, None]
             # [b, L, H, D] to [b, H, L, D].
-            parts = [part[places].transpose(1, 2) for part in (query, key, value, *outputs)]
-            find = _cpu_gradients if outputs else _recomputed_gradients
-            found = find(upstream.transpose(1, 2), parts, window, scaling)
+            parts = [part[places].transpose(1, 2) for part in (query, key, value, out, log_sums)]
+            found = _attention_gradients(upstream.transpose(1, 2), parts, window, scaling)
             for whole, part in zip(grads, found, strict=True):
                 part = part.transpose(1, 2)
                 whole[places if filled else places[real]] = part if filled else part[real]
         return *grads, None, None, None
 
 
-def _cpu_gradients(
+def _attention_gradients(
     upstream: Tensor, parts: list[Tensor], window: int | None, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value [b, H or Hkv, L, D], from these, the output and its log-sums."""
     query, key, value, *outputs = parts
     groups, mask = query.shape[1] // key.shape[1], None
     if window is not None:
-        seen = _seen(0, query.shape[2], 0, window, query.device)
-        mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, -torch.inf)
+        at = torch.arange(query.shape[2], device=query.device)
+        distance = at[:, None] - at
+        mask = torch.zeros_like(distance, dtype=query.dtype)
+        mask.masked_fill_((distance < 0) | (distance >= window), -torch.inf)
     # Each KV head is repeated for its query heads.
     wide = [part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value)]
     of_query, *others = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -180,55 +177,3 @@ def _cpu_gradients(
     if groups > 1:
         others = [part.reshape(len(part), -1, groups, *part.shape[2:]).sum(2) for part in others]
     return of_query, others[0], others[1]
-
-
-def _recomputed_gradients(
-    upstream: Tensor, parts: list[Tensor], window: int | None, scaling: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value [b, H or Hkv, L, D], through torch's own attention."""
-    query, key, value = parts
-    if window is None:
-        return _gradients_of(upstream, query, key, value, None, scaling)
-    of_query = torch.empty_like(query)
-    of_key, of_value = (torch.zeros_like(part, dtype=torch.float32) for part in (key, value))
-    # A mask of all queries and keys would be larger than the activations: a window's queries see two windows of keys.
-    step, length = max(window, LEAST_QUERIES), query.shape[2]
-    for begin in range(0, length, step):
-        end, first = min(begin + step, length), max(0, begin + 1 - window)
-        mine, seen = slice(begin, end), slice(first, end)
-        mask = _seen(begin, end, first, window, query.device)
-        found = _gradients_of(
-            upstream[:, :, mine], query[:, :, mine], key[:, :, seen], value[:, :, seen], mask, scaling
-        )
-        of_query[:, :, mine] = found[0]
-        of_key[:, :, seen] += found[1]
-        of_value[:, :, seen] += found[2]
-    return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
-
-
-def _gradients_of(
-    upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    groups = query.shape[1] // key.shape[1]
-    # In 16 bits and without a mask FlashAttention reads a KV head for all of its query heads; no other kernel does.
-    native = mask is None and query.dtype.itemsize == 2
-    with torch.enable_grad():
-        inputs = [part.detach().requires_grad_() for part in (query, key, value)]
-        keys, values = (part if native or groups == 1 else part.repeat_interleave(groups, 1) for part in inputs[1:])
-        out = torch.nn.functional.scaled_dot_product_attention(
-            inputs[0],
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=native and groups > 1,
-        )
-    of_query, of_key, of_value = torch.autograd.grad(out, inputs, upstream)
-    return of_query, of_key, of_value
-
-
-def _seen(begin: int, end: int, first: int, window: int, device: torch.device) -> Tensor:
-    """[end - begin, end - first] bool, whether the queries from `begin` on attend to the keys from `first` on."""
-    distance = torch.arange(begin, end, device=device)[:, None] - torch.arange(first, end, device=device)
-    return (distance >= 0) & (distance < window)

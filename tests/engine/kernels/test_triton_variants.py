@@ -15,15 +15,10 @@ import pytest
 import torch
 
 from rollout.engine.graphs.decode_state import DecodeState
-from rollout.engine.kernels import (
-    triton_attention,
-    triton_exact,
-    triton_paged,
-)
+from rollout.engine.kernels import triton_attention, triton_paged
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import TorchPagedAttention, Workspace
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
-from rollout.engine.kernels.triton_exact import AttendedRows
 from rollout.engine.kernels.triton_paged import TritonPaged
 from rollout.engine.memory.buffers import packed
 from tests.triton_launches import recorded
@@ -104,23 +99,3 @@ def test_captured_steps_of_any_size_launch_the_same_attention(paged) -> None:
                 of_heads(count, HEADS), keys, values, table, inputs.seen, None, 0.1, parts=inputs.parts
             )
     assert variants(asked) == {"write": 1, "attend_parts": 1, "merge": 1}
-
-
-def test_exact_mode_launches_the_same_kernels_for_decoding_chunks_and_training(monkeypatch) -> None:
-    monkeypatch.setattr(triton_exact, "upload_together", uploaded)
-    weight, tables = torch.zeros(48, 48, dtype=BF16), torch.zeros(64, DIM, dtype=BF16)
-    with recorded(triton_exact._kernels) as asked:
-        for count in (1, 3, 16, 40):
-            x, at = torch.zeros(count, 48, dtype=BF16), torch.zeros(count + 1, dtype=torch.int64)[1:]
-            query, own = torch.zeros(count, HEADS, DIM, dtype=BF16), torch.zeros(count, KV_HEADS, DIM, dtype=BF16)
-            triton_exact.linear(x, weight, None)
-            triton_exact.rms_norm(x, weight[0], 1e-6)
-            triton_exact.rotate(query, tables, tables, at)
-            triton_exact.silu_times(x, x)
-            triton_exact.attention(query, own, own, np.array([0, count]), at, 0.1, None)
-            for longest in (9, 5000):
-                # Of a step, wherever its arrays lie.
-                table, begins = torch.zeros(1, 34, dtype=torch.int32)[:, 1:], torch.zeros(3, dtype=torch.int32)[1:]
-                rows = AttendedRows(table, begins, at.int(), longest, BLOCK, BLOCK)
-                triton_exact.paged_attention(query, *pool(), rows, 0.1, None)
-    assert variants(asked) == dict.fromkeys(("product", "rms_norm", "rotate", "silu_times", "attend", "fold"), 1)
