@@ -173,11 +173,6 @@ class InferenceConfig(Options):
     """Record the experts that every router of a mixture of experts chooses, in the KV blocks beside K and V, for
     `RolloutBatch.routed_experts` and `with rollout.replay(batch, model)`. Steps run without CUDA graphs."""
 
-    speculation: bool = False
-    """Speculative decoding without a draft model: draft tokens are what followed the same tokens in the sequence, its
-    siblings and earlier completions of its prompt, as many as pay by measurement. Every token is the model's own draw, so
-    the output is that of plain decoding."""
-
     autocast_dtype: Literal["bfloat16", "float16"] | None = None
     """Dtype of `torch.autocast` during rollouts: `bfloat16` or `float16`. None: the autocast state around the call, or the
     one that is part of the model's forward (accelerate)."""

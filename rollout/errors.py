@@ -210,7 +210,6 @@ SAME_AS = {
     "block_size_tokens": "block_size page_size",
     "inference_dtype": "dtype torch_dtype",
     "inference_device": "device",
-    "speculation": "speculative_config num_speculative_tokens",
     "texts": "responses completions text outputs completion",
     "input_ids": "tokens token_ids sequences prompt_ids completion_ids response_ids",
     "response_mask": "completion_mask loss_mask action_mask mask",

@@ -163,20 +163,6 @@ METRICS: dict[str, Metric] = {
         ("rollout/generated_tokens",),
         ("rollout/generate_s",),
     ),
-    "rollout/drafts": _counter("drafts", "drafts that a forward checked, one per sequence and step", "queues.drafts"),
-    "rollout/draft_tokens": _counter("tokens", "draft tokens that a forward checked", "queues.draft_tokens"),
-    "rollout/draft_tokens_accepted": _counter(
-        "tokens", "draft tokens that equalled the sampled ones", "queues.draft_tokens_accepted"
-    ),
-    "rollout/draft_acceptance": _ratio(
-        "share",
-        "share of the draft tokens that were accepted",
-        ("rollout/draft_tokens_accepted",),
-        ("rollout/draft_tokens",),
-    ),
-    "rollout/draft_accepted_length": _ratio(
-        "tokens", "mean accepted tokens of a draft", ("rollout/draft_tokens_accepted",), ("rollout/drafts",)
-    ),
     "rollout/prefill_tokens_computed": _counter(
         "tokens", "prompt positions whose KV a forward computed", "queues.prefill_tokens_computed"
     ),

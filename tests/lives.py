@@ -92,7 +92,6 @@ class Life:
             "staleness_policy": pick(["partial", "requeue", "requeue", "mask"]),
             "fused_forward": self.draw.random() < 0.8,
             "track_generated_token_events": self.draw.random() < 0.3,
-            "speculation": seed % 4 == 2 and not self.recurrent,
         }
         say(name, changes, self.options)
         self.room = ROOM

@@ -70,7 +70,7 @@ _GROUPS = [
     ("The five to know", ["kv_cache_memory_gb", "max_sequence_length", "max_requests", "max_staleness", "seed"]),
     ("Memory", ["kv_cache_memory_fraction", "kv_cache_blocks", "kv_cache_management_mode", "kv_cache_host_memory_gb",
                 "enable_prefix_caching"]),
-    ("Batching and staleness", ["max_tokens_per_step", "staleness_policy", "speculation"]),
+    ("Batching and staleness", ["max_tokens_per_step", "staleness_policy"]),
     ("Numerics", ["exact", "record_routes", "autocast_dtype", "inference_dtype", "inference_device"]),
     ("Other", ["image_folder", "advanced"]),
 ]  # fmt: skip

@@ -15,14 +15,10 @@ from rollout.engine.scheduling.scheduler import ScheduledStep, StepTokens
 from rollout.engine.scheduling.sequences import Sequence
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
-from rollout.metric_table import LOGGED
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.configs import engine_config
 from tests.invariants import check_scheduler
-
-LOGGED_BY_DEFAULT = set(LOGGED) - {"rollout/draft_acceptance", "rollout/draft_accepted_length"}
-"""What a run without speculation logs: a ratio of nothing is left out."""
 
 Key = tuple[int, int]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -90,17 +86,16 @@ class DenseLedger:
 
     def _noting_update(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
         key_of = {row: sequence.key for row, sequence in self._scheduler.by_row.items()}
-        plan, step = step, step if sampled.steps == 1 else step.of_run(sampled.steps)
         version = self._rollout.policy_version
         for row, start, count in zip(step.rows.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True):
-            for position in range(start, start + count):
+            for position in range(start, start + count + sampled.steps - 1):
                 self.computed[key_of[row]][position] = version
         for entry, row in zip(step.sampled_entries.tolist(), step.sampled_rows.tolist(), strict=True):
             key, leader = key_of[row], key_of[int(step.rows[entry])]
-            self.sampled[key].append(version)
+            self.sampled[key] += [version] * sampled.steps
             if key != leader:
                 self.computed[key] = dict(self.computed[leader])
-        return self._update(plan, sampled)
+        return self._update(step, sampled)
 
     def policy_versions(self, request: DynamicInferenceRequest) -> NDArray[np.int64]:
         """Of the completion's tokens, int64 [G]."""

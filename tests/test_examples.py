@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from rollout import Advanced, InferenceConfig, RolloutManager
+from rollout.metric_table import LOGGED
 from tests.distributed.job.nursery import Nursery
 from tests.example_runs import fork_example, run_example
-from tests.rollouts import LOGGED_BY_DEFAULT
 from tests.trainer_hooks.wandb_runs import point, read_run
 
 ROOT = Path(__file__).parent.parent
@@ -57,7 +57,7 @@ def test_the_example_runs_leaves_a_picture_and_logs_the_whole_table_of_metrics(
     steps = [each["train/step"] for each in points if "train/reward" in each]
     assert steps == list(range(1, len(steps) + 1))
     logged = set().union(*points)
-    assert {each for each in logged if each.startswith("rollout/")} == LOGGED_BY_DEFAULT
+    assert {each for each in logged if each.startswith("rollout/")} == set(LOGGED)
     assert {"train/reward", "train/loss", "train/held_out"} <= logged
     assert ({"samples/table", "samples/completion_length"} <= logged) is (name in WITH_SAMPLES)
     if "--resume" in flags:

@@ -373,11 +373,6 @@ def _refuse_beside_states(config: InferenceConfig, peers: Peers, model: nn.Modul
             f"InferenceConfig.kv_cache_host_memory_gb={config.kv_cache_host_memory_gb}: {type(model).__name__} has "
             "recurrent layers, whose states are not kept on the host; set it to None"
         )
-    if config.speculation:
-        raise UnsupportedModelError(
-            f"InferenceConfig.speculation=True: {type(model).__name__} has recurrent layers, whose state cannot go back "
-            "behind a rejected draft token; set it to False"
-        )
     if peers.lockstep is not None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has recurrent layers, whose steps are several forwards, and its ranks exchange "

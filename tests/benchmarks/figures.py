@@ -179,15 +179,6 @@ def tree(found: Found) -> str:
     )  # fmt: skip
 
 
-def speculation(found: Found) -> str:
-    """Plain over speculative seconds, by workload."""
-    return table(
-        ["workload", "plain / speculative", "of its tail", "accepted per draft"],
-        [[name, f"{each['ratio']:.2f}", f"{each['tail']:.1f}" if name.startswith("grpo") else "",
-          f"{each['accepted']:.1f}"] for name, each in found.items()],
-    )  # fmt: skip
-
-
 def score(found: Found) -> str:
     """Log-probs of given sequences."""
     medians = {name: statistics.median(values) for name, values in found["seconds"].items()}
@@ -264,7 +255,6 @@ FIGURES: dict[str, tuple[str, dict[str, Callable[[Found], str]], tuple[str, ...]
     "serving": ("serving --rounds 10", {"serving": serving}, ()),
     "busy": ("busy", {"busy": busy}, ("vllm",)),
     "tree": ("tree", {"tree": tree}, ()),
-    "speculation": ("speculation --rounds 2", {"speculation": speculation}, ()),
     "suspend": ("suspend", {"suspend": suspend}, ()),
     "trl-step": ("trl_step", {"trl-step": trl_step}, ()),
     "score": ("score --rounds 2", {"score": score}, ()),

@@ -70,14 +70,11 @@ def test_requests_of_one_batch_get_what_the_trainer_computes_with_their_adapter(
     assert all("forward" not in vars(module) for module in engine.model.modules())
 
 
-@pytest.mark.parametrize("how", ["little memory", "suspended", "speculation", "long prompts"])
+@pytest.mark.parametrize("how", ["little memory", "suspended", "long prompts"])
 def test_an_adapter_stays_with_its_request_when_it_moves(
     folders: dict[str, str], trained: dict[str | None, Any], how: str
 ) -> None:
-    options: dict[str, dict[str, Any]] = {
-        "little memory": {"kv_cache_blocks": 12}, "speculation": {"speculation": True},
-        "long prompts": {"max_tokens_per_step": 8},
-    }  # fmt: skip
+    options = {"little memory": {"kv_cache_blocks": 12}, "long prompts": {"max_tokens_per_step": 8}}
     engine = engine_with(folders, **options.get(how, {}))
     if how == "suspended":
         numbers = {name: engine.add_request(PROMPT, greedily(12, adapter=name)) for name in (None, "a", "b")}

@@ -206,8 +206,6 @@ def test_states_take_part_of_the_memory_budget_and_limit_what_runs() -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_speculation_and_exact_mode_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match="speculation=True: Qwen3NextForCausalLM has recurrent layers"):
-        make_engine("qwen3_next", speculation=True)
+def test_exact_mode_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="exact mode"):
         make_engine("qwen3_next", exact=True)

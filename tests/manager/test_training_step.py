@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
+from rollout.metric_table import LOGGED
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
 from tests.models import greedy, make_model, make_tokenizer, trainer_logprobs
-from tests.rollouts import LOGGED_BY_DEFAULT, completions, logprob_error, make_rollout, trainer_logprobs_of
+from tests.rollouts import completions, logprob_error, make_rollout, trainer_logprobs_of
 from trainer_hooks.optimizer import attach
 
 PROMPTS = [[5, 6, 7], [11], list(range(20, 39))]
@@ -259,7 +260,7 @@ def test_two_steps_fill_every_metric_that_was_promised():
     metrics = rollout.metrics()
     missing = {what: name for what, name in POINT_8.items() if name not in metrics}
     assert not missing
-    assert set(metrics) == LOGGED_BY_DEFAULT
+    assert set(metrics) == set(LOGGED)
     assert all(isinstance(value, float) for value in metrics.values())
     assert metrics["rollout/logprob_diff_max"] <= 1e-4
     assert metrics["rollout/policy_version"] == 2

@@ -105,7 +105,7 @@ class ModelRunner:
         ids, packed = pack(step, self.table)
         entries, repeats = step.distinct_entries()
         wanted = [s for s in step.prefills if s.wants_prompt_logprobs]
-        keep = packed.offsets[entries + 1] - 1 if step.depths is None else packed.offsets[entries] + step.depths
+        keep = packed.offsets[entries + 1] - 1
         spans = prompt_spans(step, packed, wanted)
         packed, images = self.pictured(step, packed, self.table)
         keeps = np.concatenate([keep, *(span for _, span in spans)])
@@ -121,21 +121,15 @@ class ModelRunner:
         sampled_logits = logits[: len(entries)]
         if len(entries) != len(repeats):
             sampled_logits = sampled_logits.index_select(0, upload(repeats, self.layout.device))
-        sampled = sample_step(
+        return sample_step(
             step, sampled_logits, self.table, self.sampling, self.constraints, self.vision, exact=self.exact
         )
-        if step.depths is not None and (broken := np.isnan(sampled.logprobs) & (step.depths > 0)).any():
-            # A rejected draft may leave a NaN behind the sequence's end, which a kernel may multiply by zero.
-            self.zero_slots(np.concatenate([each.slots[keep[broken]] for each in packed.groups()]))
-        return sampled
 
     def compute(self, work: ForwardWork, states: NDArray[np.int32] | None = None, named: Names | None = None) -> Tensor:
         """Like `forward`, after the changes of the KV cache; every member of a tensor-parallel group calls it."""
         self.order.follow()
         if work.zeroed_blocks:
             self.cache.zero_blocks(work.zeroed_blocks)
-        if len(work.zeroed_slots):
-            self.cache.zero_slots(work.zeroed_slots)
         if work.copies:
             self.cache.copy_blocks(work.copies)
         return self.forward(work.ids, work.rows, work.keep, states, work.images, named)
@@ -150,11 +144,6 @@ class ModelRunner:
         """Fill KV blocks with zeros."""
         self.cache.zero_blocks(blocks)
         self._together.zero_blocks(blocks)
-
-    def zero_slots(self, slots: NDArray[np.int64]) -> None:
-        """Fill token slots of the KV cache with zeros."""
-        self.cache.zero_slots(slots)
-        self._together.zero_slots(slots)
 
     def move_states(self, moves: Rows[tuple[int, int]]) -> None:
         """Copy (source, destination) state slots, all read before any is written; a negative source: zeros."""
@@ -265,12 +254,12 @@ class DecodeRuns:
     def serves(self, step: ScheduledStep, constraints: Constraints | None) -> bool:
         """Whether steps of these rows can follow one another without the scheduler.
 
-        They are decodes without drafts, named adapters or images that shift later positions. Their tokens are drawn from
+        They are decodes without named adapters or images that shift later positions. Their tokens are drawn from
         the logits over the temperature, and they ask for nothing but log-probs.
         """
         runner, rows = self._runner, step.rows
         table, installation = runner.table, runner.installation
-        if step.prefills or step.depths is not None:
+        if step.prefills:
             return False
         if table.position_shift[rows].any() or runner.adapters.of(rows) is not None:
             return False

@@ -49,7 +49,7 @@ def sample_step(
     """One token for each sampled row of a step, drawn from its logits [R, V]."""
     rows = step.sampled_rows
     params = sampling.select(rows)
-    length = table.length[rows] if step.depths is None else table.length[rows] + step.depths
+    length = table.length[rows]
     short = np.flatnonzero(length < table.min_length[rows])
     banned = [(index, ids[ids >= 0].tolist()) for index in short.tolist() if len(ids := table.stop_ids[rows[index]])]
     allowed = None

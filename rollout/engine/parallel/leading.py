@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -51,8 +51,7 @@ class ForwardWork:
     copies: Sequence[tuple[int, int]] = ()
     """(source, destination) blocks to copy before the forward, in this order."""
     zeroed_blocks: Sequence[int] = ()
-    zeroed_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """To fill with zeros before the copies, like `zeroed_blocks`."""
+    """To fill with zeros before the copies."""
     images: StepImages | None = None
 
 
@@ -74,7 +73,7 @@ _ROWS = _record(
 )  # fmt: skip
 WORK = _record(
     ForwardWork, ids=INT_ARRAY, rows=_ROWS, keep=INT_ARRAY, copies=codec.OPAQUE, zeroed_blocks=codec.OPAQUE,
-    zeroed_slots=INT_ARRAY, images=optional(_IMAGES),
+    images=optional(_IMAGES),
 )  # fmt: skip
 
 
@@ -96,9 +95,6 @@ class Together:
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Have the other ranks fill these blocks with zeros before the next forward."""
 
-    def zero_slots(self, slots: NDArray[np.int64]) -> None:
-        """Have the other ranks fill these token slots with zeros before the next forward."""
-
 
 class Leader(Together):
     """First rank of a tensor-parallel group: sends the group's messages."""
@@ -110,7 +106,6 @@ class Leader(Together):
         self._leading = False
         self._sending = threading.Lock()
         self._blocks: list[int] = []
-        self._slots: list[NDArray[np.int64]] = []
 
     @contextmanager
     def leading(self, outcome: Callable[[BaseException | None], Any]) -> Iterator[None]:
@@ -147,13 +142,10 @@ class Leader(Together):
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         self._blocks += blocks
 
-    def zero_slots(self, slots: NDArray[np.int64]) -> None:
-        self._slots.append(slots)
-
     def run(self, work: ForwardWork, compute: Callable[[ForwardWork], Tensor]) -> Tensor:
-        told = replace(work, zeroed_blocks=self._blocks, zeroed_slots=np.concatenate([*self._slots, work.zeroed_slots]))
+        told = replace(work, zeroed_blocks=self._blocks)
         self._send(FORWARD, WORK.encode(told))
-        self._blocks, self._slots = [], []
+        self._blocks = []
         return self._together(partial(compute, work))
 
     def encode(self, item: ImageItem, compute: Callable[[ImageItem], list[Tensor]]) -> list[Tensor]:

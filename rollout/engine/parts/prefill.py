@@ -103,9 +103,7 @@ class Prefill:
         vocabulary = self._runner.layout.vocab_size
         # No logits of an image's positions are wanted.
         most = max(1, longest_whole, min(self._config.step_tokens, LOGITS_BYTES // (4 * vocabulary)))
-        config = replace(
-            self._config, max_tokens_per_step=most, max_requests=min(self._config.max_requests, most), speculation=False
-        )
+        config = replace(self._config, max_tokens_per_step=most, max_requests=min(self._config.max_requests, most))
         context = self._context
         scheduler = Scheduler(config, context.allocator, context.scheduler.clock)
         scheduler.variant, scheduler.version = context.scheduler.variant, context.scheduler.version

@@ -13,7 +13,6 @@ from itertools import product
 import numpy as np
 
 from rollout.config import InferenceConfig
-from rollout.engine.scheduling.drafts import Drafter
 from rollout.engine.scheduling.preemption import Preemption
 from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.sequences import Sequence, discard, insert, rank
@@ -41,13 +40,10 @@ class StepPlanner:
         claimed: leaders that the last `plan` admitted to places of samples that it preempted for them.
     """
 
-    def __init__(
-        self, config: InferenceConfig, queues: Queues, preemption: Preemption, drafter: Drafter | None = None
-    ) -> None:
+    def __init__(self, config: InferenceConfig, queues: Queues, preemption: Preemption) -> None:
         self._config = config
         self._queues = queues
         self._preemption = preemption
-        self._drafter = drafter
         self.admitting: Sequence | None = None
         self.deferred: list[Sequence] = []
         self.claimed: list[Sequence] = []
@@ -86,19 +82,11 @@ class StepPlanner:
         queues, table, decodes = self._queues, self._queues.table, self._queues.decode_rows()
         if not len(decodes) and not chunks:
             return None
-        drafts = None
-        if not chunks and self._drafter is not None:
-            drafts = self._drafter.draft(decodes, self._config.step_tokens - len(decodes))
         rows = np.concatenate([decodes, np.fromiter((s.row for s, _ in chunks), np.int32, len(chunks))])
         starts = table.computed[rows]
         counts = np.ones(len(rows), np.int32)
         counts[len(decodes) :] = [count for _, count in chunks]
-        entries, targets, depths = np.arange(len(decodes), dtype=np.int32), decodes, None
-        if drafts is not None:
-            counts = drafts + 1
-            first = np.cumsum(counts) - counts
-            entries = np.repeat(entries, counts)
-            targets, depths = decodes[entries], (np.arange(len(entries)) - first[entries]).astype(np.int32)
+        entries, targets = np.arange(len(decodes), dtype=np.int32), decodes
         ready: list[tuple[int, int]] = []
         for entry, (sequence, count) in enumerate(chunks, len(decodes)):
             if starts[entry] + count == table.length[sequence.row] < table.max_length[sequence.row]:
@@ -115,7 +103,6 @@ class StepPlanner:
             copies=queues.blocks.take_copies(),
             sampled_entries=entries,
             sampled_rows=targets,
-            depths=depths,
             state_moves=queues.allocator.states.take_moves(),
         )
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.scheduling.drafts import Drafter
 from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.sequences import IntArray, Sequence, discard
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
@@ -23,9 +19,8 @@ class StepResults:
         track_events: add an event with the block counts to every token.
     """
 
-    def __init__(self, queues: Queues, drafter: Drafter | None = None, *, track_events: bool) -> None:
+    def __init__(self, queues: Queues, *, track_events: bool) -> None:
         self._queues = queues
-        self._drafter = drafter
         self._track_events = track_events
         self._pool_counts: dict[str, int] = {}
 
@@ -35,12 +30,7 @@ class StepResults:
         queues.allocator.host.unsettled = False
         copied = sum(source >= 0 and target >= 0 for source, target in step.copies)
         queues.counters["kv_blocks_copied"] += copied // queues.allocator.pages.groups
-        if sampled.steps > 1:
-            ended = self._apply_run(step, sampled, since)
-        elif step.depths is not None:
-            ended = self._apply_drafted(step, step.depths, sampled)
-        else:
-            ended = self._apply_step(step, sampled)
+        ended = self._apply_run(step, sampled, since) if sampled.steps > 1 else self._apply_step(step, sampled)
         if step.ahead > sampled.steps:
             queues.blocks.release_reserved(step.rows)
         return ended
@@ -59,21 +49,6 @@ class StepResults:
         self._append(step.sampled_rows, sampled, np.arange(len(step.sampled_rows)), queues.clock(), ended)
         return ended
 
-    def _apply_drafted(self, step: ScheduledStep, depths: IntArray, sampled: StepTokens) -> list[Sequence]:
-        """Append to every row its accepted draft tokens and the token after them, as one step for each would."""
-        table, rows, ended = self._queues.table, step.sampled_rows, list[Sequence]()
-        accepted = (depths < np.repeat(step.counts, step.counts) - 1) & (
-            table.tokens[rows, table.length[rows] + depths] == sampled.token_ids
-        )
-        kept = dict.fromkeys(step.rows.tolist(), 0)
-        now = [self._queues.clock()] * (int(depths.max()) + 1)
-        for indices in self._append_several(rows, depths, accepted, sampled, now, ended):
-            for row in rows[indices].tolist():
-                kept[row] += 1
-        if self._drafter is not None:
-            self._drafter.learn(kept)
-        return ended
-
     def _apply_run(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
         """Append the tokens of several decode steps of equal duration, without those drawn behind a row's end."""
         table, rows, steps, ended = self._queues.table, step.rows, sampled.steps, list[Sequence]()
@@ -85,15 +60,14 @@ class StepResults:
             count = min(together - done, int(left_in_block.min()))
             self._append_span(rows, sampled, slice(done, done + count), times)
             done += count
-        if done == steps - 1:
+        indices = np.arange(done, len(rows) * steps, steps)
+        for now in times[done:].tolist():
             table.computed[rows] += 1
             self._queues.blocks.register_decoded(rows)
-            self._append(rows, sampled, np.arange(done, len(rows) * steps, steps), times.item(-1), ended)
-            return ended
-        run = step.of_run(steps)
-        assert run.depths is not None
-        depths, goes_on = run.depths - done, run.depths < steps - 1
-        deque(self._append_several(run.sampled_rows, depths, goes_on, sampled, times[done:].tolist(), ended), maxlen=0)
+            alive = self._append(rows, sampled, indices, now, ended)
+            rows, indices = rows[alive], indices[alive] + 1
+            if not len(rows):
+                break
         return ended
 
     def _steps_without_end(self, rows: IntArray, sampled: StepTokens) -> int:
@@ -118,34 +92,6 @@ class StepResults:
         table.computed[rows] += count
         queues.counters["generated_tokens"] += len(rows) * count
         queues.blocks.register_decoded(rows)
-
-    def _append_several(
-        self,
-        rows: IntArray,
-        depths: IntArray,
-        accepted: NDArray[np.bool_],
-        sampled: StepTokens,
-        times: list[float],
-        ended: list[Sequence],
-    ) -> Iterator[NDArray[np.int64]]:
-        """Append tokens of the same rows as one step for each would, at these times; what ends goes to `ended`.
-
-        Args:
-            accepted: tokens behind which the row continues, if it has not ended.
-
-        Yields:
-            Indices of each step's tokens after the first, before they are appended.
-        """
-        queues, table = self._queues, self._queues.table
-        indices = np.flatnonzero(depths == 0)
-        for now in times:
-            table.computed[rows[indices]] += 1
-            queues.blocks.register_decoded(rows[indices])
-            goes_on = self._append(rows[indices], sampled, indices, now, ended) & accepted[indices]
-            indices = indices[goes_on] + 1
-            if not len(indices):
-                return
-            yield indices
 
     def _append(
         self, rows: IntArray, sampled: StepTokens, indices: NDArray[np.int64], now: float, ended: list[Sequence]
@@ -204,8 +150,6 @@ class StepResults:
         queues, request = self._queues, sequence.request
         if sequence.active:
             queues.table.write_back(sequence)
-            if self._drafter is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self._drafter.keep(sequence)
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 queues.blocks.register_tail(sequence.row)
             held, memory = queues.table.held(sequence.row).copy(), queues.blocks.memory(sequence.row)

@@ -63,15 +63,15 @@ class StepCost:
         return max(0.0, self._seconds + self.position * (positions - self._positions))
 
 
-def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost, most: int = MOST) -> ScheduledStep:
-    """The decodes of a step with up to `most` - 1 further ones that may follow in the same call, their blocks reserved.
+def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost) -> ScheduledStep:
+    """The decodes of a step with up to `MOST` - 1 further ones that may follow in the same call, their blocks reserved.
 
     No row becomes longer than it may, no sequence is preempted for it, and a block is left to each sequence. With recurrent
     states the run ends at the first block boundary, where a snapshot of the state may be kept.
     """
     table, rows = queues.table, step.rows
     seconds = cost.step(len(rows))
-    most = most if seconds <= 0 else min(most, int(LONGEST_S / seconds))
+    most = MOST if seconds <= 0 else min(MOST, int(LONGEST_S / seconds))
     most = min(most, int((table.max_length[rows] - table.length[rows]).min()))
     if not table.plain[rows].all():
         most = min(most, MOST_WITH_TEXT)

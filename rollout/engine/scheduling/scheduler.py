@@ -19,12 +19,11 @@ from collections.abc import Callable, Hashable
 from rollout.config import InferenceConfig
 from rollout.engine.blocks.allocator import BlockAllocator
 from rollout.engine.scheduling.adapters import Variant
-from rollout.engine.scheduling.drafts import Drafter
 from rollout.engine.scheduling.planner import StepPlanner, blocks_for
 from rollout.engine.scheduling.preemption import Preemption
 from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.results import StepResults
-from rollout.engine.scheduling.run_ahead import MOST, StepCost, run_ahead
+from rollout.engine.scheduling.run_ahead import StepCost, run_ahead
 from rollout.engine.scheduling.sequences import Sequence, discard, insert
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.errors import InvalidRequestError
@@ -37,7 +36,6 @@ class Scheduler(Queues):
     Attributes:
         preemption: takes KV from active sequences.
         planner: chooses the work of a step.
-        drafter: proposes draft tokens; None without speculation.
         cost: seconds of a step without prefill.
         forward: key of the forward settings besides the variant: part of the prefix key alone.
         version: the current policy version.
@@ -48,9 +46,8 @@ class Scheduler(Queues):
         self.config = config
         self.preemption = Preemption(self)
         self.cost = StepCost()
-        self.drafter = Drafter(self, self.cost) if config.speculation else None
-        self.planner = StepPlanner(config, self, self.preemption, self.drafter)
-        self._results = StepResults(self, self.drafter, track_events=config.advanced.track_generated_token_events)
+        self.planner = StepPlanner(config, self, self.preemption)
+        self._results = StepResults(self, track_events=config.advanced.track_generated_token_events)
         self._scheduled_at = 0.0
         self.forward: Hashable = None
         self.version = 0
@@ -63,15 +60,13 @@ class Scheduler(Queues):
         return self.planner.plan(self.version)
 
     def run_ahead(self, step: ScheduledStep) -> ScheduledStep:
-        """The same decodes with as many further ones as may follow in one call before drafts are looked for again."""
-        return run_ahead(self, step, self.cost, MOST if self.drafter is None else self.drafter.idle_steps(step.rows))
+        """The same decodes with as many further ones as may follow in one call."""
+        return run_ahead(self, step, self.cost)
 
     def update(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
         """Apply the results of a step; returns the sequences that ended, records complete."""
         if not step.prefills:
             self.cost.observe(step.num_tokens, max(0.0, self.clock() - self._scheduled_at) / sampled.steps)
-        if self.drafter is not None and sampled.steps > 1:
-            self.drafter.skip(sampled.steps - 1)
         return self._results.apply(step, sampled, self._scheduled_at)
 
     # --- arrivals and departures --------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,7 @@ from rollout.engine.scheduling.sequences import Sequence as Sample
 class ScheduledStep:
     """Work of one forward pass. Entry e computes `counts[e]` positions of table row `rows[e]`, from `starts[e]` on.
 
-    The first `num_decodes` entries compute one position each, one more for each draft token, and are all sampled; the others
-    are prefill chunks.
+    The first `num_decodes` entries compute one position each, and are all sampled; the others are prefill chunks.
     """
 
     rows: IntArray
@@ -35,10 +34,6 @@ class ScheduledStep:
     """[K] int32, the entry whose last position is sampled; the samples of one group share one."""
     sampled_rows: IntArray
     """[K] int32, the table row that receives the token."""
-    depths: IntArray | None = None
-    """[K] int32, number of draft tokens before the token; an entry's follow each other, from 0 on. None: the step has no
-    drafts, and the last position of every sampled entry is sampled."""
-
     ahead: int = 0
     """Most decode steps of these rows that may be made in one call; their blocks are reserved. 0: one step."""
 
@@ -51,17 +46,6 @@ class ScheduledStep:
         """Number of positions computed."""
         return int(self.counts.sum())
 
-    def of_run(self, steps: int) -> ScheduledStep:
-        """The same decodes, each with the positions and the tokens of so many steps."""
-        count = len(self.rows)
-        return replace(
-            self,
-            counts=np.full(count, steps, np.int32),
-            sampled_entries=np.repeat(self.sampled_entries, steps),
-            sampled_rows=np.repeat(self.sampled_rows, steps),
-            depths=np.tile(np.arange(steps, dtype=np.int32), count),
-        )
-
     def distinct_entries(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """`sampled_entries` without duplicates, and [K] for each the index in them."""
         if not self.prefills:
@@ -73,7 +57,10 @@ class ScheduledStep:
 
 @dataclass(frozen=True, eq=False)
 class StepTokens:
-    """Sampled tokens of a step, aligned with `ScheduledStep.sampled_rows`, or with those of its `of_run(steps)`."""
+    """Sampled tokens of a step, aligned with `ScheduledStep.sampled_rows`.
+
+    A run of decode steps has `steps` tokens of each row, one after the other.
+    """
 
     token_ids: NDArray[np.int64]
     """[K]."""

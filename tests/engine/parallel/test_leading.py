@@ -39,7 +39,7 @@ class FakeGroup(TensorParallelGroup):
 def work() -> ForwardWork:
     tables, other = np.array([[7, 9], [3, 0]]), np.array([[8, 6], [2, 0]])
     rows = PagedRows(np.array([0, 1, 3]), np.array([4, 0, 1]), tables, 4, others=(other,))
-    return ForwardWork(np.array([5, 6, 7]), rows, np.array([0, 2]), [(1, 2), (2, ~5), (~0, 1)], [3], np.array([8]))
+    return ForwardWork(np.array([5, 6, 7]), rows, np.array([0, 2]), [(1, 2), (2, ~5), (~0, 1)], [3])
 
 
 def test_a_forward_arrives_as_it_was_sent() -> None:
@@ -47,7 +47,7 @@ def test_a_forward_arrives_as_it_was_sent() -> None:
     images = StepImages(np.array([1, 2]), embeddings, np.arange(12).reshape(4, 3), seen)
     sent = replace(work(), rows=replace(work().rows, seen=seen), images=images)
     came = WORK.decode(msgpack.unpackb(msgpack.packb(WORK.encode(sent))))
-    for name in ("ids", "keep", "zeroed_slots"):
+    for name in ("ids", "keep"):
         assert getattr(came, name).tolist() == getattr(sent, name).tolist()
     for name in ("offsets", "positions", "tables", "slots", "seen"):
         assert getattr(came.rows, name).tolist() == getattr(sent.rows, name).tolist()
@@ -80,12 +80,10 @@ def test_blocks_zeroed_between_two_forwards_go_with_the_next_one_alone() -> None
     leader = Leader(group)
     with leader.leading(lambda failed: None):
         leader.zero_blocks([11])
-        leader.zero_slots(np.array([12]))
         for _ in range(2):
             leader.run(work(), lambda each: torch.zeros(1))
     first, second = (WORK.decode(content) for kind, content in group.sent if kind == FORWARD)
-    assert (first.zeroed_blocks, first.zeroed_slots.tolist()) == ([11], [12, 8])
-    assert (second.zeroed_blocks, second.zeroed_slots.tolist()) == ([], [8])
+    assert (first.zeroed_blocks, second.zeroed_blocks) == ([11], [])
 
 
 def test_it_does_nothing_while_the_others_do_not_follow_and_beats_while_they_do() -> None:
