@@ -152,9 +152,9 @@ def spoiled(folder: str, target: Path, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize(("changes", "why"), [
-    ({"use_dora": True}, "use_dora=True: DoRA"), ({"bias": "all"}, "bias='all': must be 'none'"),
-    ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"peft_type": "IA3"}, "peft_type='IA3': must be 'LORA'"),
-    ({"init_lora_weights": "pissa"}, "has changed the base weights"), ({"lora_alpha": None}, "lora_alpha=None"),
+    ({"use_dora": True}, "use_dora=True: only plain LoRA"), ({"bias": "all"}, "bias='all': only plain LoRA"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"peft_type": "IA3"}, "must be an object with peft_type='LORA'"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa': only"), ({"lora_alpha": None}, "lora_alpha=None"),
 ])  # fmt: skip
 def test_an_adapter_that_is_no_plain_lora_is_refused(
     folders: dict[str, str], tmp_path: Path, changes: dict[str, Any], why: str

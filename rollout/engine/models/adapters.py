@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -38,22 +38,12 @@ MAX_RANK = 512
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base weights as they are."""
-_REFUSED = {
-    "use_dora": "DoRA changes the norm of every weight",
-    "use_qalora": "QALoRA pools the inputs",
-    "lora_bias": "it has biases",
-    "fan_in_fan_out": "its matrices are transposed",
-    "modules_to_save": "whole modules were trained beside it",
-    "target_parameters": "it acts on parameters that are no linear layers",
-    "trainable_token_indices": "embeddings were trained beside it",
-    "layer_replication": "it repeats layers",
-    "alora_invocation_tokens": "it acts from certain tokens on only",
-    "arrow_config": "it routes among adapters",
-    "use_bdlora": "its matrices are block diagonal",
-    "kasa_config": "it changes the base weights",
-    "monteclora_config": "its weights are drawn",
-}
-"""Options of PEFT's `LoraConfig` that change the computation → how."""
+_OTHER_KINDS = (
+    "use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "modules_to_save", "target_parameters",
+    "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "use_bdlora", "kasa_config",
+    "monteclora_config",
+)  # fmt: skip
+"""Options of PEFT's `LoraConfig` that change the computation."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,78 +79,67 @@ def read_adapter(model: nn.Module, folder: str | PathLike[str]) -> LoraAdapter:
         ConfigError: a file is missing or malformed; the adapter is not plain LoRA; or a layer is missing, not linear or of
             another shape.
     """
-    where = f"adapter {str(folder)!r}"
-    config = _config(Path(folder), where)
-    _refuse_other_kinds(config, where)
-    modules: dict[str, Any] = dict(model.named_modules())
-    embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)
-    head = embeddings()
-    pairs: dict[str, dict[str, Tensor]] = {}
     try:
+        config = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
         tensors = load_file(Path(folder) / WEIGHTS)
-    except (OSError, SafetensorError) as exc:
-        raise ConfigError(f"{where}: {WEIGHTS} cannot be read: {exc}") from exc
-    for name, tensor in tensors.items():
-        found = _TENSOR.fullmatch(name)
-        if found is None:
-            raise ConfigError(f"{where}: {name!r} is not a lora_A or lora_B of a linear layer; train such layers alone")
-        pairs.setdefault(found["module"], {})[found["part"]] = tensor
-    if not pairs:
-        raise ConfigError(f"{where}: {WEIGHTS} is empty")
-    for name, pair in pairs.items():
-        _check_layer(modules.get(name), head, pair, f"{where}: {name!r}")
+        _check_kind(config)
+        modules: dict[str, Any] = dict(model.named_modules())
+        embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)
+        head = embeddings()
+        pairs: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            found = _TENSOR.fullmatch(name)
+            if found is None:
+                raise ConfigError(f"{name!r} is not a lora_A or lora_B of a linear layer; train such layers alone")
+            pairs.setdefault(found["module"], {})[found["part"]] = tensor
+        if not pairs:
+            raise ConfigError(f"{WEIGHTS} is empty")
+        for name, pair in pairs.items():
+            _check_layer(name, modules.get(name), head, pair)
+    except OSError as exc:
+        raise ConfigError(f"adapter {str(folder)!r}: must be a folder with {CONFIG} and {WEIGHTS}: {exc}") from exc
+    except ConfigError as exc:
+        raise ConfigError(f"adapter {str(folder)!r}: {exc}") from exc
+    except (SafetensorError, ValueError) as exc:
+        raise ConfigError(f"adapter {str(folder)!r}: {CONFIG} or {WEIGHTS} is malformed: {exc}") from exc
     return LoraAdapter(
         str(folder), {name: _layer(config, name, pair, modules[name].weight) for name, pair in pairs.items()}
     )
 
 
-def _config(folder: Path, where: str) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        (folder / WEIGHTS).stat()
-    except OSError as exc:
-        raise ConfigError(f"{where}: must be a folder with {CONFIG} and {WEIGHTS}: {exc}") from exc
-    except ValueError as exc:
-        raise ConfigError(f"{where}: {CONFIG} is malformed: {exc}") from exc
-    if not isinstance(config, dict):
-        raise ConfigError(f"{where}: {CONFIG} is malformed: it holds no object")
-    return config
-
-
-def _refuse_other_kinds(config: dict[str, Any], where: str) -> None:
-    if config.get("peft_type") != "LORA":
-        raise ConfigError(f"{where}: peft_type={config.get('peft_type')!r}: must be 'LORA'")
-    for name, why in _REFUSED.items():
-        if config.get(name):
-            raise ConfigError(f"{where}: {name}={config[name]!r}: {why}; merge it and load the weights instead")
+def _check_kind(config: Any) -> None:
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise ConfigError(f"{CONFIG}: must be an object with peft_type='LORA'")
+    named = {name: config[name] for name in _OTHER_KINDS if config.get(name)}
     if config.get("bias", "none") != "none":
-        raise ConfigError(f"{where}: bias={config['bias']!r}: must be 'none'; merge it and load the weights instead")
+        named["bias"] = config["bias"]
     if config.get("init_lora_weights") not in _PLAIN_INITS:
-        raise ConfigError(
-            f"{where}: init_lora_weights={config['init_lora_weights']!r} has changed the base weights: save it with "
-            "path_initial_model_for_weight_conversion, or merge it and load the weights instead"
-        )
+        # It has changed the base weights; PEFT converts it (path_initial_model_for_weight_conversion).
+        named["init_lora_weights"] = config["init_lora_weights"]
+    if named:
+        shown = ", ".join(f"{name}={value!r}" for name, value in named.items())
+        raise ConfigError(f"{shown}: only plain LoRA is served; merge the adapter and load the weights instead")
     for name in ("lora_alpha", "r"):
         if not isinstance(config.get(name), int | float) or config[name] <= 0:
-            raise ConfigError(f"{where}: {name}={config.get(name)!r}: must be a number above 0")
+            raise ConfigError(f"{name}={config.get(name)!r}: must be a number above 0")
 
 
-def _check_layer(module: nn.Module | None, head: nn.Module | None, pair: dict[str, Tensor], where: str) -> None:
+def _check_layer(name: str, module: nn.Module | None, head: nn.Module | None, pair: dict[str, Tensor]) -> None:
     if not isinstance(module, nn.Linear) or module is head:
         kind = "there is no such module" if module is None else f"it is {type(module).__name__}"
         kind = "it is the output layer" if module is not None and module is head else kind
-        raise ConfigError(f"{where}: must be a linear layer inside this model's decoder: {kind}")
+        raise ConfigError(f"{name!r}: must be a linear layer inside this model's decoder: {kind}")
     if set(pair) != {"A", "B"}:
-        raise ConfigError(f"{where}: lora_{'B' if 'A' in pair else 'A'} is not there")
+        raise ConfigError(f"{name!r}: lora_{'B' if 'A' in pair else 'A'} is not there")
     down, up = pair["A"], pair["B"]
     rank = down.shape[0] if down.ndim == 2 else 0
     if list(down.shape) != [rank, module.in_features] or list(up.shape) != [module.out_features, rank]:
         raise ConfigError(
-            f"{where}: lora_A {list(down.shape)} and lora_B {list(up.shape)} do not fit a layer of "
+            f"{name!r}: lora_A {list(down.shape)} and lora_B {list(up.shape)} do not fit a layer of "
             f"{module.in_features} inputs and {module.out_features} outputs"
         )
     if not 1 <= rank <= MAX_RANK or not (down.is_floating_point() and up.is_floating_point()):
-        raise ConfigError(f"{where}: rank {rank} of {down.dtype}: must be of floats, of rank 1 to {MAX_RANK}")
+        raise ConfigError(f"{name!r}: rank {rank} of {down.dtype}: must be of floats, of rank 1 to {MAX_RANK}")
 
 
 def _layer(config: dict[str, Any], name: str, pair: dict[str, Tensor], weight: Tensor) -> LoraLayer:
@@ -289,20 +268,16 @@ class LoraAdapters:
             index = None if len(names) == 1 else upload(np.flatnonzero(named == name), device)
             for path, layer in self._loaded[name].layers.items():
                 parts.setdefault(path, []).append((layer, index))
-        replaced: list[tuple[dict[str, Any], Any]] = []
-        try:
+        with ExitStack() as stack:
             for path, updates in parts.items():
                 module = self._model.get_submodule(path)
-                attributes = vars(module)
-                replaced.append((attributes, attributes.get("forward")))
-                attributes["forward"] = partial(_updated, module.forward, path, updates, len(named))
+                own: dict[str, Any] = vars(module)
+                # PEFT and accelerate may have put a forward of their own there.
+                before = {name: own[name] for name in ("forward",) if name in own}
+                own["forward"] = partial(_updated, module.forward, path, updates, len(named))
+                stack.callback(own.update, before)
+                stack.callback(own.pop, "forward")
             yield
-        finally:
-            for attributes, before in replaced:
-                if before is None:
-                    del attributes["forward"]
-                else:
-                    attributes["forward"] = before
 
 
 def _updated(forward: Callable[[Tensor], Tensor], path: str, updates: list[_Part], positions: int, x: Tensor) -> Tensor:

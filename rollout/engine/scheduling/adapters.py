@@ -31,8 +31,6 @@ class AdapterSwitches:
         self._seen: list[tuple[dict[str, Any], Any, Any, Any]] | None = None
         """`_read` of each layer when the variant was read last; None: read it again."""
         self._variant: Variant = NO_ADAPTER
-        self._refused: str | None = None
-        """An active adapter that no step can compute."""
 
     def look(self, module_epoch: int) -> Variant:
         """Current variant, after rescanning the modules if `module_epoch` has changed.
@@ -47,14 +45,7 @@ class AdapterSwitches:
             self._module_epoch = module_epoch
             self._layers = [module for module in self._model.modules() if _has_switches(module)]
             self._seen = None
-        variant = self.variant
-        if self._refused is not None:
-            raise UnsupportedModelError(
-                f"adapter {self._refused!r} is an activated LoRA (alora_invocation_tokens), which acts from certain tokens "
-                "of its input on, and a step computes parts of prompts: set another adapter (model.set_adapter(name)), or "
-                "train one without alora_invocation_tokens"
-            )
-        return variant
+        return self.variant
 
     def present(self, module_epoch: int) -> bool:
         """Whether the model has layers with adapters, active or not."""
@@ -63,7 +54,7 @@ class AdapterSwitches:
 
     @property
     def variant(self) -> Variant:
-        """Current variant of the layers found by the last scan."""
+        """Current variant of the layers found by the last scan; raises as `look` does."""
         seen = self._seen
         if seen is None or not all(
             own.get("_disable_adapters") is disabled
@@ -72,7 +63,6 @@ class AdapterSwitches:
             for own, disabled, active, scaling in seen
         ):
             each = [_acting(layer) for layer in self._layers]
-            self._refused = next((name for name in map(_activated, self._layers) if name is not None), None)
             distinct = set(each)
             self._variant = tuple(each) if len(distinct) > 1 else distinct.pop() if distinct else NO_ADAPTER
             self._seen = [_read(layer) for layer in self._layers] if all(map(_is_pefts, self._layers)) else None
@@ -109,16 +99,16 @@ def _read(layer: Any) -> tuple[dict[str, Any], Any, Any, Any]:
     return own, own.get("_disable_adapters"), copy(own.get("_active_adapter")), copy(own.get("scaling"))
 
 
-def _activated(layer: Any) -> str | None:
-    """Name of an active adapter of a layer that PEFT masks by the tokens before (aLoRA)."""
-    variants = layer.__dict__.get("lora_variant") or {}
-    acting = () if layer.disable_adapters else layer.active_adapters
-    return next((name for name in acting if type(variants.get(name)).__name__ == "ALoraLinearVariant"), None)
-
-
 def _acting(layer: Any) -> Variant:
     """(name, scaling) of each active adapter of a layer."""
     if layer.disable_adapters:
         return NO_ADAPTER
-    scaling = layer.__dict__.get("scaling") or {}
+    scaling, kinds = (layer.__dict__.get(name) or {} for name in ("scaling", "lora_variant"))
+    for name in layer.active_adapters:
+        if type(kinds.get(name)).__name__ == "ALoraLinearVariant":
+            raise UnsupportedModelError(
+                f"adapter {name!r} is an activated LoRA (alora_invocation_tokens), which acts from certain tokens of its "
+                "input on, and a step computes parts of prompts: set another adapter (model.set_adapter(name)), or train "
+                "one without alora_invocation_tokens"
+            )
     return tuple((name, scaling.get(name)) for name in layer.active_adapters)
