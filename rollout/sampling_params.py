@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from inspect import Parameter, signature
 from numbers import Integral, Real
-from typing import Any, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 
@@ -24,8 +24,6 @@ LARGEST, LEAST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tin
 MAX_KEPT_TOKENS = 4096
 """Largest `top_k` with `return_kept_tokens`: bounds what is stored per token to 16 KiB."""
 
-ADAPTER_NAME = "None or a name of at most 256 characters, without whitespace, control characters and '='"
-_ADAPTER_NAME = re.compile(r"[^\s\x00-\x1f\x7f=\ud800-\udfff]{1,256}")
 
 MAX_LISTED = 128
 MAX_SALT = 1024
@@ -40,7 +38,11 @@ ORDINARY_LOGIT = 1e6
 """Assumed upper bound of the absolute logits of a working model."""
 
 
-# A converter returns the value to store, or raises; the error message comes from the rule next to it.
+class _Kind(NamedTuple):
+    """A kind of option: `convert` returns the value to store, or raises; `rule` is what a value must be, for messages."""
+
+    convert: Callable[[Any], Any]
+    rule: str
 
 
 def _demand(holds: bool) -> None:
@@ -48,28 +50,41 @@ def _demand(holds: bool) -> None:
         raise ValueError
 
 
-def _integer(value: Any, low: int = 0, high: int = 2**31 - 1) -> int:
-    _demand(isinstance(value, Integral) and not isinstance(value, bool))
-    number = int(value)
-    _demand(low <= number <= high)
-    return number
+def _integer(low: int = 0, high: int = 2**31, note: str = "") -> _Kind:
+    def convert(value: Any) -> int:
+        _demand(isinstance(value, Integral) and not isinstance(value, bool))
+        number = int(value)
+        _demand(low <= number < high)
+        return number
+
+    return _Kind(convert, f"an integer in [{low}, 2**{high.bit_length() - 1}){note}")
 
 
-def _number(value: Any, within: Callable[[float], bool] = lambda number: True) -> float:
-    _demand(isinstance(value, Real) and not isinstance(value, bool))
-    number = float(value)
-    _demand(abs(number) <= LARGEST and within(number))
-    return number
+def _number(rule: str, within: Callable[[float], bool] = lambda number: True) -> _Kind:
+    def convert(value: Any) -> float:
+        _demand(isinstance(value, Real) and not isinstance(value, bool))
+        number = float(value)
+        _demand(abs(number) <= LARGEST and within(number))
+        return number
+
+    return _Kind(convert, f"a number in {rule}")
+
+
+def _text(pattern: str, rule: str) -> _Kind:
+    def convert(value: Any) -> str:
+        _demand(isinstance(value, str) and re.fullmatch(pattern, value) is not None)
+        return str(value)
+
+    return _Kind(convert, rule)
+
+
+def _or_none(kind: _Kind) -> _Kind:
+    return _Kind(lambda value: None if value is None else kind.convert(value), f"None or {kind.rule}")
 
 
 def _truth(value: Any) -> bool:
     _demand(isinstance(value, bool | np.bool_))
     return bool(value)
-
-
-def _mode(value: Any) -> str:
-    _demand(isinstance(value, str) and value in LOGPROBS_MODES)
-    return str(value)
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:
@@ -78,54 +93,23 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     return strings
 
 
-def _stop_ids(value: Any) -> tuple[int, ...]:
-    return () if value is None else tuple(_integer(token) for token in value)
+def _ids(value: Any) -> tuple[int, ...]:
+    return () if value is None else tuple(map(_WHOLE.convert, value))
 
 
 def _listed_ids(value: Any) -> tuple[int, ...]:
-    ids = _stop_ids(value)
+    ids = _ids(value)
     _demand(len(set(ids)) == len(ids) <= MAX_LISTED)
     return ids
 
 
-def _biases(value: Any) -> dict[int, float] | None:
-    if value is None:
-        return None
+def _biases(value: Any) -> dict[int, float]:
     pairs = value.items() if isinstance(value, Mapping) else value
-    return {_integer(token): _number(bias) for token, bias in pairs}
+    return {_WHOLE.convert(token): _ANY.convert(bias) for token, bias in pairs}
 
 
-def _salt(value: Any) -> str | None:
-    if value is None:
-        return None
-    _demand(isinstance(value, str) and len(value) <= MAX_SALT)
-    value.encode()  # a lone surrogate has no hash
-    return str(value)
-
-
-def _adapter(value: Any) -> str | None:
-    if value is None:
-        return None
-    _demand(isinstance(value, str) and _ADAPTER_NAME.fullmatch(value) is not None)
-    return str(value)
-
-
-def _optional(value: Any) -> int | None:
-    return None if value is None else _integer(value)
-
-
-def _within(holds: Callable[[float], bool]) -> Callable[[Any], float]:
-    """A converter to a number for which `holds`."""
-    return lambda value: _number(value, holds)
-
-
-def _seed(value: Any) -> int | None:
-    return None if value is None else _integer(value, high=2**63 - 1)
-
-
-def _count(value: Any) -> int:
-    return _integer(value, low=1)
-
+_WHOLE, _ANY, _SWITCH = _integer(), _number(f"within {LARGEST:.2g} of 0"), _Kind(_truth, "True or False")
+_OCCURRENCE = _number("[-2, 2]", lambda number: abs(number) <= 2)
 
 FILTER, PENALTY = "filter", "penalty"
 """Roles of an option. A filter restricts the tokens that can be drawn; a penalty changes logits by what was generated."""
@@ -133,8 +117,7 @@ FILTER, PENALTY = "filter", "penalty"
 
 def _option(
     default: Any,
-    convert: Callable[[Any], Any],
-    rule: str,
+    kind: _Kind,
     role: str | None = None,
     *,
     stored: str | None = None,
@@ -144,13 +127,10 @@ def _option(
     """Declare an option of `SamplingParams`; all that reads options reads its `metadata`.
 
     Args:
-        convert: returns the value to store, or raises.
-        rule: what a value must be, for messages.
         role: FILTER, PENALTY, or None.
         stored, host: dtype in which the engine stores it for every row, on the device or on the host; None: it does not.
     """
-    metadata = {"convert": convert, "rule": rule, "role": role, "stored": stored, "host": host}
-    return field(default=default, hash=hash, metadata=metadata)
+    return field(default=default, hash=hash, metadata={"kind": kind, "role": role, "stored": stored, "host": host})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,112 +145,117 @@ class SamplingParams(NamedOptions):
         ConfigError: (a `ValueError`) an option is unknown, or a value out of range; names field, value and rule.
     """
 
-    n: int = _option(1, _count, "an integer in [1, 2**31)")
+    n: int = _option(1, _integer(low=1))
     """Number of completions of the prompt. At least 1."""
 
     temperature: float = _option(
         1.0,
-        _within(lambda number: number == 0 or number >= MIN_TEMPERATURE),
-        f"0 (greedy) or a number in [{MIN_TEMPERATURE}, {LARGEST:.2g}]",
+        _number(
+            f"[{MIN_TEMPERATURE}, {LARGEST:.2g}], or 0 (greedy)",
+            lambda number: number == 0 or number >= MIN_TEMPERATURE,
+        ),
         stored="float32",
     )
     """Divisor of the logits: 0, or at least 1e-6. 0: exact greedy decoding."""
 
-    top_k: int = _option(0, _integer, "an integer in [0, 2**31); 0 switches it off", FILTER, stored="int64")
+    top_k: int = _option(0, _integer(note="; 0 switches it off"), FILTER, stored="int64")
     """Keep the k most likely tokens. 0: off."""
 
     top_p: float = _option(
-        1.0, _within(lambda number: 0 < number <= 1), "a number in (0, 1]; 1 switches it off", FILTER, stored="float64"
+        1.0, _number("(0, 1]; 1 switches it off", lambda number: 0 < number <= 1), FILTER, stored="float64"
     )
     """Keep the smallest set of most likely tokens whose probabilities sum to at least this value, in (0, 1]. 1: off."""
 
     min_p: float = _option(
-        0.0, _within(lambda number: 0 <= number <= 1), "a number in [0, 1]; 0 switches it off", FILTER, stored="float32"
+        0.0, _number("[0, 1]; 0 switches it off", lambda number: 0 <= number <= 1), FILTER, stored="float32"
     )
     """Keep tokens whose probability is at least this fraction of the most likely token's, in [0, 1]. 0: off."""
 
     repetition_penalty: float = _option(
         1.0,
-        _within(lambda number: number >= LEAST),
-        f"a number in [{LEAST:.2g}, {LARGEST:.2g}]; 1 switches it off",
+        _number(f"[{LEAST:.2g}, {LARGEST:.2g}]; 1 switches it off", lambda number: number >= LEAST),
         PENALTY,
         stored="float32",
     )
     """Penalty on tokens of prompt and completion: positive logits are divided by it, negative ones multiplied. Above 0;
     values above 1 make repetition less likely. 1: off."""
 
-    presence_penalty: float = _option(
-        0.0, _within(lambda number: abs(number) <= 2), "a number in [-2, 2]", PENALTY, stored="float32"
-    )
+    presence_penalty: float = _option(0.0, _OCCURRENCE, PENALTY, stored="float32")
     """Subtracted once from the logit of every token that the completion contains, in [-2, 2]. 0: off."""
 
-    frequency_penalty: float = _option(
-        0.0, _within(lambda number: abs(number) <= 2), "a number in [-2, 2]", PENALTY, stored="float32"
-    )
+    frequency_penalty: float = _option(0.0, _OCCURRENCE, PENALTY, stored="float32")
     """Subtracted from a token's logit once per occurrence in the completion, in [-2, 2]. 0: off."""
 
     logit_bias: dict[int, float] | None = _option(  # noqa: RUF009 - declares a field
-        None,
-        _biases,
-        f"a dict of token id to a bias within {LARGEST:.2g} of 0; a large negative one, such as -1e9, bans the token",
-        host="int32",
-        hash=False,
+        None, _or_none(_Kind(_biases, f"a dict of token id to {_ANY.rule}")), host="int32", hash=False
     )
     """Token id → value added to its logit; a large negative value, such as -1e9, bans the token. None: no bias."""
 
-    max_tokens: int = _option(256, _integer, "an integer in [0, 2**31)", host="int32")
+    max_tokens: int = _option(256, _WHOLE, host="int32")
     """Maximum number of tokens of a completion. 0: process the prompt only, sample no token."""
 
-    min_tokens: int = _option(0, _integer, "an integer in [0, 2**31)", host="int32")
+    min_tokens: int = _option(0, _WHOLE, host="int32")
     """End-of-sequence and stop token ids are not sampled before this many tokens. At most `max_tokens`."""
 
-    stop: tuple[str, ...] = _option((), _stop_strings, "a string or a list of strings, none of them empty")
+    stop: tuple[str, ...] = _option((), _Kind(_stop_strings, "a string or a list of strings, none of them empty"))
     """Strings that end the completion, even if they begin or end inside a token. A plain `str` is one stop string."""
 
-    stop_token_ids: tuple[int, ...] = _option((), _stop_ids, "a list of token ids (integers of at least 0)")
+    stop_token_ids: tuple[int, ...] = _option((), _Kind(_ids, "a list of token ids (integers of at least 0)"))
     """Token ids that end the completion, in addition to the model's end-of-sequence ids."""
 
-    ignore_eos: bool = _option(False, _truth, "True or False")
+    ignore_eos: bool = _option(False, _SWITCH)
     """Continue after an end-of-sequence token."""
 
-    include_stop_str_in_output: bool = _option(False, _truth, "True or False")
+    include_stop_str_in_output: bool = _option(False, _SWITCH)
     """Keep the stop string in the text."""
 
-    seed: int | None = _option(None, _seed, "None or an integer in [0, 2**63)", stored="int64")
+    seed: int | None = _option(None, _or_none(_integer(high=2**63)), stored="int64")
     """Seed of the random streams, in [0, 2**63); each of the n samples derives its own stream. None: assigned by the
     engine from its base seed."""
 
-    logprobs: int | None = _option(None, _optional, "None or an integer in [0, 2**31)", host="int32")
+    logprobs: int | None = _option(None, _or_none(_WHOLE), host="int32")
     """Log-probs to return per generated token. None: none requested. 0: the sampled token's. k: also those of the k
     likeliest tokens."""
 
     logprob_token_ids: tuple[int, ...] = _option(
-        (), _listed_ids, f"a list of at most {MAX_LISTED} token ids, each once", host="int32"
+        (), _Kind(_listed_ids, f"a list of at most {MAX_LISTED} token ids, each once"), host="int32"
     )
     """Token ids, at most 128, whose log-probs are returned per generated token in place of the likeliest tokens'. `logprobs`
     becomes their number."""
 
-    prompt_logprobs: int | None = _option(None, _optional, "None or an integer in [0, 2**31)", host="int32")
+    prompt_logprobs: int | None = _option(None, _or_none(_WHOLE), host="int32")
     """The same for prompt tokens, from the second token on (the first has no log-prob)."""
 
-    logprobs_mode: str = _option("processed", _mode, "'processed', 'raw' or 'tempered'", stored="int8")
+    logprobs_mode: str = _option(
+        "processed", _text("|".join(LOGPROBS_MODES), f"one of {', '.join(map(repr, LOGPROBS_MODES))}"), stored="int8"
+    )
     """Distribution of the log-probs. `processed`: the one sampled from (greedy: at temperature 1). `raw`: softmax of the
     model's logits. `tempered`: softmax(logits / temperature), without penalties, biases and filters."""
 
-    return_kept_tokens: bool = _option(False, _truth, "True or False", stored="bool")
+    return_kept_tokens: bool = _option(False, _SWITCH, stored="bool")
     """Return for each generated token the ids that `structured`, `top_k`, `top_p` and `min_p` left to draw it from, so
     that a trainer can compute the log-prob of that distribution (`rollout.algorithms.replay_logprobs`). Needs one of these
     and a temperature above 0. Bounds the sets: `top_k` is at most 4096, and becomes 4096 if it is 0."""
     structured: StructuredOutput | None = _option(  # noqa: RUF009 - declares a field
-        None, StructuredOutput.read, "None or a StructuredOutput"
+        None, _Kind(StructuredOutput.read, "None or a StructuredOutput")
     )
     """Constraint on the text: a JSON schema, a regular expression or a grammar. None: any text."""
 
-    cache_salt: str | None = _option(None, _salt, "None or a text of at most 1024 characters")
+    cache_salt: str | None = _option(
+        None, _or_none(_text(rf"(?s:[^\ud800-\udfff]{{0,{MAX_SALT}}})", f"a text of at most {MAX_SALT} characters"))
+    )
     """Name of a share of the prefix cache, of at most 1024 characters: KV is reused among requests of equal salt only, so
     that the time of a reply tells nothing about the prompts of others. None: the share without a name."""
 
-    adapter: str | None = _option(None, _adapter, ADAPTER_NAME)
+    adapter: str | None = _option(
+        None,
+        _or_none(
+            _text(
+                r"[^\s\x00-\x1f\x7f=\ud800-\udfff]{1,256}",
+                "a name of at most 256 characters, without whitespace, control characters and '='",
+            )
+        ),
+    )
     """Name of a LoRA adapter that the engine has loaded (`LLM.load_lora_adapter`), to compute the sample with. None: the
     model as it stands."""
 
@@ -278,11 +263,11 @@ class SamplingParams(NamedOptions):
         for name, option in _OPTIONS:
             given = getattr(self, name)
             try:
-                object.__setattr__(self, name, option["convert"](given))
+                object.__setattr__(self, name, option["kind"].convert(given))
             except ConfigError:
                 raise
             except (TypeError, ValueError, OverflowError):
-                raise ConfigError(f"SamplingParams.{name}={given!r}: must be {option['rule']}") from None
+                raise ConfigError(f"SamplingParams.{name}={given!r}: must be {option['kind'].rule}") from None
         if self.structured is not None and self.ignore_eos:
             raise ConfigError(
                 "SamplingParams.ignore_eos=True: must be False with structured, whose text an end-of-text token ends"
