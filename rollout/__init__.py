@@ -57,7 +57,7 @@ if TYPE_CHECKING:  # further public names
     from rollout.errors import StaleRequestError as StaleRequestError
     from rollout.errors import UnsupportedModelError as UnsupportedModelError
     from rollout.errors import WeightsChangedError as WeightsChangedError
-    from rollout.journal.journal import Journal as Journal
+    from rollout.journal import Journal as Journal
     from rollout.llm.llm import AsyncLLM as AsyncLLM
     from rollout.manager.batch.tree import pack_tree as pack_tree
     from rollout.manager.episodes.batch import EpisodeBatch as EpisodeBatch

@@ -16,7 +16,7 @@ from torch import nn
 
 from rollout.config import CoordinatorConfig, InferenceConfig
 from rollout.errors import ConfigError, EngineStateError
-from rollout.journal.journal import Journal
+from rollout.journal import Journal
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.batch.scores import Sequences, TokenScores
 from rollout.manager.batch.scores import score as score_under

@@ -19,7 +19,6 @@ RolloutError
 ├── ControlError           (RuntimeError)  engines did not complete a control call; carries `engines`
 ├── ConnectionLostError    (ConnectionError) the coordinator is gone, or has closed this connection
 ├── JournalError           (OSError)       the storage does not meet a journal's requirements
-│   └── DamagedHeaderError                 the header of a journal file is damaged
 └── SerializationError     (ValueError)    a received payload has an unexpected shape
 """
 
@@ -177,10 +176,6 @@ class ConnectionLostError(RolloutError, ConnectionError):
 
 class JournalError(RolloutError, OSError):
     """The storage does not meet a journal's requirements, or the journal is not open in this process."""
-
-
-class DamagedHeaderError(JournalError):
-    """The header of a journal file is damaged: the file may hold records, but cannot be appended to."""
 
 
 class SerializationError(RolloutError, ValueError):

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout.engine.parts.controller import TextGenerationController
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutFailedError
-from rollout.journal.segment import FinishedGroup
+from rollout.journal import FinishedGroup
 from rollout.manager import checkpoint
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.checkpoint import check_portable

@@ -14,8 +14,7 @@ from typing import Any
 
 import msgpack
 
-from rollout.journal.journal import Journal
-from rollout.journal.segment import FinishedGroup, Place
+from rollout.journal import FinishedGroup, Journal, Place
 from rollout.requests.images import images_of
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans

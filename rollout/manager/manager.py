@@ -27,7 +27,7 @@ from rollout.distributed.job.world import World
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, EngineStateError
-from rollout.journal.journal import Journal
+from rollout.journal import Journal
 from rollout.manager.batch.images import ImageLayout
 from rollout.manager.batch.scores import Scorer
 from rollout.manager.generation import Generation

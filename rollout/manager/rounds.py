@@ -16,7 +16,7 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.context import MemoryMove
 from rollout.engine.parts.holds import BLOCK, DIRECT, PAUSE, SUSPEND, UPDATE, HoldLevel
 from rollout.errors import ConfigError, EngineStateError, RolloutFailedError, warn_caller
-from rollout.journal.journal import Journal
+from rollout.journal import Journal
 from rollout.manager.backend import Backend
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.batch.images import ImageLayout

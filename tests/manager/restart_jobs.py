@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ConstantLR
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3ForCausalLM
 
 from rollout.config import Advanced, InferenceConfig
-from rollout.journal.journal import Journal
+from rollout.journal import Journal
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from tests.distributed.job.nursery import ROOT
@@ -66,7 +66,10 @@ def train(pipe: Connection, *, folder: Path, life: int, steps: int, with_journal
     # An untrained model is never right: whatever differs between samples will do, so that weights move.
     async_grpo.reward = lambda text, answer: float(len(text or "") % 5)
     # Where a group is computed again, it comes out otherwise; without a journal every life is to be like the first.
-    run = _run(Journal(folder / "journal", fsync="never") if with_journal else None, seed=life if with_journal else 0)
+    run = _run(
+        Journal(folder / "journal", fsync_interval_s=float("inf")) if with_journal else None,
+        seed=life if with_journal else 0,
+    )
     if (folder / CHECKPOINT).exists():
         run.load(folder / CHECKPOINT)
     attach(run.optimizer, run.manager)

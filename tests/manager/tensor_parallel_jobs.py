@@ -24,7 +24,7 @@ from transformers.distributed import DistributedConfig
 
 from rollout.config import Advanced, CoordinatorConfig, InferenceConfig
 from rollout.errors import RolloutError
-from rollout.journal.journal import Journal
+from rollout.journal import Journal
 from rollout.llm.llm import LLM
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
@@ -401,7 +401,7 @@ def journals(rank: int, folder: str, disk: str) -> dict[str, Any]:
     model, told = load(folder), []
     state: dict[str, Any] | None = None
     for _ in range(2):
-        journal = Journal(f"{disk}/rank-{rank}", fsync="never")
+        journal = Journal(f"{disk}/rank-{rank}", fsync_interval_s=float("inf"))
         with make_rollout(model, journal=journal) as rollout:
             if state is not None:
                 rollout.load_state_dict(state)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.errors import ConfigError, SerializationError
-from rollout.journal.journal import Journal
+from rollout.journal import Journal
 from rollout.manager.episodes.batch import EpisodeBatch
 from rollout.manager.episodes.environment import EnvironmentTask, StepResult
 from rollout.manager.episodes.saved import SAVED_GROUPS

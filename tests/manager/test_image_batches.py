@@ -10,7 +10,7 @@ import torch
 import rollout
 from rollout import Advanced, InferenceConfig, RolloutManager, SamplingParams
 from rollout.errors import InvalidRequestError
-from rollout.journal.journal import Journal
+from rollout.journal import Journal
 from tests.engines import token_ids
 from tests.models import VOCAB
 from tests.vision_models import CONFIGS, IMAGE, NO_MARKS, picture_prompt, require_video, shared_vision_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.errors import EngineStateError, InvalidRequestError, JournalError
-from rollout.journal.journal import Journal
+from rollout.journal import Journal
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
@@ -34,9 +34,7 @@ def start(model: Any, folder: Path, state: dict[str, Any] | None = None) -> Roll
 
 def kill(rollout: RolloutManager) -> None:
     """As the end of the process does: nothing more is written."""
-    journal = rollout._rounds.loop.journal._journal
-    journal._writer.close()
-    journal._lock.release()
+    rollout._rounds.loop.journal._journal._release()
 
 
 def sampled(batch: RolloutBatch) -> Counter[tuple[tuple[int, ...], ...]]:

@@ -12,10 +12,9 @@ from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.protocol.outcome import outcome, pack
 from rollout.distributed.protocol.stretch import Stretch
 from rollout.errors import SerializationError
-from rollout.journal.segment import pack_group, unpack_group
 from rollout.requests.delta import SampleDelta, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
-from rollout.requests.request import DynamicInferenceRequest
+from rollout.requests.request import REQUEST, DynamicInferenceRequest
 from rollout.requests.token_columns import Routes, check_routes
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason, Status
@@ -69,7 +68,7 @@ def test_routes_survive_every_serialisation(
     plain = msgpack.unpackb(msgpack.packb(record.serialize(), use_bin_type=True))
     same(DynamicInferenceRequestRecord.deserialize(plain).merge().routing_indices, routes)
     # a journal
-    ((back,), _) = unpack_group(pack_group([whole], b"key"))
+    back = REQUEST.decode(msgpack.unpackb(msgpack.packb(REQUEST.encode(whole))))
     same(back.routing_indices, routes)
     # from rank to client, in two stretches
     last = growth(record, 0, 0)

@@ -1,0 +1,383 @@
+"""Append-only journal of finished groups, with checkpoints.
+
+    journal = Journal("run/journal-rank0", job="run 17")
+    journal.append(samples)                          write a finished group
+    mark = journal.checkpoint(step)                  start a new file; save the mark in the trainer's checkpoint
+    for group in journal.since(mark): ...            after a restart: groups finished since that checkpoint
+
+A journal is a folder. A file of it is written by one process, from an opening or a checkpoint on:
+
+    000003-40-9f86d081884c7d65.journal               its number and its mark, which is a step and a random part
+    {"rollout_journal": 4, "job": "run 17"}          the first line
+    length, CRC of the body | body                   per group: its samples and its key, as msgpack
+
+Always true: `since` returns every appended group once, in order, also after a kill. A group is left out, with a warning,
+only if its bytes have changed since; a damaged length costs the rest of its file. Nothing is unpickled. Files older than
+the oldest of `keep_checkpoints` checkpoints are removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import secrets
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgpack
+
+from rollout.errors import ConfigError, EngineStateError, JournalError, SerializationError
+from rollout.requests.codec import OPAQUE, decode_fields, list_of, unpack_msgpack
+from rollout.requests.request import REQUEST, DynamicInferenceRequest
+from rollout.threads import forks
+
+VERSION = 4
+SUFFIX = ".journal"
+_LOCK = "lock"
+_HEAD = struct.Struct("<QI")
+_BODY = {"key": OPAQUE, "samples": list_of(REQUEST)}
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_log = logging.getLogger(__name__)
+
+
+class SegmentName(NamedTuple):
+    """Parsed name of a file."""
+
+    number: int
+    mark: str
+
+    def path(self, folder: Path) -> Path:
+        return folder / f"{self.number:06d}-{self.mark}{SUFFIX}"
+
+
+class Place(NamedTuple):
+    """Location of a group, for `Journal.read`."""
+
+    path: Path
+    start: int
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """A group as given to `Journal.append`."""
+
+    samples: list[DynamicInferenceRequest]
+    key: bytes
+    place: Place
+
+
+class Journal:
+    """Writer and reader of finished groups since a checkpoint. Not thread-safe.
+
+    Args:
+        folder: created if missing. Exclusive to one writer: every rank needs its own.
+        job: name of the run; a folder of another job is rejected.
+        fsync_interval_s: appended groups are forced onto the disk by the first `append` after so many seconds, by
+            `checkpoint` and by `close`. 0: before `append` returns; infinite: left to the operating system. It matters
+            for a crash of the machine only.
+        keep_checkpoints: number of newest checkpoints that `since` supports. At least 2, because the trainer has not
+            yet saved the newest mark when `checkpoint` returns.
+
+    Raises:
+        ConfigError: an option is out of range, or the folder holds the journal of another job.
+        EngineStateError: another process, or another object here, is writing it; names the process.
+        JournalError: the folder cannot be written.
+        SerializationError: written by another version.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        job: str = "",
+        fsync_interval_s: float = 1.0,
+        keep_checkpoints: int = 2,
+    ) -> None:
+        if not fsync_interval_s >= 0:
+            raise ConfigError(f"fsync_interval_s={fsync_interval_s!r}: must be at least 0")
+        if type(keep_checkpoints) is not int or keep_checkpoints < 2:
+            raise ConfigError(f"keep_checkpoints={keep_checkpoints!r}: must be an integer of at least 2")
+        self.folder = Path(folder).absolute()
+        self.job = job
+        self._interval_s = fsync_interval_s
+        self._keep = keep_checkpoints
+        self._line: list[str] = []
+        """Marks of the present line of checkpoints, oldest first."""
+        self._file = -1
+        """Descriptor of the newest file; -1: closed."""
+        self._end = 0
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.folder)
+            try:
+                for name in self._names():
+                    with name.path(self.folder).open("rb") as file:
+                        self._read_header(file)
+                self._begin(0)
+            except BaseException:
+                os.close(self._lock)
+                raise
+        except OSError as exc:
+            if isinstance(exc, JournalError):
+                raise
+            raise _trouble(self.folder, "hold a journal", exc) from exc
+        forks.in_child(self, lambda journal: journal._release(forked=True))
+
+    def append(self, samples: Sequence[DynamicInferenceRequest], key: bytes = b"") -> Place:
+        """Append a finished group; returns its place, for `read`.
+
+        Args:
+            samples: all samples of the group, merged.
+            key: opaque bytes of the caller, returned with the group.
+
+        Raises:
+            JournalError: the write failed (disk full, for example): nothing was added, and a later call may succeed.
+                Or the journal is closed, or was opened before a fork.
+        """
+        self._check_open()
+        body = msgpack.packb({"key": key, "samples": [sample.serialize() for sample in samples]})
+        place = Place(self._path, self._end)
+        try:
+            self._end = _write(self._file, _HEAD.pack(len(body), zlib.crc32(body)) + body, self._end)
+        except BaseException as exc:
+            # Half a record that stays is overwritten by the next one, or ends the file.
+            with suppress(OSError):
+                os.ftruncate(self._file, self._end)
+            if isinstance(exc, OSError):
+                raise _trouble(self._path, "be appended to", exc) from exc
+            raise
+        if time.monotonic() - self._synced >= self._interval_s:
+            self.sync()
+        return place
+
+    def checkpoint(self, step: int) -> str:
+        """Start a new file, just before the trainer saves a checkpoint that covers all groups appended so far.
+
+        Returns the mark to save in the checkpoint. `since(mark)` returns the groups appended after this call, until
+        `keep_checkpoints` later checkpoints. After a `JournalError` the journal is as before.
+        """
+        self._check_open()
+        if self._interval_s < math.inf:
+            self.sync()
+        before, names = self._file, self._names()
+        self._line.append(self._begin(step))
+        os.close(before)
+        if len(self._line) >= self._keep:
+            # Counted along the present line: a newer mark may be of a checkpoint that was never saved.
+            oldest = next((name.number for name in names if name.mark == self._line[-self._keep]), 0)
+            for name in names:
+                if name.number < oldest:
+                    name.path(self.folder).unlink(missing_ok=True)
+        return self._line[-1]
+
+    def since(self, mark: str | None) -> Iterator[FinishedGroup]:
+        """Return the groups appended after the checkpoint with this mark, one at a time; None: all groups.
+
+        All of them stay on the disk until the next `checkpoint`. An unknown mark raises a `ConfigError` with the known
+        ones.
+        """
+        names = self._names()
+        if mark is not None:
+            marks = [name.mark for name in names]
+            if mark not in marks:
+                raise ConfigError(
+                    f"{self.folder} has no checkpoint {mark!r}, only {', '.join(marks)}: continue from one of these, raise "
+                    f"keep_checkpoints={self._keep}, or continue without the groups finished since"
+                )
+            self._line = [mark]
+            names = names[marks.index(mark) :]
+        return (group for name in names for group in self._groups(name.path(self.folder)))
+
+    def read(self, place: Place) -> FinishedGroup | None:
+        """Read one group again; None: its file was removed since, or is damaged."""
+        try:
+            with place.path.open("rb") as file:
+                file.seek(place.start)
+                return _unpack(_read_body(file), place)
+        except (FileNotFoundError, SerializationError):
+            return None
+        except OSError as exc:
+            raise _trouble(place.path, "be read", exc) from exc
+
+    def sync(self) -> None:
+        """Force all appended groups onto the disk. A `JournalError` closes the journal, whose contents are then unknown."""
+        try:
+            os.fsync(self._file)
+        except OSError as exc:
+            self._release()
+            raise _trouble(self._path, "be synchronised, so the journal is closed", exc) from exc
+        self._synced = time.monotonic()
+
+    def close(self) -> None:
+        """Sync, close the file and release the lock. Idempotent."""
+        try:
+            if self._file >= 0 and self._interval_s < math.inf:
+                self.sync()
+        finally:
+            self._release()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _release(self, *, forked: bool = False) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            if not forked:
+                # Closing is not enough: a child that was forked just now still has a copy.
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(self._lock)
+            self._file = -1
+
+    def _check_open(self) -> None:
+        if self._file < 0:
+            raise JournalError(f"{self.folder} is not open in process {os.getpid()}: closed, or opened before a fork")
+
+    def _names(self) -> list[SegmentName]:
+        """Names of the files, oldest first; other entries of the folder are ignored."""
+        found = []
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                number, dash, mark = entry.name.removesuffix(SUFFIX).partition("-")
+                if entry.name.endswith(SUFFIX) and dash and number.isascii() and number.isdigit() and entry.is_file():
+                    found.append(SegmentName(int(number), mark))
+        return sorted(found)
+
+    def _begin(self, step: int) -> str:
+        """Go on with a new file; returns its mark."""
+        names = self._names()
+        name = SegmentName(names[-1].number + 1 if names else 1, f"{step}-{secrets.token_hex(8)}")
+        path = name.path(self.folder)
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            try:
+                end = _write(file, self._header(), 0)
+                if self._interval_s < math.inf:
+                    os.fsync(file)
+                    _sync_folder(self.folder)
+            except BaseException:
+                os.close(file)
+                path.unlink(missing_ok=True)
+                raise
+        except OSError as exc:
+            raise _trouble(path, "be written", exc) from exc
+        self._path, self._file, self._end, self._synced = path, file, end, time.monotonic()
+        return name.mark
+
+    def _header(self) -> bytes:
+        return json.dumps({"rollout_journal": VERSION, "job": self.job}).encode() + b"\n"
+
+    def _read_header(self, file: BinaryIO) -> None:
+        """Read the first line; one that a crash has cut off counts as read."""
+        line = file.readline(1 << 16)
+        if self._header().startswith(line):
+            return
+        try:
+            header = json.loads(line)
+            fits, job = header["rollout_journal"] == VERSION, header["job"]
+        except (ValueError, TypeError, KeyError):
+            fits, job = False, None
+        if not fits:
+            raise SerializationError(
+                f"{file.name} does not begin as a journal of version {VERSION}, which this release reads: move it away"
+            )
+        raise ConfigError(
+            f"{file.name} belongs to job={job!r}, and this is job={self.job!r}: give each job a folder of its own"
+        )
+
+    def _groups(self, path: Path) -> Iterator[FinishedGroup]:
+        try:
+            with path.open("rb") as file:
+                self._read_header(file)
+                size = os.fstat(file.fileno()).st_size
+                while (start := file.tell()) < size:
+                    try:
+                        group = _unpack(_read_body(file), Place(path, start))
+                    except SerializationError as exc:
+                        _log.warning("journal: %s, bytes %d to %d are left out: %s", path, start, file.tell(), exc)
+                    else:
+                        yield group
+        except OSError as exc:
+            raise _trouble(path, "be read", exc) from exc
+
+
+def _locked(folder: Path) -> int:
+    """Descriptor of the folder's lock, which the end of the process releases, since forked children close their copies."""
+    # O_NOFOLLOW: a planted symbolic link must not make this process overwrite another of its files.
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    except BlockingIOError as exc:
+        owner = os.pread(lock, 200, 0).decode(errors="replace").strip()
+        os.close(lock)
+        raise EngineStateError(
+            f"{folder} is being written by {owner or 'another process'}: close that journal first, or give this one a "
+            "folder of its own (each rank needs one)"
+        ) from exc
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _write(file: int, data: bytes, start: int) -> int:
+    """Write at an offset, unbuffered, so that it survives a kill of the process; returns the offset after it."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, start)
+        start, view = start + written, view[written:]
+    return start
+
+
+def _sync_folder(folder: Path) -> None:
+    # A new file is durable only when its directory entry is synced too.
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_body(file: BinaryIO) -> bytes:
+    """Body of the record at the file's position, which moves behind it; at a damaged length, to the end of the file.
+
+    Raises:
+        SerializationError: the record is damaged.
+    """
+    size = os.fstat(file.fileno()).st_size
+    head = file.read(_HEAD.size)
+    length, checksum = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0)
+    if not 0 < length <= size - file.tell():
+        file.seek(size)
+        raise SerializationError("the record is cut off, or its length is damaged")
+    body = file.read(length)
+    if zlib.crc32(body) != checksum:
+        raise SerializationError("the record's checksum is wrong")
+    return body
+
+
+def _unpack(body: bytes, place: Place) -> FinishedGroup:
+    fields: dict[str, Any] = decode_fields("group", unpack_msgpack("group", body, strict_map_key=False), _BODY)
+    return FinishedGroup(fields["samples"], fields["key"], place)
+
+
+def _trouble(path: Path, what: str, exc: OSError) -> JournalError:
+    cure = "free space on that disk" if exc.errno in _FULL else "check that it is writable, on a disk that works"
+    return JournalError(f"{path} cannot {what} ({exc.strerror or exc}): {cure}, or choose a folder on another one")

@@ -1,1 +1,0 @@
-"""Finished groups on disk, between two checkpoints of the trainer."""
