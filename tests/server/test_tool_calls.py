@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.server.chat_template.reply_parser import ToolCall, ToolCallParser, parser_for, random_hex
-from rollout.server.chat_template.strict_tools import strict_tools
+from rollout.server.chat_template.reply_parser import ToolCallParser, parser_for
 from rollout.server.chat_template.tool_formats import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
@@ -33,19 +32,17 @@ CALL = '{"name": "f", "arguments": {"a": 1}}'
 DONE = ("f", '{"a": 1}')
 
 
-def parse(tool_format: ToolFormat, pieces: Iterable[str]) -> tuple[str, list[ToolCall]]:
+def parse(tool_format: ToolFormat, pieces: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls of a reply that arrives in pieces."""
-    ids = itertools.count()
-    parser = ToolCallParser(tool_format, NAMES, lambda digits: f"{next(ids):0{digits}}")
+    parser = ToolCallParser(tool_format, NAMES)
     contents, found = zip(*map(parser.push, pieces), parser.finish(), strict=True)
     calls = [call for each in found for call in each]
     assert [call.index for call in calls] == list(range(len(calls)))
-    return "".join(contents), calls
+    return "".join(contents), [(call.name, call.arguments) for call in calls]
 
 
 def read(tool_format: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
-    content, calls = parse(tool_format, [text])
-    return content, [(call.name, call.arguments) for call in calls]
+    return parse(tool_format, [text])
 
 
 BLOCKS = [
@@ -87,9 +84,7 @@ class TestBlocks:
     def test_a_call_is_read_in_pieces_as_whole(self, known: ToolFormat, text: str, parameters: str):
         call = text.format("get_weather", parameters, ARGUMENTS)
         for reply, content in ((call, ""), (f"Let me see.\n{call}\n", "Let me see.")):
-            found, calls = parse(known, reply)
-            assert (found, [(each.name, each.arguments) for each in calls]) == (content, [("get_weather", ARGUMENTS)])
-            assert known is not KIMI or calls[0].id == "functions.get_weather:0"
+            assert parse(known, reply) == (content, [("get_weather", ARGUMENTS)])
 
     def test_a_call_that_is_cut_off_or_malformed_stays_text(self, known: ToolFormat, text: str, parameters: str):
         call = text.format("get_weather", parameters, ARGUMENTS)
@@ -100,12 +95,6 @@ class TestBlocks:
             f"{known.marker}x y{known.closing}",
         ):
             assert read(known, reply) == (reply, [])
-
-    def test_a_strict_tool_refuses_arguments_that_do_not_fit(self, known: ToolFormat, text: str, parameters: str):
-        tool = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
-        call = text.format("get_weather", parameters.replace("city", "town"), ARGUMENTS.replace("city", "town"))
-        parser = ToolCallParser(known, NAMES, strict=strict_tools([tool]))
-        assert parser.push(call)[0] + parser.finish()[0] == call
 
 
 @pytest.mark.parametrize("signs", [known.signs for known, *_ in BLOCKS])
@@ -185,10 +174,10 @@ def test_text_around_calls_is_content():
     assert read(HERMES, f"One.\n{call} two {call}\nthree \n") == ("One. two\nthree \n", [DONE, DONE])
 
 
-def test_arguments_are_what_the_model_wrote_to_the_character():
-    written = '{ "b":1.50,  "a" : "</tool_call> \\"{\\u00e9 é\\\\", "c": [1, {"d": null}], "e": 123456789012345678901 }'
-    text = f'<tool_call>{{"arguments": {written} , "name":"f"}}</tool_call>'
-    assert read(HERMES, text) == ("", [("f", written)])
+def test_arguments_have_the_values_that_the_model_wrote():
+    written = '{ "b":1.50,  "a" : "\\"{\\u00e9 é\\\\", "c": [1, {"d": null}], "e": 123456789012345678901 }'
+    ((name, arguments),) = read(HERMES, f'<tool_call>{{"arguments": {written} , "name":"f"}}</tool_call>')[1]
+    assert (name, json.loads(arguments)) == ("f", json.loads(written))
 
 
 def test_a_call_without_arguments_has_an_empty_object():
@@ -231,7 +220,7 @@ def test_a_call_behind_a_broken_one_is_found():
 @pytest.mark.parametrize("text", ['{"name": "Ada", "age": 3}', '{"a": {}}', "{ not json", '{"name": "f"} and more {'])
 def test_an_answer_in_json_is_no_call_unless_it_names_a_tool(text: str):
     content, calls = read(LLAMA3, text)
-    assert (content, calls) == ((" and more {", [("f", "{}")]) if '"f"' in text else (text, []))
+    assert (content, calls) == (text, [])
 
 
 def test_python_behind_the_tag_is_content():
@@ -247,20 +236,23 @@ def test_text_is_given_out_as_soon_as_it_cannot_be_a_call():
     assert parser.push("box>") == (" <tool_box>", [])
 
 
-def test_a_call_is_given_out_when_its_json_is_complete():
-    parser = ToolCallParser(HERMES, NAMES, lambda digits: "0" * digits)
-    assert parser.push(f"<tool_call>\n{CALL[:-1]}") == ("", [])
-    assert parser.push("}") == ("", [ToolCall(0, "call_" + "0" * 24, *DONE)])
-    assert parser.push("\n</tool_call>") == parser.finish() == ("", [])
+def test_a_call_is_given_out_when_it_is_complete():
+    parser = ToolCallParser(HERMES, NAMES)
+    assert parser.push(f"<tool_call>\n{CALL}\n</tool_call") == ("", [])
+    (call,) = parser.push(">")[1]
+    assert (call.index, call.name, call.arguments) == (0, *DONE)
+    assert parser.push("\n") == parser.finish() == ("", [])
 
 
 def test_ids_differ_and_have_the_shape_that_the_templates_ask_for():
-    for tool_format, text in [(HERMES, f"<tool_call>{CALL}" * 9), (MISTRAL, f"[TOOL_CALLS] [{', '.join([CALL] * 9)}]")]:
+    for tool_format, text in [
+        (HERMES, f"<tool_call>{CALL}</tool_call>" * 9),
+        (MISTRAL, f"[TOOL_CALLS] [{', '.join([CALL] * 9)}]"),
+    ]:
         parser = ToolCallParser(tool_format, NAMES)
-        ids = {call.id for call in parser.push(text)[1]}
+        ids = {call.id for call in parser.push(text)[1] + parser.finish()[1]}
         assert len(ids) == 9
         assert all(len(i) == (29 if tool_format is HERMES else 9) and i.replace("_", "").isalnum() for i in ids)
-    assert [len(random_hex(n)) for n in (0, 1, 9, 24)] == [0, 1, 9, 24]
 
 
 @pytest.mark.parametrize("tool_format", FORMATS, ids=lambda known: known.name)
@@ -301,7 +293,6 @@ def test_a_text_without_a_call_comes_out_as_it_went_in(tool_format: ToolFormat, 
     for name, arguments in calls:
         assert name in ("f", "x")
         assert isinstance(json.loads(arguments), dict)
-        assert arguments in text or arguments == "{}"
 
 
 def test_a_reply_made_to_be_searched_again_and_again_is_read_once():

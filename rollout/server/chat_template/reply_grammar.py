@@ -2,7 +2,7 @@
 
 A reply of JSON may begin with its reasoning, and may be calls instead if there are tools. A forced call is a complete call
 of an offered function, in every format. Free calls are constrained if the format writes them as JSON between two texts
-(Hermes); in other formats a strict tool is checked when the reply is read.
+(Hermes); in other formats `strict` has no effect on free calls.
 """
 
 from __future__ import annotations

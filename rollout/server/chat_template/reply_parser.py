@@ -1,20 +1,17 @@
 """Splits a reply into reasoning, content and tool calls, incrementally or whole.
 
 Always true: the result does not depend on how the text is cut into pieces; text that only resembles a call (invalid JSON,
-no name, arguments that a strict tool refuses) is returned completely as content; arguments are returned exactly as they
-were generated; every character is scanned once. Formats are data (`tool_formats`), read by one state machine.
+no name) is returned completely as content; every character is searched once. Formats are data (`tool_formats`), read by one
+state machine.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.server.chat_template.strict_tools import StrictTool, strict_tools
 from rollout.server.chat_template.tool_formats import Call, Schemas, ToolFormat, format_of
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -96,16 +93,7 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-    """JSON object, as generated."""
-
-
-RandomHex = Callable[[int], str]
-"""Returns the given number of random hexadecimal digits."""
-
-
-def random_hex(digits: int) -> str:
-    """Return random hexadecimal digits from the operating system's generator."""
-    return secrets.token_hex((digits + 1) // 2)[:digits]
+    """JSON object."""
 
 
 def parser_for(template: str | None, tools: Sequence[Mapping[str, Any]] | None) -> Callable[[], ToolCallParser] | None:
@@ -114,8 +102,7 @@ def parser_for(template: str | None, tools: Sequence[Mapping[str, Any]] | None) 
     if known is None or not tools:
         return None
     schemas = {str(tool["function"]["name"]): _properties(tool["function"]) for tool in tools}
-    strict = strict_tools(tools)
-    return lambda: ToolCallParser(known, schemas, strict=strict)
+    return lambda: ToolCallParser(known, schemas)
 
 
 def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -132,25 +119,14 @@ class ToolCallParser:
     Args:
         tools: parameter schemas of the offered functions. A call without a marker must name one of them: otherwise it is
             an answer that happens to be JSON.
-        random_hex: source of call ids.
-        strict: functions whose calls are accepted only if their arguments match the schema.
     """
 
-    def __init__(
-        self,
-        tool_format: ToolFormat,
-        tools: Schemas,
-        random_hex: RandomHex = random_hex,
-        strict: Mapping[str, StrictTool] | None = None,
-    ) -> None:
+    def __init__(self, tool_format: ToolFormat, tools: Schemas) -> None:
         self._format = tool_format
         self._tools = tools
-        self._random_hex = random_hex
-        self._strict = strict or {}
         self._buffer = ""
         self._state = self._lead
-        self._value = _JsonEnd(0)
-        self._value_start = 0
+        self._block_start = 0
         self._searched = 0
         self._num_calls = 0
         self._content = ""
@@ -166,7 +142,7 @@ class ToolCallParser:
     def finish(self) -> tuple[str, list[ToolCall]]:
         """End the reply; return what was held back."""
         if self._state == self._block and not self._format.closed:
-            self._end_call(len(self._buffer), len(self._buffer), self._lead)
+            self._end_block(len(self._buffer), len(self._buffer))
         if self._num_calls and self._buffer.isspace() and self._state != self._text:
             self._buffer = ""
         self._give(len(self._buffer))
@@ -189,7 +165,7 @@ class ToolCallParser:
         if marker.startswith(rest) and rest != marker:
             return False
         if bare and rest.startswith(bare) and not rest.startswith(marker):
-            self._enter_call(len(self._buffer) - len(rest))
+            self._enter_block(len(self._buffer) - len(rest))
         else:
             self._state = self._text
         return True
@@ -202,110 +178,43 @@ class ToolCallParser:
             return False
         before = len(self._buffer[:at].rstrip())
         self._give(before)
-        self._enter_call(at - before + len(marker))
+        self._enter_block(at - before + len(marker))
         return True
 
-    def _enter_call(self, value_start: int) -> None:
-        """Enter a call; the buffer holds white space, an optional marker, and the call from `value_start` on."""
-        self._value_start = self._searched = value_start
-        if self._format.call is not None:
-            self._state = self._block
-        else:
-            self._value = _JsonEnd(value_start)
-            self._state = self._call
-
-    def _call(self) -> bool:
-        """State: inside a call of JSON."""
-        if self._value.find(self._buffer) is None:
-            return False
-        self._end_call(self._value.position, self._value.position, self._behind)
-        return True
+    def _enter_block(self, start: int) -> None:
+        """The buffer holds white space, an optional marker, and the calls from `start` on."""
+        self._block_start = self._searched = start
+        self._state = self._block
 
     def _block(self) -> bool:
-        """State: inside a block that its closing text ends."""
+        """State: inside calls, until their closing text, or the end of the reply if the format has none."""
         closing = self._format.closing
-        at = self._buffer.find(closing, self._searched)
+        at = self._buffer.find(closing, self._searched) if closing else -1
         if at < 0:
-            self._searched = max(self._value_start, len(self._buffer) - len(closing) + 1)
+            self._searched = max(self._block_start, len(self._buffer) - len(closing) + 1)
             return False
-        self._end_call(at, at + len(closing), self._lead)
+        self._end_block(at, at + len(closing))
         return True
 
-    def _behind(self) -> bool:
-        """State: directly after a call; drop the closing text of the format."""
-        closing = self._format.closing
-        rest = self._buffer.lstrip()
-        if closing and rest.startswith(closing):
-            self._buffer = rest.removeprefix(closing)
-        elif closing.startswith(rest) and closing:
-            return False
-        self._state = self._lead
-        return True
-
-    def _end_call(self, end: int, behind: int, then: Callable[[], bool]) -> None:
-        """Emit the calls of a text that ends at `end`; a text that is not a call is content up to `behind`."""
-        calls = self._read(self._buffer[self._value_start : end])
+    def _end_block(self, end: int, behind: int) -> None:
+        """Emit the calls of a block that ends at `end`; a text that is not calls is content up to `behind`."""
+        calls = self._read(self._buffer[self._block_start : end])
         if not calls:
             self._give(behind)
             self._state = self._text
             return
         for name, arguments, written_id in calls:
-            made = written_id or self._format.id_prefix + self._random_hex(self._format.id_digits)
+            made = written_id or self._format.id_prefix + secrets.token_hex(16)[: self._format.id_digits]
             self._calls.append(ToolCall(self._num_calls, made, name, arguments))
             self._num_calls += 1
         self._buffer = self._buffer[behind:]
-        self._state = then
+        self._state = self._lead
 
-    def _read(self, value: str) -> list[Call]:
-        """Return the calls of a text; none if it is not a call of an offered function, or a strict tool refuses it."""
-        marked = self._buffer.lstrip().startswith(self._format.marker)
+    def _read(self, text: str) -> list[Call]:
+        """Return the calls of a text; none if it is something else, or has no marker and calls no offered function."""
         try:
-            calls = self._format.calls(value, self._tools)
-            fit = all(self._strict[name].fits(json.loads(text)) for name, text, _ in calls if name in self._strict)
+            calls = self._format.calls(text, self._tools)
         except (ValueError, RecursionError):
             return []
-        return calls if fit and (marked or all(name in self._tools for name, *_ in calls)) else []
-
-
-_OUTSIDE = re.compile(r"[\s\w.,:+-]*")
-_INSIDE = re.compile(r'[^"\\]*')
-_SPACE = re.compile(r"\s*")
-
-
-class _JsonEnd:
-    """Incremental search for the end of a JSON object or array in a growing text, from `position` on."""
-
-    def __init__(self, position: int) -> None:
-        self.position = position
-        """Index of the first character not scanned; the end of the value once it is complete."""
-        self._depth = 0
-        self._in_string = False
-
-    def find(self, text: str) -> bool | None:
-        """Continue the scan. True: the value ends at `position`. False: not JSON at `position`. None: needs more text."""
-        while True:
-            skipped = _INSIDE if self._in_string else _OUTSIDE if self._depth else _SPACE
-            match = skipped.match(text, self.position)
-            self.position = match.end() if match else self.position
-            char = text[self.position : self.position + 1]
-            if not char or (char == "\\" and self._in_string and self.position + 1 == len(text)):
-                return None
-            if not self._accept(char):
-                return False
-            self.position += 2 if char == "\\" else 1
-            if not self._depth:
-                return True
-
-    def _accept(self, char: str) -> bool:
-        if self._in_string:
-            self._in_string = char == "\\"
-        elif char in "{[":
-            self._depth += 1
-        elif not self._depth:
-            return False
-        elif char in "}]":
-            self._depth -= 1
-        else:
-            self._in_string = char == '"'
-            return self._in_string
-        return True
+        marked = self._buffer.lstrip().startswith(self._format.marker)
+        return calls if marked or all(name in self._tools for name, *_ in calls) else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -40,10 +40,10 @@ class ToolFormat:
     marker: str
     """Text before a call."""
     bare: str = ""
-    """Beginning of a call without a marker, at the start of a reply or directly after a call; "" if not permitted. Markers
-    that are special tokens do not appear in the text."""
+    """Beginning of calls without a marker, at the start of a reply; "" if not permitted. Markers that are special tokens do
+    not appear in the text."""
     closing: str = ""
-    """Text after a call; optional in a reply. "": there is none."""
+    """Text after calls; optional in a reply. "": the end of the reply."""
     closed: bool = False
     """A block counts only with its closing text: without it, a block that was cut off would look complete."""
     required: str
@@ -75,7 +75,7 @@ class ToolFormat:
     def calls(self, text: str, schemas: Schemas) -> list[Call]:
         """Return the calls of the text between `marker` and `closing`; raises `ValueError` if it is anything else."""
         if self.call is None:
-            return [(name, arguments, None) for name, arguments in _read_calls(text.lstrip())]
+            return _json_calls(text)
         found = []
         for call in _each(self.call, text):
             groups: dict[str, Any] = {"id": None} | call.groupdict()
@@ -89,7 +89,7 @@ class ToolFormat:
                 values = {each[1].strip(): _value(each[2], known.get(each[1].strip())) for each in pairs}
                 arguments = json.dumps(values, ensure_ascii=False)
             else:
-                _read_calls(f'{{"name": "f", "arguments": {arguments}}}')
+                _DECODER.decode(arguments)
             found.append((name, arguments, groups["id"]))
         return found
 
@@ -120,21 +120,25 @@ def _value(text: str, schema: Any) -> Any:
         return text
 
 
-def _read_calls(value: str) -> list[tuple[str, str]]:
-    """Return (name, arguments) of each call in a JSON object or an array of objects; raises `ValueError` for others."""
-    objects = [value] if value.startswith("{") else [raw for _, raw in _members(value)]
-    if not objects:
-        raise ValueError("an empty array calls nothing")
-    return [_one_call(raw) for raw in objects]
+def _json_calls(text: str) -> list[Call]:
+    """Return the calls of JSON objects, or of arrays of these, with white space or `;` between."""
+    found: list[Any] = []
+    while text := text.strip(" \t\n\r;"):
+        value, end = _DECODER.raw_decode(text)
+        found += value if isinstance(value, list) else [value]
+        text = text[end:]
+    if not found:
+        raise ValueError("nothing is called")
+    return [_json_call(each) for each in found]
 
 
-def _one_call(raw: str) -> tuple[str, str]:
-    members = dict(_members(raw)) if raw.startswith("{") else {}
-    name = json.loads(members.get("name", "null"))
-    arguments = members.get("arguments", members.get("parameters", "{}"))
-    if not isinstance(name, str) or not name or not arguments.startswith("{"):
+def _json_call(value: Any) -> Call:
+    if not isinstance(value, dict):
+        raise ValueError("a call is an object")
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("a call has a name, and an object of arguments")
-    return name, arguments
+    return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False), None
 
 
 def _refuse_constant(constant: str) -> NoReturn:
@@ -142,42 +146,7 @@ def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-# Only the ends of numbers matter: parsed as strings, they may have any number of digits.
-_DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refuse_constant)
-_BLANKS = re.compile(r"[ \t\n\r]*")
-
-
-def _members(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (key, raw text) per member of a JSON object or array (keys are ""); raises `ValueError` if it is not JSON."""
-    is_object = text.startswith("{")
-    closer = "}" if is_object else "]"
-    at = _skip(text, 1)
-    if text.endswith(closer) and at == len(text) - 1:
-        return
-    while True:
-        key = ""
-        if is_object:
-            key, at = _DECODER.raw_decode(text, at)
-            at = _expect(text, at, ":")
-        _, end = _DECODER.raw_decode(text, at)
-        if not isinstance(key, str):
-            raise ValueError("a key is a string")
-        yield key, text[at:end]
-        if text.endswith(closer) and _skip(text, end) == len(text) - 1:
-            return
-        at = _expect(text, end, ",")
-
-
-def _skip(text: str, at: int) -> int:
-    match = _BLANKS.match(text, at)
-    return at if match is None else match.end()
-
-
-def _expect(text: str, at: int, char: str) -> int:
-    at = _skip(text, at)
-    if text[at : at + 1] != char:
-        raise ValueError(f"{char!r} is missing at {at}")
-    return _skip(text, at + 1)
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 HERMES = ToolFormat(
@@ -198,7 +167,6 @@ LLAMA3 = ToolFormat(
     signs=("<|start_header_id|>", "ipython", "parameters"),
     foreign=("<tool_call>", "func_name1("),
     marker="<|python_tag|>",
-    closing=";",
     bare="{",
     required='{"name": "',
     named='{"name": NAME, "parameters":',
