@@ -117,7 +117,7 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
     try:
         ranks = _other_ranks(options, arguments)
         llm = _start(options, ranks)
-        if options.server.log_requests:
+        if options.model.log_requests:
             _print_requests()
         import rollout.server.server  # noqa: F401 - before the collection, as is the model
 

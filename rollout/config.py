@@ -43,13 +43,6 @@ except PackageNotFoundError:
     __version__ = "0+unknown"
 
 
-def _are_origins(value: object) -> bool:
-    """Whether a value is `*`, or comma-separated origins: scheme, host and port, without a path."""
-    return value == "*" or (
-        isinstance(value, str) and all(_ORIGIN.fullmatch(each.strip()) for each in value.split(","))
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Advanced(Options):
     """Options of one engine for tuning and debugging: `InferenceConfig(advanced=Advanced(...))`. Frozen; validated."""
@@ -346,19 +339,8 @@ class ServerConfig(Options):
     request_timeout_s: float = 600.0
     """Maximum duration of a request, in seconds, above 0. Also the upper bound of a request's own `timeout_s`."""
 
-    stream_interval: int = 1
-    """Tokens of a sample per chunk of a stream, more where several are computed at once. At least 1."""
-
     chat_template: str | None = None
     """Jinja chat template, or the path of a file with one. None: the tokenizer's template."""
-
-    log_requests: bool = False
-    """Log one line per request to the logger `rollout.server.requests` when its reply has ended: client, method, path,
-    status, seconds, request id, model and tokens. `rollout serve` prints it to stderr."""
-
-    cors_origins: str | None = None
-    """Origins whose web pages may call the server, such as `https://a.example,http://localhost:3000`; `*`: all. None:
-    none."""
 
     shutdown_grace_s: float = 5.0
     """Seconds that running requests may take to finish when the server stops, at least 0; afterwards they are aborted."""
@@ -367,10 +349,7 @@ class ServerConfig(Options):
         ADDRESS: ("host",),
         (lambda value: is_int(value) and 0 <= value < 65536, "an integer in [0, 65535]"): ("port",),
         or_none((is_text, "a string that is not empty")): ("served_model_name", "chat_template"),
-        or_none((_are_origins, "`*`, or origins such as https://a.example:8443 with commas between")): (
-            "cors_origins",
-        ),
-        AT_LEAST_1: ("max_open_requests", "stream_interval"),
+        AT_LEAST_1: ("max_open_requests",),
         FINITE: ("max_body_mb", "request_timeout_s"),
         (lambda value: is_number(value) and 0 <= value < math.inf, "a finite number of at least 0"): (
             "shutdown_grace_s",
@@ -396,7 +375,6 @@ class ServerConfig(Options):
 
 
 _CREDENTIALS = re.compile(r"[!-~]+")
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#,@]+", re.IGNORECASE)
 
 
 def _is_loopback(host: str) -> bool:

@@ -51,6 +51,10 @@ class ModelOptions:
     """Start a separate coordinator process, which pause and suspend require. Implied by --admin and
     --data-parallel-size."""
 
+    log_requests: bool = False
+    """Print one line per request to stderr when its reply has ended: client, method, path, status, seconds, request id,
+    model and tokens."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:

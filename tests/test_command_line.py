@@ -61,7 +61,6 @@ def other_value(field: dataclasses.Field[Any]) -> tuple[list[str], Any]:
     """What to write for a value that is not the default, and that value."""
     special: dict[str, Any] = {
         "host": "::1",
-        "cors_origins": "https://a.example",
         "dtype": "bfloat16",
         "kv_cache_memory_fraction": 0.25,
         "prefix_caching_eviction_policy": "ref_zero",

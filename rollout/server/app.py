@@ -1,7 +1,7 @@
 """Builds the ASGI application over one LLM: routes and OpenAPI description.
 
 /v1/chat/completions  /v1/completions  /v1/models      OpenAI's API, with additional fields
-/inference/v1/generate  /tokenize  /detokenize  …      token ids in and out, as vLLM has them
+/inference/v1/generate  /tokenize                      token ids in and out, as vLLM has them
 /health  /ping                                         for monitoring; require no key
 /metrics  /docs  /openapi.json
 /pause  /resume  /update_weights  …                    only if `ServerConfig.admin` is on
@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from rollout.config import ServerConfig
 from rollout.errors import ConfigError, ConnectionLostError, EngineDeadError, RolloutError
-from rollout.server.bodies import ReplyBody, refuse_unread
+from rollout.server.bodies import ReplyBody
 from rollout.server.chat_template.conversation import Conversation
 from rollout.server.control import (
     AbortRequests,
@@ -34,12 +34,12 @@ from rollout.server.control import (
     add_control_routes,
 )
 from rollout.server.errors import ErrorReply, describe, documented
-from rollout.server.middleware import OPEN_PATHS, Auth, Boundary, HeadAsGet, WholeBody, WithoutSlash, cross_origin
+from rollout.server.middleware import OPEN_PATHS, Auth, Boundary
 from rollout.server.openai.chat import add_chat_routes
 from rollout.server.openai.chat_schema import ChatRequest, ChatTokensRequest
 from rollout.server.openai.completions import add_completion_routes
 from rollout.server.openai.schema import CompletionRequest
-from rollout.server.openai.tokens import DetokenizeRequest, GenerateRequest, TokenizeRequest, add_token_routes
+from rollout.server.openai.tokens import GenerateRequest, TokenizeRequest, add_token_routes
 from rollout.server.prometheus import CONTENT_TYPE, RequestMetrics
 from rollout.server.serving import Serving
 from rollout.state import EngineState
@@ -82,8 +82,8 @@ class HealthReply(ReplyBody):
 
 
 _PARSED_BODIES = (
-    ChatRequest, ChatTokensRequest, CompletionRequest, GenerateRequest, TokenizeRequest, DetokenizeRequest,
-    AbortRequests, UpdateWeightsRequest, WeightVersionRequest, LoadAdapterRequest, UnloadAdapterRequest,
+    ChatRequest, ChatTokensRequest, CompletionRequest, GenerateRequest, TokenizeRequest, AbortRequests,
+    UpdateWeightsRequest, WeightVersionRequest, LoadAdapterRequest, UnloadAdapterRequest,
 )  # fmt: skip
 """Bodies that endpoints parse themselves."""
 
@@ -122,17 +122,9 @@ def bare_app(serving: Serving) -> FastAPI:
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
-        middleware=[
-            *cross_origin(serving.config),
-            Middleware(Boundary, serving=serving),
-            Middleware(Auth, config=serving.config),
-            Middleware(WholeBody, serving=serving),
-            Middleware(HeadAsGet),
-        ],
-        dependencies=[Depends(refuse_unread)],
+        middleware=[Middleware(Boundary, serving=serving), Middleware(Auth, config=serving.config)],
         exception_handlers={HTTPException: _tell, RequestValidationError: _tell},
     )
-    app.router.default = WithoutSlash(app.router)
     app.state.serving = serving
     return app
 
@@ -151,9 +143,6 @@ def add_model_routes(app: FastAPI, serving: Serving) -> None:
         """List the served model and the loaded LoRA adapters."""
         return ModelListReply(data=[described(name) for name in (serving.model_name, *serving.llm.lora_adapters)])
 
-    # Otherwise the path below would match with an empty name.
-    app.add_api_route("/v1/models/", models, include_in_schema=False)
-
     # A model name may contain slashes, which some clients send unescaped.
     @app.get("/v1/models/{model:path}", tags=["models"], responses=documented(404))
     async def model(model: str) -> ModelReply:
@@ -166,14 +155,13 @@ def add_watching_routes(app: FastAPI, serving: Serving) -> None:
 
     gone: dict[int | str, dict[str, Any]] = {503: {"model": HealthReply, "description": "The engine is gone"}}
 
-    @app.get("/health", tags=["watching"], responses=gone)
     async def health() -> HealthReply:
         """200 while the engine is alive, even if paused or suspended; 503 if it is dead. Requires no key."""
         reply, alive = _health(serving.llm)
         return reply if alive else JSONResponse(reply.model_dump(), 503)  # type: ignore[return-value]
 
-    for method in ("GET", "POST"):
-        app.add_api_route("/ping", health, methods=[method], tags=["watching"], responses=gone)
+    for path, method in (("/health", "GET"), ("/health", "HEAD"), ("/ping", "GET"), ("/ping", "POST")):
+        app.add_api_route(path, health, methods=[method], tags=["watching"], responses=gone)
 
     @app.get("/metrics", tags=["watching"], response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -228,8 +216,7 @@ class _DescribedApp(FastAPI):
 
 def _complete(operation: dict[str, Any], method: str, *, open_to_all: bool) -> None:
     """Add the middleware's error statuses to an operation."""
-    # Invalid HTTP and oversized headers can occur on every path.
-    statuses = [400, 431, 503] if open_to_all else [400, 401, 431, 503]
+    statuses = [400, 503] if open_to_all else [400, 401, 503]
     if method == "post":
         statuses += [408, 413]
     responses = operation["responses"]

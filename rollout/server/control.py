@@ -1,17 +1,16 @@
 """Control routes under vLLM's names, registered if `ServerConfig.admin` is on; each acts on the engines of all ranks.
 
     /pause  /resume  /is_paused  /sleep  /wake_up  /is_sleeping
-    /abort_requests  /reset_prefix_cache  /update_weights  /update_weight_version  /weight_info
-    /server_info  /get_world_size  /version  /v1/load_lora_adapter  /v1/unload_lora_adapter
+    /abort_requests  /reset_prefix_cache  /update_weights  /update_weight_version
+    /v1/load_lora_adapter  /v1/unload_lora_adapter  /server_info  /get_world_size
 
 A route replies after its call has completed. A call that the engine does not allow in its current state is a 409 with the
-engine's message. A query parameter of vLLM's that has no effect here accepts only the value that says so.
+engine's message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -19,7 +18,6 @@ from fastapi import APIRouter, FastAPI, Query
 from pydantic import Field, JsonValue, StringConstraints
 from starlette.requests import Request
 
-from rollout.config import __version__
 from rollout.engine.models.adapters import MAX_ADAPTERS, MAX_RANK
 from rollout.errors import ConfigError, ControlError, EngineStateError
 from rollout.requests.spans import MAX_VERSION
@@ -38,7 +36,6 @@ OpenRequests = Annotated[
         "are a 503 until the engines continue."
     ),
 ]
-Off = Annotated[Literal["false", "False", "0"], Query(description="This server does not do that.")]
 Text = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -94,37 +91,16 @@ class UnloadAdapterRequest(Body):
     """Accepted, without effect."""
 
 
-class EngineReply(ReplyBody):
-    """State of the engine after the call."""
+class ControlReply(ReplyBody):
+    """State of the engine after the call, and what the call did."""
 
     state: str
     """`running`, `paused`, `suspended` …"""
     policy_version: int
-
-
-class FlushReply(ReplyBody):
-    """Result of a flush of the prefix cache."""
-
-    flushed_blocks: int
-    """Number of KV blocks freed."""
-
-
-class AbortReply(ReplyBody):
-    """Result of an abort."""
-
-    aborted: int
-    """Number of prompts that were still open."""
-
-
-class ChangeReply(ReplyBody):
-    """Result of a change of the weights or of the LoRA adapters."""
-
-    success: bool = True
-    message: str
-    policy_version: int
-    """Policy version after the change."""
     aborted: int = 0
-    """Number of samples that ended because their adapter was unloaded."""
+    """Number of requests that the call ended."""
+    flushed_blocks: int = 0
+    """Number of KV blocks freed."""
 
 
 def add_control_routes(app: FastAPI, serving: Serving) -> None:
@@ -138,16 +114,13 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
         clear_cache: Annotated[
             bool, Query(description="Evict all cached KV blocks that no request references.")
         ] = False,
-        wait_for_inflight_requests: Off = "false",
-    ) -> EngineReply:
+    ) -> ControlReply:
         """Pause every engine at its next step boundary."""
         await control.pause(mode)
-        if clear_cache:
-            await control.flush()
-        return control.now
+        return control.now(flushed_blocks=await control.ask(llm.flush_prefix_cache) if clear_cache else 0)
 
     @router.post("/resume")
-    async def resume() -> EngineReply:
+    async def resume() -> ControlReply:
         """Continue every engine, including sleeping ones."""
         return await control.go_on()
 
@@ -157,13 +130,14 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
         return {"is_paused": llm.state != EngineState.RUNNING}
 
     @router.post("/sleep")
-    async def sleep(level: Annotated[Literal["1", "2"], Query()] = "1", mode: OpenRequests = "keep") -> EngineReply:
+    async def sleep(level: Annotated[Literal["1", "2"], Query()] = "1", mode: OpenRequests = "keep") -> ControlReply:
         """Pause, and release the KV memory: kept on the host (level 1), or computed again (level 2)."""
         await control.pause(mode)
         if llm.state == EngineState.PAUSED:
-            kv = KVCacheManagementMode.OFFLOAD if level == "1" else KVCacheManagementMode.RECOMPUTE
-            await control.ask(llm.suspend, kv)
-        return control.now
+            await control.ask(
+                llm.suspend, KVCacheManagementMode.OFFLOAD if level == "1" else KVCacheManagementMode.RECOMPUTE
+            )
+        return control.now()
 
     @router.post("/wake_up")
     async def wake_up(
@@ -171,9 +145,9 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
             list[Literal["weights", "kv_cache"]] | None,
             Query(description="What to restore; weights are never released. Without: all."),
         ] = None,
-    ) -> EngineReply:
+    ) -> ControlReply:
         """Restore the KV memory and continue, unless `tags` leaves it out."""
-        return control.now if tags and "kv_cache" not in tags else await control.go_on()
+        return control.now() if tags and "kv_cache" not in tags else await control.go_on()
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
@@ -181,37 +155,30 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
         return {"is_sleeping": llm.state == EngineState.SUSPENDED}
 
     @router.post("/abort_requests", openapi_extra=documented_body(AbortRequests, required=False))
-    async def abort_requests(request: Request) -> AbortReply:
+    async def abort_requests(request: Request) -> ControlReply:
         """Abort replies by their ids, or all requests that came over HTTP."""
-        order = await body_or_default(serving, request, AbortRequests)
-        names = order.request_ids
+        names = (await body_or_default(serving, request, AbortRequests)).request_ids
         ended = [await serving.abort(name) for name in names] if names else [await serving.abort_all()]
-        return AbortReply(aborted=sum(ended))
+        return control.now(aborted=sum(ended))
 
     @router.post("/reset_prefix_cache")
-    async def reset_prefix_cache(reset_running_requests: Off = "false", reset_external: Off = "false") -> FlushReply:
+    async def reset_prefix_cache() -> ControlReply:
         """Evict all cached KV blocks that no request references."""
-        return await control.flush()
+        return control.now(flushed_blocks=await control.ask(llm.flush_prefix_cache))
 
     @router.post("/update_weights", openapi_extra=documented_body(UpdateWeightsRequest), responses=documented(400))
-    async def update_weights(request: Request) -> ChangeReply:
+    async def update_weights(request: Request) -> ControlReply:
         """Load the weights of a folder of safetensors; running requests go on under them."""
         order = await body_of(serving, request, UpdateWeightsRequest)
-        with _conflict():
-            version = await serving.ask(llm.load_weights, order.weight_dir, order.version)
-        return ChangeReply(message=f"loaded {order.weight_dir}", policy_version=version)
+        await control.ask(llm.load_weights, order.weight_dir, order.version)
+        return control.now()
 
     @router.post("/update_weight_version", openapi_extra=documented_body(WeightVersionRequest, required=False))
-    async def update_weight_version(request: Request) -> EngineReply:
+    async def update_weight_version(request: Request) -> ControlReply:
         """Announce that the weights of every engine have changed: later tokens carry the new policy version."""
-        order = await body_or_default(serving, request, WeightVersionRequest)
-        version = None if order.new_version is None else int(order.new_version)
-        return await control.ask(llm.set_policy_version, version)
-
-    @router.get("/weight_info")
-    async def weight_info() -> dict[str, str]:
-        """Return the policy version, as text."""
-        return {"weight_version": str(llm.policy_version)}
+        version = (await body_or_default(serving, request, WeightVersionRequest)).new_version
+        await control.ask(llm.set_policy_version, None if version is None else int(version))
+        return control.now()
 
     # vLLM's path, and the one that prime-rl's client asks.
     for prefix in ("/v1", ""):
@@ -219,7 +186,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
         @router.post(
             f"{prefix}/load_lora_adapter", openapi_extra=documented_body(LoadAdapterRequest), responses=documented(400)
         )
-        async def load_lora_adapter(request: Request) -> ChangeReply:
+        async def load_lora_adapter(request: Request) -> ControlReply:
             """Load a LoRA adapter from a folder on every rank: requests name it as their `model`."""
             return await control.load_adapter(await body_of(serving, request, LoadAdapterRequest))
 
@@ -228,22 +195,20 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
             openapi_extra=documented_body(UnloadAdapterRequest),
             responses=documented(400, 404),
         )
-        async def unload_lora_adapter(request: Request) -> ChangeReply:
+        async def unload_lora_adapter(request: Request) -> ControlReply:
             """Unload a LoRA adapter on every rank; its requests end with a 409 that says so."""
-            return await control.unload_adapter(await body_of(serving, request, UnloadAdapterRequest))
+            name = (await body_of(serving, request, UnloadAdapterRequest)).lora_name
+            if name not in llm.lora_adapters:
+                raise ApiError(404, f"lora_name={name!r}: no such adapter is loaded", param="lora_name")
+            return control.now(aborted=await control.ask(llm.unload_lora_adapter, name))
 
     @router.get("/get_world_size")
     async def get_world_size() -> dict[str, int]:
         """Return the number of engines."""
         return {"world_size": llm.world_size}
 
-    @router.get("/version")
-    async def version() -> dict[str, str]:
-        """Return the version of this package."""
-        return {"version": __version__}
-
     @router.get("/server_info")
-    async def server_info(config_format: Annotated[Literal["json"], Query()] = "json") -> dict[str, Any]:
+    async def server_info() -> dict[str, Any]:
         """Describe the server where clients look for vLLM's configuration; null is what it does not have."""
         config = {
             "model_config": {"model": serving.model_name, "max_model_len": llm.max_sequence_length},
@@ -266,16 +231,18 @@ class Control:
         self._serving = serving
         self._llm = serving.llm
 
-    @property
-    def now(self) -> EngineReply:
-        """State and policy version of the engine."""
-        return EngineReply(state=str(self._llm.state), policy_version=self._llm.policy_version)
+    def now(self, **done: int) -> ControlReply:
+        """State and policy version of the engine, and what a call did."""
+        return ControlReply(state=str(self._llm.state), policy_version=self._llm.policy_version, **done)
 
-    async def ask(self, method: Callable[..., Any], *arguments: Any) -> EngineReply:
-        """Call a lifecycle method of the LLM; raises `ApiError` 409 if its state does not allow it."""
-        with _conflict():
-            await self._serving.ask(method, *arguments)
-        return self.now
+    async def ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of the LLM; raises `ApiError` 409 if its state, or direct mode, does not allow it."""
+        try:
+            return await self._serving.ask(method, *arguments)
+        except RuntimeError as exc:
+            if type(exc) not in (RuntimeError, EngineStateError, ControlError):
+                raise
+            raise ApiError(409, str(exc), code="not_allowed_now", headers={"x-should-retry": "false"}) from exc
 
     async def pause(self, mode: Literal["keep", "wait", "abort"]) -> None:
         """Pause the engines, unless they are paused or suspended; `mode` decides on requests that came over HTTP."""
@@ -293,21 +260,16 @@ class Control:
                 await self.ask(self._llm.pause)
         serving.watch_pause()
 
-    async def go_on(self) -> EngineReply:
+    async def go_on(self) -> ControlReply:
         """Restore the KV memory and continue, as far as needed."""
         self._serving.let_in(True)
         if self._llm.state == EngineState.SUSPENDED:
             await self.ask(self._llm.resume)
         if self._llm.state == EngineState.PAUSED:
             await self.ask(self._llm.unpause)
-        return self.now
+        return self.now()
 
-    async def flush(self) -> FlushReply:
-        """Evict all cached KV blocks that no request references."""
-        with _conflict():
-            return FlushReply(flushed_blocks=await self._serving.ask(self._llm.flush_prefix_cache))
-
-    async def load_adapter(self, order: LoadAdapterRequest) -> ChangeReply:
+    async def load_adapter(self, order: LoadAdapterRequest) -> ControlReply:
         """Load a LoRA adapter from a folder."""
         served = self._serving.model_name
         if order.lora_name == served:
@@ -317,30 +279,9 @@ class Control:
         if order.base_model_name not in (None, served):
             raise bad_request(f"base_model_name={order.base_model_name!r}: must be {served!r}", param="base_model_name")
         try:
-            with _conflict():
-                load = partial(self._llm.load_lora_adapter, replace=bool(order.load_inplace))
-                version = await self._serving.ask(load, order.lora_name, order.lora_path)
+            load = partial(self._llm.load_lora_adapter, replace=bool(order.load_inplace))
+            await self.ask(load, order.lora_name, order.lora_path)
         except ConfigError as exc:
             said = str(exc).replace("SamplingParams.adapter", "lora_name").replace("replace=True", "load_inplace=true")
             raise bad_request(said, param="lora_name" if "lora_name" in said else None) from exc
-        return ChangeReply(message=f"loaded {order.lora_name!r} from {order.lora_path}", policy_version=version)
-
-    async def unload_adapter(self, order: UnloadAdapterRequest) -> ChangeReply:
-        """Unload a LoRA adapter; requests that name it end with an error."""
-        if order.lora_name not in self._llm.lora_adapters:
-            raise ApiError(404, f"lora_name={order.lora_name!r}: no such adapter is loaded", param="lora_name")
-        with _conflict():
-            ended = await self._serving.ask(self._llm.unload_lora_adapter, order.lora_name)
-        version = self._llm.policy_version
-        return ChangeReply(message=f"unloaded {order.lora_name!r}", policy_version=version, aborted=ended)
-
-
-@contextmanager
-def _conflict() -> Iterator[None]:
-    """Turn the engine's refusal of a call, in its current state or in direct mode, into an `ApiError` 409."""
-    try:
-        yield
-    except RuntimeError as exc:
-        if type(exc) not in (RuntimeError, EngineStateError, ControlError):
-            raise
-        raise ApiError(409, str(exc), code="not_allowed_now", headers={"x-should-retry": "false"}) from exc
+        return self.now()

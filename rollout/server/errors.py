@@ -118,11 +118,6 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def too_busy(message: str) -> ApiError:
-    """Return a 503: the request can be served later."""
-    return ApiError(503, f"{message}: send it again later", code="busy", headers=_LATER)
-
-
 def shutting_down() -> ApiError:
     """Return a 503: the server is shutting down."""
     message = "the server is shutting down: send the request elsewhere"
@@ -149,15 +144,11 @@ class _Rule:
     status: int
     code: str | None = None
     headers: dict[str, str] | None = None
-    message: str | None = None
-    """None: the exception's message."""
 
 
 STATUS_OF: dict[type[BaseException], _Rule] = {
     InvalidRequestError: _Rule(400),
     ConfigError: _Rule(400),
-    UnicodeEncodeError: _Rule(400, message="a string contains half a surrogate pair: send whole characters"),
-    RecursionError: _Rule(400, message="the request is nested too deeply: flatten it"),
     RequestTimeoutError: _Rule(408, "timeout", _FINAL),
     RequestAbortedError: _Rule(409, "aborted", _FINAL),
     StaleRequestError: _Rule(409, "stale"),
@@ -201,7 +192,7 @@ def describe(exc: BaseException) -> ApiError:
     field = _PYTHON.search(str(exc)) if rule.status == 400 else None
     return ApiError(
         rule.status,
-        rule.message or str(exc),
+        str(exc),
         param=field and _HTTP_NAMES.get(field[1], field[1]),
         code=rule.code,
         headers=rule.headers,

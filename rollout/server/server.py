@@ -22,7 +22,6 @@ import uvicorn
 from rollout.config import ServerConfig
 from rollout.errors import ConfigError
 from rollout.server.app import build_app
-from rollout.server.connection import Connection
 from rollout.server.serving import Serving
 from rollout.threads import forks
 
@@ -151,7 +150,7 @@ class _Uvicorn(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Connection,
+                http="httptools",
                 ws="none",
                 lifespan="off",
                 interface="asgi3",
@@ -192,7 +191,6 @@ class _Uvicorn(uvicorn.Server):
                 await self._all_end(ABORT_TIMEOUT_S)
         finally:
             self._cut()
-            self._serving.threads_for_huge_bodies.shutdown(wait=False, cancel_futures=True)
         await self._all_end(ABORT_TIMEOUT_S)
 
     async def _all_end(self, timeout_s: float) -> bool:

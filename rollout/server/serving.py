@@ -8,7 +8,6 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -35,8 +34,6 @@ PAUSE_WARNING_S = 30.0
 
 TURN_S = 0.005
 """Seconds after which work on one reply lets the others' run."""
-HUGE_BODIES_AT_ONCE = 2
-"""Threads for bodies of at least `bodies.HUGE` bytes."""
 SEND_BODY = "rollout.send_body"
 """Key in a request's scope of the server's own `send`, for the body of a stream: the layers in between only read the start
 of a response, and would cost each of its pieces some microseconds."""
@@ -77,15 +74,8 @@ class Serving:
     """True during shutdown: new requests are refused."""
     shut: bool = False
     """True after a pause by `abort` or `wait`: new requests are refused until the engines continue."""
-    reading: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Tasks whose request body is still incomplete."""
-    threads_for_huge_bodies: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(HUGE_BODIES_AT_ONCE, "rollout-body")
-    )
     samples: int = 0
     """Number of open samples, including those whose prompts are still being parsed."""
-    unread: int = 0
-    """Bytes of all unfinished bodies."""
     _computed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Id that the client sees → ids of its requests, of every reply while it is computed."""
     _cut: set[str] = field(default_factory=set)
@@ -230,9 +220,7 @@ class Serving:
         return reply_id in self._cut and not self.stopping
 
     async def abort_all(self) -> int:
-        """Abort all requests that came over HTTP, and cancel incomplete ones; returns how many were open."""
-        for task in self.reading:
-            task.cancel()
+        """Abort all requests that came over HTTP; returns how many were open."""
         return sum([await self.abort(reply_id) for reply_id in tuple(self._computed)])
 
     @staticmethod

@@ -12,61 +12,12 @@ import pytest
 
 from rollout.errors import InvalidRequestError
 from rollout.server import bodies
-from rollout.server.bodies import LARGE, MAX_ITEMS, MAX_MEMBERS, Amount
+from rollout.server.bodies import LARGE
 from rollout.server.chat_template.prompt_ids import CERTAINLY, PIECE, PromptTokenizer, Stop
-from rollout.server.errors import ApiError, ClientGoneError
+from rollout.server.errors import ClientGoneError
 from rollout.server.server import Server
 from tests.server.fake_llm import FakeTokenizer, served
-from tests.server.requests_by_hand import DEADLINE_S, error_of, post_bytes, raw, wait_for_requests
-
-# --- how many values there are, before they are parsed ------------------------------------------------------------------
-
-
-def too_many(*texts: bytes) -> bool:
-    amount = Amount()
-    try:
-        for text in texts:
-            amount.add(text)
-    except ApiError as exc:
-        return exc.status == 413
-    return False
-
-
-@pytest.mark.parametrize(
-    ("text", "refused"),
-    [
-        (b"[" + b"1," * (MAX_ITEMS - 1) + b"1]", False),
-        (b"[" + b"1," * (MAX_ITEMS + 1) + b"1]", True),
-        (b'{"a":"' + b"," * (2 * MAX_ITEMS) + b'"}', False),
-        (b'{"a":"' + b":[{" * MAX_MEMBERS * 2 + b'"}', False),
-        (b'{"a":"' + b'\\",' * (2 * MAX_ITEMS) + b'"}', False),
-        (b'{"a":"\\\\",' + b'"b":1,' * (MAX_MEMBERS + 1) + b"}", True),
-        (b"[" * (MAX_MEMBERS + 1), True),
-        (b'"a' + b'\\"' * MAX_ITEMS + b"," * (MAX_ITEMS + 1), False),
-        (b'["' + b'","' * (MAX_ITEMS + 1) + b'"]', True),
-    ],
-    ids=["a list", "a longer one", "commas in a text", "brackets in a text", "behind escaped quotes", "members", "depth",
-         "a text that never ends", "texts"],
-)  # fmt: skip
-def test_values_are_counted_outside_of_texts(text: bytes, refused: bool):
-    assert too_many(text) == refused
-
-
-def test_texts_that_are_json_themselves_count_together():
-    half = b"[" + b"1," * (MAX_ITEMS // 2 + 1) + b"1]"
-    assert not too_many(half)
-    assert too_many(half, half)
-
-
-def test_a_body_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bodies, "MAX_ITEMS", 1000)
-    monkeypatch.setattr(bodies, "_json", lambda text: pytest.fail("it was parsed"))
-    with served() as (llm, server):
-        for path in ("/v1/completions", "/v1/chat/completions"):
-            refused = httpx.post(f"{server.url}{path}", json={"prompt": [1] * 2000})
-            assert error_of(refused, 413)["code"] == "body_too_large"
-        assert not llm.submitted
-
+from tests.server.requests_by_hand import DEADLINE_S, post_bytes, raw, wait_for_requests
 
 # --- texts that cannot fit ----------------------------------------------------------------------------------------------
 
@@ -143,8 +94,8 @@ def test_who_has_left_is_not_read_for():
 @pytest.mark.parametrize("length", [LARGE // 2, 2 * LARGE])
 def test_a_large_body_is_read_beside_the_loop(length: int, monkeypatch: pytest.MonkeyPatch):
     parsing: set[int] = set()
-    parsed = bodies.parsed
-    monkeypatch.setattr(bodies, "parsed", lambda *both: parsing.add(threading.get_ident()) or parsed(*both))
+    parsed = bodies._parsed
+    monkeypatch.setattr(bodies, "_parsed", lambda *both: parsing.add(threading.get_ident()) or parsed(*both))
     tokenizer = CountingTokenizer()
     with served(tokenizer) as (llm, server):
         llm.max_sequence_length = 4 * LARGE

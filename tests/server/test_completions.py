@@ -19,7 +19,6 @@ from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import InvalidRequestError
 from rollout.llm.llm import LLM
 from rollout.server.bodies import LARGE
-from rollout.server.openai.response_schema import Completion
 from rollout.server.openai.samples import merged
 from rollout.server.openai.sse import bursts
 from tests.engines import BLOCK
@@ -84,7 +83,6 @@ def test_a_prompt_is_tokenised_as_when_the_server_was_built_whatever_a_trainer_d
 
 def test_a_reply_has_openais_shape_and_our_ids(llm: ScriptedLLM, client: OpenAI):
     reply = ask(client)
-    Completion.model_validate(reply.model_dump(exclude_unset=True))
     TheirReply.model_validate(reply.model_dump())
     (choice,) = reply.choices
     assert (choice.text, choice.finish_reason) == (" in Oslo 🙂", "stop")
@@ -376,7 +374,6 @@ def test_what_is_in_range_is_served_however_extreme(real: tuple[LLM, OpenAI], fi
     with httpx.Client(timeout=DEADLINE_S) as plain:
         reply = plain.post(f"{client.base_url}completions", json=body)
     assert reply.status_code == 200, reply.text
-    Completion.model_validate_json(reply.content)
 
 
 def test_the_prompts_of_one_http_request_are_one_client_of_the_engine() -> None:

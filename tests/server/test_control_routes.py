@@ -100,8 +100,6 @@ def test_tags_say_what_wakes_and_options_without_effect_are_refused(http: httpx.
         ("/sleep?level=0", "query.level"),
         ("/sleep?mode=never", "query.mode"),
         ("/pause?mode=invalid", "query.mode"),
-        ("/pause?wait_for_inflight_requests=true", "query.wait_for_inflight_requests"),
-        ("/reset_prefix_cache?reset_running_requests=true", "query.reset_running_requests"),
     ):
         refused = http.post(order)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
@@ -110,8 +108,8 @@ def test_tags_say_what_wakes_and_options_without_effect_are_refused(http: httpx.
 
 def test_a_pause_may_clear_the_prefix_cache(llm: LLM, http: httpx.Client):
     llm.generate(PROMPT, SamplingParams(max_tokens=8))
-    ok(http.post("/pause?mode=keep&clear_cache=true&wait_for_inflight_requests=false"))
-    assert ok(http.post("/reset_prefix_cache?reset_running_requests=false"))["flushed_blocks"] == 0
+    ok(http.post("/pause?mode=keep&clear_cache=true"))
+    assert ok(http.post("/reset_prefix_cache"))["flushed_blocks"] == 0
     ok(http.post("/resume"))
 
 
@@ -122,7 +120,6 @@ def test_the_server_describes_itself_to_trainers(http: httpx.Client):
     assert min(info["lora_config"].values()) >= 32
     assert info["parallel_config"]["data_parallel_size"] == 1
     assert ok(http.get("/get_world_size")) == {"world_size": 1}
-    assert ok(http.get("/version"))["version"]
 
 
 def test_the_prefix_cache_is_flushed(llm: LLM, http: httpx.Client):
@@ -151,7 +148,7 @@ def test_weights_come_from_a_folder_and_what_does_not_fit_changes_nothing(llm: L
     ok(http.post("/update_weights", json={"weight_dir": str(tmp_path / "good")}))
     assert all(torch.equal(expected[name], tensor) for name, tensor in llm.model.state_dict().items())
     told = ok(http.post("/update_weights", json={"weight_dir": str(tmp_path / "good"), "version": before + 9}))
-    assert (told["success"], told["policy_version"], llm.policy_version) == (True, before + 9, before + 9)
+    assert told["policy_version"] == llm.policy_version == before + 9
     assert http.post("/update_weights", json={}).json()["error"]["param"] == "weight_dir"
 
 
@@ -168,9 +165,8 @@ def test_open_requests_are_aborted(llm: LLM, http: httpx.Client, how: str):
             ok(http.post("/pause?mode=abort"))
             ok(http.post("/resume"))
         else:
-            assert ok(http.post("/abort_requests", json={"request_ids": ["mine"]} if how == "id" else {})) == {
-                "aborted": 1
-            }
+            named = {"request_ids": ["mine"]} if how == "id" else {}
+            assert ok(http.post("/abort_requests", json=named))["aborted"] == 1
         asking.join(PATIENCE_S)
     assert (found[0].status_code, found[0].json()["error"]["code"]) == (409, "aborted")
     until(lambda: not llm.num_open)

@@ -12,7 +12,6 @@ import httpx
 import numpy as np
 import pytest
 
-from rollout.server.openai.response_schema import ChatCompletion, TokenGeneration
 from rollout.server.openai.sse import DONE
 from tests.server.chat_templates import WEATHER, byte_level
 from tests.server.scripted import ScriptedLLM, scripted, spoken
@@ -66,11 +65,9 @@ def test_routes_come_as_base64_with_shape_and_dtype_whole_and_in_streams(
         return np.frombuffer(b64decode(field["data"]), field["dtype"]).reshape(field["shape"])
 
     reply = generate(http).json()
-    TokenGeneration.model_validate(reply)
     assert reply["choices"][0]["routed_experts"]["dtype"] == dtype
     np.testing.assert_array_equal(read(reply["choices"][0]["routed_experts"]), routes)
     chat = http.post("/v1/chat/completions", json={"messages": HI}).json()
-    ChatCompletion.model_validate(chat)
     np.testing.assert_array_equal(read(chat["choices"][0]["message"]["rollout"]["routed_experts"]), routes)
     with http.stream("POST", "/inference/v1/generate", json={"token_ids": PROMPT, "stream": True}) as streamed:
         lines = [line.removeprefix("data: ") for line in streamed.iter_lines() if line.startswith("data: {")]
@@ -88,7 +85,6 @@ def test_generate_gives_ids_log_probs_and_versions(llm: ScriptedLLM, http: httpx
     params = {"stop_token_ids": [9], "logprobs": 1, "skip_special_tokens": False, "top_k": -1, "output_kind": 2, "n": 1}
     reply = generate(http, model="m", sampling_params=params, cache_salt="3", priority=4, return_token_ids=True).json()
     assert llm.submitted[-1][1].cache_salt == "3"
-    TokenGeneration.model_validate(reply)
     (choice,) = reply["choices"]
     assert reply["prompt_token_ids"] == PROMPT
     assert choice["token_ids"] == HELLO
@@ -139,7 +135,6 @@ def test_a_chat_of_tokens_uses_them_and_reads_the_reply(llm: ScriptedLLM, http: 
         "return_token_ids": True,
     }
     reply = http.post("/v1/chat/completions/tokens", json=body).json()
-    ChatCompletion.model_validate(reply)
     assert llm.submitted[0][0] == reply["prompt_token_ids"] == PROMPT
     assert reply["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
     refused = http.post("/v1/chat/completions/tokens", json=body | {"tool_choice": "required"})
@@ -156,19 +151,11 @@ def test_texts_and_conversations_are_tokenised_as_requests_are(llm: ScriptedLLM,
     assert chat["tokens"] == llm.submitted[-1][0]
     bare = http.post("/tokenize", json={"messages": HI, "add_generation_prompt": False}).json()
     assert bare["tokens"] == TOKENIZER.apply_chat_template(HI, return_dict=False)
-    back = http.post("/detokenize", json={"tokens": chat["tokens"]}).json()
-    assert back == {"prompt": TOKENIZER.decode(chat["tokens"])}
-
-
-def test_the_tokenizer_is_described(http: httpx.Client):
-    found = http.get("/tokenizer_info").json()
-    assert (found["eos_token"], found["bos_token"]) == (TOKENIZER.eos_token, TOKENIZER.bos_token)
-    assert found["chat_template"] == TOKENIZER.chat_template
 
 
 @pytest.mark.parametrize(("path", "body", "param"), [
     ("/tokenize", {}, None), ("/tokenize", {"prompt": "a", "messages": HI}, None), ("/tokenize", {"prompt": 1}, "prompt"),
-    ("/tokenize", {"model": "other", "prompt": "a"}, "model"), ("/detokenize", {"tokens": [10**6]}, "tokens"),
+    ("/tokenize", {"model": "other", "prompt": "a"}, "model"),
     ("/tokenize", {"messages": [{"role": "tool", "content": "a"}]}, "messages[0]"),
 ])  # fmt: skip
 def test_what_cannot_be_tokenised_is_refused(http: httpx.Client, path: str, body: dict[str, Any], param: str | None):

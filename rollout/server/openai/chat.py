@@ -18,7 +18,7 @@ from rollout.distributed.client.text_stream import TextDelta, whole
 from rollout.errors import InvalidRequestError
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.server.bodies import Amount, body_of, documented_body, off_the_loop
+from rollout.server.bodies import body_of, documented_body, off_the_loop
 from rollout.server.chat_template.conversation import Conversation, RenderedPrompt
 from rollout.server.chat_template.earlier_ids import ReplyDigest
 from rollout.server.chat_template.prompt_ids import Stop
@@ -27,7 +27,6 @@ from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
 from rollout.server.openai.chat_schema import ChatRequest, ChatTokensRequest
 from rollout.server.openai.logprobs import SpecialText, TokenIdNames, TokenTexts, chat_logprobs, prompt_logprobs
-from rollout.server.openai.response_schema import ChatCompletion, described
 from rollout.server.openai.samples import ending, finish_reason, rollout, sampling_mask, tokens
 from rollout.server.serving import Serving
 
@@ -41,14 +40,14 @@ def add_chat_routes(app: FastAPI, serving: Serving) -> None:
             path,
             response_model=None,
             description=model.__doc__ or "",
-            responses=calls.ERRORS | described(ChatCompletion),
+            responses=calls.REPLY,
             openapi_extra=documented_body(model),
         )
         async def create_chat_completion(request: Request) -> Response:
             body = await body_of(serving, request, model)
             calls.admit(serving, request, body, 1)
             size = calls.work_of(body, len(await request.body()))
-            choices = await off_the_loop(serving, request, size, partial(_prepared, serving, body, texts))
+            choices = await off_the_loop(request, size, partial(_prepared, serving, body, texts))
             head = calls.reply_head(serving, body, "chat.completion", "chatcmpl")
             chunk = {"object": "chat.completion.chunk"}
             reply = calls.Reply(serving, body, choices, choices.asked, head["id"], head, chunk)
@@ -63,10 +62,6 @@ def _prepared(serving: Serving, body: ChatRequest, texts: TokenTexts, stop: Stop
     conversation, tools, choice = serving.conversation, body.plain_tools, body.plain_tool_choice
     if conversation is None:
         raise bad_request("the model has no tokenizer: send token ids to /v1/completions", param="messages")
-    amount = Amount()
-    for message in body.messages:
-        for call in message.tool_calls or ():
-            amount.add(call.function.arguments.encode())
     try:
         prompt = conversation.render(
             [message.model_dump(exclude_none=True) for message in body.messages],

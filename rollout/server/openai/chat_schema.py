@@ -182,7 +182,7 @@ class FunctionDefinition(Body):
     parameters: dict[str, JsonValue] | None = None
     """JSON schema of the arguments."""
     strict: bool | None = None
-    """true: a call whose arguments do not match `parameters` is returned as text, not as a call."""
+    """true: arguments match `parameters`, if the call is forced or the chat template writes calls as Hermes does."""
 
 
 class Tool(Body):

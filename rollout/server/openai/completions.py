@@ -23,7 +23,6 @@ from rollout.server.chat_template.prompt_ids import PromptTokenizer, Stop
 from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
 from rollout.server.openai.logprobs import CompletionLogprobs, SpecialText, TokenIdNames, TokenTexts, prompt_logprobs
-from rollout.server.openai.response_schema import Completion, described
 from rollout.server.openai.samples import finish_reason, prompt_columns, rollout, sampling_mask
 from rollout.server.openai.schema import COMPLETION_MAX_TOKENS, CompletionRequest
 from rollout.server.serving import Serving
@@ -38,7 +37,7 @@ def add_completion_routes(app: FastAPI, serving: Serving) -> None:
     @app.post(
         "/v1/completions",
         response_model=None,
-        responses=calls.ERRORS | described(Completion),
+        responses=calls.REPLY,
         openapi_extra=documented_body(CompletionRequest),
     )
     async def create_completion(request: Request) -> Response:
@@ -46,7 +45,7 @@ def add_completion_routes(app: FastAPI, serving: Serving) -> None:
         body = await body_of(serving, request, CompletionRequest)
         calls.admit(serving, request, body, len(body.prompts))
         size = calls.work_of(body, len(await request.body()))
-        asked = await off_the_loop(serving, request, size, partial(_asked, serving, body, reader))
+        asked = await off_the_loop(request, size, partial(_asked, serving, body, reader))
         head = calls.reply_head(serving, body, "text_completion", "cmpl")
         choices = _Completions(serving, body, texts, asked)
         reply = calls.Reply(serving, body, choices, asked, head["id"], head)

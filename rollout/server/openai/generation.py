@@ -34,6 +34,13 @@ Asked = tuple[list[int], SamplingParams]
 """(token ids, sampling parameters) of a prompt."""
 ERRORS = documented(400, 401, 404, 408, 409, 413, 429, 500, 503)
 """Error `responses` of the routes."""
+REPLY = ERRORS | {
+    200: {
+        "description": 'The reply; with stream=true its chunks, then `[DONE]`, or `{"error": …}` after an error.',
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+}
+"""`responses` of the routes that generate."""
 
 # Beginning of an error of a constraint, in the engine's words.
 _CONSTRAINT = re.compile(r"structured: (?:the (?:json_schema|regex|grammar) )?")
@@ -190,7 +197,6 @@ class Reply:
     async def _begin(self, *, growing: bool) -> list[Any]:
         """Submit every prompt, or none on an error; streams yield deltas as they come if `growing`, else whole groups."""
         serving, body, asked = self.serving, self.body, self.asked
-        interval = serving.config.stream_interval if growing else None
         options: dict[str, Any] = {"priority": body.urgency, "timeout_s": serving.time_limit(body.timeout_s)}
         if serving.llm.direct:
             # The prompts of one HTTP request share one client's turns, so another request waits for at most one of them.
@@ -200,7 +206,7 @@ class Reply:
         try:
             for prompt, params in asked:
                 await turn.pause()
-                streams.append(serving.llm.stream(prompt, params, interval=interval, **options))
+                streams.append(serving.llm.stream(prompt, params, interval=1 if growing else None, **options))
         except BaseException as exc:
             await _close(streams)
             if not isinstance(exc, InvalidRequestError):

@@ -1,4 +1,4 @@
-"""Endpoints of vLLM's token dialect: `/inference/v1/generate`, `/tokenize`, `/detokenize`, `/tokenizer_info`.
+"""Endpoints of vLLM's token dialect: `/inference/v1/generate` and `/tokenize`.
 
 Renderers of training frameworks (verifiers, prime-rl, TRL) turn messages to tokens themselves and generate from these. In
 addition to vLLM's fields, every choice has the policy version and the staleness of its tokens.
@@ -26,7 +26,6 @@ from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
 from rollout.server.openai.chat_schema import MAX_MESSAGES, Message, Tool
 from rollout.server.openai.logprobs import TokenIdNames, chat_logprobs, prompt_logprobs
-from rollout.server.openai.response_schema import TokenGeneration, described
 from rollout.server.openai.samples import finish_reason, routed_experts, sampling_mask, staleness
 from rollout.server.openai.schema import INT32, Absent, RequestFields, SamplingFields, TokenIds, at_most
 from rollout.server.serving import Serving
@@ -99,14 +98,6 @@ class TokenizeRequest(Body):
         return self
 
 
-class DetokenizeRequest(Body):
-    """Body of `POST /detokenize`."""
-
-    model: str | None = None
-    """Name of the served model or of an adapter."""
-    tokens: TokenIds
-
-
 class TokenizeReply(ReplyBody):
     """Tokens of a text or a conversation."""
 
@@ -118,36 +109,10 @@ class TokenizeReply(ReplyBody):
     """The tokens' names in the vocabulary."""
 
 
-class DetokenizeReply(ReplyBody):
-    """Text of tokens, special tokens included."""
-
-    prompt: str
-
-
-class TokenizerInfoReply(ReplyBody):
-    """Description of the tokenizer."""
-
-    tokenizer_class: str
-    vocab_size: int
-    """Number of tokens, added ones included."""
-    model_max_length: int
-    """Maximum length of prompt + completion, in tokens."""
-    bos_token: str | None
-    eos_token: str | None
-    pad_token: str | None
-    unk_token: str | None
-    chat_template: str | None
-
-
 def add_token_routes(app: FastAPI, serving: Serving) -> None:
     """Register the routes."""
     names = TokenIdNames(serving.llm.tokenizer)
     tokenizer = copy.deepcopy(serving.llm.tokenizer)
-
-    def known() -> Any:
-        if tokenizer is None:
-            raise bad_request("the model has no tokenizer: send token ids to /inference/v1/generate")
-        return tokenizer
 
     def room() -> int:
         return int(serving.llm.max_sequence_length)
@@ -156,7 +121,7 @@ def add_token_routes(app: FastAPI, serving: Serving) -> None:
         "/inference/v1/generate",
         tags=["tokens"],
         response_model=None,
-        responses=calls.ERRORS | described(TokenGeneration),
+        responses=calls.REPLY,
         openapi_extra=documented_body(GenerateRequest),
     )
     async def generate(request: Request) -> Response:
@@ -164,7 +129,7 @@ def add_token_routes(app: FastAPI, serving: Serving) -> None:
         body = await body_of(serving, request, GenerateRequest)
         calls.admit(serving, request, body, 1)
         work = calls.work_of(body.sampling_params, len(await request.body()))
-        params = await off_the_loop(serving, request, work, lambda _: _params(serving, body))
+        params = await off_the_loop(request, work, lambda _: _params(serving, body))
         name = serving.name_of_reply("gen", body.request_id)
         head = {"request_id": name, "model": body.model or serving.model_name}
         choices = _TokenChoices(body, names, params)
@@ -176,8 +141,9 @@ def add_token_routes(app: FastAPI, serving: Serving) -> None:
         """Tokenise a text, or a conversation as a chat request renders it."""
         body = await body_of(serving, request, TokenizeRequest)
         serving.adapter_of(body.model)
-        known()
-        ids = await off_the_loop(serving, request, len(await request.body()), lambda stop: _ids(body, stop))
+        if tokenizer is None:
+            raise bad_request("the model has no tokenizer: send token ids to /inference/v1/generate")
+        ids = await off_the_loop(request, len(await request.body()), lambda stop: _ids(body, stop))
         strs = [str(tokenizer.convert_ids_to_tokens(token)) for token in ids] if body.return_token_strs else None
         return TokenizeReply(count=len(ids), max_model_len=room(), tokens=ids, token_strs=strs)
 
@@ -197,31 +163,6 @@ def add_token_routes(app: FastAPI, serving: Serving) -> None:
             ).token_ids
         except InvalidRequestError as exc:
             raise bad_request(str(exc), param="messages" if body.prompt is None else "prompt") from exc
-
-    @app.post("/detokenize", tags=["tokens"], responses=calls.ERRORS, openapi_extra=documented_body(DetokenizeRequest))
-    async def detokenize(request: Request) -> DetokenizeReply:
-        """Return the text of tokens."""
-        body = await body_of(serving, request, DetokenizeRequest)
-        serving.adapter_of(body.model)
-        most, vocab_size = room(), serving.llm.controller.layout.vocab_size
-        if len(body.tokens) > most or any(token >= vocab_size for token in body.tokens):
-            raise bad_request(f"tokens: must be at most {most} token ids below {vocab_size}", param="tokens")
-        decode, size = known().decode, len(await request.body())
-        text = await off_the_loop(serving, request, size, lambda _: decode(body.tokens, skip_special_tokens=False))
-        return DetokenizeReply(prompt=str(text))
-
-    @app.get("/tokenizer_info", tags=["tokens"], responses=calls.ERRORS)
-    async def tokenizer_info() -> TokenizerInfoReply:
-        """Describe the tokenizer."""
-        found = known()
-        template = serving.config.chat_template or getattr(found, "chat_template", None)
-        return TokenizerInfoReply(
-            tokenizer_class=type(found).__name__,
-            vocab_size=len(found),
-            model_max_length=room(),
-            chat_template=template if isinstance(template, str) else None,
-            **{name: getattr(found, name, None) for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
-        )
 
 
 def _params(serving: Serving, body: GenerateRequest) -> SamplingParams:
