@@ -3,9 +3,10 @@
     python examples/ppo.py --seed 0
 
 Unlike GRPO it samples each problem once: the baseline of a token is not the other samples of its prompt but a value
-function learnt from the policy's hidden states. The optimizer steps `ActorCritic`, and the rollout samples with the
-language model inside it, without a second copy to synchronise. Besides the clip, a small penalty on the divergence from
-the sampling policy limits each update.
+function learnt from the policy's hidden states. The rollout evaluates the value head while it samples
+(`batch.token_values`), so no second pass computes values. The optimizer steps `ActorCritic`, and the rollout samples with
+the language model inside it, without a second copy to synchronise. Besides the clip, a small penalty on the divergence
+from the sampling policy limits each update.
 """
 
 from __future__ import annotations
@@ -110,12 +111,9 @@ def ppo(
     for _ in range(options.steps):
         asked = problems.sample(options.prompts)
         batch = manager.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
-        mask, everything = batch.response_mask, torch.arange(len(batch), device=batch.response_mask.device)
+        mask, values = batch.response_mask, batch.token_values[..., 0]
         rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)), device=mask.device)
         with manager.suspended():
-            with torch.no_grad():
-                logprobs, values = actor_critic(batch, everything)
-            manager.observe_logprobs(batch, logprobs)
             advantages = estimate_advantages(rewards, values, mask)
             returns = values + advantages
             unexplained = advantages[mask].var() / returns[mask].var().clamp(min=1e-8)
@@ -125,6 +123,8 @@ def ppo(
                 for rows in torch.randperm(len(batch)).to(mask.device).chunk(MINIBATCHES):
                     chosen = mask[rows]
                     logprobs, values = actor_critic(batch, rows)
+                    if not losses:
+                        manager.observe_logprobs(batch, logprobs, rows)
                     ratio = (logprobs - batch.logprobs[rows]).exp()
                     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
                     gain = torch.minimum(ratio * advantages[rows], clipped * advantages[rows])
@@ -175,7 +175,7 @@ def main() -> None:
     actor_critic = ActorCritic(policy)
     config = InferenceConfig(max_requests=options.prompts, seed=options.seed)
     with (
-        RolloutManager(policy, tokenizer, config) as manager,
+        RolloutManager(policy, tokenizer, config, token_values=actor_critic.value_head) as manager,
         WandbLogger("rollout-ppo", config=vars(options), directory=options.out) as logger,
     ):
 

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 from torch import nn
 
 from rollout.config import CoordinatorConfig, InferenceConfig
+from rollout.engine.sampling.token_values import ValueFunction
 from rollout.errors import ConfigError, EngineStateError
 from rollout.journal import Journal
 from rollout.manager.batch.batch import RolloutBatch
@@ -41,6 +42,7 @@ def init(
     optimizer: object = None,
     config: InferenceConfig | None = None,
     *,
+    token_values: ValueFunction | None = None,
     coordinator: CoordinatorConfig | bool = True,
     journal: Journal | None = None,
     **options: Any,
@@ -48,7 +50,7 @@ def init(
     """Build a `RolloutManager` and make it the manager of this process, until `rollout.close()`.
 
     Args:
-        model, tokenizer, coordinator, journal: as in `RolloutManager`.
+        model, tokenizer, token_values, coordinator, journal: as in `RolloutManager`.
         optimizer: optimizer, or wrapper of one, whose steps raise the policy version (`trainer_hooks.optimizer.attach`).
             None: attach one later, or call `rollout.weights_updated()` after each update.
         config: options of the engine. None: defaults.
@@ -69,7 +71,12 @@ def init(
         shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ConfigError(f"init() got config and {shown}: pass config=config.replace({shown})")
     manager = RolloutManager(
-        model, tokenizer, config or InferenceConfig(**options), coordinator=coordinator, journal=journal
+        model,
+        tokenizer,
+        config or InferenceConfig(**options),
+        token_values=token_values,
+        coordinator=coordinator,
+        journal=journal,
     )
     if optimizer is not None:
         try:

@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 def make_rollout(model: PreTrainedModel, tokenizer: Any = None, **options: Any) -> RolloutManager:
     """A manager with blocks of four tokens and room for 16 samples at once."""
-    seams = {name: options.pop(name) for name in ("clock", "journal", "coordinator") if name in options}
+    seams = {name: options.pop(name) for name in ("clock", "journal", "coordinator", "token_values") if name in options}
     defaults: dict[str, Any] = {"kv_cache_blocks": 256, "block_size_tokens": 4, "max_requests": 16,
                                 "max_tokens_per_step": 64, "verify_model": False}  # fmt: skip
     return RolloutManager(model, tokenizer, engine_config(**(defaults | options)), **seams)
@@ -158,3 +158,26 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def value_error(
+    model: PreTrainedModel,
+    batch: RolloutBatch,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    sampled: torch.Tensor | None = None,
+) -> float:
+    """Largest difference between the batch's values and those of the trainer's hidden state before each token.
+
+    `sampled`: bool [N, T], tokens with values; None: the completions.
+    """
+    assert batch.token_values is not None
+    with torch.no_grad():
+        hidden = model.base_model(batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state[:, :-1]
+        values = torch.nn.functional.pad(
+            function(hidden.flatten(0, 1)).float().view(*hidden.shape[:2], -1), (0, 0, 1, 0)
+        )
+    inside = batch.attention_mask.bool() & (torch.arange(values.shape[1]) >= batch.prompt_lengths[:, None])
+    inside = inside if sampled is None else sampled
+    assert not batch.token_values[~inside].any()
+    assert batch.token_values[inside].any()
+    return float((values - batch.token_values)[inside].abs().max())

@@ -193,7 +193,8 @@ def test_the_ratio_of_the_first_step_is_one_also_where_sampling_is_truncated(
     options = argparse.Namespace(steps=1, prompts=4, lr=1e-3, **truncated)
     subject = example.ActorCritic(model) if name == "ppo" else model
     config = InferenceConfig(kv_cache_blocks=64, max_requests=32, advanced=Advanced(verify_model=False))
-    with RolloutManager(model, tokenizer, config) as rollout:
+    values = subject.value_head if name == "ppo" else None
+    with RolloutManager(model, tokenizer, config, token_values=values) as rollout:
         batch = next(getattr(example, name)(subject, rollout, problems, options)).batch
         # Observed before the first update.
         assert rollout.metrics()["rollout/logprob_diff_max"] < 1e-5
@@ -202,6 +203,23 @@ def test_the_ratio_of_the_first_step_is_one_also_where_sampling_is_truncated(
         if sets is not None:
             sizes = sets.counts[batch.response_mask]
             assert 1 <= sizes.min() <= sizes.max() < 0.8 * len(tokenizer)
+
+
+def test_values_that_ppo_samples_are_those_of_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    ppo, policy = map(importlib.import_module, ("ppo", "policy"))
+    tokenizer = policy.character_tokenizer()
+    subject = ppo.ActorCritic(policy.small_model(tokenizer, max_length=64, seed=0).cpu())
+    torch.nn.init.normal_(subject.value_head.weight)
+    config = InferenceConfig(kv_cache_blocks=64, advanced=Advanced(verify_model=False))
+    with RolloutManager(subject.policy, tokenizer, config, token_values=subject.value_head) as rollout:
+        batch = rollout.generate(["1+2=", "34+5="], n=3, max_tokens=9, progress=False)
+    assert batch.token_values is not None
+    with torch.no_grad():
+        _, values = subject(batch, torch.arange(len(batch)))
+    torch.testing.assert_close(
+        batch.token_values[..., 0][batch.response_mask], values[batch.response_mask], atol=1e-5, rtol=0
+    )
 
 
 def test_the_advantages_of_ppo_are_the_discounted_sums_of_surprises(monkeypatch: pytest.MonkeyPatch) -> None:

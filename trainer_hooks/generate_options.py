@@ -46,8 +46,10 @@ STAGES: dict[type, int] = {
     LogitNormalization: LAST,
 }
 """Processor → its place in the engine's order. Processors of one place can be exchanged."""
+CACHES = ("cache", "past_key_values", "cache_params")
+"""Names of the KV cache: transformers' since 5.24, before, and of models without attention."""
 COMPUTED = frozenset({
-    "attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep", "token_type_ids",
+    *CACHES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "token_type_ids",
     "mm_token_type_ids", "mm_encoder_outputs", "tokenizer",
 })  # fmt: skip
 """Arguments that `generate` prepares, or that follow from the token ids or the criteria."""
@@ -70,9 +72,8 @@ def check_arguments(config: GenerationConfig, streamer: object, given: dict[str,
             raise NotServed(f"{name}=True")
     if config.is_assistant:
         raise NotServed("the model is the assistant of another one")
-    for name in ("past_key_values", "cache_params"):
-        if getattr(given.get(name), "_is_user_defined", False):
-            raise NotServed(f"{name}= of the caller")
+    if any(getattr(given.get(name), "_is_user_defined", False) for name in CACHES):
+        raise NotServed("a KV cache of the caller")
     for name, value in given.items():
         if name not in COMPUTED and value is not None and value is not False:
             raise NotServed(f"{name}=")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rollout import SamplingParams
 from rollout.requests.images import ImageInputs
-from trainer_hooks.generate_options import NotServed
+from trainer_hooks.generate_options import CACHES, NotServed
 from trainer_hooks.trl_images import images_of_rows
 
 
@@ -102,7 +102,7 @@ def _check_positions(
     positions = given.get("position_ids")
     if positions is None:
         return
-    known = {name: value for name, value in before.items() if name not in ("position_ids", "past_key_values")}
+    known = {name: value for name, value in before.items() if name not in ("position_ids", *CACHES)}
     known["attention_mask"] = torch.ones_like(input_ids) if mask is None else mask
     expected = model._prepare_position_ids_for_generation(input_ids, known)
     own = positions[..., ::copies, :]

@@ -10,6 +10,7 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -50,6 +51,7 @@ from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
 from rollout.engine.parts.peers import Peers
 from rollout.engine.parts.stepper import Stepper
+from rollout.engine.sampling.token_values import TokenValues, ValueFunction
 from rollout.engine.weights.autocast_copies import autocast_copies
 from rollout.engine.weights.guard import WeightsGuard, dtype_named
 from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError
@@ -72,6 +74,7 @@ class EngineBase:
     lifecycle: Lifecycle
     tap: EngineTap
     tokenizer: Any
+    token_values: ValueFunction | None
     clock: Callable[[], float]
     allocate: Allocate
 
@@ -260,6 +263,7 @@ def _runner(
         Installation(model, base.autocast),
         base.adapters,
         peers.together,
+        TokenValues(model, base.token_values),
         states=states,
         routers=routers,
         exact=config.exact,
@@ -268,11 +272,17 @@ def _runner(
     context.to_come = partial(bytes_to_come, runner)
     # Collectives inside a forward are not captured, and neither are addresses that change with each gathering.
     alone = peers.everyone is None
-    captured = config.advanced.cuda_graphs and routers is None and alone and weights.fixed_addresses and states is None
+    captured = config.advanced.cuda_graphs and alone and weights.fixed_addresses
+    # A graph returns logits alone.
+    captured = captured and routers is None and states is None and base.token_values is None
     whole = alone and weights.tensor_parallel_mesh is None
     _choose_forwards(runner, config, routers, base.lifecycle.lock.asked, config.max_requests * captured, whole=whole)
     if config.exact:
         runner.refuse_inexact()
+    if runner.fused is not None:
+        runner.fused.values = runner.values
+    runner.values.try_out(partial(runner.module.own_logits, [0, 0]))
+    context.scheduler.table.values = np.zeros((0, 0, runner.values.width), np.float32)
     return runner
 
 

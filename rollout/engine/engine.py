@@ -33,6 +33,7 @@ from rollout.engine.parts.intake import Intake
 from rollout.engine.parts.lifecycle import Lifecycle
 from rollout.engine.parts.peers import Peers
 from rollout.engine.parts.prefill import Prefill, Take, Wanted
+from rollout.engine.sampling.token_values import ValueFunction
 from rollout.engine.scheduling.adapters import described
 from rollout.engine.weights.base import Weights
 from rollout.engine.weights.guard import WeightsGuard
@@ -58,6 +59,7 @@ class DynamicInferenceEngine:
             `inference_dtype` or `inference_device` ask for it.
         tokenizer: its tokenizer; None: prompts are token ids, and no text is produced.
         config: see `InferenceConfig`.
+        token_values: see `RolloutManager`.
         clock: seconds; a seam for tests.
         allocate: makes the KV pool's tensor; a seam for tests.
 
@@ -71,6 +73,7 @@ class DynamicInferenceEngine:
         tokenizer: Any = None,
         config: InferenceConfig | None = None,
         *,
+        token_values: ValueFunction | None = None,
         clock: Callable[[], float] = time.time,
         allocate: Allocate = zeros,
     ) -> None:
@@ -90,8 +93,9 @@ class DynamicInferenceEngine:
             self.adapters = LoraAdapters(self.weights.sampled)
             """LoRA adapters that requests may name."""
             self._base = EngineBase(
-                config, self.guard, self.peers, self.adapters, self.lifecycle, self.tap, tokenizer, clock, allocate
-            )
+                config, self.guard, self.peers, self.adapters, self.lifecycle, self.tap, tokenizer, token_values,
+                clock, allocate,
+            )  # fmt: skip
             with self.guard.whole(), self._base.under_autocast():
                 self.parts: EngineParts = build(self._base)
                 """The parts that depend on the model as it was when they were built; `rebuild` replaces them."""

@@ -26,6 +26,7 @@ from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.job.world import World
 from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.sampling.token_values import ValueFunction
 from rollout.errors import ConfigError, EngineStateError
 from rollout.journal import Journal
 from rollout.manager.batch.images import ImageLayout
@@ -54,6 +55,10 @@ class RolloutManager:
             for.
         config: see `InferenceConfig`; None: defaults.
         engine: an engine of this model made elsewhere; then without `config`.
+        token_values: a function of the hidden states that tokens are drawn from: [rows, hidden], as the output embeddings
+            read them → [rows, k] (or [rows]), such as the value head of a critic or a probe. Called without gradients, under
+            the weights that sample. Its numbers are stored like log-probs, in `RolloutBatch.token_values`. The same on all
+            ranks.
         coordinator: on several ranks (torch.distributed is initialised), how they compute each other's groups: options,
             True: the default ones, False: every rank for itself. Alone it changes nothing: no process, no socket.
         journal: where finished groups survive between two checkpoints; this rank's own. Every group is appended when its
@@ -76,12 +81,16 @@ class RolloutManager:
         config: InferenceConfig | None = None,
         *,
         engine: DynamicInferenceEngine | None = None,
+        token_values: ValueFunction | None = None,
         coordinator: CoordinatorConfig | bool = True,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if engine is not None and (not engine.guard.is_of(model) or config is not None):
-            raise ConfigError("engine= is of another model, or comes with config=: pass its own model, and no config")
+        if engine is not None and not (engine.guard.is_of(model) and config is None and token_values is None):
+            raise ConfigError(
+                "engine= is of another model, or comes with config= or token_values=: pass its own model, and give those "
+                "to the engine"
+            )
         known = (None,) if engine is None else (None, engine.controller.tokenizer, engine.controller.processor)
         if engine is not None and tokenizer not in known:
             raise ConfigError("tokenizer= is not the one of engine=, which reads the prompts: pass that one, or none")
@@ -89,7 +98,7 @@ class RolloutManager:
             raise ConfigError(f"coordinator={coordinator!r}: must be a CoordinatorConfig, True or False")
         world = World.of_torch() if coordinator is not False else None
         with nullcontext() if world is None else world.joining():
-            engine = engine or DynamicInferenceEngine(model, tokenizer, config)
+            engine = engine or DynamicInferenceEngine(model, tokenizer, config, token_values=token_values)
             world = World.of_torch() if world is None and engine.peers.everyone is not None else world
             self._rounds = Rounds(engine, choose_backend(engine, coordinator, world), world, journal, clock)
         self.engine, self.model, self.config = engine, engine.model, engine.config

@@ -329,22 +329,21 @@ class RolloutMetrics(MetricsRecorder):
         self.observe("rollout/policy_staleness", batch.policy_staleness[sampled])
         self.observe("rollout/kv_staleness", batch.kv_staleness[real])
 
-    def observe_logprobs(self, batch: RolloutBatch, logprobs: Tensor) -> None:
+    def observe_logprobs(self, batch: RolloutBatch, logprobs: Tensor, rows: Tensor | slice = slice(None)) -> None:
         """Record how far the trainer's log-probs are from the rollout's (metric `rollout/logprob_diff`).
 
         Args:
             batch: from `generate`.
-            logprobs: [N, T] of the trainer, aligned like `batch.logprobs`, on any device.
+            logprobs: [N, T] of the trainer, aligned like `batch.logprobs[rows]`, on any device.
+            rows: int64 or a slice: the rows that they are of.
 
         Raises:
             ValueError: another shape.
         """
-        if logprobs.shape != batch.logprobs.shape:
-            raise ValueError(
-                f"logprobs of shape {tuple(logprobs.shape)}: the batch's are {tuple(batch.logprobs.shape)}"
-            )
-        mask = batch.response_mask
-        ours = batch.logprobs[mask]
+        mask, known = batch.response_mask[rows], batch.logprobs[rows]
+        if logprobs.shape != known.shape:
+            raise ValueError(f"logprobs of shape {tuple(logprobs.shape)}: the batch's are {tuple(known.shape)}")
+        ours = known[mask]
         self.observe("rollout/logprob_diff", (logprobs.detach().to(ours)[mask] - ours).abs())
 
     def suspended(self, move: MemoryMove) -> None:

@@ -197,14 +197,18 @@ def _encode_array(array: np.ndarray[Any, Any]) -> list[Any]:
     return [little.dtype.str, list(little.shape), little.tobytes()]
 
 
-def _decode_array(value: Any) -> np.ndarray[Any, Any]:
-    dtype, shape, data = _dtype_shape_data("array", value)
-    # Only integer dtypes: an object dtype would be a pickle.
-    if not re.fullmatch(r"<[iu][248]|\|[iu]1", dtype):
-        refuse("array", dtype, "an integer dtype, such as <i2")
-    _check_size("array", shape, np.dtype(dtype).itemsize, data)
-    # frombuffer is read-only, a field is not
-    return np.frombuffer(data, dtype).reshape(shape).copy()
+def _array(dtypes: str, rule: str) -> Codec:
+    """Codec of arrays whose dtype matches a pattern. An object dtype, which would be a pickle, matches none."""
+
+    def decode(value: Any) -> np.ndarray[Any, Any]:
+        dtype, shape, data = _dtype_shape_data("array", value)
+        if not re.fullmatch(dtypes, dtype):
+            refuse("array", dtype, rule)
+        _check_size("array", shape, np.dtype(dtype).itemsize, data)
+        # frombuffer is read-only, a field is not
+        return np.frombuffer(data, dtype).reshape(shape).copy()
+
+    return Codec(_encode_array, decode)
 
 
 def serialize_tensor(tensor: torch.Tensor) -> list[Any]:
@@ -254,7 +258,8 @@ def _check_size(what: str, shape: list[int], width: int, data: bytes) -> None:
         refuse(what, f"{len(data)} bytes", f"{width} bytes for each element of shape {shape}")
 
 
-INT_ARRAY = Codec(_encode_array, _decode_array)
+INT_ARRAY = _array(r"<[iu][248]|\|[iu]1", "an integer dtype, such as <i2")
+FLOAT_ARRAY = _array("<f4", "<f4")
 TENSOR = Codec(serialize_tensor, deserialize_tensor)
 
 

@@ -16,11 +16,12 @@ from types import NoneType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout.errors import SerializationError
 from rollout.requests.codec import refuse
 from rollout.requests.events import pack_events, unpack_events
-from rollout.requests.record import DynamicInferenceRequestRecord, route_rows
+from rollout.requests.record import DynamicInferenceRequestRecord, joined_values, route_rows
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
 from rollout.requests.token_columns import (
@@ -87,6 +88,11 @@ def _at_end(value: Any, start: int, stop: int, count: int) -> Any:
     return value if stop == count else None
 
 
+def _cut_evenly(value: bytes, start: int, stop: int, count: int) -> bytes:
+    size = len(value) // max(1, count)
+    return value[start * size : stop * size]
+
+
 @dataclass(slots=True)
 class SampleDelta:
     """New completion tokens of one sample, and what is known with them. Read-only once it has been passed on."""
@@ -113,6 +119,8 @@ class SampleDelta:
         "bytes", bytes, join=b"".join, cut=lambda packed, start, stop, _: pack_kept(unpack_kept(packed)[start:stop])
     )
     """Sets that the tokens were drawn from, packed by `pack_kept`, if they are returned."""
+    values: bytes | None = _column("bytes", bytes, join=b"".join, cut=_cut_evenly)
+    """float32 [count, k], as the log-probs: numbers of the user's function of hidden states, from an engine that has one."""
     text: str | None = _column("a string", str, join=_last, cut=_at_end)
     """Text of the whole completion, if it has ended, from an engine that detokenises."""
     routes: bytes | None = _column("bytes", bytes, join=b"".join, cut=cut_routes)
@@ -212,6 +220,18 @@ class SampleDelta:
             raise SerializationError(f"kept: {wrong}")
         return sets
 
+    def value_rows(self) -> NDArray[np.float32] | None:
+        """float32 [count, k] values of the tokens; None: there are none.
+
+        Raises:
+            SerializationError: not k for each token.
+        """
+        if self.values is None:
+            return None
+        if not self.count or not self.values or len(self.values) % (TOKEN_BYTES * self.count):
+            refuse("values", f"{len(self.values)} bytes", f"k floats for each of {self.count} tokens")
+        return np.frombuffer(bytearray(self.values), np.float32).reshape(self.count, -1)
+
     def to_request(
         self,
         request_id: int,
@@ -245,6 +265,7 @@ class SampleDelta:
             generated_log_probs=self.log_prob_list(),
             generated_top_n_logprobs=top_n if params.logprobs else [],
             generated_kept_tokens=kept if params.return_kept_tokens else None,
+            generated_values=self.value_rows(),
             policy_spans=spans,
             policy_version=spans.newest() or 0,
             ttft=self.ttft,
@@ -354,6 +375,7 @@ def growth(
         delta.routes = pack_routes(first, np.concatenate(routes)[first:last])
     if live.sampling_params.return_kept_tokens:
         delta.kept = kept_since(record, start, made)
+    delta.values = values_since(record, start, made) or None
     delta.events, delta.num_events = new_events(record, events_known)
     return delta
 
@@ -408,6 +430,12 @@ def kept_since(record: DynamicInferenceRequestRecord, start: int, stop: int) -> 
         if sets is not None and low < stop and start < low + len(sets):
             packed += pack_kept(sets[max(0, start - low) : stop - low])
     return packed
+
+
+def values_since(record: DynamicInferenceRequestRecord, start: int, stop: int) -> bytes:
+    """Packed values of completion tokens `start` … `stop` - 1; empty if there are none."""
+    values, before = joined_values(record.segments), record[0].rng_offset
+    return b"" if values is None else values[max(0, start - before) : max(0, stop - before)].tobytes()
 
 
 def new_events(record: DynamicInferenceRequestRecord, known: int) -> tuple[bytes | None, int]:

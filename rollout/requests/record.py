@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout.errors import SerializationError
 from rollout.requests.codec import FLOAT, OPAQUE, STR, Codec, decode_fields, encode_fields, list_of, optional, refuse
@@ -151,6 +152,7 @@ class DynamicInferenceRequestRecord:
             generated_log_probs=[],
             generated_top_n_logprobs=[],
             generated_kept_tokens=None,
+            generated_values=None,
             prompt_log_probs=None,
             prompt_top_n_logprobs=None,
             generated_text=None,
@@ -172,8 +174,8 @@ class DynamicInferenceRequestRecord:
         """Merge all segments into one request, as if never interrupted; the record is unchanged.
 
         From the first segment: id, prompt and its log-probs, budget, block hashes. Concatenated: tokens, log-probs,
-        top-n, kept tokens, tpot, events, routing indices. From the last: status, finish reason, versions. Time to first
-        token and prompt log-probs come from the first segment that has them.
+        top-n, kept tokens, values, tpot, events, routing indices. From the last: status, finish reason, versions. Time to
+        first token and prompt log-probs come from the first segment that has them.
 
         Raises:
             ValueError: a segment has log-probs or kept tokens for only some of its tokens.
@@ -191,6 +193,7 @@ class DynamicInferenceRequestRecord:
             generated_log_probs=self._joined("generated_log_probs"),
             generated_top_n_logprobs=self._joined("generated_top_n_logprobs"),
             generated_kept_tokens=self._kept_tokens(),
+            generated_values=joined_values(self.segments),
             prompt_log_probs=self.of_prompt("prompt_log_probs"),
             prompt_top_n_logprobs=self.of_prompt("prompt_top_n_logprobs"),
             generated_text=self._text(),
@@ -260,7 +263,17 @@ class DynamicInferenceRequestRecord:
         return None if None in texts else "".join(text for text in texts if text is not None)
 
 
-# --- expert routes --------------------------------------------------------------------------------------------------------
+# --- values, expert routes ------------------------------------------------------------------------------------------------
+
+
+def joined_values(segments: Iterable[DynamicInferenceRequest]) -> NDArray[np.float32] | None:
+    """Values of the generated tokens of all segments, NaN in a segment without any; None: no segment has any."""
+    parts = [(segment.generated_length, segment.generated_values) for segment in segments]
+    width = next((values.shape[1] for _, values in parts if values is not None), None)
+    if width is None:
+        return None
+    filled = [np.full((made, width), np.nan, np.float32) if values is None else values for made, values in parts]
+    return np.concatenate(filled)
 
 
 def route_rows(segments: Iterable[DynamicInferenceRequest]) -> int:

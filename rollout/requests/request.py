@@ -41,6 +41,7 @@ _CODECS: dict[str, Codec] = {
     "Any": codec.OPAQUE, "bool": codec.BOOL, "float": codec.FLOAT, "int": codec.INT, "str": codec.STR,
     "str | int": codec.STR_OR_INT, "list[float]": codec.FLOATS, "list[int]": codec.INTS, "list[str]": list_of(codec.STR),
     "list[list[int]]": list_of(codec.INTS), "TopN": codec.TOP_N, "KeptTokens": KEPT_TOKENS, "NDArray[Any]": codec.INT_ARRAY,
+    "NDArray[np.float32]": codec.FLOAT_ARRAY,
     "torch.Tensor": codec.TENSOR, "dict[str, torch.Tensor]": codec.TENSORS, "VersionSpans": codec.SPANS,
     "SamplingParams": codec.SAMPLING_PARAMS, "Status": member_of(Status), "FinishReason": member_of(FinishReason),
     "DynamicInferenceEvent": EVENT, "list[DynamicInferenceEvent]": list_of(EVENT),
@@ -213,6 +214,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     where the routes of earlier ones end."""
     generated_kept_tokens: KeptTokens | None = None
     """[G] sets that the generated tokens were drawn from; None unless `SamplingParams.return_kept_tokens`."""
+    generated_values: NDArray[np.float32] | None = None
+    """[G, k] float32, of the generated tokens, by `RolloutManager(token_values=…)`; None without one."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it."""

@@ -31,7 +31,7 @@ from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from tests.models import VOCAB, make_model
 from tests.ranks import assert_nothing_is_left
-from tests.rollouts import logprob_error, make_rollout
+from tests.rollouts import logprob_error, make_rollout, value_error
 from tests.vision_models import NO_MARKS, picture_prompt
 from trainer_hooks.optimizer import attach
 from trainer_hooks.peft import adapter
@@ -131,12 +131,18 @@ def switches_adapters(rank: int, folder: str) -> dict[str, Any]:
     return {"with": shown(batch), "error": error, "below": shown(below)}
 
 
+def doubled(hidden: torch.Tensor) -> torch.Tensor:
+    return 2 * hidden
+
+
 def samples_of(rank: int, folders: list[str]) -> list[dict[str, Any]]:
     """One batch of each model."""
     told = []
     for folder in folders:
-        with make_rollout(load(folder), verify_model=True) as rollout:
-            told.append(shown(rollout.generate(PROMPTS, GREEDY)))
+        model = load(folder)
+        with make_rollout(model, verify_model=True, token_values=doubled) as rollout:
+            batch = rollout.generate(PROMPTS, GREEDY)
+            told.append(shown(batch) | {"value error": value_error(model, batch, doubled)})
     return told
 
 

@@ -21,7 +21,7 @@ from rollout.manager.manager import RolloutManager
 from rollout.manager.scoring import rewards_differ
 from rollout.sampling_params import SamplingParams
 from tests.models import make_model
-from tests.rollouts import assert_nothing_leaked, logprob_error, make_rollout, tokens, update
+from tests.rollouts import assert_nothing_leaked, logprob_error, make_rollout, tokens, update, value_error
 
 
 class Echo:
@@ -150,13 +150,14 @@ def test_an_edited_history_is_a_row_of_its_own_and_no_token_is_trained_on_twice(
 
 def test_kept_tokens_of_all_turns_give_the_log_probs_of_the_truncated_distribution(frozen):
     params = tokens(5, top_k=6, return_kept_tokens=True)
-    with make_rollout(frozen) as rollout:
+    with make_rollout(frozen, token_values=lambda hidden: hidden) as rollout:
         batch = rollout.run([3, 4], Echo, params)
     assert batch.kept_tokens.counts[0, 3:].tolist() == ([6] * 5 + [1, 1]) * 3 + [6] * 5
     with torch.no_grad():
         logits = frozen(batch.input_ids, attention_mask=batch.attention_mask).logits
     mask = batch.response_mask
     torch.testing.assert_close(batch.replay_logprobs(logits)[mask], batch.logprobs[mask], atol=1e-4, rtol=0)
+    assert value_error(frozen, batch, lambda hidden: hidden, mask) < 1e-4
 
 
 def test_routes_of_all_turns_are_those_of_the_positions():

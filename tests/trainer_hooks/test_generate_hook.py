@@ -284,7 +284,7 @@ def refusals() -> dict[str, dict[str, Any]]:
         "position_ids": {"position_ids": torch.arange(WIDTH)[None] + 3},
         "an attention_mask with zeros": {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1]])},
         "beam search": {"num_beams": 2},
-        "past_key_values": {},
+        "a KV cache of the caller": {},
         "inputs_embeds": {},
         "InvalidRequestError": {},
         "rows longer than": {"max_new_tokens": 8},
@@ -297,7 +297,7 @@ def test_other_calls_run_transformers_loop(reason, attached):
     options = {"max_new_tokens": 3, "do_sample": False} | refusals()[reason]
     inputs: dict[str, Any] = {"input_ids": batch(rows=1)["input_ids"]}
     with torch.no_grad():
-        if reason == "past_key_values":
+        if reason == "a KV cache of the caller":
             inputs["past_key_values"] = model(inputs["input_ids"][:, :-2], use_cache=True).past_key_values
         if reason == "inputs_embeds":
             inputs = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}

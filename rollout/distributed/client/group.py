@@ -181,6 +181,7 @@ class OpenGroup:
             generated_top_n_logprobs=sample.top_n_rows(),
             routing_indices=sample.route_rows(len(self._prompt_list) + sample.count - 1),
             generated_kept_tokens=sample.kept_tokens(),
+            generated_values=sample.value_rows(),
             tpot=outcome.tpot,
             ttft=outcome.ttft if sample.ttft is None else sample.ttft,
             latency=outcome.latency,

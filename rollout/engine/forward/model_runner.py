@@ -35,6 +35,7 @@ from rollout.engine.multimodal.vision import Vision
 from rollout.engine.parallel.leading import ForwardWork, Together
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.sampling.sampling_table import DecodeRun, SamplingTable
+from rollout.engine.sampling.token_values import TokenValues
 from rollout.engine.scheduling.sequences import SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies
@@ -47,6 +48,7 @@ class ModelRunner:
     Args:
         together: involves the other ranks in each forward.
         states: recurrent states; None: the model has none.
+        values: what is computed from the hidden states of sampled tokens.
         exact: run nothing but `fused`, and report log-probs by torch's own log-softmax.
 
     Attributes:
@@ -65,6 +67,7 @@ class ModelRunner:
         installation: Installation,
         adapters: LoraAdapters,
         together: Together,
+        values: TokenValues,
         *,
         states: StatePool | None = None,
         routers: Routers | None = None,
@@ -79,10 +82,13 @@ class ModelRunner:
         self.installation = installation
         self.adapters = adapters
         self._together = together
+        self.values = values
         self.states = states
         self.exact = exact
         self.copies = copies
-        self.module = ModuleForward(model, layout, cache, installation, vision, routers=routers, states=states)
+        self.module = ModuleForward(
+            model, layout, cache, installation, vision, values, routers=routers, states=states
+        )
         self.fused: FusedForward | None = None
         self.without_fused = "Advanced.fused_forward=False"
         self.graphs: GraphedDecode | None = None
@@ -119,10 +125,12 @@ class ModelRunner:
         if not len(step.sampled_rows):
             return StepTokens(np.zeros(0, np.int64), np.zeros(0, np.float32))
         sampled_logits = logits[: len(entries)]
+        with self.installation.inference():
+            values = self.values.take(packed.slots[keep])[repeats] if self.values.width else None
         if len(entries) != len(repeats):
             sampled_logits = sampled_logits.index_select(0, upload(repeats, self.layout.device))
         return sample_step(
-            step, sampled_logits, self.table, self.sampling, self.constraints, self.vision, exact=self.exact
+            step, sampled_logits, self.table, self.sampling, self.constraints, self.vision, values, exact=self.exact
         )
 
     def compute(self, work: ForwardWork, states: NDArray[np.int32] | None = None, named: Names | None = None) -> Tensor:
@@ -132,7 +140,8 @@ class ModelRunner:
             self.cache.zero_blocks(work.zeroed_blocks)
         if work.copies:
             self.cache.copy_blocks(work.copies)
-        return self.forward(work.ids, work.rows, work.keep, states, work.images, named)
+        with self.values.collecting():
+            return self.forward(work.ids, work.rows, work.keep, states, work.images, named)
 
     def encode(self, item: ImageItem) -> None:
         """Run this member's part of the vision tower on an item that the first rank of a tensor-parallel group encodes."""
@@ -283,17 +292,21 @@ class DecodeRuns:
         if step.copies:
             runner.cache.copy_blocks(step.copies)
         counters = (table.length[rows] - table.origin[rows]).astype(np.int64)
+        values = None
         with runner.installation.inference():
-            tokens, logprobs = self._forward.decode(
-                DecodeRun(
-                    ids, packed, table.state[rows], runner.sampling.select(rows), counters, table.stop_ids[rows],
-                    step.ahead, self._asked,
-                )
-            )  # fmt: skip
+            with runner.values.collecting():
+                tokens, logprobs = self._forward.decode(
+                    DecodeRun(
+                        ids, packed, table.state[rows], runner.sampling.select(rows), counters, table.stop_ids[rows],
+                        step.ahead, self._asked,
+                    )
+                )  # fmt: skip
+            if runner.values.width:
+                values = runner.values.take(np.arange(tokens.size))
         if np.isnan(logprobs).any():
             # A row that had ended may leave a NaN behind its end, which a kernel may multiply by zero.
             row, made = np.nonzero(np.isnan(logprobs))
             at, size = step.starts[row] + made, table.block_size
             blocks = [each.tables[row, at // size] for each in packed.groups()]
             runner.cache.zero_slots(np.concatenate([each * size + at % size for each in blocks]))
-        return StepTokens(tokens.ravel(), logprobs.ravel(), steps=tokens.shape[1])
+        return StepTokens(tokens.ravel(), logprobs.ravel(), steps=tokens.shape[1], values=values)

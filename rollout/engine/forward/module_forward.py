@@ -30,6 +30,7 @@ from rollout.engine.models.recurrent_states import StateRows
 from rollout.engine.models.routers import Routers
 from rollout.engine.multimodal.family import StepImages
 from rollout.engine.multimodal.vision import Vision
+from rollout.engine.sampling.token_values import TokenValues
 
 VERIFY_TOKENS = 12
 """Tokens of a model's verification."""
@@ -39,6 +40,7 @@ class ModuleForward:
     """Runs the module's own `forward` with paged attention.
 
     Args:
+        values: gets the hidden states that it wants.
         routers: record in the cache the experts that these choose; None: nothing is recorded.
 
     Attributes:
@@ -53,6 +55,7 @@ class ModuleForward:
         cache: KVCache,
         installation: Installation,
         vision: Vision,
+        values: TokenValues,
         *,
         routers: Routers | None = None,
         states: StatePool | None = None,
@@ -64,6 +67,7 @@ class ModuleForward:
         self._vision = vision
         self._routers = routers
         self._states = states
+        self._values = values
         self.library = cpu_library.load() if layout.device.type == "cpu" else None
         self.paged = triton_paged.load(layout.device) if layout.device.type == "cuda" else None
         if self.paged is not None:
@@ -111,6 +115,8 @@ class ModuleForward:
             around.enter_context(self._installation.forward())
             if self._routers is not None:
                 around.enter_context(self._routers.recorded(partial(self._cache.write_routes, slots[0])))
+            if self._values.wanted:
+                around.enter_context(self._values.read_by_head(rows.slots.reshape(ids.shape)[:, keep]))
             inputs |= (
                 {"input_ids": tokens} if images is None else around.enter_context(self._vision.inputs(tokens, images))
             )

@@ -43,6 +43,7 @@ def sample_step(
     sampling: SamplingTable,
     constraints: Constraints | None,
     vision: Vision,
+    values: NDArray[np.float32] | None,
     *,
     exact: bool,
 ) -> StepTokens:
@@ -74,7 +75,7 @@ def sample_step(
         kept = packed_sets(sets)
     token_ids, logprobs = download_together(sampled.token_ids, sampled.logprobs)
     failed = allowed.failed if allowed else {}
-    return StepTokens(token_ids, logprobs, top, failed=failed, complete=complete, kept=kept)
+    return StepTokens(token_ids, logprobs, top, failed=failed, complete=complete, kept=kept, values=values)
 
 
 def prompt_spans(

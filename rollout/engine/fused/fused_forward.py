@@ -26,6 +26,7 @@ from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.models.originals import Unfusable, bypassed
 from rollout.engine.models.routers import Record
 from rollout.engine.sampling.sampling_table import DecodeRun
+from rollout.engine.sampling.token_values import TokenValues
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ class FusedForward:
         self._why = self._given_up = ""
         self.record: Record | None = None
         """Gets the routers' choices in every forward; None: they are not recorded."""
+        self.values = TokenValues(model, None)
+        """Gets the hidden states that it wants."""
 
     def ready(self, module_epoch: int) -> bool:
         """Whether the model, in its current state, can go through `run`. `module_epoch`: see `Installation`."""
@@ -96,12 +99,15 @@ class FusedForward:
         bound = self._bound
         assert bound is not None
         step, held = self._step(bound, ids, rows, keep, states)
+        hidden = self._hidden_of(step, bound, 1)
         routes = None
         if self.record is not None:
             routes = np.empty((len(bound.mixtures), len(ids) * bound.model.chosen), np.int64)
             step.routes = routes.ctypes.data
         self._library.rollout_forward(ctypes.byref(bound.model), ctypes.byref(step), bound.narrow)
         del held  # `step` points to them.
+        if self.values.wanted:
+            self.values.put(rows.slots[keep], hidden[0])
         if self.record is not None and routes is not None:
             for index, (mixture, experts) in enumerate(zip(bound.mixtures, routes, strict=True)):
                 self.record(index, torch.from_numpy(experts[: len(ids) * mixture.chosen]).view(-1, mixture.chosen))
@@ -113,6 +119,7 @@ class FusedForward:
         assert bound is not None
         keep, vocabulary = np.arange(count), bound.model.vocabulary
         step, (slots, *held) = self._step(bound, run.ids, run.rows, keep, run.states, run.steps)
+        hidden = self._hidden_of(step, bound, run.steps)
         temperature, keys, greedy = (each.contiguous() for each in (params.temperature, params.key, params.greedy))
         token, peak, log_sum, score = (np.empty(count, dtype) for dtype in ("q", "f", "d", "f"))
         draw = Draw(
@@ -128,6 +135,8 @@ class FusedForward:
         )  # fmt: skip
         made = self._library.rollout_decode(*map(ctypes.byref, (bound.model, step, draw, ahead)), bound.narrow)
         del held  # `step` points to them.
+        if self.values.wanted:
+            self.values.put(np.arange(count * made), hidden[:made].transpose(0, 1).flatten(0, 1))
         return tokens[:, :made], logprobs[:, :made]
 
     def _step(
@@ -157,8 +166,14 @@ class FusedForward:
         return Step(
             ids.ctypes.data, rows.positions.ctypes.data, slots.ctypes.data, rows.offsets.ctypes.data,
             tables.ctypes.data, keep.ctypes.data, places.ctypes.data, self._logits.data_ptr(), self._workspace.data_ptr(),
-            None, len(ids), len(rows), rows.tables.shape[1], rows.block_size, kept, torch.get_num_threads(),
+            None, None, len(ids), len(rows), rows.tables.shape[1], rows.block_size, kept, torch.get_num_threads(),
         ), (slots, tables, places)  # fmt: skip
+
+    def _hidden_of(self, step: Step, bound: Bound, steps: int) -> Tensor:
+        """[steps, kept, hidden], for a step to fill with what the head reads; empty if nothing wants it."""
+        hidden = torch.empty(steps * self.values.wanted, step.kept, bound.model.hidden, dtype=bound.dtype, device="cpu")
+        step.hidden = hidden.data_ptr() if self.values.wanted else None
+        return hidden
 
     def release(self) -> None:
         """Release buffers that the next step allocates again."""

@@ -46,10 +46,12 @@ inline void advance(const Step& s, const Draw& d, const Decode& run) {
 template <typename T>
 static int64_t decode(const Model& m, const Step& s, const Draw& d, const Decode& run) {
     const team::Crew crew(s.threads);
+    Step now = s;  // its hidden states are [steps, R, m.hidden]
     for (int64_t made = 0;; made++) {
-        Forward<T>{m, s, crew}.run();
+        Forward<T>{m, now, crew}.run();
         draw<T>(d, crew);
         if (take(d, run, made) || made + 1 == run.steps || __atomic_load_n(run.asked, __ATOMIC_RELAXED)) return made + 1;
         advance(s, d, run);
+        if (now.hidden) now.hidden = static_cast<T*>(now.hidden) + s.kept * m.hidden;
     }
 }

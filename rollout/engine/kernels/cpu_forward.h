@@ -62,6 +62,7 @@ struct Step {
     void* logits;                            // [kept, vocabulary]
     void* workspace;
     int64_t* routes;                         // [mixtures, P * m.chosen], the experts that are chosen; null: not wanted
+    void* hidden;                            // [kept, m.hidden], what the head reads; null: not wanted
     int64_t count, sequences, width, block_size, kept, threads;
 };
 
@@ -307,6 +308,7 @@ struct Forward {
 
     void logits() const {
         each_row(s.kept, [&](int64_t p) { norm_row(m.norm, at.x + s.keep[p] * m.hidden, at.h + p * m.hidden, m.hidden); });
+        if (s.hidden) std::memcpy(s.hidden, at.h, s.kept * m.hidden * sizeof(T));
         T* out = static_cast<T*>(s.logits);
         matmul(at.h, s.kept, static_cast<const T*>(m.head), m.vocabulary, m.hidden, crew, into(out, m.vocabulary, nullptr));
         if (m.final_softcap != 0.0f)

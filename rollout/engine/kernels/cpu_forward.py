@@ -123,6 +123,7 @@ class Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "ids", "positions", "slots", "offsets", "tables", "keep", "states", "logits", "workspace", "routes",
+            "hidden",
         )),
         *((name, ctypes.c_int64) for name in ("count", "sequences", "width", "block_size", "kept", "threads")),
     )  # fmt: skip

@@ -49,7 +49,8 @@ class RecurrentLayers:
         with_state = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
         stateful = {index for index, layer in enumerate(layers) if isinstance(layer, with_state)} - stateless
         arguments = inspect.signature(model.forward).parameters
-        argument = "cache_params" if "cache_params" in arguments else "past_key_values"
+        # Transformers 5.24 renames `past_key_values`.
+        argument = next(name for name in ("cache_params", "cache", "past_key_values") if name in arguments)
         return cls(frozenset(stateful), frozenset(stateless), argument)
 
     def __bool__(self) -> bool:

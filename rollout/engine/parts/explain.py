@@ -293,6 +293,8 @@ def _graphs(runner: ModelRunner, config: InferenceConfig, source: WeightSource) 
         return "none: gathered weights lie at other addresses each time"
     if runner.states is not None:
         return "none: a model with recurrent states runs its own forward in every step"
+    if runner.values.width:
+        return "none: a graph returns logits alone, and token_values reads hidden states"
     if runner.graphs is None:
         return "none: Triton does not run here"
     why = runner.graphs.why_not

@@ -245,6 +245,7 @@ class Intake:
         number = record.request_id
         _refuse_unserved(record, self._routes)
         _refuse_wrong_kept_tokens(record, self._controller.layout.vocab_size)
+        _fit_values(record, self._controller.runner.values.width)
         if record[-1].policy_version > version:
             raise InvalidRequestError(
                 f"request {number} is of policy version {record[-1].policy_version} and the engine of {version}; call "
@@ -476,5 +477,21 @@ def _refuse_wrong_kept_tokens(record: DynamicInferenceRequestRecord, vocabulary:
         if wrong is not None:
             raise InvalidRequestError(
                 f"request {record.request_id} sample {record.sample_index} segment {index}: generated_kept_tokens: {wrong}",
+                record.request_id,
+            )
+
+
+def _fit_values(record: DynamicInferenceRequestRecord, width: int) -> None:
+    """Drop a record's values where the engine has no function (`width` 0); make missing ones NaN where it has one."""
+    for segment in record:
+        shape = (segment.generated_length, width)
+        if not width:
+            segment.generated_values = None
+        elif segment.generated_values is None:
+            segment.generated_values = np.full(shape, np.nan, np.float32)
+        elif segment.generated_values.shape != shape:
+            raise InvalidRequestError(
+                f"request {record.request_id} sample {record.sample_index}: generated_values of shape "
+                f"{segment.generated_values.shape} must be {shape}, as this engine's token_values returns them",
                 record.request_id,
             )

@@ -123,6 +123,8 @@ class Preemption:
             kept = request.generated_kept_tokens
             made = min(made, len(kept or ()))
             request.generated_kept_tokens = None if kept is None else kept[:made]
+        if request.generated_values is not None:
+            request.generated_values = request.generated_values[:made]
         for column in columns:
             del column[made:]
         del request.tpot[max(0, made - 1) :]

@@ -87,6 +87,8 @@ class StepResults:
         at = rows[:, None], table.length[rows, None] + np.arange(count)
         table.tokens[at] = sampled.token_ids.reshape(len(rows), -1)[:, span]
         table.logprobs[at] = sampled.logprobs.reshape(len(rows), -1)[:, span]
+        if sampled.values is not None:
+            table.values[at] = sampled.values.reshape(len(rows), -1, sampled.values.shape[1])[:, span]
         table.times[at] = times[span]
         table.length[rows] += count
         table.computed[rows] += count
@@ -107,6 +109,8 @@ class StepResults:
         at = table.length[rows]
         table.tokens[rows, at] = tokens
         table.logprobs[rows, at] = logprobs
+        if sampled.values is not None:
+            table.values[rows, at] = sampled.values[indices]
         table.times[rows, at] = now
         length = at + 1
         table.length[rows] = length

@@ -28,6 +28,7 @@ from rollout.requests.delta import (
     joined,
     kept_since,
     new_events,
+    values_since,
     version_of_prompt,
     versions,
 )
@@ -234,6 +235,7 @@ class SequenceTable:
     Attributes:
         tokens: [S, C], prompt and completion.
         logprobs: [S, C] float32, of each completion token (0 on the prompt).
+        values: [S, C, k] float32, of each completion token, by the user's function of hidden states; k is 0 without one.
         times: [S, C] float64 seconds, when each completion token arrived.
         length: [S], tokens known.
         computed: [S], leading positions whose KV is in the cache.
@@ -281,6 +283,7 @@ class SequenceTable:
             setattr(self, name, np.zeros(0, np.int32))
         self.tokens: IntArray = np.zeros((0, 0), np.int32)
         self.logprobs: NDArray[np.float32] = np.zeros((0, 0), np.float32)
+        self.values: NDArray[np.float32] = np.zeros((0, 0, 0), np.float32)
         self.times: NDArray[np.float64] = np.zeros((0, 0), np.float64)
         self.blocks: IntArray = np.zeros((0, 0), np.int32)
         self.stop_ids: IntArray = np.zeros((0, 1), np.int32)
@@ -361,7 +364,8 @@ class SequenceTable:
         tokens = self.tokens[row, low:end].tobytes()
         events, num_events = new_events(record, events_known)
         params = live.sampling_params
-        listed = params.logprobs or params.return_kept_tokens or self.read_routes is not None
+        valued = self.values.shape[2] > 0
+        listed = params.logprobs or params.return_kept_tokens or self.read_routes is not None or valued
         if start and low >= segment and len(live.policy_spans) <= low and not listed:
             # The common case: tokens of one version, after the known ones, in the live segment.
             log_probs, spans = self.logprobs[row, low:end].tobytes(), _one_run(live.policy_version, end - low)
@@ -389,6 +393,8 @@ class SequenceTable:
         if self.read_routes is not None and tokens:
             first = first_unread(segment if end > segment else computed_length(record), low)
             delta.routes = pack_routes(first, self.routes(sequence, first, end - 1))
+        if valued and end > origin + start:
+            delta.values = values_since(record, start, earlier) + self.values[row, max(low, segment) : end].tobytes()
         if params.return_kept_tokens:
             delta.kept = kept_since(record, start, earlier) + b"".join(sequence.kept[max(0, start - earlier) :])
         return delta
@@ -415,6 +421,8 @@ class SequenceTable:
             request.ttft = float(times[0]) - request.arrival_time
         if sequence.params.logprobs:
             request.generated_top_n_logprobs = list(sequence.top_logprobs)
+        if self.values.shape[2]:
+            request.generated_values = self.values[row, prompt : int(self.length[row])].copy()
         if sequence.params.return_kept_tokens:
             request.generated_kept_tokens = joined_sets(sequence.kept)
         request.policy_spans.extend_to(int(self.length[row]), request.policy_version)
@@ -439,7 +447,7 @@ class SequenceTable:
         need = max(sequence.max_length, len(sequence.tokens))
         if need > self.columns:
             self.columns = max(need, 2 * self.columns)
-            for name in ("tokens", "logprobs", "times"):
+            for name in ("tokens", "logprobs", "values", "times"):
                 setattr(self, name, _widened(getattr(self, name), self.columns, 0))
             width = -(-self.columns // self.block_size)
             self.blocks = _widened(self.blocks, width, NO_BLOCK)
@@ -457,6 +465,6 @@ class SequenceTable:
 
 
 def _widened(array: NDArray[Any], width: int, fill: int) -> NDArray[Any]:
-    wide = np.full((array.shape[0], width), fill, array.dtype)
+    wide = np.full((array.shape[0], width, *array.shape[2:]), fill, array.dtype)
     wide[:, : array.shape[1]] = array
     return wide

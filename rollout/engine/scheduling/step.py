@@ -74,5 +74,7 @@ class StepTokens:
     """Indices in K of samples whose text was complete, so that they stop before `min_tokens`."""
     kept: list[bytes] | None = None
     """[K] sets that the tokens were drawn from, each packed by `pack_kept`; None if no request returns them."""
+    values: NDArray[np.float32] | None = None
+    """[K, k] numbers of the user's function of the hidden states; None: there is no function."""
     steps: int = 1
     """Decode steps that were made."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollout.errors import unknown_attribute
-from rollout.manager.batch.columns import KeptSets, kept_sets, logprobs_of_rows, no_sets, padded_routes
+from rollout.manager.batch.columns import KeptSets, kept_sets, logprobs_of_rows, no_sets, padded_routes, padded_values
 from rollout.manager.batch.images import BatchImages, ImageLayout
 from rollout.manager.batch.tree import PackedTree, pack_tree
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
@@ -71,6 +71,8 @@ class PackedRollouts:
     """int16 [L, layers, k]; see `RolloutBatch.routed_experts`."""
     kept_tokens: KeptSets | None = None
     """See `RolloutBatch.kept_tokens`; its counts are [L]."""
+    token_values: Tensor | None = None
+    """float32 [L, k]; see `RolloutBatch.token_values`."""
     image_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Arguments of the forward that images bring: their tensors, those of a prompt once per row, token types,
     `position_ids` [4, 1, L] (place in the row, time, height, width) where a model has such, and `attention_mask`, which the
@@ -166,6 +168,12 @@ class RolloutBatch:
     kept_tokens: KeptSets | None = None
     """The sets that completion tokens were drawn from: ids flat, counts int32 [N, T]; None: none were asked for."""
 
+    token_values: Tensor | None = None
+    """float32 [N, T, k]: numbers of `RolloutManager(token_values=…)`, 0 on everything but the completion; None without it.
+
+    Those of the token at index t are of the hidden state it was drawn from, at position t - 1: with a value head, the value
+    of the state before the token. The hidden state of the last token is never computed."""
+
     @classmethod
     def from_requests(
         cls,
@@ -256,6 +264,7 @@ class RolloutBatch:
             routed_experts=padded_routes(rows, len(column), device),
             images=images,
             kept_tokens=kept if kept is None or device is None else kept.to(device),
+            token_values=padded_values(rows, len(column), device),
             **{name: torch.from_numpy(array).to(device) for name, array in arrays.items()},
             **fields_of_subclass,
         )
@@ -368,7 +377,8 @@ class RolloutBatch:
         surplus = -len(real) % multiple_of
 
         def flat(values: Tensor, fill: int) -> Tensor:
-            return torch.cat([values.flatten().index_select(0, real), values.new_full((surplus,), fill)])
+            values = values.flatten(0, 1).index_select(0, real)
+            return torch.cat([values, values.new_full((surplus, *values.shape[1:]), fill)])
 
         position_ids = flat(self.position_ids, 0)
         position_ids[len(real) :] = torch.arange(surplus, device=real.device)
@@ -385,15 +395,11 @@ class RolloutBatch:
             policy_staleness=flat(self.policy_staleness, 0),
             kv_versions=flat(self.kv_versions, -1),
             kv_staleness=flat(self.kv_staleness, 0),
-            routed_experts=None if self.routed_experts is None else self._flat_routes(real, surplus),
+            routed_experts=None if self.routed_experts is None else flat(self.routed_experts, -1),
+            token_values=None if self.token_values is None else flat(self.token_values, 0),
             kept_tokens=self.kept_tokens and KeptSets(self.kept_tokens.ids, flat(self.kept_tokens.counts, 0)),
             image_inputs={} if self.images is None else self.images.packed(flat, position_ids, ends),
         )
-
-    def _flat_routes(self, real: Tensor, surplus: int) -> Tensor:
-        assert self.routed_experts is not None
-        routes = self.routed_experts.flatten(0, 1).index_select(0, real)
-        return torch.cat([routes, routes.new_full((surplus, *routes.shape[1:]), -1)])
 
     def tree(self, rows: Tensor | slice | None = None) -> PackedTree:
         """The same tokens with every common prefix of rows once, for a forward that `trainer_hooks.tree` is attached to.

@@ -199,6 +199,20 @@ def logprobs_of_rows(
     )
 
 
+def padded_values(
+    rows: Sequence[DynamicInferenceRequest], width: int, device: torch.device | str | None
+) -> Tensor | None:
+    """float32 [N, width, k] values of the completions, 0 elsewhere, NaN in a row without any; None: no row has any."""
+    wide = next((row.generated_values.shape[1] for row in rows if row.generated_values is not None), 0)
+    if not wide:
+        return None
+    padded = np.zeros((len(rows), width, wide), np.float32)
+    for out, row in zip(padded, rows, strict=True):
+        start, values = len(row.prompt_tokens), row.generated_values
+        out[start : row.total_length] = np.nan if values is None else values
+    return torch.from_numpy(padded).to(device)
+
+
 def padded_routes(
     rows: Sequence[DynamicInferenceRequest], width: int, device: torch.device | str | None
 ) -> Tensor | None:

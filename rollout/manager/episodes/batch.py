@@ -106,6 +106,7 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
         # With `routing_indices`, those of the last turn: both are of the KV that the row's last token was sampled on.
         kv_spans=last.kv_spans.copy(),
         generated_kept_tokens=_kept_tokens(turns, tokens[start:]),
+        generated_values=_values(turns),
         metadata=episode.task,
         status=last.status if episode.error is None else Status.FAILED,
         finish_reason=last.finish_reason if episode.error is None else FinishReason.ERROR,
@@ -124,6 +125,18 @@ def _kept_tokens(turns: Sequence[DynamicInferenceRequest], completion: list[int]
         parts += [KeptTokens.of([token] for token in completion[done:known]), turn.generated_kept_tokens]
         done = known + turn.generated_length
     return KeptTokens.join(parts)
+
+
+def _values(turns: Sequence[DynamicInferenceRequest]) -> NDArray[np.float32] | None:
+    """Return the values of a completion; 0 for a token that was not sampled."""
+    if turns[0].generated_values is None:
+        return None
+    start, end = len(turns[0].prompt_tokens), turns[-1].total_length
+    values = np.zeros((end - start, turns[0].generated_values.shape[1]), np.float32)
+    for turn in turns:
+        known = len(turn.prompt_tokens) - start
+        values[known : known + turn.generated_length] = turn.generated_values
+    return values
 
 
 def _empty(episode: Episode) -> EpisodeRow:

@@ -49,7 +49,7 @@ from tests.configs import engine_config
 from tests.engines import one_step_per_call
 from tests.models import make_model, make_tokenizer
 from tests.ranks import assert_nothing_is_left
-from tests.rollouts import trainer_logprobs_of
+from tests.rollouts import trainer_logprobs_of, value_error
 from tests.vision_models import NO_MARKS, make_vision_model, picture_prompt
 from trainer_hooks.optimizer import attach
 
@@ -66,12 +66,14 @@ def a_manager(model: PreTrainedModel | None = None, **options: Any) -> Iterator[
     """Blocks of four tokens; a coordinator that notices soon when somebody is gone. In the end nothing is left of it."""
     heartbeat = options.pop("heartbeat_timeout_s", 10.0)
     interval = options.pop("progress_interval", 4)
+    values = options.pop("token_values", None)
     defaults: dict[str, Any] = {"kv_cache_blocks": 512, "block_size_tokens": 4, "max_requests": 16,
                                 "max_tokens_per_step": 64, "verify_model": False}  # fmt: skip
     rollout = RolloutManager(
         model or the_model(),
         make_tokenizer(),
         engine_config(**(defaults | options)),
+        token_values=values,
         coordinator=CoordinatorConfig(heartbeat_timeout_s=heartbeat, progress_interval=interval),
     )
     with warnings.catch_warnings():
@@ -178,10 +180,16 @@ def share_of(rank: int, size: int) -> list[Ask]:
     return [] if rank == size - 1 else asks(8 if rank == 0 else 2, 2, 40 if rank == 0 else 12, seed=rank)
 
 
+def halved(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden / 2
+
+
 def generates_twice(rank: int) -> dict[str, Any]:
     size = dist.get_world_size()
-    with a_manager() as rollout:
-        first = samples(generate(rollout, share_of(rank, size)))
+    with a_manager(token_values=halved) as rollout:
+        batch = generate(rollout, share_of(rank, size))
+        assert not len(batch) or value_error(rollout.model, batch, halved) < 1e-4
+        first = samples(batch)
         computed = rollout.engine.stats()["generated_tokens"]
         metrics = rollout.metrics()
         # Whoever is quick must not ask for more before everybody has looked.

@@ -1,0 +1,124 @@
+"""Values of sampled tokens: a user's function of the hidden states that tokens are drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rollout.errors import ConfigError, UnsupportedModelError
+
+ValueFunction = Callable[[Tensor], Tensor]
+"""Hidden states [rows, hidden], as the output embeddings read them → numbers [rows, k], or [rows]."""
+
+
+class TokenValues:
+    """Collects the hidden states of a step's forwards, and computes values from them.
+
+    A step may be several forwards in any order, so each hidden state is kept with a key: the slot of its position in the KV
+    cache, which no other position of the step has.
+
+    Args:
+        function: None: there are no values.
+
+    Attributes:
+        width: numbers per token; 0 until `try_out`, and without a function.
+        wanted: whether the forwards that run now must `put` hidden states.
+    """
+
+    def __init__(self, model: nn.Module, function: ValueFunction | None) -> None:
+        self._model: Any = model
+        self._function = function
+        self._keys: list[NDArray[np.int64]] = []
+        self._hidden: list[Tensor] = []
+        self.width = 0
+        self.wanted = False
+
+    def try_out(self, forward: Callable[[], object]) -> None:
+        """Set `width` by the values of one `forward` of two tokens.
+
+        Raises:
+            UnsupportedModelError: no hidden state can be read.
+            ConfigError: the function raises, or returns something else than numbers per row.
+        """
+        if self._function is None:
+            return
+        if self._model.get_output_embeddings() is None:
+            raise UnsupportedModelError(
+                f"token_values: {type(self._model).__name__}.get_output_embeddings() is None; return its last linear layer"
+            )
+        with self.collecting(), self.read_by_head(np.arange(2)):
+            forward()
+        if not self._hidden:
+            raise UnsupportedModelError(
+                f"token_values: the forward of {type(self._model).__name__} does not call the module that its "
+                "get_output_embeddings() returns, whose input is the hidden state; call it"
+            )
+        found = self._function_of(self._hidden[0])
+        if found.shape[:1] != self._hidden[0].shape[:1] or found.ndim != 2 or not found.size:
+            raise ConfigError(
+                f"token_values returned shape {list(found.shape)} for hidden states {list(self._hidden[0].shape)}: must be "
+                "[rows, k], or [rows]"
+            )
+        self.width = found.shape[1]
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """A block of forwards of one step."""
+        self._keys, self._hidden, self.wanted = [], [], self._function is not None
+        try:
+            yield
+        finally:
+            self.wanted = False
+
+    @contextmanager
+    def read_by_head(self, keys: NDArray[np.int64]) -> Iterator[None]:
+        """A block with a forward of the module, whose output embeddings read the hidden states of `keys` [B, C], or [C]."""
+        hook = self._model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, given: self.put(keys.ravel(), given[0].flatten(0, -2)), prepend=True
+        )
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def put(self, keys: NDArray[np.int64], hidden: Tensor) -> None:
+        """Keep hidden states [K, hidden], each with its key."""
+        self._keys.append(keys)
+        self._hidden.append(hidden)
+
+    def take(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Values [len(keys), width] of the hidden states that were put with these keys.
+
+        Raises:
+            ConfigError: the function returns another shape than before.
+        """
+        known = np.concatenate(self._keys)
+        order = np.argsort(known)
+        at = order[np.searchsorted(known, keys, sorter=order)]
+        hidden = torch.cat(self._hidden)
+        found = self._function_of(hidden.index_select(0, torch.from_numpy(at).to(hidden.device)))
+        if found.shape != (len(keys), self.width):
+            raise ConfigError(
+                f"token_values returned shape {list(found.shape)} for {len(keys)} rows: must be [rows, {self.width}], as "
+                "when the engine was built"
+            )
+        return found
+
+    def _function_of(self, hidden: Tensor) -> NDArray[np.float32]:
+        assert self._function is not None
+        try:
+            with torch.no_grad():
+                found = self._function(hidden.detach())
+            values: NDArray[np.float32] = found.float().cpu().numpy()
+        except Exception as exc:
+            raise ConfigError(
+                f"token_values raised {type(exc).__name__}: {exc}; it gets hidden states {list(hidden.shape)} of "
+                f"{hidden.dtype} on {hidden.device}, and returns a tensor [rows, k]"
+            ) from exc
+        return values[:, None] if values.ndim == 1 else values

@@ -1,0 +1,148 @@
+"""Values of the hidden states that tokens are drawn from, through every forward and every cut of a request."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from rollout.manager.manager import RolloutManager
+from rollout.sampling_params import SamplingParams
+from tests.adapters import saved_adapter
+from tests.models import make_model
+from tests.rollouts import make_rollout, update, value_error
+
+PROMPTS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 11], [12, 13, 14]]
+PARAMS = SamplingParams(n=3, max_tokens=12, ignore_eos=True)
+FILTERED = PARAMS.replace(top_p=0.8, logprobs=2, return_kept_tokens=True)
+
+
+def probe(model: nn.Module, k: int = 2) -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(model.config.hidden_size, k, dtype=model.dtype)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "module"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2", "qwen3_5", "lfm2"])
+def test_values_are_of_the_trainers_hidden_state_before_each_token(name: str, fused: bool) -> None:
+    """Runs of decode steps, prefixes from the cache, chunks of prompts and forks are all in it."""
+    model = make_model(name).eval()
+    function = probe(model)
+    with make_rollout(
+        model, token_values=function, fused_forward=fused, max_tokens_per_step=8, max_requests=8
+    ) as manager:
+        for params in (PARAMS, FILTERED, PARAMS.replace(prompt_logprobs=1)):
+            batch = manager.generate(PROMPTS, params, progress=False)
+            assert value_error(model, batch, function) < 1e-5 * max(1.0, float(batch.token_values.abs().max()))
+
+
+@pytest.mark.parametrize("cut", ["preempted", "suspended", "restarted"])
+def test_values_of_earlier_tokens_survive_whatever_cuts_a_request(cut: str) -> None:
+    """The function changes with every version; a token keeps the number of the version that sampled it."""
+    model = make_model("qwen3", num_hidden_layers=1)
+    options: dict[str, Any] = {"kv_cache_blocks": 10} if cut == "preempted" else {}
+    version = 0.0
+
+    def versioned(hidden: Tensor) -> Tensor:
+        return hidden[:, 0] * 0 + version
+
+    manager = make_rollout(model, token_values=versioned, **options)
+    batches = [manager.generate(PROMPTS, [PARAMS.replace(max_tokens=3), PARAMS, PARAMS], min_groups=1, progress=False)]
+    for _ in range(3):
+        version += 1
+        update(model, manager, size=0)
+        if cut == "suspended":
+            manager.suspend("recompute")
+            manager.resume()
+        if cut == "restarted":
+            state = manager.state_dict()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                manager.close()
+            manager = make_rollout(model, token_values=versioned, **options)
+            manager.load_state_dict(state)
+        batches.append(manager.generate([PROMPTS[0]], PARAMS.replace(max_tokens=3), min_groups=1, progress=False))
+    batches = [*filter(len, batches), manager.generate([], min_groups=manager.groups_in_flight, progress=False)]
+    assert cut != "preempted" or manager.metrics()["rollout/preemptions"] > 0
+    for batch in batches:
+        assert batch.token_values is not None
+        mask = batch.response_mask
+        torch.testing.assert_close(batch.token_values[..., 0][mask], batch.policy_versions[mask].float())
+    assert any(len(batch.policy_versions[batch.response_mask].unique()) > 1 for batch in batches)
+    packed, values = batches[0].packed(multiple_of=16), batches[0].token_values
+    assert values is not None
+    assert packed.token_values is not None
+    torch.testing.assert_close(packed.token_values[: packed.cu_seqlens[-1]], values[batches[0].attention_mask.bool()])
+    manager.close()
+
+
+def test_requests_of_loaded_adapters_have_values_beside_plain_ones(tmp_path: Path) -> None:
+    model = make_model("qwen3")
+    folder = saved_adapter(make_model("qwen3"), tmp_path)
+    with make_rollout(model, token_values=lambda hidden: hidden) as manager:
+        alone = [manager.generate([PROMPTS[0]], PARAMS.replace(seed=3), progress=False)]
+        manager.engine.load_adapter("one", folder)
+        named = PARAMS.replace(adapter="one", seed=3)
+        alone.append(manager.generate([PROMPTS[0]], named, progress=False))
+        both = manager.generate([PROMPTS[0]] * 2, [named, PARAMS.replace(seed=3)], progress=False)
+    together = torch.cat([both.token_values[3:], both.token_values[:3]])
+    torch.testing.assert_close(torch.cat([each.token_values for each in alone]), together, atol=1e-5, rtol=0)
+    assert not torch.equal(together[:3], together[3:])
+
+
+def test_a_checkpoint_fits_a_manager_with_other_values_or_says_why_not() -> None:
+    model = make_model("qwen3", num_hidden_layers=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with make_rollout(model, token_values=lambda hidden: hidden[:, :2]) as manager:
+            manager.generate(PROMPTS, [PARAMS.replace(max_tokens=3), PARAMS, PARAMS], min_groups=1, progress=False)
+            state = manager.state_dict()
+        with (
+            make_rollout(model, token_values=lambda hidden: hidden[:, 0]) as manager,
+            pytest.raises(InvalidRequestError, match=r"must be \(\d+, 1\)"),
+        ):
+            manager.load_state_dict(state)
+        with make_rollout(model) as manager:
+            manager.load_state_dict(state)
+            state = manager.state_dict()
+            assert manager.generate([], min_groups=manager.groups_in_flight, progress=False).token_values is None
+        with make_rollout(model, token_values=lambda hidden: hidden[:, 0]) as manager:
+            manager.load_state_dict(state)
+            values = manager.generate([], min_groups=manager.groups_in_flight, progress=False).token_values
+            assert values is not None
+            assert values.isnan().any()
+
+
+def built(model: nn.Module, function: Any) -> RolloutManager:
+    return make_rollout(model, token_values=function)
+
+
+def test_functions_and_models_that_give_no_values_are_refused_at_construction() -> None:
+    model = make_model("qwen3", num_hidden_layers=1)
+    with pytest.raises(ConfigError, match=r"token_values raised .* hidden states \[2, 48\] of torch.float32"):
+        built(model, nn.Linear(7, 1))
+    with pytest.raises(ConfigError, match=r"token_values returned shape \[1, 48\]"):
+        built(model, lambda hidden: hidden.mean(0, keepdim=True))
+    with pytest.raises(ConfigError, match="give those to the engine"):
+        RolloutManager(model, engine=built(model, None).engine, token_values=nn.Linear(48, 1))
+    model.get_output_embeddings = lambda: None
+    with pytest.raises(UnsupportedModelError, match=r"get_output_embeddings\(\) is None"):
+        built(model, nn.Linear(48, 1))
+    model.get_output_embeddings = lambda: nn.Linear(48, 97)
+    with pytest.raises(UnsupportedModelError, match="does not call the module"):
+        built(model, nn.Linear(48, 1))
+
+
+def test_a_function_that_fails_in_a_step_fails_its_requests_and_no_more() -> None:
+    model = make_model("qwen3", num_hidden_layers=1)
+    answers = iter([torch.zeros(2)])
+    with make_rollout(model, token_values=lambda hidden: next(answers, torch.zeros(len(hidden)))) as manager:
+        answers = iter([torch.zeros(99)])
+        batch = manager.generate([PROMPTS[0]], PARAMS, progress=False, on_error="mask")
+        assert all("token_values returned shape [99, 1]" in str(error) for error in batch.errors)
+        assert manager.generate([PROMPTS[0]], PARAMS, progress=False).errors == [None] * 3
