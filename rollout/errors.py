@@ -35,10 +35,10 @@ from enum import Enum
 from typing import Any, ClassVar, NoReturn, Self
 
 
-def warn_caller(message: str) -> None:
-    """Issue a `UserWarning` at the line outside of this package that made the call."""
-    frame, level = sys._getframe(1), 2
-    while (above := frame.f_back) is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS:
+def warn_caller(message: str, through: tuple[str, ...] = ()) -> None:
+    """Issue a `UserWarning` at the line outside of this package, and of the packages `through`, that made the call."""
+    frame, level, inside = sys._getframe(1), 2, {*_OURS, *through}
+    while (above := frame.f_back) is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in inside:
         frame, level = above, level + 1
     warnings.warn(message, stacklevel=level)
 

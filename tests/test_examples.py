@@ -210,7 +210,7 @@ def test_values_that_ppo_samples_are_those_of_its_own_forward(monkeypatch: pytes
     ppo, policy = map(importlib.import_module, ("ppo", "policy"))
     tokenizer = policy.character_tokenizer()
     subject = ppo.ActorCritic(policy.small_model(tokenizer, max_length=64, seed=0).cpu())
-    torch.nn.init.normal_(subject.value_head.weight)
+    torch.nn.init.normal_(subject.value_head.weight, std=0.1)
     config = InferenceConfig(kv_cache_blocks=64, advanced=Advanced(verify_model=False))
     with RolloutManager(subject.policy, tokenizer, config, token_values=subject.value_head) as rollout:
         batch = rollout.generate(["1+2=", "34+5="], n=3, max_tokens=9, progress=False)

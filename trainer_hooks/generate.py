@@ -9,7 +9,6 @@ engine does not serve run that loop too (`generate_options` says which), with on
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -41,6 +40,7 @@ from rollout import (
     SamplingParams,
     WeightsChangedError,
 )
+from rollout.errors import warn_caller
 from trainer_hooks.generate_options import NotServed, check_arguments, sampling_params
 from trainer_hooks.generate_prompts import Pixels, Row, grouped, rows_of
 from trainer_hooks.trl_forward import own_forward
@@ -266,10 +266,10 @@ class GenerateHook:
             )
         self.fallbacks[kind] += 1
         if self.fallbacks[kind] == 1:
-            warnings.warn(
+            warn_caller(
                 f"model.generate runs transformers' own loop, because the engine does not serve {reason}; this warning is "
                 "shown once (attach(..., fallback='raise') makes it an error)",
-                stacklevel=5,
+                through=("transformers", "torch"),
             )
 
 

@@ -38,7 +38,7 @@ def whole(draw: st.DrawFn) -> SampleDelta:
     made.versions = VersionSpans([(3, first), (5, count - first)])
     sets = KeptTokens.of([[token, token + 5] for token in range(count)])
     values = {"ttft": 0.5, "top_n": pack_top_n([[(token, -0.5)] for token in range(count)]), "text": "ab",
-              "kept": pack_kept(sets), "outcome": b"o", "events": b"e",
+              "values": bytes(8 * count), "kept": pack_kept(sets), "outcome": b"o", "events": b"e",
               "routes": pack_routes(0, np.arange(2 * (count + 3), dtype=np.uint8).reshape(-1, 1, 2))}  # fmt: skip
     assert values.keys() == COLUMNS.keys()
     for name in draw(st.sets(st.sampled_from(sorted(values)))):

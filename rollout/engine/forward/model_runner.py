@@ -86,9 +86,7 @@ class ModelRunner:
         self.states = states
         self.exact = exact
         self.copies = copies
-        self.module = ModuleForward(
-            model, layout, cache, installation, vision, values, routers=routers, states=states
-        )
+        self.module = ModuleForward(model, layout, cache, installation, vision, values, routers=routers, states=states)
         self.fused: FusedForward | None = None
         self.without_fused = "Advanced.fused_forward=False"
         self.graphs: GraphedDecode | None = None
@@ -125,8 +123,10 @@ class ModelRunner:
         if not len(step.sampled_rows):
             return StepTokens(np.zeros(0, np.int64), np.zeros(0, np.float32))
         sampled_logits = logits[: len(entries)]
-        with self.installation.inference():
-            values = self.values.take(packed.slots[keep])[repeats] if self.values.width else None
+        values = None
+        if self.values.width:
+            with self.installation.inference():
+                values = self.values.take(packed.slots[keep])[repeats]
         if len(entries) != len(repeats):
             sampled_logits = sampled_logits.index_select(0, upload(repeats, self.layout.device))
         return sample_step(

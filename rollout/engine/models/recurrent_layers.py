@@ -50,7 +50,7 @@ class RecurrentLayers:
         stateful = {index for index, layer in enumerate(layers) if isinstance(layer, with_state)} - stateless
         arguments = inspect.signature(model.forward).parameters
         # Transformers 5.24 renames `past_key_values`.
-        argument = next(name for name in ("cache_params", "cache", "past_key_values") if name in arguments)
+        argument = next((name for name in ("cache_params", "cache") if name in arguments), "past_key_values")
         return cls(frozenset(stateful), frozenset(stateless), argument)
 
     def __bool__(self) -> bool:

@@ -71,8 +71,6 @@ def dynamic_rope() -> hf.PreTrainedModel:
         (lambda: hf.FalconForCausalLM(hf.FalconConfig(**TINY)), "Falcon.*0 of 2 layers.*attention interface"),
         (lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=VOCAB, hidden_size=48, n_layer=2, n_head=4)),
          "Bloom.*0 of 2 layers go through transformers' attention interface"),
-        (lambda: hf.GPTJForCausalLM(hf.GPTJConfig(vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=4, rotary_dim=12)),
-         "GPTJ.*0 of 2 layers"),
         (lambda: hf.MptForCausalLM(hf.MptConfig(vocab_size=VOCAB, d_model=48, n_layers=2, n_heads=4)),
          "Mpt.*0 of 2 layers"),
         (lambda: small("recurrent_gemma"), "1 of 4 layers go through transformers' attention interface"),
@@ -93,7 +91,7 @@ def dynamic_rope() -> hf.PreTrainedModel:
         (lambda: nn.Linear(2, 2), "Linear is no Hugging Face PreTrainedModel.*pass the model itself"),
         (lambda: nn.Sequential(make_model("qwen3")), "Sequential is no Hugging Face PreTrainedModel"),
     ],
-    ids=["falcon", "bloom", "gpt-j", "mpt", "recurrent-gemma", "diffusion", "xlstm", "llama-4", "sinks", "doge",
+    ids=["falcon", "bloom", "mpt", "recurrent-gemma", "diffusion", "xlstm", "llama-4", "sinks", "doge",
          "t5", "bert", "longrope", "no head", "classifier", "plain module", "wrapper"],
 )  # fmt: skip
 def test_a_model_that_cannot_be_served_is_refused_by_name(make: Callable[[], nn.Module], message: str) -> None:
