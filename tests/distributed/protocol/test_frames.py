@@ -64,7 +64,8 @@ VALUES = {
 }
 
 
-OPTIONAL = {"ttft": seconds, "top_n": st.binary(), "kept": st.binary(), "values": st.binary(), "routes": st.binary(), "text": st.text(),
+OPTIONAL = {"ttft": seconds, "top_n": st.binary(), "kept": st.binary(), "values": st.binary(),
+            "routes": st.binary(), "text": st.text(),
             "outcome": st.binary(), "events": st.binary()}  # fmt: skip
 
 
