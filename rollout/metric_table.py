@@ -238,7 +238,7 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/kv_blocks_out_of_window": _counter(
         "blocks",
-        "KV blocks that running requests gave back, whole or in layers with a window, because the windows have passed them",
+        "KV blocks that running requests gave back in layers with a window, because the window has passed them",
         "queues.kv_blocks_out_of_window",
     ),
     "rollout/kv_blocks_evicted": _counter("blocks", "cached KV blocks evicted to make room", "allocator.evictions"),

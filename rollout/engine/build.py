@@ -224,8 +224,6 @@ def _memory(
     if routers is not None:
         # Routes of a whole sequence are read from its blocks at its end.
         context.scheduler.table.read_routes = cache.read_routes
-    else:
-        context.scheduler.blocks.limit_reach(layout.reach)
     return cache, states, context
 
 

@@ -1,4 +1,4 @@
-"""Tests of sliding windows: of layers that have one a sequence holds the KV in it, and its tokens are the model's."""
+"""Tests of layers with sliding windows beside layers that see everything: what KV they keep, and the model's tokens."""
 
 from __future__ import annotations
 
@@ -28,49 +28,6 @@ from tests.invariants import check_scheduler
 from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
-WINDOW = 10
-NEEDED = -(-WINDOW // BLOCK) + 2
-"""Most blocks of a decoding sequence: those that its window touches, and the one it writes."""
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_model("mistral", sliding_window=WINDOW)
-
-
-def most_held(engine: DynamicInferenceEngine) -> int:
-    """Step to the end; most blocks in use once everything decodes."""
-    most = 0
-    while engine.has_unfinished:
-        prefilling = bool(engine.context.scheduler.prefilling or engine.context.scheduler.waiting)
-        engine.step()
-        check_scheduler(engine.context.scheduler)
-        if not prefilling and engine.has_unfinished:
-            most = max(most, engine.context.allocator.num_used)
-    return most
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("caching", [True, False])
-def test_a_long_sequence_holds_the_blocks_of_its_window(model, fused, caching):
-    engine = make_engine(model, fused_forward=fused, enable_prefix_caching=caching)
-    for seed in range(3):
-        engine.add_request(token_ids(30, seed), greedily(60))
-    steps(engine, 2)
-    assert most_held(engine) <= 3 * NEEDED
-    assert engine.stats()["kv_blocks_out_of_window"] >= 3 * (90 // BLOCK - NEEDED)
-    assert engine.stats()["preemptions"] == 0
-
-
-def test_where_every_layer_sees_all_nothing_is_given_back():
-    engine = make_engine(make_model("mistral", sliding_window=None))
-    engine.add_request(token_ids(20), greedily(30))
-    finish(engine)
-    assert engine.stats()["kv_blocks_out_of_window"] == 0
-
-
-# --- beside layers that see everything -----------------------------------------------------------------------------------
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 MIXED: dict[str, dict[str, Any]] = {

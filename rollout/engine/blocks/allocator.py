@@ -3,8 +3,7 @@
 Always true:
 - a block is exactly one of *free*, *held* (reference count above 0) or *cached* (unreferenced but still indexed);
 - a block keeps its id while its memory (`pages`) comes and goes;
-- a holder of a registered block holds its parent too, so the least recently released cached block is a leaf. With
-  `parents_first` it may have released the parent; what is registered behind an evicted block is forgotten then.
+- a holder of a registered block holds its parent too, so the least recently released cached block is a leaf.
 
 Handles block ids and token ids, no tensors and no requests.
 """
@@ -33,7 +32,6 @@ class BlockAllocator:
         ref_count: [number of ids] int32.
         states: slots for recurrent states, whose snapshots belong to registered blocks; no slots for other models.
         host: where evicted blocks go; without slots they go nowhere.
-        parents_first: holders may release leading blocks before the later ones.
         copies: (source, destination) pages to copy before the next forward, in this order; `~s`: slot s of `host`.
         keeps_released: whether registered blocks stay cached without a holder.
         evictions: counter of cached blocks.
@@ -51,7 +49,6 @@ class BlockAllocator:
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.parents_first = False
         self.keeps_released = enable_prefix_caching and eviction_policy is PrefixCachingEvictionPolicy.LRU
         self.evictions = 0
         self.pages = BlockPages(pages) if isinstance(pages, int) else pages
@@ -157,9 +154,7 @@ class BlockAllocator:
             raise RuntimeError("allocate(): too few blocks are free or evictable; ask can_allocate() first")
         # A tail that was put in front has been continued; outdated blocks are of no use.
         if self.host.num_slots and not self._lru_outdated and oldest[1]:
-            falling = [oldest[0], *(self.index.behind(oldest[0]) if self.parents_first else [])]
-            for block in reversed(falling):
-                self.copies += self.host.offload(self.index, block, self.pages.page_of[block].tolist())
+            self.copies += self.host.offload(self.index, oldest[0], self.pages.page_of[oldest[0]].tolist())
         self._free_cached(oldest[0])
         self.evictions += 1
 
@@ -194,18 +189,6 @@ class BlockAllocator:
     def _free_cached(self, block: int) -> None:
         self._unregister(block)
         self._give_back(block)
-        if self.parents_first:
-            self._forget_behind(block)
-
-    def _forget_behind(self, block: int, *, verified: bool = True) -> None:
-        """Unregister what is registered behind a block that no longer is.
-
-        No lookup reaches it any more, and the id of its parent may come to stand for other tokens.
-        """
-        for child in self.index.behind(block):
-            self._unregister(child, verified=verified)
-            if not self.ref_count[child]:
-                self._give_back(child)
 
     def _unregister(self, block: int, *, verified: bool = True) -> None:
         self.index.remove(block)
@@ -313,8 +296,13 @@ class BlockAllocator:
         """Remove held `blocks`, and all behind them, from the index: their content must not be shared (it may hold NaN)."""
         for block in blocks[self.index.registered[blocks]].tolist():
             if self.index.registered[block]:
-                self._unregister(block, verified=False)
-                self._forget_behind(block, verified=False)
+                behind = self.index.behind(block)
+                for each in (block, *behind):
+                    self._unregister(each, verified=False)
+                # No lookup reaches them any more, and the id of their parent may come to stand for other tokens.
+                for each in behind:
+                    if not self.ref_count[each]:
+                        self._give_back(each)
 
     def drop_cached(self) -> int:
         """Free every cached block, also on the host, and what no window reaches; returns the number of blocks freed."""

@@ -86,13 +86,6 @@ class ModelLayout:
     """Whether a chunk of several tokens continues from recurrent states (Mamba 1 starts again); one token always does."""
 
     @property
-    def reach(self) -> int | None:
-        """Positions, its own included, that a query sees in any layer; None: a layer sees all."""
-        reaches = [call.reach for call in self.calls]
-        limited = [each for each in reaches if each is not None]
-        return max(limited) if limited and len(limited) == len(reaches) else None
-
-    @property
     def masks(self) -> tuple[object, ...]:
         """Keys that the masks of the attention layers let a query attend to."""
         return self.layer_of, self.mask_windows, self.chunks, [(call.window, call.chunk) for call in self.calls]

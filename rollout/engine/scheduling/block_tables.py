@@ -19,24 +19,14 @@ from rollout.requests.block_hash import chain_block_hashes, chain_root
 
 
 class BlockTables:
-    """Blocks of the active sequences.
-
-    Attributes:
-        window: positions, its own included, that a query sees in any layer; None: all.
-    """
+    """Blocks of the active sequences."""
 
     def __init__(self, allocator: BlockAllocator, table: SequenceTable) -> None:
-        self.window: int | None = None
         self.allocator = allocator
         self.table = table
         self.pages = allocator.pages
         self.states = allocator.states
         self._leading: IntArray = np.arange(table.block_size, dtype=np.int32)
-
-    def limit_reach(self, window: int | None) -> None:
-        """Let sequences give back blocks that no layer sees from the next position: more than `window` before it."""
-        self.window = window
-        self.allocator.parents_first = window is not None
 
     # --- room to write ------------------------------------------------------------------------------------------
 
@@ -89,16 +79,12 @@ class BlockTables:
         table.state[row] = NO_SLOT
         self.allocator.unview(table.seen(row), verified=bool(table.computed[row] >= table.prompt_length[row]))
         self.allocator.release(table.held(row))
-        table.num_blocks[row] = table.released[row] = table.seen_from[row] = 0
+        table.num_blocks[row] = table.seen_from[row] = 0
 
     def release_unseen(self, decoding: IntArray, prefilling: IntArray) -> int:
-        """Release what no later query of these rows sees; returns of how many blocks.
-
-        If every layer has a window, these are the leading blocks, and of decoding rows only: finite logits were computed
-        from them, so they hold no NaN. If some layers have a window, it is the KV of those layers.
-        """
+        """Release the KV of layers with a window that no later query of these rows sees; returns of how many blocks."""
         if not self.pages.limited:
-            return self._release_leading(decoding)
+            return 0
         return self._unview_leading(decoding, verified=True) + self._unview_leading(prefilling, verified=False)
 
     def _unview_leading(self, rows: IntArray, *, verified: bool) -> int:
@@ -114,19 +100,6 @@ class BlockTables:
     def _first_seen(self, position: IntArray | int) -> IntArray:
         """Index of the first block that a query at `position` sees in the layers with a window."""
         return self.pages.shape.first_seen(np.asarray(position, np.int32), self.table.block_size)
-
-    def _release_leading(self, rows: IntArray) -> int:
-        table, size = self.table, self.table.block_size
-        if self.window is None or not len(rows):
-            return 0
-        computed = table.computed[rows]
-        # Two whole blocks stay: the newest may have to be registered, and names its parent.
-        unseen = np.minimum((computed - self.window + 1) // size, computed // size - 2)
-        behind = unseen > table.released[rows]
-        before = int(table.released[rows[behind]].sum())
-        for row, count in zip(rows[behind].tolist(), unseen[behind].tolist(), strict=True):
-            self.allocator.release(table.give_back(row, count))
-        return int(unseen[behind].sum()) - before
 
     def share(self, source: Sequence, target: Sequence) -> None:
         """Start `target` with all KV, and a copy of the state, that `source` has computed."""

@@ -245,8 +245,6 @@ class SequenceTable:
         stop_ids: [S, K], padded with `NO_TOKEN`.
         blocks: [S, B] block table, padded with `NO_BLOCK`.
         num_blocks: [S].
-        released: [S], leading blocks that were given back, out of the window of every layer. Their places in `blocks` hold
-            the first block that is still there, since some kernels load masked positions, and another's may hold NaN.
         seen_from: [S], leading blocks whose KV was given back in the layers with a window alone.
         state: [S], slot of its recurrent states, or `NO_SLOT`: there are none, or it has computed nothing yet.
         trail: [S], the last block after which a decode kept a snapshot of the state, or `NO_BLOCK`.
@@ -265,7 +263,6 @@ class SequenceTable:
     max_length: IntArray
     min_length: IntArray
     num_blocks: IntArray
-    released: IntArray
     seen_from: IntArray
     chained: IntArray
     state: IntArray
@@ -298,7 +295,7 @@ class SequenceTable:
         self.tokens[row, : len(prompt)] = prompt
         self.logprobs[row, : len(prompt)] = 0
         self.length[row] = self.prompt_length[row] = len(prompt)
-        self.computed[row] = self.num_blocks[row] = self.released[row] = self.chain[row] = self.chained[row] = 0
+        self.computed[row] = self.num_blocks[row] = self.chain[row] = self.chained[row] = 0
         self.seen_from[row] = 0
         self.state[row], self.trail[row] = NO_SLOT, NO_BLOCK
         self.origin[row] = sequence.request.original_prompt_length
@@ -315,9 +312,7 @@ class SequenceTable:
     def fork(self, source: Sequence, target: Sequence) -> None:
         """Copy the state of `source`'s computed prompt into `target`'s row, block table included."""
         a, b = source.row, target.row
-        for column in (
-            self.computed, self.num_blocks, self.released, self.seen_from, self.chain, self.chained, self.current,
-        ):  # fmt: skip
+        for column in (self.computed, self.num_blocks, self.seen_from, self.chain, self.chained, self.current):
             column[b] = column[a]
         self.blocks[b] = self.blocks[a]
 
@@ -331,8 +326,8 @@ class SequenceTable:
         self._free = list(range(self.capacity - 1, -1, -1))
 
     def held(self, row: int) -> IntArray:
-        """Blocks of a row, in chain order (a view), without those given back."""
-        return self.blocks[row, self.released[row] : self.num_blocks[row]]
+        """Blocks of a row, in chain order (a view)."""
+        return self.blocks[row, : self.num_blocks[row]]
 
     def seen(self, row: int) -> IntArray:
         """Those of its blocks that its next query may see in layers with a window."""
@@ -341,13 +336,6 @@ class SequenceTable:
     def block_tables(self, rows: IntArray, width: int) -> list[NDArray[np.int64]]:
         """[R, width] page table of these rows for each group of layers; see `BlockPages.tables`."""
         return self._pages.tables(self.blocks[rows, :width], self.seen_from[rows])
-
-    def give_back(self, row: int, count: int) -> IntArray:
-        """Take the first `count` blocks out of a row's table; returns those that it still held, in chain order."""
-        given = self.blocks[row, self.released[row] : count].copy()
-        self.released[row] = count
-        self.blocks[row, :count] = self.blocks[row, count]
-        return given
 
     def generated(self, row: int) -> tuple[IntArray, NDArray[np.float32], NDArray[np.float64]]:
         """Completion tokens of the live segment, their log-probs and arrival times (views)."""

@@ -137,9 +137,6 @@ class World:
             self.config, self.cache, lambda: self.now, states=self.states, groups=self.groups
         )
         self.scheduler = self.context.scheduler
-        # Every layer's, in a third of the lives.
-        self.window = random.Random(-seed).randint(1, 12) if seed % 3 == 2 and not self.groups.limited else None
-        self.scheduler.blocks.limit_reach(self.window)
         self.added: set[tuple[int, int]] = set()
         self.ended: dict[tuple[int, int], Sequence] = {}
         self.prompts: dict[int, list[int]] = {}
@@ -296,7 +293,7 @@ class World:
     def memory(self, blocks: np.ndarray) -> list[tuple[int | None, np.ndarray]]:
         """Of each group of layers: its window, and where it has these blocks in the pool, -1: nowhere."""
         pages, groups = self.context.allocator.pages.page_of[blocks], self.groups
-        return [(groups.reach if each >= groups.whole else self.window, pages[:, each]) for each in range(groups.count)]
+        return [(groups.reach if each >= groups.whole else None, pages[:, each]) for each in range(groups.count)]
 
     def recur(self, states: FakeStates, step: ScheduledStep) -> None:
         """What recurrent layers would do: copy states, and go on from that of every earlier token, and of no other."""
