@@ -38,11 +38,12 @@ class StateSlots:
     def __init__(self, num_slots: int) -> None:
         self.hits = 0
         self.evictions = 0
-        self._reset(num_slots)
-
-    def _reset(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._free: list[int] = list(range(num_slots - 1, -1, -1))
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Free every slot."""
+        self._free: list[int] = list(range(self.num_slots - 1, -1, -1))
         self.snapshots: OrderedDict[int, int] = OrderedDict()
         self._sources: dict[int, int] = {}
 
@@ -152,30 +153,3 @@ class StateSlots:
         live = np.ones(self.num_slots, np.bool_)
         live[self._free] = False
         return np.flatnonzero(live).astype(np.int32)
-
-    def resize(self, num_slots: int) -> IntArray | None:
-        """Change the number of slots, moving live ones to the lowest ids; forgets snapshots that do not fit.
-
-        Returns:
-            [old num_slots] int32, the new id of each old slot (`NO_SLOT` for those not kept); None if nothing moved.
-
-        Raises:
-            RuntimeError: sequences hold more than `num_slots`.
-        """
-        if num_slots == self.num_slots:
-            return None
-        while len(self.live_slots()) > num_slots:
-            if not self.snapshots:
-                raise RuntimeError(f"resize({num_slots}): sequences hold {self.num_held} state slots")
-            self.forget(next(iter(self.snapshots)))
-        live, snapshots = self.live_slots(), self.snapshots
-        mapping = np.full(self.num_slots, NO_SLOT, np.int32)
-        mapping[live] = np.arange(len(live), dtype=np.int32)
-        self._reset(num_slots)
-        self._free = list(range(num_slots - 1, len(live) - 1, -1))
-        self.snapshots = OrderedDict((block, int(mapping[slot])) for block, slot in snapshots.items())
-        return mapping
-
-    def start_over(self) -> None:
-        """Free every slot."""
-        self._reset(self.num_slots)

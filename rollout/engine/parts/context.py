@@ -56,58 +56,15 @@ class MemoryMove:
     """There was no memory to offload the KV to, so it is computed again."""
 
 
-class StateMemory:
-    """State pool and state slots; `num_slots` is the configured number, `pool.num_blocks` the current one."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self.pool = pool
-        self.slots = StateSlots(pool.num_blocks)
-        self.num_slots = pool.num_blocks
-        self._moved: NDArray[np.int32] | None = None
-
-    def save(self) -> int:
-        """Copy held slots and snapshots to the host and free the device memory; returns the bytes copied."""
-        return self.pool.save(self.slots.live_slots())
-
-    def materialize(self, least: int) -> None:
-        """Allocate device memory for all slots, or for fewer, by halves, if it is short.
-
-        Raises:
-            EngineStateError: no room for `least`, which the largest unfinished group needs.
-        """
-        size = self.num_slots
-        while True:
-            try:
-                return self.pool.materialize(size)
-            except torch.OutOfMemoryError as exc:
-                if size <= least:
-                    raise EngineStateError(
-                        f"no device memory for {least} state slots ({least * self.pool.block_bytes / 2**20:.1f} MiB), which "
-                        "the largest unfinished group needs; free memory and call resume() again, or build another engine"
-                    ) from exc
-                size = max(least, size // 2)
-
-    def follow(self, scheduler: Scheduler) -> None:
-        """Make slots and sequences agree with the pool's size; sequences hold no more than there are."""
-        self._moved = self.slots.resize(self.pool.num_blocks)
-        if self._moved is not None:
-            scheduler.remap_states(self._moved)
-
-    def restore(self) -> int:
-        """Copy what was saved back into the pool, after `follow`; returns the bytes copied."""
-        return self.pool.restore(self.slots.live_slots() if self._moved is None else None, self._moved)
-
-
 class DynamicInferenceContext:
     """Owns KV cache, state pool, block allocator and scheduler, and moves them together on suspend and resume.
 
     Args:
         spare: bytes of the device that a forward could take now.
-        states: pool of the recurrent states; None: the model has none.
         groups: groups of the layers; a block of `cache` is a page of one group.
 
     Attributes:
-        states: pool and slots of the recurrent states.
+        states: pool of the recurrent states; None: the model has none.
         num_blocks: configured size of the pool, in pages; `cache.num_blocks` is the current one.
         headroom: bytes of the device that the pool leaves free for a step.
         to_come: bytes that graphs and copies of weights will take; left free too if the pool keeps half of its blocks.
@@ -130,14 +87,14 @@ class DynamicInferenceContext:
         self._spare = spare
         self._warned = False
         self.cache = cache
-        self.states = None if states is None else StateMemory(states)
+        self.states = states
         self.num_blocks = cache.num_blocks
         self.allocator = BlockAllocator(
             BlockPages(cache.num_blocks, groups),
             config.advanced.block_size_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             eviction_policy=config.advanced.prefix_caching_eviction_policy,
-            states=StateSlots(0) if self.states is None else self.states.slots,
+            states=StateSlots(0 if states is None else states.num_blocks),
             host=HostCache(cache.host_slots, config.advanced.block_size_tokens, cache.block_bytes),
         )
         self.scheduler = Scheduler(config, self.allocator, clock)
@@ -181,14 +138,13 @@ class DynamicInferenceContext:
         offload_failed = False
         if mode is not KVCacheManagementMode.RECOMPUTE and not keep_prefix_cache:
             self.allocator.drop_cached()
-            if self.states is not None:
-                self.states.slots.forget_all()
+            self.allocator.states.forget_all()
             self.kept = min(self.kept, KEPT_HELD)
         if mode is KVCacheManagementMode.OFFLOAD:
             try:
                 copied = self.cache.save(self._live_memory(keep_prefix_cache))
                 if self.states is not None:
-                    copied += self.states.save()
+                    copied += self.states.save(self.allocator.states.live_slots())
             except (HostMemoryError, RuntimeError) as exc:
                 if not (isinstance(exc, HostMemoryError) or lacks_device_memory(exc)):
                     raise
@@ -217,18 +173,14 @@ class DynamicInferenceContext:
             self._materialize_states(self.states)
         before = len(self.scheduler.active())
         given_up = self.scheduler.preemption.checkpoint_until_fits(self.cache.num_blocks)
-        if self.states is not None:
-            given_up += self.scheduler.preemption.checkpoint_until_states_fit(self.states.pool.num_blocks)
         lost = before - len(self.scheduler.active())
         mapping = self._follow_pool()
-        if self.states is not None:
-            self.states.follow(self.scheduler)
         copied = blocks = 0
         if self._mode is KVCacheManagementMode.OFFLOAD:
             try:
                 copied = self.cache.restore(self._live_memory() if mapping is None else None, mapping)
                 if self.states is not None:
-                    copied += self.states.restore()
+                    copied += self.states.restore(self.allocator.states.live_slots())
                 blocks = self._num_live_blocks()
             except RuntimeError as exc:
                 if not lacks_device_memory(exc):
@@ -237,7 +189,7 @@ class DynamicInferenceContext:
                 given_up += self.scheduler.preemption.checkpoint_all(exc)
                 self.cache.discard_saved()
                 if self.states is not None:
-                    self.states.pool.discard_saved()
+                    self.states.discard_saved()
                 self.allocator.drop_cached()
                 lost = before
         self._mode = None
@@ -248,7 +200,7 @@ class DynamicInferenceContext:
         """Free the device memory of both pools, losing their content."""
         self.cache.drop()
         if self.states is not None:
-            self.states.pool.drop()
+            self.states.drop()
 
     def shrink(self, why: BaseException | None = None) -> bool:
         """Make the pool smaller for a step that ran out of device memory; every request is computed again.
@@ -350,13 +302,16 @@ class DynamicInferenceContext:
         self.cache.drop()
         return torch.OutOfMemoryError(f"{size} blocks do not leave {needed} bytes to the forward")
 
-    def _materialize_states(self, states: StateMemory) -> None:
-        largest = max((1 + len(leader.siblings) for leader in self.scheduler.leaders()), default=1)
+    def _materialize_states(self, states: BlockPool) -> None:
+        slots = self.allocator.states.num_slots
         try:
-            states.materialize(largest)
-        except EngineStateError:
+            states.materialize(slots)
+        except torch.OutOfMemoryError as exc:
             self.cache.drop()
-            raise
+            raise EngineStateError(
+                f"no device memory for {slots} recurrent states ({slots * states.block_bytes / 2**20:.1f} MiB); free memory "
+                "and call resume() again, or build another engine"
+            ) from exc
 
 
 def state_slots(config: InferenceConfig, shapes: Sequence[StateShape], device: torch.device) -> int:

@@ -307,7 +307,6 @@ class Intake:
         """
         try:
             fresh = build(sample.record, sample.order, self._scheduler.version)
-            fresh.client = sample.client
             self._scheduler.add(fresh, sample.variant)
         except Exception as exc:  # noqa: BLE001 - whatever it raises harms this request alone
             number, index = sample.key
@@ -366,7 +365,7 @@ class Intake:
         charge = sum(each.max_length for each in group) - sum(len(each.tokens) for each in leader.siblings)
         turn = self._scheduler.shares.turn(leader.request.priority, client, charge)
         for each in group:
-            each.order, each.client = (turn, self.order), client
+            each.order = turn, self.order
         self._scheduler.add(leader, self._watch.variant())
         self.order += 1
 

@@ -1,13 +1,7 @@
-"""Chooses the work of a step: decodes, then prefill chunks, then admissions, within token budget and free blocks.
-
-If clients hold all `max_requests` places, samples of a client above its share are preempted for clients below theirs. With C
-clients that run or wait a share is `max_requests // C` places, at least one. One client alone is never preempted for this.
-"""
+"""Chooses the work of a step: decodes, then prefill chunks, then admissions, within token budget and free blocks."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable
 from itertools import product
 
 import numpy as np
@@ -15,7 +9,7 @@ import numpy as np
 from rollout.config import InferenceConfig
 from rollout.engine.scheduling.preemption import Preemption
 from rollout.engine.scheduling.queues import Queues
-from rollout.engine.scheduling.sequences import Sequence, discard, insert, rank
+from rollout.engine.scheduling.sequences import Sequence, insert, rank
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.state import Status
 
@@ -37,7 +31,6 @@ class StepPlanner:
     Attributes:
         admitting: the leader being admitted, inside `plan`.
         deferred: leaders that the last `plan` passed over because another sequence is computing their next block.
-        claimed: leaders that the last `plan` admitted to places of samples that it preempted for them.
     """
 
     def __init__(self, config: InferenceConfig, queues: Queues, preemption: Preemption) -> None:
@@ -46,13 +39,12 @@ class StepPlanner:
         self._preemption = preemption
         self.admitting: Sequence | None = None
         self.deferred: list[Sequence] = []
-        self.claimed: list[Sequence] = []
 
     def plan(self, version: int) -> ScheduledStep | None:
         """Choose the work of the next forward and reserve its blocks; None if nothing can run."""
         queues = self._queues
         queues.allocator.forget_copies()
-        self.admitting, self.deferred, self.claimed = None, [], []
+        self.admitting, self.deferred = None, []
         queues.counters["kv_blocks_out_of_window"] += queues.blocks.release_unseen(
             queues.decode_rows(), np.array([each.row for each in queues.prefilling], np.int32)
         )
@@ -129,7 +121,7 @@ class StepPlanner:
             return
         coming = {each for sequence in queues.prefilling for each in blocks.unregistered(sequence)}
         try:
-            while budget > 0 and (leader := self._next(coming)) is not None:
+            while budget > 0 and (leader := self._next()) is not None:
                 self.admitting = leader
                 if blocks.next_block(leader) in coming:
                     self.deferred.append(leader)
@@ -148,23 +140,12 @@ class StepPlanner:
             for leader in self.deferred:
                 insert(queues.waiting, leader)
 
-    def _next(self, coming: set[int]) -> Sequence | None:
-        """Remove and return the next leader to admit: there are places for it and its siblings."""
+    def _next(self) -> Sequence | None:
+        """Remove and return the next leader to admit; None: there are no places for it and its siblings."""
         queues = self._queues
-        if not queues.waiting:
-            return None
         free = queues.num_free_places - sum(1 + len(each.siblings) for each in self.deferred)
-        if 1 + len(queues.waiting[0].siblings) <= free:
-            return queues.waiting.pop(0)
-        claimant = self._claim(free, coming) if queues.shares.several else None
-        if claimant is not None:
-            self.claimed.append(claimant)
-        return claimant
-
-    def _headroom_of_deferred(self) -> int:
-        """Blocks that a sequence which overtakes deferred ones leaves to them."""
-        size = self._queues.table.block_size
-        return sum(blocks_for(len(each.tokens), 0, size) + len(each.siblings) for each in self.deferred)
+        fits = queues.waiting and 1 + len(queues.waiting[0].siblings) <= free
+        return queues.waiting.pop(0) if fits else None
 
     def _activate(self, sequence: Sequence, budget: int) -> int:
         """Assign row, cached prefix and blocks to a waiting sequence; returns the size of its first chunk, 0 if no room."""
@@ -172,7 +153,10 @@ class StepPlanner:
         hashes = [] if sequence.wants_prompt_logprobs else sequence.hashes
         table.add(sequence)
         headroom = queues.num_active + len(sequence.siblings) if queues.num_active else 0
-        headroom += self._headroom_of_deferred()
+        # Enough blocks are left to the deferred ones, which this one overtakes.
+        headroom += sum(
+            blocks_for(len(each.tokens), 0, table.block_size) + len(each.siblings) for each in self.deferred
+        )
         # A fully cached prompt needs one more block, a copy of the last one for the recomputed last token, and a prefix that
         # ends in a tail one for the copy of the tail. If there is no room for it, recompute the last block instead.
         whole = len(hashes) * table.block_size == len(sequence.tokens)
@@ -201,54 +185,3 @@ class StepPlanner:
             request.policy_version = version
             request.policy_spans.extend_to(len(each.tokens), version)
             request.add_event_add_context(timestamp=now)
-
-    # --- fair share of the places -------------------------------------------------------------------------------
-
-    def _claim(self, free: int, coming: set[int]) -> Sequence | None:
-        """Preempt running samples for the first waiting group whose client would stay within its share.
-
-        Sequences of the group's priority or below make room, youngest first, of clients above their share only. Each
-        keeps its tokens and its turn, and is not preempted again before it has a block of new tokens: that bounds what is
-        computed twice, and every sample gets on.
-
-        Args:
-            free: places that the first waiting group may fill besides. A group that overtakes it leaves them free.
-            coming: hashes of blocks that admitted sequences are computing; a group that needs one waits for it.
-
-        Returns:
-            The leader of that group, out of the queue, with places and blocks free for it; None: there is no such group.
-        """
-        queues, table = self._queues, self._queues.table
-        held = Counter(each.client for each in queues.by_row.values())
-        share = max(1, queues.num_places // len(held.keys() | {each.client for each in queues.waiting}))
-        movable = self._movable(Counter(held), share)
-        for leader in list(queues.waiting) if movable else ():
-            size = 1 + len(leader.siblings)
-            count = size - free if leader is queues.waiting[0] else size
-            if held[leader.client] + size > share or count > len(movable):
-                continue
-            victims = [each for each in movable if each.request.priority <= leader.request.priority][:count]
-            if len(victims) == count and self._could_start(leader, coming):
-                for victim in victims:
-                    victim.keeps_place_until = table.length.item(victim.row) + table.block_size
-                    self._preemption.evict(victim)
-                discard(queues.waiting, leader)
-                return leader
-        return None
-
-    def _movable(self, held: Counter[Hashable], share: int) -> list[Sequence]:
-        """Samples that may be preempted, youngest first: no client falls below its share by losing all of its."""
-        queues, movable = self._queues, []
-        for sequence in reversed(queues.decoding):
-            if held[sequence.client] > share and queues.table.length[sequence.row] >= sequence.keeps_place_until:
-                held[sequence.client] -= 1
-                movable.append(sequence)
-        return movable
-
-    def _could_start(self, leader: Sequence, coming: set[int]) -> bool:
-        # If it had to wait all the same, the preempted samples would be admitted again at once.
-        queues = self._queues
-        headroom = queues.num_active + self._headroom_of_deferred() + len(leader.siblings)
-        # One more than its prompt takes: the copy of a cached last block.
-        prompt = -(-len(leader.tokens) // queues.table.block_size) + 1
-        return queues.allocator.can_allocate(prompt + headroom) and queues.blocks.next_block(leader) not in coming

@@ -62,13 +62,6 @@ class Preemption:
             allocator.drop_cached()
         return lost
 
-    def checkpoint_until_states_fit(self, num_slots: int) -> int:
-        """Requeue the youngest active sequences until they hold at most `num_slots` state slots; returns the KV lost."""
-        states, lost = self._queues.allocator.states, 0
-        while states.num_held > num_slots:
-            lost += self._checkpoint(self._queues.active()[-1])
-        return lost
-
     def requeue_step(self, step: ScheduledStep, why: BaseException) -> None:
         """Requeue the sequences of an interrupted step: their KV may be partly written, so it is recomputed."""
         decodes = [self._queues.by_row[row] for row in step.rows[: step.num_decodes].tolist()]

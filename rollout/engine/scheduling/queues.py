@@ -24,13 +24,9 @@ class FairShares:
     A client's request starts where its previous one is charged to end, but not before the virtual time: the turn of the
     request admitted last (Goyal, Vin, Cheng: Start-time Fair Queuing, SIGCOMM 1996). Backlogged clients thereby get equal
     shares of the charged tokens, and a new client waits for at most one request of each other one.
-
-    Attributes:
-        several: whether requests of more than one client have arrived.
     """
 
     def __init__(self) -> None:
-        self.several = False
         self._time: dict[int, int] = {}
         self._charged_to: dict[tuple[int, Hashable], int] = {}
         self._sweep_at = SWEEP_AT
@@ -44,7 +40,6 @@ class FairShares:
         time = self._time
         turn = max(time.get(priority, 0), self._charged_to.get((priority, client), 0))
         self._charged_to[priority, client] = turn + max(1, tokens)
-        self.several = self.several or len(self._charged_to) > 1
         if len(self._charged_to) > self._sweep_at:
             # A client that is charged up to the virtual time would start there anyway.
             self._charged_to = {key: end for key, end in self._charged_to.items() if end > time.get(key[0], 0)}
@@ -179,8 +174,3 @@ class Queues:
             for each in siblings:
                 each.siblings = []
             insert(self.queue_of(leader), leader)
-
-    def remap_states(self, mapping: IntArray) -> None:
-        """Rewrite the state slots of the active sequences for new slot ids."""
-        rows = [row for row in self.by_row if self.table.state[row] != NO_SLOT]
-        self.table.state[rows] = mapping[self.table.state[rows]]

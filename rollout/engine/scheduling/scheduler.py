@@ -4,8 +4,7 @@ Owns the queues, the sequence table and every block id. No tensors; the clock is
 
 Always true between calls:
 - admission is in order of (priority, client's turn, arrival); an evicted sequence returns to its place. A sequence waiting
-  for a prefix that another one is computing is passed over, with rows and blocks kept free for it. If all rows are taken, a
-  client below its share of them gets rows of a client above it (`StepPlanner`);
+  for a prefix that another one is computing is passed over, with rows and blocks kept free for it;
 - the oldest active sequence can always run: it may evict every younger one, and alone it fits (checked by `add`);
 - blocks are registered as a shareable prefix only if all KV before them is what a new request would compute now;
 - a sequence runs only under the variant (active adapters) it was accepted under; under another it is parked;

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -154,10 +154,6 @@ class Sequence:
     stop_string: str | None = None
     """The stop string that ended it."""
     row: int = NO_ROW
-    client: Hashable = None
-    """The client that asked for it: clients share turns (`FairShares`) and places (`StepPlanner`)."""
-    keeps_place_until: int = 0
-    """Prompt + completion length below which it is not preempted for another client."""
     variant: Variant = NO_ADAPTER
     """Adapter variant it was accepted under; it runs under no other."""
     pauses_for_snapshot: bool = True

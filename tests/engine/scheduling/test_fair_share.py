@@ -6,8 +6,7 @@ from collections.abc import Hashable
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.scheduling.queues import SWEEP_AT, FairShares
-from rollout.requests.record import DynamicInferenceRequestRecord
-from tests.engines import assert_greedy, greedily, make_engine, token_ids
+from tests.engines import greedily, make_engine, token_ids
 
 
 def order(arrivals: list[tuple[str, int]], shares: FairShares | None = None) -> list[str]:
@@ -104,56 +103,3 @@ def test_a_sample_that_was_evicted_keeps_its_turn() -> None:
     ended = endings(engine)
     assert engine.stats()["preemptions"] > 0
     assert max(ended[0], ended[4]) <= min(ended[3], ended[7]), "the clients' first requests end before their last ones"
-
-
-def beside_a_greedy_client(
-    count: int, n: int = 1, priority: int = 0
-) -> tuple[DynamicInferenceEngine, list[int], list[int]]:
-    """An engine whose 8 places are held by long samples of one client, after `count` requests of as many others."""
-    engine = make_engine("qwen3", max_requests=8, block_size_tokens=4)
-    greedy = [
-        engine.add_request(token_ids(6, seed=seed), greedily(24, n=4, ignore_eos=True), client="greedy")
-        for seed in range(3)
-    ]
-    for _ in range(3):
-        engine.step()
-    modest = [
-        engine.add_request(token_ids(5, seed=50 + number), greedily(1, n=n), client=number, priority=priority)
-        for number in range(count)
-    ]
-    return engine, greedy, modest
-
-
-def test_where_all_places_are_taken_another_client_gets_its_share_of_them_at_once() -> None:
-    engine, greedy, modest = beside_a_greedy_client(3)
-    records: list[DynamicInferenceRequestRecord] = []
-    for _ in range(2):
-        records += engine.step()
-    assert {record.request_id for record in records} == set(modest)
-    assert engine.stats()["preemptions"] == 3
-    while engine.has_unfinished:
-        records += engine.step()
-    for record in records:
-        assert_greedy("qwen3", record.merge())
-    assert sum(record.request_id in greedy for record in records) == 12
-
-
-def test_no_client_claims_more_places_than_its_share_or_those_of_a_higher_priority() -> None:
-    engine, _, (wide,) = beside_a_greedy_client(1, n=5)
-    assert endings(engine)[wide] > 10, "five of eight places are more than half of them"
-    assert engine.stats()["preemptions"] == 0
-    engine, _, (low,) = beside_a_greedy_client(1, priority=-1)
-    assert endings(engine)[low] > 10
-    assert engine.stats()["preemptions"] == 0
-
-
-def test_a_stream_of_short_requests_does_not_stop_the_client_that_makes_place_for_them() -> None:
-    engine, greedy, _ = beside_a_greedy_client(0)
-    alone = max(endings(engine).values())
-    engine, greedy, _ = beside_a_greedy_client(0)
-    for number in range(1000):
-        if not any(each in engine.parts.ledger.live for each in greedy):
-            break
-        engine.add_request(token_ids(5, seed=number), greedily(1), client=("short", number))
-        engine.step()
-    assert number < 3 * alone

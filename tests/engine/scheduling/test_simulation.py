@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
-from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -142,9 +140,7 @@ class World:
         self.prompts: dict[int, list[int]] = {}
         self.first_admission: list[int] = []
         self.suspended = False
-        self.updates = self.claims = 0
-        # What it takes to watch them is a seventh of a life.
-        self.watches_claims = seed % 4 == 0
+        self.updates = 0
         self.autocast = False
         # A few stems, so that prompts share prefixes of every length.
         self.stems = [[self.random.randrange(5) for _ in range(24)] for _ in range(3)]
@@ -177,7 +173,6 @@ class World:
                     max_length=len(prompt) + budget,
                     min_length=len(prompt),
                     hashes=compute_block_hashes_batched(prompt, self.config.advanced.block_size_tokens),
-                    client=client,
                 )
             )
         group[0].siblings = group[1:]
@@ -203,7 +198,6 @@ class World:
         if self.suspended:
             return
         waiting = [(s.rank, s.key) for s in self.scheduler.waiting]
-        before = self.placed() if self.watches_claims else {}
         step = self.scheduler.schedule()
         if step is None:
             assert not self.scheduler.num_active, "active sequences and nothing to run"
@@ -215,11 +209,6 @@ class World:
         admitted = [rank for rank, key in waiting if key not in still]
         deferred = {s.key for s in self.scheduler.planner.deferred}
         kept = [rank for rank, key in waiting if key in still and key not in deferred]
-        claimed = self.scheduler.planner.claimed
-        self.claims += len(claimed)
-        if self.watches_claims:
-            self.check_claims(claimed, before)
-        admitted = [rank for rank in admitted if rank not in [s.rank for s in claimed]]
         assert not admitted or not kept or max(admitted) < min(kept), "somebody overtook"
         if self.random.random() < 0.03:
             self.scheduler.preemption.requeue_step(step, KeyboardInterrupt())
@@ -236,30 +225,6 @@ class World:
             self.end(sequence)
         if self.states is not None:
             self.states.move(self.scheduler.allocator.states.take_moves())
-
-    def placed(self) -> dict[tuple[int, int], tuple[Hashable, int, int]]:
-        """(client, length, length up to which it keeps its place) of every sample that has a place."""
-        length = self.scheduler.table.length
-        return {s.key: (s.client, length.item(s.row), s.keeps_place_until) for s in self.scheduler.by_row.values()}
-
-    def check_claims(self, claimed: list[Sequence], before: dict[tuple[int, int], tuple[Hashable, int, int]]) -> None:
-        """Clients claim up to their share of the places, of clients that have more, and every sample gets on between."""
-        waiting, deferred = list(self.scheduler.waiting), self.scheduler.planner.deferred
-        now = Counter(each.client for each in self.scheduler.by_row.values())
-        placed = {client for client, *_ in before.values()} | set(now)
-        # A group may be passed over before a claim, and does not count then, or after it.
-        most, least = (
-            max(1, self.config.max_requests // max(1, len(placed | {each.client for each in counted})))
-            for counted in ([each for each in waiting if each not in deferred], waiting)
-        )
-        for leader in claimed:
-            assert now[leader.client] <= most, "a client claimed more than its share"
-        for each in waiting:
-            client, length, kept = before.get(each.key, (None, 0, 0))
-            if each.key in before and each.keeps_place_until != kept:
-                assert claimed, "a sample was preempted for no other client"
-                assert length >= kept, "a sample was preempted again before it got on"
-                assert now[client] >= least, "a client was left with less than its share"
 
     def compute(self, step: ScheduledStep) -> None:
         """What attention would do: copy, write, and read back everything that is attended to."""
@@ -342,7 +307,7 @@ class World:
         if self.random.random() < 0.3:
             self.cache.room = self.random.randint(1, self.context.num_blocks)
             if self.states is not None:
-                self.states.room = self.random.randint(1, self.context.states.num_slots)
+                self.states.room = self.random.randint(1, self.context.allocator.states.num_slots)
 
     def resume(self) -> None:
         if not self.suspended:
@@ -358,7 +323,7 @@ class World:
     def free_memory(self) -> None:
         self.cache.room = self.context.num_blocks
         if self.states is not None:
-            self.states.room = self.context.states.num_slots
+            self.states.room = self.context.allocator.states.num_slots
 
     def update(self) -> None:
         self.updates += 1
@@ -448,7 +413,7 @@ def live(seed: int, events: int = 30) -> World:
 def test_thousands_of_random_schedules_keep_every_invariant() -> None:
     chosen = os.environ.get("ROLLOUT_SIM_SEED")
     seeds = range(SCHEDULES) if chosen is None else [int(chosen)]
-    preemptions = refused = claims = hits = tails = state_tails = window_tails = loaded = window_loaded = 0
+    preemptions = refused = hits = tails = state_tails = window_tails = loaded = window_loaded = 0
     for seed in seeds:
         try:
             world = live(seed)
@@ -456,7 +421,6 @@ def test_thousands_of_random_schedules_keep_every_invariant() -> None:
             raise AssertionError(f"replay with ROLLOUT_SIM_SEED={seed}: {exc!r}") from exc
         preemptions += world.scheduler.counters["preemptions"]
         refused += world.context.allocator.index.refused
-        claims += world.claims
         tails += world.scheduler.counters["prefix_tail_tokens"]
         state_tails += 0 if world.states is None else world.scheduler.counters["prefix_tail_tokens"]
         window_tails += 0 if not world.groups.limited else world.scheduler.counters["prefix_tail_tokens"]
@@ -465,7 +429,6 @@ def test_thousands_of_random_schedules_keep_every_invariant() -> None:
         window_loaded += world.context.allocator.host.loaded if world.groups.limited else 0
     if chosen is None and SCHEDULES >= 1000:
         assert preemptions > 100, "the schedules never ran out of blocks"
-        assert claims > 20, "no client ever claimed a place of another one"
         assert refused > 100, "the schedules never met a block of an older version"
         assert tails > 100, "the schedules never continued a partly filled block"
         assert state_tails > 20, "the schedules never went on from the state after a partly filled block"
