@@ -18,6 +18,7 @@ from rollout.config import InferenceConfig
 from rollout.engine.blocks.pages import one_group
 from rollout.engine.forward.model_runner import DecodeRuns, ModelRunner, RunForward
 from rollout.engine.forward.model_watch import ModelWatch
+from rollout.engine.forward.module_forward import ModuleForward
 from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes, verify_model
 from rollout.engine.fused.fused_forward import FusedForward
 from rollout.engine.graphs.cuda_capture import CudaDevice
@@ -252,18 +253,21 @@ def _runner(
             f"InferenceConfig.exact=True: the weights of {type(model).__name__} are spread over the ranks (FSDP, "
             "ZeRO-3, tensor parallelism); exact mode serves whole weights (one rank, or DDP)"
         )
-    runner = ModelRunner(
+    module = ModuleForward(
         model,
         layout,
         cache,
-        context.scheduler.table,
-        vision,
         Installation(model, base.autocast),
+        vision,
+        TokenValues(model, base.token_values),
+        routers=routers,
+        states=states,
+    )
+    runner = ModelRunner(
+        module,
+        context.scheduler.table,
         base.adapters,
         peers.together,
-        TokenValues(model, base.token_values),
-        states=states,
-        routers=routers,
         exact=config.exact,
         copies=autocast_copies(config, weights, layout.device, context.room),
     )

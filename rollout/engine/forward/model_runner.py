@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollout.engine.forward.module_forward import ModuleForward
 from rollout.engine.forward.step_tensors import pack, prompt_spans, sample_step, take_prompt_logprobs
@@ -23,19 +23,12 @@ from rollout.engine.fused.fused_forward import FusedForward
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import upload
-from rollout.engine.memory.kv_cache import KVCache
-from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.memory.streams import StreamOrder
 from rollout.engine.models.adapters import LoraAdapters, Names
-from rollout.engine.models.attention import Installation
-from rollout.engine.models.model_support import ModelLayout
-from rollout.engine.models.routers import Routers
 from rollout.engine.multimodal.family import ImageItem, StepImages
-from rollout.engine.multimodal.vision import Vision
 from rollout.engine.parallel.leading import ForwardWork, Together
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.sampling.sampling_table import DecodeRun, SamplingTable
-from rollout.engine.sampling.token_values import TokenValues
 from rollout.engine.scheduling.sequences import SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies
@@ -46,9 +39,8 @@ class ModelRunner:
     """Runs scheduled steps on one model.
 
     Args:
+        module: the module's own forward, which serves every step that no faster one takes.
         together: involves the other ranks in each forward.
-        states: recurrent states; None: the model has none.
-        values: what is computed from the hidden states of sampled tokens.
         exact: run nothing but `fused`, and report log-probs by torch's own log-softmax.
 
     Attributes:
@@ -59,41 +51,30 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: nn.Module,
-        layout: ModelLayout,
-        cache: KVCache,
+        module: ModuleForward,
         table: SequenceTable,
-        vision: Vision,
-        installation: Installation,
         adapters: LoraAdapters,
         together: Together,
-        values: TokenValues,
         *,
-        states: StatePool | None = None,
-        routers: Routers | None = None,
         exact: bool = False,
         copies: AutocastCopies = NO_COPIES,
     ) -> None:
-        self.model = model
-        self.layout = layout
-        self.cache = cache
+        self.module = module
+        self.model, self.layout, self.cache, self.states = module.model, module.layout, module.cache, module.states
+        self.vision, self.installation = module.vision, module.installation
         self.table = table
-        self.vision = vision
-        self.installation = installation
         self.adapters = adapters
         self._together = together
-        self.values = values
-        self.states = states
+        self.values = module.values
         self.exact = exact
         self.copies = copies
-        self.module = ModuleForward(model, layout, cache, installation, vision, values, routers=routers, states=states)
         self.fused: FusedForward | None = None
         self.without_fused = "Advanced.fused_forward=False"
         self.graphs: GraphedDecode | None = None
         self.runs: DecodeRuns | None = None
-        self.order = StreamOrder(layout.device)
+        self.order = StreamOrder(self.layout.device)
         """Orders the engine's work on the device after work that callers queued."""
-        self.sampling = SamplingTable(layout.device)
+        self.sampling = SamplingTable(self.layout.device)
         self.constraints: Constraints | None = None
 
     def execute(self, step: ScheduledStep) -> StepTokens:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rollout.engine.forward.recurrent_forward import forward_by_length
+from rollout.engine.forward.recurrent_forward import length_groups
 from rollout.engine.graphs.decode_kernels import kernel_shapes
 from rollout.engine.kernels import cpu_library, triton_paged
 from rollout.engine.kernels.cpu_attention import CpuPagedAttention
@@ -21,7 +21,7 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.engine.kernels.triton_trial import tried_out
-from rollout.engine.memory.buffers import upload_together
+from rollout.engine.memory.buffers import upload, upload_together
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.models.attention import Installation, PagedBatch, forward_with
@@ -40,7 +40,8 @@ class ModuleForward:
     """Runs the module's own `forward` with paged attention.
 
     Args:
-        values: gets the hidden states that it wants.
+        states: recurrent states; None: the model has none.
+        values: what is computed from the hidden states of sampled tokens.
         routers: record in the cache the experts that these choose; None: nothing is recorded.
 
     Attributes:
@@ -60,14 +61,14 @@ class ModuleForward:
         routers: Routers | None = None,
         states: StatePool | None = None,
     ) -> None:
-        self._model = model
-        self._layout = layout
-        self._cache = cache
-        self._installation = installation
-        self._vision = vision
+        self.model = model
+        self.layout = layout
+        self.cache = cache
+        self.installation = installation
+        self.vision = vision
         self._routers = routers
-        self._states = states
-        self._values = values
+        self.states = states
+        self.values = values
         self.library = cpu_library.load() if layout.device.type == "cpu" else None
         self.paged = triton_paged.load(layout.device) if layout.device.type == "cuda" else None
         if self.paged is not None:
@@ -82,10 +83,22 @@ class ModuleForward:
         states: NDArray[np.int32] | None = None,
         images: StepImages | None = None,
     ) -> Tensor:
-        """Logits [len(keep), V] at packed positions `keep`; see `ModelRunner.forward`."""
-        if self._states is None or states is None:
+        """Logits [len(keep), V] at packed positions `keep`; advances the states in slots `states` [R]; see
+        `ModelRunner.forward`.
+        """
+        if self.states is None or states is None:
             return self.batch(ids[None], rows, keep, images=images)[0]
-        return forward_by_length(self.batch, self._layout, self._states, ids, rows, keep, states, images)
+        parts, places = [], []
+        for group in length_groups(rows, keep, continues=self.layout.continues):
+            cache = StateRows(self.states, states[group.members], begins=group.begins)
+            pictured = None if images is None else images.part(group.positions.ravel())
+            logits = self.batch(ids[group.positions], group.rows, group.columns, cache, pictured)
+            cache.flush()
+            row, column = upload_together((group.row, group.column), self.layout.device)
+            parts.append(logits[row, column])
+            places.append(group.places)
+        order = np.argsort(np.concatenate(places), kind="stable")
+        return torch.cat(parts).index_select(0, upload(order, self.layout.device))
 
     def batch(
         self,
@@ -96,7 +109,7 @@ class ModuleForward:
         images: StepImages | None = None,
     ) -> Tensor:
         """Logits [B, len(keep), V] of ids [B, L] at positions `keep` (none: the last) of every row."""
-        layout = self._layout
+        layout = self.layout
         keep = keep if len(keep) else rows.offsets[-1:] - 1
         rotary = rows.positions if images is None else images.positions
         groups = rows.groups()
@@ -104,37 +117,37 @@ class ModuleForward:
             (ids, rotary, keep, *(each.slots for each in groups)), layout.device
         )
         causal = None
-        if rows.seen is not None and self._vision.causal_without_window:
+        if rows.seen is not None and self.vision.causal_without_window:
             causal = [self._attention(replace(each, seen=None)) for each in groups]
         batch = PagedBatch(
-            self._cache, layout.layer_of, slots, [self._attention(each) for each in groups], layout.mask_windows,
+            self.cache, layout.layer_of, slots, [self._attention(each) for each in groups], layout.mask_windows,
             layout.chunks, write_slots if self.paged is None else self.paged.write, causal,
         )  # fmt: skip
         inputs = dict[str, Any]() if states is None else {layout.cache_argument: states}
         with ExitStack() as around:
-            around.enter_context(self._installation.forward())
+            around.enter_context(self.installation.forward())
             if self._routers is not None:
-                around.enter_context(self._routers.recorded(partial(self._cache.write_routes, slots[0])))
-            if self._values.wanted:
-                around.enter_context(self._values.read_by_head(rows.slots.reshape(ids.shape)[:, keep]))
+                around.enter_context(self._routers.recorded(partial(self.cache.write_routes, slots[0])))
+            if self.values.wanted:
+                around.enter_context(self.values.read_by_head(rows.slots.reshape(ids.shape)[:, keep]))
             inputs |= (
-                {"input_ids": tokens} if images is None else around.enter_context(self._vision.inputs(tokens, images))
+                {"input_ids": tokens} if images is None else around.enter_context(self.vision.inputs(tokens, images))
             )
             at = positions.view(*positions.shape[:-1], *tokens.shape)
-            logits: Tensor = forward_with(batch, self._model, **inputs, position_ids=at, logits_to_keep=kept).logits
+            logits: Tensor = forward_with(batch, self.model, **inputs, position_ids=at, logits_to_keep=kept).logits
         return logits
 
     def own_logits(self, tokens: Sequence[int]) -> Tensor:
         """[V] logits after `tokens`, by the model's own unpaged attention, in eval mode."""
-        ids = torch.tensor([list(tokens)], device=self._layout.device)
-        training = [module for module in self._model.modules() if module.training]
+        ids = torch.tensor([list(tokens)], device=self.layout.device)
+        training = [module for module in self.model.modules() if module.training]
         try:
             for module in training:
                 module.training = False
             with torch.no_grad():
                 # A short one computes all positions, which verifies the code that honours `logits_to_keep` too.
                 kept = {} if len(tokens) <= VERIFY_TOKENS else {"logits_to_keep": ids.new_tensor([len(tokens) - 1])}
-                logits: Tensor = self._model(input_ids=ids, use_cache=False, **kept).logits[0, -1]
+                logits: Tensor = self.model(input_ids=ids, use_cache=False, **kept).logits[0, -1]
         finally:
             for module in training:
                 module.training = True
@@ -149,11 +162,11 @@ class ModuleForward:
     @property
     def without_library(self) -> str:
         """Why there is no `library`."""
-        on_cpu = self._layout.device.type == "cpu"
+        on_cpu = self.layout.device.type == "cpu"
         return cpu_library.status().described if on_cpu else "the fused forward is for CPUs"
 
     def _attention(self, rows: PagedRows) -> PagedAttention:
-        plain = TorchPagedAttention(rows, self._layout.device, self.workspace)
+        plain = TorchPagedAttention(rows, self.layout.device, self.workspace)
         if self.paged is not None:
-            return TritonPagedAttention(self.paged, rows, self._layout.device, plain)
+            return TritonPagedAttention(self.paged, rows, self.layout.device, plain)
         return plain if self.library is None else CpuPagedAttention(self.library, rows, plain)

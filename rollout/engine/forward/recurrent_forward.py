@@ -1,4 +1,4 @@
-"""Forwards of one step of a model with recurrent states.
+"""Batches of one step of a model with recurrent states.
 
 Its layers tell sequences apart by rows only, so the packed positions of a step are split into batches [B, L]: all decodes
 run together, and prefill chunks of equal length together.
@@ -6,48 +6,15 @@ run together, and prefill chunks of equal length together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.memory.buffers import upload, upload_together
-from rollout.engine.memory.state_pool import StatePool
-from rollout.engine.models.model_support import ModelLayout
-from rollout.engine.models.recurrent_states import StateRows
-from rollout.engine.multimodal.family import StepImages
 
 IntArray = NDArray[np.int64]
-Forward = Callable[[IntArray, PagedRows, IntArray, StateRows, StepImages | None], Tensor]
-"""Logits [B, C, V] of token ids [B, L], of their rows, at columns [C], with states and images."""
-
-
-def forward_by_length(
-    forward: Forward,
-    layout: ModelLayout,
-    pool: StatePool,
-    ids: IntArray,
-    rows: PagedRows,
-    keep: IntArray,
-    states: NDArray[np.int32],
-    images: StepImages | None,
-) -> Tensor:
-    """Logits [len(keep), V] at packed positions `keep`; advances the states in slots `states` [R] of `pool`."""
-    parts, places = [], []
-    for group in length_groups(rows, keep, continues=layout.continues):
-        cache = StateRows(pool, states[group.members], begins=group.begins)
-        pictured = None if images is None else images.part(group.positions.ravel())
-        logits = forward(ids[group.positions], group.rows, group.columns, cache, pictured)
-        cache.flush()
-        row, column = upload_together((group.row, group.column), layout.device)
-        parts.append(logits[row, column])
-        places.append(group.places)
-    order = np.argsort(np.concatenate(places), kind="stable")
-    return torch.cat(parts).index_select(0, upload(order, layout.device))
 
 
 @dataclass(frozen=True, eq=False)
