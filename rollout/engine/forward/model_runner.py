@@ -89,9 +89,8 @@ class ModelRunner:
             return self.runs.run(step)
         ids, packed = pack(step, self.table)
         entries, repeats = step.distinct_entries()
-        wanted = [s for s in step.prefills if s.wants_prompt_logprobs]
         keep = packed.offsets[entries + 1] - 1
-        spans = prompt_spans(step, packed, wanted)
+        spans = prompt_spans(step, packed)
         packed, images = self.pictured(step, packed, self.table)
         keeps = np.concatenate([keep, *(span for _, span in spans)])
         compute = partial(self.compute, states=self.table.state[step.rows], named=self.adapters.of(step.rows))

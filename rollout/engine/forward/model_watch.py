@@ -14,7 +14,6 @@ Always true: equal keys of unchanged weights compute the same KV. Functions of t
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Hashable
 from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedConfig
 
 from rollout.engine.models.attention import Installation
@@ -150,7 +150,6 @@ class _Scan:
         kinds = [kind for kind in self._classes if issubclass(kind, nn.Module)]
         forwards = tuple(self._take(each) for kind in kinds for each in (kind.forward, kind.__call__))
         self.foreign |= not all(map(_is_familiar, self._classes))
-        self._contents.sweep()
         return modules, configs, forwards, tuple(self._functions)
 
     def _module(self, module: nn.Module) -> Hashable:
@@ -224,26 +223,22 @@ class _Contents:
     """Contents of tensors, read again when they may have changed."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], Hashable, Hashable]] = {}
-        self._used: dict[int, tuple[weakref.ref[Tensor], Hashable, Hashable]] = {}
+        self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: Tensor) -> Hashable:
         """Equal for equal contents of a small tensor; for a large one while nothing has written to it."""
         plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
         version = None if tensor.is_inference() else tensor._version
         state = version, tensor.data_ptr() if plain else None
-        reference, before, content = self._known.get(id(tensor), (None, None, None))
-        if reference is None or reference() is not tensor or before != state or version is None:
-            reference, content = weakref.ref(tensor), object()
+        content: Hashable
+        before, content = self._known.get(tensor, (None, None))
+        if before != state or version is None:
+            content = object()
             if plain and tensor.numel() * tensor.itemsize <= _SMALL_BYTES:
                 raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                 content = tensor.shape, tensor.dtype, raw.numpy().tobytes()
-        self._used[id(tensor)] = reference, state, content
+            self._known[tensor] = state, content
         return content
-
-    def sweep(self) -> None:
-        """Forget tensors that were not asked for since the last call."""
-        self._known, self._used = self._used, {}
 
 
 class _Same:

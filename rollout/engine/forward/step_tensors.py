@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from typing import Any
 
 import numpy as np
@@ -78,13 +77,11 @@ def sample_step(
     return StepTokens(token_ids, logprobs, top, failed=failed, complete=complete, kept=kept, values=values)
 
 
-def prompt_spans(
-    step: ScheduledStep, packed: PagedRows, wanted: Rows[Sequence]
-) -> list[tuple[Sequence, NDArray[np.int64]]]:
-    """Return for each sequence that wants prompt log-probs the packed positions whose successor is a prompt token."""
+def prompt_spans(step: ScheduledStep, packed: PagedRows) -> list[tuple[Sequence, NDArray[np.int64]]]:
+    """Packed positions whose successor is a prompt token, of each sequence that wants prompt log-probs."""
     spans = []
     for entry, sequence in enumerate(step.prefills, step.num_decodes):
-        if sequence in wanted:
+        if sequence.wants_prompt_logprobs:
             span = np.arange(packed.offsets[entry], packed.offsets[entry + 1])
             last = len(sequence.tokens) - 1
             spans.append((sequence, span[packed.positions[span] < last]))

@@ -22,8 +22,8 @@ Biases = Mapping[int, tuple[NDArray[np.int64], NDArray[np.float32]]]
 Listed = Mapping[int, Tensor]
 """Token ids by row of the table, for rows with logprob_token_ids."""
 
-_NUMBERS = ("temperature", *PENALTIES, *(name for name in FILTERS if name != "top_k"))
-_INTEGERS = ("top_k", "key", "top_n", "greedy", "raw", "tempered", "keeps")
+_COLUMNS = ("temperature", *PENALTIES, *FILTERS, "top_n", "greedy", "raw", "tempered", "keeps")
+"""Numbers that the table has of a row; the last four are 0 or 1. All are exact in float64."""
 _NO_TOP_K = 2**31 - 1
 
 
@@ -37,7 +37,7 @@ class SamplingRows:
         key: [R] int64.
         top_k: [R] int64, 2^31 - 1 where off.
         top_p: [R] float64.
-        value: name of every penalty and filter but top_k → [R] float32.
+        value: name of every penalty and filter → [R] float32.
         temperature, raw_temperature: [R] float32.
         filters: names of the filters that some row uses.
         limited: [L] int64, the rows with top_k or top_p.
@@ -54,23 +54,25 @@ class SamplingRows:
     def __init__(
         self,
         rows: NDArray[np.int64],
-        numbers: NDArray[np.float64],
-        integers: NDArray[np.int64],
+        columns: NDArray[np.float64],
+        keys: NDArray[np.int64],
         biases: Biases,
         listed: Listed,
         scratch: Scratch,
         device: torch.device,
     ) -> None:
-        """`numbers` and `integers` hold one row of R values for every name of `_NUMBERS` and `_INTEGERS`."""
-        self._source = rows, numbers, integers, biases, listed
+        """`columns` hold R values for every name of `_COLUMNS`."""
+        self._source = rows, columns, keys, biases, listed
         self.listed = (
             [(index, listed[row]) for index, row in enumerate(rows.tolist()) if row in listed] if listed else []
         )
         self.scratch = scratch
         self._parts: tuple[int, list[SamplingRows]] = len(rows), [self]
-        given = dict(zip(_NUMBERS, numbers, strict=True))
-        temperature, repetition, top_p = given["temperature"], given["repetition_penalty"], given["top_p"]
-        top_k, key, top_n, greedy, raw, tempered, keeps = integers
+        given = dict(zip(_COLUMNS, columns, strict=True))
+        temperature, repetition, top_k, top_p = (
+            given[name] for name in ("temperature", "repetition_penalty", "top_k", "top_p")
+        )
+        top_n, greedy, raw, tempered, keeps = columns[_COLUMNS.index("top_n") :]
         occurrence = (given["presence_penalty"] != 0) | (given["frequency_penalty"] != 0)
         limited = np.flatnonzero((top_k > 0) | (top_p < 1))
         self.top_n = int(top_n.max(initial=0))
@@ -78,8 +80,7 @@ class SamplingRows:
         self.any_raw, self.all_raw = bool(raw.any()), bool(raw.all())
         self.any_temperature = bool((temperature != 1).any())
         self.any_raw_temperature = bool(((temperature != 1) & (tempered > 0)).any())
-        columns = given | {"top_k": top_k}
-        self.filters = {name for name, off in FILTERS.items() if bool((columns[name] != off).any())}
+        self.filters = {name for name, off in FILTERS.items() if bool((given[name] != off).any())}
         self.any_repetition = bool((repetition != 1).any())
         self.any_occurrence = bool(occurrence.any())
         self.any_penalty = self.any_repetition or self.any_occurrence
@@ -92,12 +93,13 @@ class SamplingRows:
         self.limited, self.keeping = upload(limited, device), upload(np.flatnonzero(keeps), device)
         bounded = len(limited) > 0 and bool((top_k[limited] > 0).all())
         self.limited_width = int(top_k[limited].max()) if bounded else None
-        wide = upload(numbers, device)
-        self.top_p = wide[_NUMBERS.index("top_p")]
-        self.value = dict(zip(_NUMBERS, wide.to(torch.float32).unbind(), strict=True))
+        wide = upload(columns, device)
+        self.value = dict(zip(_COLUMNS, wide.to(torch.float32).unbind(), strict=True))
         self.temperature = self.value["temperature"]
-        self.top_k, self.key = upload(np.stack([np.where(top_k > 0, top_k, _NO_TOP_K), key]), device).unbind()
-        self.greedy, self.raw, hot, self.keeps = upload(np.stack([greedy, raw, tempered, keeps]) > 0, device).unbind()
+        self.top_p, most = (wide[_COLUMNS.index(name)] for name in ("top_p", "top_k"))
+        self.top_k = torch.where(most > 0, most, _NO_TOP_K).to(torch.int64)
+        self.key = upload(keys, device)
+        self.greedy, self.raw, hot, self.keeps = (wide[-4:] > 0).unbind()
         self.raw_temperature = torch.where(hot, self.temperature, 1.0)
 
     def __len__(self) -> int:
@@ -112,9 +114,9 @@ class SamplingRows:
         return self._parts[1]
 
     def _part(self, start: int, end: int) -> SamplingRows:
-        rows, numbers, integers, biases, listed = self._source
+        rows, columns, keys, biases, listed = self._source
         cut, device = slice(start, end), self.key.device
-        return SamplingRows(rows[cut], numbers[:, cut], integers[:, cut], biases, listed, self.scratch, device)
+        return SamplingRows(rows[cut], columns[:, cut], keys[cut], biases, listed, self.scratch, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,8 +149,8 @@ class SamplingTable:
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self._numbers: NDArray[np.float64] = np.zeros((len(_NUMBERS), 0))
-        self._integers: NDArray[np.int64] = np.zeros((len(_INTEGERS), 0), np.int64)
+        self._columns: NDArray[np.float64] = np.zeros((len(_COLUMNS), 0))
+        self._keys: NDArray[np.int64] = np.zeros(0, np.int64)
         self._biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self._listed: dict[int, Tensor] = {}
         self._selected: tuple[NDArray[np.int64], SamplingRows] | None = None
@@ -156,17 +158,17 @@ class SamplingTable:
 
     def set(self, row: int, params: SamplingParams, key: int) -> None:
         """Set the parameters of `row` and the key of its random stream (`stream_key`)."""
-        capacity = self._numbers.shape[1]
+        capacity = len(self._keys)
         if row >= capacity:
-            room = ((0, 0), (0, max(16, row + 1, 2 * capacity) - capacity))
-            self._numbers, self._integers = np.pad(self._numbers, room), np.pad(self._integers, room)
+            more = max(16, row + 1, 2 * capacity) - capacity
+            self._columns, self._keys = np.pad(self._columns, ((0, 0), (0, more))), np.pad(self._keys, (0, more))
         greedy = params.greedy
         if greedy:
             params = params.replace(temperature=1.0, **FILTERS)
-        self._numbers[:, row] = [getattr(params, name) for name in _NUMBERS]
         raw, tempered = params.logprobs_mode != "processed", params.logprobs_mode == "tempered"
-        keeps = params.return_kept_tokens
-        self._integers[:, row] = params.top_k, key, params.logprobs or 0, greedy, raw, tempered, keeps
+        shape = [getattr(params, name) for name in ("temperature", *PENALTIES, *FILTERS)]
+        self._columns[:, row] = *shape, params.logprobs or 0, greedy, raw, tempered, params.return_kept_tokens
+        self._keys[row] = key
         self._listed = {other: ids for other, ids in self._listed.items() if other != row}
         if params.logprob_token_ids:
             self._listed[row] = torch.tensor(params.logprob_token_ids, dtype=torch.int64, device=self.device)
@@ -186,16 +188,24 @@ class SamplingTable:
         if self._selected is None or not np.array_equal(self._selected[0], rows):
             chosen = np.array(rows, np.int64)
             self._check(chosen)
-            numbers, integers = self._numbers[:, chosen], self._integers[:, chosen]
-            params = SamplingRows(chosen, numbers, integers, self._biases, self._listed, self._scratch, self.device)
+            # `take` leaves the values of a column next to each other, as the C++ kernel reads them.
+            params = SamplingRows(
+                chosen,
+                self._columns.take(chosen, axis=1),
+                self._keys[chosen],
+                self._biases,
+                self._listed,
+                self._scratch,
+                self.device,
+            )
             self._selected = chosen, params
         return self._selected[1]
 
     def _check(self, rows: NDArray[np.int64]) -> None:
-        inside = (rows >= 0) & (rows < self._numbers.shape[1])
+        inside = (rows >= 0) & (rows < len(self._keys))
         known = inside.copy()
         # A stored temperature is never 0.
-        known[inside] = self._numbers[0, rows[inside]] != 0
+        known[inside] = self._columns[0, rows[inside]] != 0
         if not known.all():
             row = rows[~known][0]
             raise ConfigError(f"SamplingTable.select: row {row} was never set; call set({row}, params, key) first")
