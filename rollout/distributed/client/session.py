@@ -6,7 +6,6 @@ group is dropped; one that contradicts the tokens received raises a `Serializati
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -99,45 +98,22 @@ def int32_tokens(prompt: TokenIds) -> bytes:
     """Pack token ids as little-endian int32; `InvalidRequestError` unless they are integers in [0, 2**31), at least
     one.
     """
-    if isinstance(prompt, bytes):
-        packed = prompt
-    elif hasattr(prompt, "__array__"):
-        packed = _int32_of_array(np.asarray(prompt))
-    else:
-        packed = _int32_of_list(prompt)
-    if not packed:
+    if isinstance(prompt, bytes) and len(prompt) % TOKEN_BYTES:
+        raise InvalidRequestError(f"a prompt of {len(prompt)} bytes: must be int32 token ids, {TOKEN_BYTES} bytes each")
+    try:
+        tokens = np.frombuffer(prompt, "<i4") if isinstance(prompt, bytes) else np.asarray(prompt)
+    except (TypeError, ValueError) as exc:
+        raise InvalidRequestError(f"prompt of type {type(prompt).__name__}: must be text or token ids ({exc})") from exc
+    if not tokens.size:
         raise InvalidRequestError("a prompt of no tokens: must have at least one; a BOS token will do")
-    if len(packed) % TOKEN_BYTES:
-        raise InvalidRequestError(f"a prompt of {len(packed)} bytes: must be int32 token ids, {TOKEN_BYTES} bytes each")
-    tokens = np.frombuffer(packed, "<i4")
-    if tokens.min() < 0:
-        raise InvalidRequestError(f"prompt token {tokens.min()}: must lie in [0, 2**31)")
-    return packed
-
-
-def _int32_of_array(tokens: NDArray[Any]) -> bytes:
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise InvalidRequestError(
-            f"a prompt of shape {tokens.shape} and dtype {tokens.dtype}: must be integers in a row"
+            f"a prompt of shape {tokens.shape} and dtype {tokens.dtype}: must be text, or token ids in a row"
         )
-    for bound in (tokens.min(), tokens.max()) if len(tokens) else ():
+    for bound in (tokens.min(), tokens.max()):
         if not 0 <= bound < 2**31:
             raise InvalidRequestError(f"prompt token {bound}: must lie in [0, 2**31)")
-    return tokens.astype("<i4").tobytes()
-
-
-def _int32_of_list(prompt: Sequence[int]) -> bytes:
-    try:
-        return struct.pack(f"<{len(prompt)}i", *prompt)
-    except TypeError as exc:
-        raise InvalidRequestError(f"prompt of type {type(prompt).__name__}: must be text or token ids ({exc})") from exc
-    except struct.error as exc:
-        bad = next((token for token in prompt if not _is_int32(token)), None)
-        raise InvalidRequestError(f"prompt token {bad!r}: must lie in [0, 2**31) and be an integer") from exc
-
-
-def _is_int32(token: Any) -> bool:
-    return hasattr(token, "__index__") and -(2**31) <= token < 2**31
+    return tokens.astype("<i4", copy=False).tobytes()
 
 
 SMALLER = "let the processor make smaller images, or have every rank compute its own prompts (coordinator=False)"

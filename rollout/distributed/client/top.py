@@ -1,7 +1,6 @@
-"""`rollout top ADDRESS`: a terminal view of a running job (its coordinator, tcp://) or of a server (http://, its
-/metrics).
+"""`rollout top ADDRESS`: a terminal view of a running job, asked from its coordinator.
 
-`read_coordinator` and `read_server` make a `View`, `draw` shows one; rates are differences of two views.
+`view_of` makes a `View` of the coordinator's status, `draw` shows one; rates are differences of two views.
 """
 
 from __future__ import annotations
@@ -9,28 +8,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.transport.keys import JobKeys
-from rollout.errors import ConfigError, ConnectionLostError
+from rollout.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-API_KEY = "ROLLOUT_API_KEY"
-TIMEOUT_S = 5.0
-_HELD = {0.0: "by nothing", 1.0: "paused", 2.0: "suspended"}
 RANK_COLUMNS = ("rank", "state", "version", "running", "waiting", "assigned", "tokens/s", "since progress")
 
 
@@ -42,13 +35,13 @@ class View:
         at: seconds, monotonic.
         facts: (name, value) of the whole, in order.
         ranks: per rank, by `RANK_COLUMNS` but the rate.
-        tokens: sampled so far, by rank name; "" is a server's engine.
+        tokens: sampled so far, by rank name.
     """
 
     at: float
     facts: tuple[tuple[str, str], ...]
-    ranks: tuple[Mapping[str, str], ...] = ()
-    tokens: Mapping[str, float] = field(default_factory=dict)
+    ranks: tuple[Mapping[str, str], ...]
+    tokens: Mapping[str, float]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -59,10 +52,8 @@ def main(arguments: Sequence[str]) -> None:
         ConnectionLostError, DeadlineError: nothing answers at the address.
         SystemExit: --help, or arguments that cannot be parsed.
     """
-    parser = argparse.ArgumentParser(
-        "rollout top", description=f"Watch a running job or server. {API_KEY} is sent to a server that asks for a key."
-    )
-    parser.add_argument("address", help="tcp://host:port of a coordinator, or http://host:port of a server")
+    parser = argparse.ArgumentParser("rollout top", description="Watch a running job.")
+    parser.add_argument("address", help="tcp://host:port of its coordinator")
     parser.add_argument("--keys", metavar="FILE", help="JSON of a job's public keys and client secret (`JobKeys`)")
     parser.add_argument(
         "--interval", type=float, default=1.0, metavar="S", help="seconds between two readings (default: 1)"
@@ -73,91 +64,9 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(f"--interval {options.interval}: must be in [0.1, 3600] seconds")
     if find_spec("rich") is None:
         raise ConfigError("`rollout top` needs rich: pip install 'rollout-engine[top]'")
-    if not options.address.startswith(("tcp://", "http://", "https://")):
-        raise ConfigError(f"{options.address!r}: must begin with tcp:// (a coordinator) or http:// (a server)")
+    if not options.address.startswith("tcp://"):
+        raise ConfigError(f"{options.address!r}: must begin with tcp://, the address of a coordinator")
     asyncio.run(_watch(options.address, _keys(options.keys), options.interval, options.once))
-
-
-# --- reading ------------------------------------------------------------------------------------------------------------
-
-
-def read_coordinator(status: Mapping[str, Any], at: float) -> View:
-    """View of a coordinator's status table (`InferenceClient.status`)."""
-    held = [f"{rank['name']} {rank['state']}" for rank in status["ranks"] if rank["state"] != "running"]
-    holder = "" if status["state"] == "running" else f"the coordinator ({status['state']})"
-    waits = ", ".join(status["barrier_waits_for"])
-    clients = ", ".join(f"{client['name']} {client['open_requests']}" for client in status["clients"])
-    oldest = status.get("oldest_request_s")
-    facts = [
-        ("state", status["state"]),
-        ("policy version", str(status["policy_version"])),
-        ("queued samples", str(status["queued_samples"])),
-        ("oldest request", "none" if oldest is None else f"{oldest:.1f} s"),
-        ("held by", ", ".join(filter(None, [holder, *held])) or "nothing"),
-        ("barrier waits for", waits or "nothing"),
-        ("open requests", clients or "no client"),
-    ]
-    ranks = tuple(
-        {
-            "rank": rank["name"],
-            "state": ("idle" if rank["resting"] else rank["state"]) if rank["ready"] else "joining",
-            "version": str(rank["policy_version"]),
-            "running": f"{rank['running']} of {rank['max_requests']}",
-            "waiting": str(rank["waiting"]),
-            "assigned": str(rank["assigned_samples"]),
-            "since progress": f"{rank['since_progress_s']:.1f} s",
-        }
-        for rank in status["ranks"]
-    )
-    return View(at, tuple(facts), ranks, {rank["name"]: float(rank.get("tokens", 0)) for rank in status["ranks"]})
-
-
-def read_server(address: str) -> View:
-    """View of a server's /metrics; `ConnectionLostError` if nothing answers there."""
-    url = address.rstrip("/") + "/metrics"
-    request = urllib.request.Request(url)
-    if key := os.environ.get(API_KEY):
-        request.add_header("Authorization", f"Bearer {key}")
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
-            text = reply.read().decode()
-    except (OSError, ValueError, urllib.error.URLError) as exc:
-        said = getattr(exc, "reason", None) or exc
-        raise ConnectionLostError(
-            f"{url}: {said}; is `rollout serve` running there, and {API_KEY} its key, if it has one?"
-        ) from exc
-    return view_of_metrics(text, time.monotonic(), time.time())
-
-
-def view_of_metrics(text: str, at: float, now: float) -> View:
-    """View of a page in Prometheus' text format, from its `rollout_` metrics without labels; `now`: since the epoch."""
-    found: dict[str, float] = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(" ")
-        if name.startswith("rollout_") and "{" not in name:
-            found[name.removeprefix("rollout_").removesuffix("_total")] = float(value)
-
-    def number(name: str) -> str:
-        return f"{found[name]:,.0f}" if name in found else "unknown"
-
-    # The suffix `_total` of the pool's size is taken for that of a counter.
-    blocks = found.get("kv_blocks")
-    oldest = found.get("oldest_request_timestamp_s", 0.0)
-    used = found.get("kv_blocks_used", 0.0)
-    saved, computed = found.get("prefill_tokens_saved", 0.0), found.get("prefill_tokens_computed", 0.0)
-    facts = [
-        ("engine", "answers" if found.get("engine_up") else "does not answer"),
-        ("policy version", number("policy_version")),
-        ("open groups", number("open_groups")),
-        ("oldest request", f"{max(0.0, now - oldest):.1f} s" if oldest else "none"),
-        ("held", _HELD.get(found.get("hold_level", 0.0), "unknown")),
-        ("samples", f"{number('requests_running')} running, {number('requests_waiting')} waiting"),
-        ("KV blocks", f"{used:,.0f} used, {number('kv_blocks_cached')} cached, {number('kv_blocks_free')} free"
-         + (f" ({used / blocks:.0%} used)" if blocks else "")),
-        ("prefix cache", f"{saved / (saved + computed):.0%} of prompt positions" if saved + computed else "nothing yet"),
-        ("preempted, failed", f"{number('preemptions')}, {number('requests_failed')}"),
-    ]  # fmt: skip
-    return View(at, tuple(facts), (), {"": found.get("generated_tokens", 0.0)})
 
 
 def _keys(path: str | None) -> JobKeys | None:
@@ -172,7 +81,35 @@ def _keys(path: str | None) -> JobKeys | None:
         raise ConfigError(f"--keys {path}: cannot be read as keys: {why}") from exc
 
 
-# --- drawing ------------------------------------------------------------------------------------------------------------
+def view_of(status: Mapping[str, Any], at: float) -> View:
+    """View of a coordinator's status table (`InferenceClient.status`)."""
+    held = [f"{rank['name']} {rank['state']}" for rank in status["ranks"] if rank["state"] != "running"]
+    holder = "" if status["state"] == "running" else f"the coordinator ({status['state']})"
+    waits = ", ".join(status["barrier_waits_for"])
+    clients = ", ".join(f"{client['name']} {client['open_requests']}" for client in status["clients"])
+    oldest = status["oldest_request_s"]
+    facts = (
+        ("state", status["state"]),
+        ("policy version", str(status["policy_version"])),
+        ("queued samples", str(status["queued_samples"])),
+        ("oldest request", "none" if oldest is None else f"{oldest:.1f} s"),
+        ("held by", ", ".join(filter(None, [holder, *held])) or "nothing"),
+        ("barrier waits for", waits or "nothing"),
+        ("open requests", clients or "no client"),
+    )
+    ranks = tuple(
+        {
+            "rank": rank["name"],
+            "state": ("idle" if rank["resting"] else rank["state"]) if rank["ready"] else "joining",
+            "version": str(rank["policy_version"]),
+            "running": f"{rank['running']} of {rank['max_requests']}",
+            "waiting": str(rank["waiting"]),
+            "assigned": str(rank["assigned_samples"]),
+            "since progress": f"{rank['since_progress_s']:.1f} s",
+        }
+        for rank in status["ranks"]
+    )
+    return View(at, facts, ranks, {rank["name"]: float(rank["tokens"]) for rank in status["ranks"]})
 
 
 def draw(address: str, view: View, before: View | None) -> RenderableType:
@@ -199,7 +136,7 @@ def draw(address: str, view: View, before: View | None) -> RenderableType:
 
 
 def _rates(view: View, before: View | None) -> dict[str, float]:
-    """Tokens per second by rank; of ranks that are in both views, 0 for one that has begun to count anew."""
+    """Tokens per second of the ranks in both views; 0 for a rank that has been restarted."""
     if before is None or view.at <= before.at:
         return {}
     seconds = view.at - before.at
@@ -210,31 +147,17 @@ def _rates(view: View, before: View | None) -> dict[str, float]:
     }
 
 
-# --- watching -----------------------------------------------------------------------------------------------------------
-
-
 async def _watch(address: str, keys: JobKeys | None, interval_s: float, once: bool) -> None:
-    if not address.startswith("tcp://"):
-        await _show(address, lambda: asyncio.to_thread(read_server, address), interval_s, once)
-        return
-    async with InferenceClient(address, name="rollout top", keys=keys) as client:
-
-        async def read() -> View:
-            return read_coordinator(await client.status(), time.monotonic())
-
-        await _show(address, read, interval_s, once)
-
-
-async def _show(address: str, read: Callable[[], Awaitable[View]], interval_s: float, once: bool) -> None:
     """Show views for ever or, if `once`, the second one."""
     from rich.console import Console
     from rich.live import Live
 
-    before, view = None, await read()
-    with nullcontext() if once else Live(auto_refresh=False, screen=True) as live:
-        while live is not None or before is None:
-            if live is not None:
-                live.update(draw(address, view, before), refresh=True)
-            await asyncio.sleep(interval_s)
-            before, view = view, await read()
+    async with InferenceClient(address, name="rollout top", keys=keys) as client:
+        before, view = None, view_of(await client.status(), time.monotonic())
+        with nullcontext() if once else Live(auto_refresh=False, screen=True) as live:
+            while live is not None or before is None:
+                if live is not None:
+                    live.update(draw(address, view, before), refresh=True)
+                await asyncio.sleep(interval_s)
+                before, view = view, view_of(await client.status(), time.monotonic())
     Console().print(draw(address, view, before))

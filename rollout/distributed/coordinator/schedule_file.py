@@ -15,7 +15,6 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 
 from rollout.distributed.coordinator.core.dispatch import ScheduleRecord
 from rollout.errors import ConfigError
@@ -29,55 +28,38 @@ class ScheduleFile:
 
     def __init__(self, path: str, policy: PrefixCachingCoordinatorPolicy, data_parallel_size: int) -> None:
         self._path = path
-        head = json.dumps({"policy": policy.value, "data_parallel_size": data_parallel_size})
-        text = f'{head[:-1]}, "records": ['.encode()
         try:
             self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - it stays open
         except OSError as exc:
             raise ConfigError(f"schedule_output_path={path!r}: must be a file that can be written: {exc}") from exc
-        self._count = 0
-        self._end = len(text)
-        self._usable = self._write(text + _closing(0), 0)
+        self._count = self._end = 0
+        self._usable = True
+        head = json.dumps({"policy": policy.value, "data_parallel_size": data_parallel_size})
+        self._write(f'{head[:-1]}, "records": [', 0)
 
     def append(self, records: Sequence[ScheduleRecord]) -> None:
         """Append records."""
-        if not records or not self._usable:
-            return
-        lines = ",".join(map(_line, records))
-        text = (("," if self._count else "") + lines).encode()
-        count = self._count + sum(record.first for record in records)
-        if self._write(text + _closing(count), self._end):
-            self._count = count
-            self._end += len(text)
-            return
-        self._usable = False
-        before = _closing(self._count)
-        # Restore the closing line: its space is allocated already, even on a full disk.
-        with suppress(OSError):
-            os.pwrite(self._file.fileno(), before, self._end)
-            os.truncate(self._file.fileno(), self._end + len(before))
+        if records and self._usable:
+            lines = ("," if self._count else "") + ",".join(map(_line, records))
+            self._write(lines, sum(record.first for record in records))
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._usable = False
         self._file.close()
 
-    def _write(self, text: bytes, position: int) -> bool:
+    def _write(self, lines: str, requests: int) -> None:
+        text = lines.encode()
+        closing = b'\n], "num_requests": %d}\n' % (self._count + requests)
         try:
-            written = os.pwrite(self._file.fileno(), text, position)
+            os.pwrite(self._file.fileno(), text + closing, self._end)
         except OSError as exc:
-            why = str(exc)
+            self._usable = False
+            warning = "schedule_output_path=%r ends after %d requests: %s; serving goes on without it"
+            _log.warning(warning, self._path, self._count, exc)
         else:
-            if written == len(text):
-                return True
-            why = f"{written} of {len(text)} bytes were taken"
-        warning = "schedule_output_path=%r ends after %d requests: %s; serving goes on without it"
-        _log.warning(warning, self._path, self._count, why)
-        return False
-
-
-def _closing(count: int) -> bytes:
-    return b'\n], "num_requests": %d}\n' % count
+            self._count += requests
+            self._end += len(text)
 
 
 def _line(record: ScheduleRecord) -> str:

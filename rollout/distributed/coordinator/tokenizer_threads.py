@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 LONG_TEXT = 100_000
 """Characters above which a text counts as long: about a tenth of a second of work."""
-CLOSE_TIMEOUT_S = 1.0
-"""Deadline for a running job when the coordinator ends."""
 
 
 TextResult = Sequence[int] | Exception | list[str | None]
@@ -94,8 +91,7 @@ def _read_tokenizer(source: str | None) -> Tokenizer:
 
 
 class TextWorker:
-    """Runs `TextJob`s in three threads, for completions, short texts and long texts, each in order, so that short jobs
-    do not wait for long ones.
+    """Runs `TextJob`s in threads, those that are quick apart from long texts, so that they do not wait for these.
 
     Args:
         wake: called on a thread when a result is ready.
@@ -105,45 +101,31 @@ class TextWorker:
         self._codec = codec
         self._wake = wake
         self._results: deque[tuple[int, TextResult]] = deque()
-        self._lanes: dict[str, SimpleQueue[TextJob | None]] = {}
-        self._threads: list[threading.Thread] = []
-        self._ended = False
+        self._quick = ThreadPoolExecutor(1, "coordinator-texts")
+        self._long = ThreadPoolExecutor(1, "coordinator-long-texts")
 
     def put(self, job: TextJob) -> None:
         """Queue a job; the first one of its kind starts the thread."""
-        lane = "completions" if job.text is None else "texts" if len(job.text) < LONG_TEXT else "long-texts"
-        if lane not in self._lanes:
-            jobs = self._lanes[lane] = SimpleQueue()
-            self._threads.append(
-                threading.Thread(target=self._work, args=(jobs,), name=f"coordinator-{lane}", daemon=True)
-            )
-            self._threads[-1].start()
-        self._lanes[lane].put(job)
+        long = job.text is not None and len(job.text) >= LONG_TEXT
+        (self._long if long else self._quick).submit(self._work, job)
 
     def take_results(self) -> list[tuple[int, TextResult]]:
         """Return (job id, result) of the jobs that were done since the last call."""
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
-        """Start no further jobs and wait up to `CLOSE_TIMEOUT_S` for the running ones (daemon threads)."""
-        self._ended = True
-        for jobs in self._lanes.values():
-            jobs.put(None)
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        """Start no further jobs."""
+        for threads in (self._quick, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, jobs: SimpleQueue[TextJob | None]) -> None:
-        while (job := jobs.get()) is not None and not self._ended:
-            self._results.append((job.job_id, self._result(job.text, job.token_ids)))
-            self._wake()
-            # Release the text: this thread may wait long for the next job.
-            job.drop()
-
-    def _result(self, text: str | None, completions: list[bytes] | None) -> TextResult:
-        if text is None:
-            return self._codec.detokenize(completions or [])
-        try:
-            return self._codec.tokenize(text)
-        except InvalidRequestError as exc:
-            return exc
+    def _work(self, job: TextJob) -> None:
+        result: TextResult
+        if job.text is None:
+            result = self._codec.detokenize(job.token_ids or [])
+        else:
+            try:
+                result = self._codec.tokenize(job.text)
+            except InvalidRequestError as exc:
+                result = exc
+        self._results.append((job.job_id, result))
+        self._wake()

@@ -1,12 +1,9 @@
-"""Tests of `rollout top`: views of a coordinator and of a server's metrics, rates, and refused addresses."""
+"""Tests of `rollout top`: views, rates, and refused addresses."""
 
 from __future__ import annotations
 
-import asyncio
-import http.server
 import json
 import re
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +11,9 @@ import pytest
 
 from rollout.__main__ import main
 from rollout.config import CoordinatorConfig
-from rollout.distributed.client import top
-from rollout.distributed.client.top import View, _rates, read_coordinator, view_of_metrics
+from rollout.distributed.client.top import View, _rates, view_of
 from rollout.distributed.coordinator.launch import launch_coordinator
 from rollout.distributed.transport.keys import JobKeys
-from rollout.errors import ConnectionLostError
 from rollout.sampling_params import SamplingParams
 from rollout.server.prometheus import RequestMetrics
 from tests.models import make_model
@@ -49,7 +44,7 @@ def metrics() -> str:
 
 
 def test_a_coordinators_view_names_what_holds_the_engines_and_the_oldest_request():
-    view = read_coordinator(STATUS, at=1.0)
+    view = view_of(STATUS, at=1.0)
     facts = dict(view.facts)
     assert facts["held by"] == "the coordinator (paused), rank-0 suspended"
     assert facts["oldest request"] == "12.3 s"
@@ -64,19 +59,6 @@ def test_rates_are_differences_and_a_rank_that_counts_anew_has_none():
     after = View(3.0, (), (), {"a": 30.0, "b": 5.0, "c": 9.0})
     assert _rates(after, before) == {"a": 10.0, "b": 0.0}
     assert _rates(after, None) == {}
-
-
-def test_a_servers_view_reads_its_metrics(metrics):
-    arrived = float(re.search(r"^rollout_oldest_request_timestamp_s (\S+)$", metrics, re.MULTILINE)[1])
-    view = view_of_metrics(metrics, at=1.0, now=arrived + 7.5)
-    facts = dict(view.facts)
-    assert facts["engine"] == "answers"
-    assert facts["samples"] == "0 running, 1 waiting"
-    assert facts["held"] == "by nothing"
-    assert facts["oldest request"] == "7.5 s"
-    assert facts["KV blocks"].startswith("0 used")
-    assert "%" in facts["prefix cache"]
-    assert view.tokens == {"": 20.0}
 
 
 def test_top_shows_a_running_coordinator_that_asks_for_keys(tmp_path, capsys):
@@ -95,53 +77,10 @@ def test_top_shows_a_running_coordinator_that_asks_for_keys(tmp_path, capsys):
     assert "since progress" not in said  # a job without a rank has no table of them
 
 
-def test_top_shows_a_running_server(metrics, capsys, monkeypatch):
-    asked = []
-
-    class Page(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append((self.path, self.headers["Authorization"]))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(metrics.encode())
-
-        def log_message(self, *args: object) -> None:
-            return
-
-    monkeypatch.setenv("ROLLOUT_API_KEY", "a-key")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        assert main(["top", f"http://127.0.0.1:{server.server_port}/", "--once", "--interval", "0.1"]) == 0
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert asked == [("/metrics", "Bearer a-key")] * 2
-    said = capsys.readouterr().out
-    assert "KV blocks" in said
-    assert "a-key" not in said
-
-
-def test_a_view_is_drawn_with_the_one_before_it_until_the_job_is_gone(monkeypatch):
-    views, drawn = [View(float(at), ()) for at in range(3)], []
-    coming = iter(views)
-
-    async def read() -> View:
-        for view in coming:
-            return view
-        raise ConnectionLostError("gone")
-
-    monkeypatch.setattr(top, "draw", lambda address, view, before: drawn.append((view, before)) or "")
-    with pytest.raises(ConnectionLostError):
-        asyncio.run(top._show("tcp://a:1", read, 0.0, once=False))
-    assert drawn == [(views[0], None), (views[1], views[0]), (views[2], views[1])]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["localhost:1"], "must begin with tcp://"),
-        (["http://127.0.0.1:9"], "http://127.0.0.1:9/metrics"),
+        (["http://127.0.0.1:9"], "must begin with tcp://"),
         (["tcp://127.0.0.1:9", "--keys", "no-such-file"], "--keys no-such-file"),
     ],
 )

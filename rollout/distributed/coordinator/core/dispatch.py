@@ -313,7 +313,7 @@ class Dispatcher:
 
     def _place(self, request: OpenRequest, placement: Placement, samples: list[int]) -> None:
         rank = self._peers.by_name[placement.rank]
-        index, blocks = self.router.index(rank.name), len(request.hashes or [])
+        index, blocks = self.router.ranks.index(rank.name), len(request.hashes or [])
         first, request.placed = not request.placed, True
         self.decisions.append(
             ScheduleRecord(

@@ -18,15 +18,21 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from math import gcd
+from typing import NamedTuple
 
 from rollout.state import PrefixCachingCoordinatorPolicy
 
 LOOKAHEAD_SHARE = 8
 """One sample beyond the slots is assigned per so many slots."""
+MAX_HASHES_PER_RANK = 1 << 18
+"""Block hashes listed per rank; the least recently used are dropped."""
+
+Claim = tuple[dict[int, int], Sequence[int]]
+"""Hashes that one assignment is expected to cache on its rank, after the rank's counters at that time; a version change
+replaces the counters, which voids the claim."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Part of a group placed on one rank."""
 
     rank: str
@@ -80,28 +86,14 @@ class _Rank:
             self.listed.popitem(last=False)
 
 
-class Claim:
-    """Handle of the hashes that one assignment is expected to cache on its rank, until `Router.released`. Opaque."""
-
-    __slots__ = ("expected", "hashes")
-
-    def __init__(self, rank: _Rank, hashes: Sequence[int]) -> None:
-        self.hashes = tuple(hashes)
-        self.expected = rank.expected
-        """The rank's counter table at that time; a version change replaces it, which voids the claim."""
-        for each in self.hashes:
-            self.expected[each] = self.expected.get(each, 0) + 1
-
-
 class Router:
-    """Chooses ranks for the samples of a group. Every method raises `ValueError` for an unknown rank.
+    """Chooses ranks for the samples of a group.
 
     Args:
         policy: LONGEST_PREFIX scores all blocks, FIRST_PREFIX_BLOCK the first one only; without hashes both take the
             largest free share. LOAD_BALANCED takes the largest free share, ties to the lowest name. ROUND_ROBIN takes
             the next name. The last two keep no hashes.
         alpha: weight of the match in the score, in [0, 1].
-        max_hashes_per_rank: LRU bound on the hashes listed per rank.
         deterministic: decide by the order of calls of `place` and `assigned` and by the sorted names alone. Nothing is
             placed before `data_parallel_size` ranks are connected. Load is the number of samples ever assigned, minus
             the share that all ranks have in common; hashes are those of past assignments; reports have no effect.
@@ -113,7 +105,7 @@ class Router:
         policy: PrefixCachingCoordinatorPolicy,
         *,
         alpha: float = 0.5,
-        max_hashes_per_rank: int = 1 << 18,
+        max_hashes_per_rank: int = MAX_HASHES_PER_RANK,
         deterministic: bool = False,
         data_parallel_size: int = 1,
     ) -> None:
@@ -142,28 +134,15 @@ class Router:
         """Sorted names."""
         return tuple(self._ranks)
 
-    def index(self, name: str) -> int:
-        return self.ranks.index(self._rank(name).name)
-
     def add_rank(self, name: str, max_requests: int) -> None:
-        """Add a rank with an empty cache; `ValueError` if the name is taken or `max_requests` is below 1."""
-        if max_requests < 1:
-            raise ValueError(f"rank {name!r}, max_requests={max_requests!r}: must be at least 1")
-        if name in self._ranks:
-            raise ValueError(f"rank {name!r}: is here already; remove it first")
+        """Add a rank with an empty cache."""
         rank = _Rank(name, max_requests, max_requests + max(1, max_requests // LOOKAHEAD_SHARE))
         self._ranks = dict(sorted([*self._ranks.items(), (name, rank)]))
         self.complete = self.complete or len(self._ranks) >= self._data_parallel_size
 
     def remove_rank(self, name: str) -> None:
         """Remove a rank and its hashes; claims on it may still be released."""
-        del self._ranks[self._rank(name).name]
-
-    def _rank(self, name: str) -> _Rank:
-        try:
-            return self._ranks[name]
-        except KeyError:
-            raise ValueError(f"rank {name!r}: is not here; add it first ({len(self._ranks)} are)") from None
+        del self._ranks[name]
 
     # --- deciding -----------------------------------------------------------------------------------------------
 
@@ -186,8 +165,6 @@ class Router:
         Returns:
             Parts of the group, in the order in which to assign them; empty if no rank has room.
         """
-        if samples < 1:
-            raise ValueError(f"samples={samples!r}: must be at least 1")
         if not self.complete:
             return []
         if self._deterministic:
@@ -248,35 +225,32 @@ class Router:
 
         Returns the claim to pass to `released` when the assignment has ended.
         """
-        rank, asked = self._rank(name), self._asked(hashes)
-        if samples < 1:
-            raise ValueError(f"samples={samples!r}: must be at least 1")
+        rank, asked = self._ranks[name], self._asked(hashes)
         rank.pending += samples
         rank.load += samples
         rank.stamp = self._clock
         self._clock += 1
         self._last = name
         rank.use(asked, limit=self._max_hashes if self._deterministic else None)
-        return Claim(rank, () if self._deterministic else asked)
+        claimed = () if self._deterministic else asked
+        for each in claimed:
+            rank.expected[each] = rank.expected.get(each, 0) + 1
+        return rank.expected, claimed
 
     def ended(self, name: str, samples: int = 1) -> None:
-        """Record that samples have ended on, or were withdrawn from, a rank; `ValueError` if it has fewer."""
-        rank = self._rank(name)
-        if not 0 <= samples <= rank.pending:
-            raise ValueError(
-                f"rank {name!r}: {samples} samples ended where {rank.pending} are pending; tell of each sample once"
-            )
+        """Record that samples have ended on, or were withdrawn from, a rank."""
+        rank = self._ranks[name]
         rank.pending -= samples
         if not self._deterministic:
             rank.load -= samples
 
     def released(self, claim: Claim) -> None:
-        """Release the claim of an ended assignment: its hashes are no longer expected. Idempotent."""
-        for each in claim.hashes:
-            claim.expected[each] -= 1
-            if not claim.expected[each]:
-                del claim.expected[each]
-        claim.hashes = ()
+        """Release the claim of an ended assignment: its hashes are no longer expected."""
+        expected, hashes = claim
+        for each in hashes:
+            expected[each] -= 1
+            if not expected[each]:
+                del expected[each]
 
     def reported(self, name: str, added: Iterable[int], removed: Iterable[int], flushed: bool) -> None:
         """Apply a rank's report of prefix cache changes.
@@ -287,7 +261,7 @@ class Router:
             removed: evicted hashes; those of open assignments stay expected. Applied second.
             added: newly cached hashes, of one prompt from its first block on.
         """
-        rank = self._rank(name)
+        rank = self._ranks[name]
         if self._deterministic or not self._by_prefix:
             return
         if flushed:
@@ -298,13 +272,11 @@ class Router:
 
     def version_changed(self, name: str) -> None:
         """Remove a rank's hashes and void its claims: blocks of an older policy version match no new request."""
-        rank = self._rank(name)
+        rank = self._ranks[name]
         if not self._deterministic:
             rank.expected = {}
             rank.listed.clear()
 
-    # --- queries ------------------------------------------------------------------------------------------------
-
     def pending(self, name: str) -> int:
         """Number of assigned samples that have not ended."""
-        return self._rank(name).pending
+        return self._ranks[name].pending

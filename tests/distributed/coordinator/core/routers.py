@@ -31,14 +31,14 @@ def make(*loads: int, policy: PrefixCachingCoordinatorPolicy = LONGEST, alpha: f
 
 
 def held(router: Router, name: str) -> set[int]:
-    rank = router._rank(name)
+    rank = router._ranks[name]
     return {*rank.expected, *rank.listed}
 
 
 def check(router: Router) -> None:
     assert list(router.ranks) == sorted(router.ranks)
     for name in router.ranks:
-        rank = router._rank(name)
+        rank = router._ranks[name]
         assert min(rank.pending, rank.load) >= 0, name
         assert router._deterministic or rank.load == rank.pending, name
         assert all(count > 0 for count in rank.expected.values()), name

@@ -143,53 +143,6 @@ def test_long_tailed_lengths_are_balanced_over_the_ranks(policy: PrefixCachingCo
     assert max(tokens.values()) <= 1.2 * sum(tokens.values()) / ranks
 
 
-# --- what ranks hold --------------------------------------------------------------------------------------------------
-
-
-def test_releasing_twice_takes_back_once() -> None:
-    router = make(0)
-    first, second = router.assigned("0", PROMPT, 1), router.assigned("0", PROMPT, 1)
-    router.released(first)
-    router.released(first)
-    assert held(router, "0") == set(PROMPT)
-    router.released(second)
-    assert held(router, "0") == set()
-    check(router)
-
-
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-
-def test_more_samples_cannot_end_than_are_pending() -> None:
-    router = make(2, 0)
-    router.ended("0", 2)
-    with pytest.raises(ValueError, match="rank '0': 1 samples ended where 0 are pending"):
-        router.ended("0", 1)
-    with pytest.raises(ValueError, match="rank '1': -1 samples"):
-        router.ended("1", -1)
-    check(router)
-
-
-def test_what_makes_no_sense_is_refused_by_name() -> None:
-    router = make(0)
-    for call in (
-        lambda: router.ended("x"), lambda: router.assigned("x", [], 1), lambda: router.reported("x", [], [], False),
-        lambda: router.version_changed("x"), lambda: router.remove_rank("x"), lambda: router.pending("x"),
-        lambda: router.index("x"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match="rank 'x': is not here"):
-            call()
-    with pytest.raises(ValueError, match="rank '0': is here already"):
-        router.add_rank("0", 4)
-    with pytest.raises(ValueError, match="max_requests=0: must be at least 1"):
-        router.add_rank("1", 0)
-    with pytest.raises(ValueError, match="samples=0"):
-        router.place([], 0)
-    with pytest.raises(ValueError, match="samples=0"):
-        router.assigned("0", [], 0)
-    assert router.ranks == ("0",)
-
-
 def test_without_ranks_everything_waits() -> None:
     assert Router(LONGEST).place(PROMPT, 1) == []
 

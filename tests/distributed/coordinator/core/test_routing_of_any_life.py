@@ -216,11 +216,10 @@ class Life:
         check(self.router)
         assert self.router.ranks == tuple(sorted(self.plain.ranks))
         hashes = self.prompt()
-        for index, name in enumerate(self.router.ranks):
-            assert self.router.index(name) == index
+        for name in self.router.ranks:
             assert self.router.pending(name) == self.plain.ranks[name].pending
             assert held(self.router, name) == self.plain.ranks[name].held
-            assert self.router._rank(name).match(self.router._asked(hashes)) == self.plain.match(name, hashes)
+            assert self.router._ranks[name].match(self.router._asked(hashes)) == self.plain.match(name, hashes)
 
 
 def seeds() -> list[int]:
