@@ -164,20 +164,3 @@ def test_images_larger_than_a_request_may_be_are_refused_with_the_cure_and_nothi
     client = job.client()
     client.say(Submit(0, b"\x01\0\0\0", 1, b"\x80", images=bytes(MAX_REQUEST_BYTES)))
     assert "bytes of prompt, images, parameters" in client.failed("InvalidRequestError").text
-
-
-def test_images_count_towards_what_a_client_may_have_open() -> None:
-    job = Job(max_open_mb=1)
-    client = job.client()
-    client.say(*(Submit(number, b"\x01\0\0\0", 1, b"\x80", images=bytes(700 << 10)) for number in range(2)))
-    assert "max_open_mb=1" in client.failed("QueueFullError").text
-
-
-def test_images_that_are_no_tensors_are_declined_by_name() -> None:
-    job = Job()
-    rank = Rank(job, "rank")
-    client = job.client()
-    client.submit([5, 6], images=b"\xc1")
-    rank.assigned()
-    assert "images: 1 bytes that are no msgpack" in client.failed("SerializationError").text
-    assert not rank.engine.has_unfinished

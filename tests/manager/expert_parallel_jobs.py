@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -43,13 +42,11 @@ def of_rank(rank: int) -> list[list[int]]:
     return PROMPTS[1:] if rank else PROMPTS[:1]
 
 
-def exchanges(rank: int, folder: str, coordinator: bool) -> dict[str, Any]:
+def exchanges(rank: int, folder: str) -> dict[str, Any]:
     """A life of two ranks with prompts of their own, and with prompts on one of them only."""
     model = load(folder, fsdp_size=2, ep_size=2)
     told: dict[str, Any] = {}
-    with make_rollout(
-        model, coordinator=coordinator, verify_model=True, record_routes=True, control_timeout_s=60.0
-    ) as rollout:
+    with make_rollout(model, verify_model=True, record_routes=True, control_timeout_s=60.0) as rollout:
         batch = rollout.generate(of_rank(rank), GREEDY)
         told["own"], told["routes"] = shown(batch), routes_of(batch)
         told["one rank's"] = shown(rollout.generate(PROMPTS if rank == 0 else [], GREEDY))
@@ -94,20 +91,3 @@ def fails(rank: int, folder: str) -> dict[str, Any]:
         told["in flight"] = rollout.groups_in_flight
         told["after it"] = shown(rollout.generate([], min_groups=rollout.groups_in_flight))
     return told
-
-
-def dies(rank: int, folder: str, victim: int, **sizes: int) -> str:
-    """A member ends without a word between two layers; what the other one is told, then and later."""
-    model: PreTrainedModel = load(folder, **sizes)
-    rollout = make_rollout(model, control_timeout_s=60.0)
-    rollout.generate(PROMPTS, GREEDY)
-
-    def end(*_: Any) -> None:
-        os._exit(0)
-
-    if rank == victim:
-        model.model.layers[1].register_forward_pre_hook(end)
-    first = said(lambda: rollout.generate(PROMPTS, GREEDY))
-    again = said(lambda: rollout.generate(PROMPTS, GREEDY))
-    rollout.close()
-    return f"{first}\n{again}"

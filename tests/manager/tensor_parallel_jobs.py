@@ -317,9 +317,9 @@ def misuses(rank: int, folder: str) -> dict[str, str]:
     return told
 
 
-def dies(rank: int, folder: str, victim: int, forward: int) -> str:
-    """A member ends without a word in a forward; what the other one is told."""
-    model = load(folder)
+def dies(rank: int, folder: str, victim: int, forward: int, **sizes: int) -> str:
+    """A member ends without a word in a forward; what the other one is told, then and later."""
+    model = load(folder, **sizes)
     seen = [0]
 
     def end(*_: Any) -> None:
@@ -366,9 +366,9 @@ def of_my_pair(rank: int) -> list[list[int]]:
     return [[5 + rank // 2, 6, 7 + index] for index in range(3 + rank // 2)]
 
 
-def two_groups_generate(rank: int, folder: str, sizes: dict[str, int] | None) -> dict[str, Any]:
+def two_groups_generate(rank: int) -> dict[str, Any]:
     """Two groups under one coordinator; each has its own prompts, and then only the first has any."""
-    model = split(make_model("llama", vocab_size=VOCABULARY)) if sizes is None else load(folder, **sizes)
+    model = split(make_model("llama", vocab_size=VOCABULARY))
     with make_rollout(model, verify_model=True) as rollout:
         batch = rollout.generate(of_my_pair(rank), GREEDY)
         with rollout.suspended(), torch.no_grad():
@@ -381,8 +381,8 @@ def two_groups_generate(rank: int, folder: str, sizes: dict[str, int] | None) ->
     return {"first": shown(batch), "more": shown(more), "ended": ended, "address": address}
 
 
-def two_groups_lose_a_member(rank: int, victim: int) -> Any:
-    """A rank of the second group, its leader or the other one, ends in a forward; the first group gets all samples."""
+def two_groups_lose_a_member(rank: int) -> Any:
+    """The leader of the second group ends in a forward; the first group gets all samples."""
     model = split(make_model("llama", vocab_size=VOCABULARY))
     coordinator = CoordinatorConfig(heartbeat_timeout_s=5.0)
     rollout = make_rollout(model, control_timeout_s=60.0, coordinator=coordinator)
@@ -391,7 +391,7 @@ def two_groups_lose_a_member(rank: int, victim: int) -> Any:
     def end(*_: Any) -> None:
         os._exit(0)
 
-    if rank == victim:
+    if rank == 2:
         model.model.layers[1].register_forward_pre_hook(end)
     prompts = [[5, 6, 7 + index] for index in range(8)] if rank < 2 else []
     if rank < 2:

@@ -234,26 +234,6 @@ async def test_cancelling_a_future_aborts_its_request_and_the_late_reply_is_drop
         assert client._session.open_groups == []
 
 
-@asynchronous
-async def test_a_reply_wakes_its_waiter_in_the_same_turn_as_it_arrives():
-    async with connected() as (client, _):
-        loop, order = asyncio.get_running_loop(), []
-        future = client.add_request(PROMPT)
-        end = future.group.on_done
-
-        def arrive(group):
-            end(group)
-            order.append("arrived")
-            loop.call_soon(loop.call_soon, order.append, "later")
-
-        future.group.on_done = arrive
-        await future
-        order.append("awake")
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert order == ["arrived", "awake", "later"]
-
-
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
@@ -273,14 +253,6 @@ async def test_a_streams_deltas_joined_are_its_result():
             assert [value for delta in mine for value in delta.policy_versions] == [0, 0, 0, 0]
             assert not any(delta.restarted for delta in mine)
         assert [delta async for delta in stream] == []
-
-
-@asynchronous
-async def test_the_interval_is_asked_for_and_deltas_come_in_such_pieces():
-    async with connected() as (client, fake):
-        stream = client.add_request_streaming(PROMPT, interval=3)
-        assert [delta.token_ids async for delta in stream] == [[10, 11, 12], [13]]
-        assert (await heard(fake))[2].interval == 3
 
 
 @asynchronous
@@ -328,14 +300,6 @@ async def test_leaving_the_loop_over_a_stream_aborts(leave):
         assert (await heard(fake))[2] == wire.Abort(0)
 
 
-@asynchronous
-async def test_a_stream_read_to_its_end_aborts_nothing():
-    async with connected() as (client, fake):
-        assert [delta async for delta in client.add_request_streaming(PROMPT)]
-        await client.status()
-        assert [type((await heard(fake))[2]) for _ in range(2)] == [wire.Submit, wire.StatusQuery]
-
-
 # --- control ----------------------------------------------------------------------------------------------------------
 
 
@@ -374,20 +338,6 @@ async def test_a_control_call_that_fails_raises_what_was_named():
         with pytest.raises(ControlError):
             await client.set_policy_version(9)
         assert client.policy_version == 0
-
-
-@asynchronous
-async def test_wrong_arguments_of_control_calls_are_refused_here():
-    async with connected() as (client, fake):
-        for call, words in (
-            (client.suspend_engines("sideways"), "mode='sideways'"),
-            (client.set_policy_version(-1), "version=-1"),
-            (client.set_policy_version(True), "version=True"),
-            (client.barrier(1.0), "index=1.0"),
-        ):
-            with pytest.raises(ConfigError, match=words):
-                await call
-        assert fake.heard.empty()
 
 
 @asynchronous
@@ -468,19 +418,6 @@ async def test_a_group_goes_on_at_another_coordinator_from_what_is_known():
         assert [each.counts for each in submit.known] == [[1, 1]]
         fake.say(fake.peers[0], wire.Heartbeat(), part(0, 2, 1, [11], last=True))
         assert [each.generated_tokens for each in await again] == [[10, 11], [10, 11]]
-
-
-@asynchronous
-async def test_a_group_may_be_opened_for_whoever_listens_to_it_himself():
-    async with connected(only()) as (client, fake):
-        told = []
-        group = client.open_group(PROMPT, SamplingParams(n=3), wanted={1}, interval=2)
-        group.on_update = lambda group, stretch: told.append(stretch.counts)
-        group.on_done = told.append
-        submit = (await heard(fake))[2]
-        assert (submit.wanted, submit.interval) == ([1], 2)
-        await client.stop()
-        assert told == [group]
 
 
 @asynchronous

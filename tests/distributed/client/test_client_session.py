@@ -176,22 +176,6 @@ def test_a_lost_connection_ends_everything_once_and_leaves_the_records_readable(
         line.session.barrier(4)
 
 
-@pytest.mark.parametrize("message", [wire.Refused("unknown_peer", "who", over=True), wire.Disconnect("bye")])
-def test_a_farewell_of_the_coordinator_is_the_end(message):
-    line = Line()
-    group = line.submit()
-    line.receive(message)
-    assert isinstance(group.error, ConnectionLostError)
-
-
-def test_a_refusal_that_is_not_the_end_is_told_and_harms_nothing():
-    line = Line()
-    group = line.submit()
-    line.receive(wire.Refused("malformed", "that frame", over=False))
-    assert line.refused == [wire.Refused("malformed", "that frame", over=False)]
-    assert not group.done
-
-
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
@@ -225,13 +209,3 @@ def test_a_barrier_is_done_when_everybody_has_come_that_far_or_further():
     line.session.forget(calls[3])
     line.receive(wire.BarrierDone(3))
     assert not calls[3].done
-
-
-def test_an_update_is_told_before_the_end_and_only_where_somebody_listens():
-    line = Line()
-    group = line.submit()
-    told = []
-    group.on_update = lambda who, part: told.append((who.done, part.counts))
-    group.on_done = lambda who: told.append("done")
-    line.receive(wire.Update([stretch(0, {0: (0, [1])})]), wire.Update([stretch(0, {0: (1, [2, 3])}, ended=(0,))]))
-    assert told == [(False, [1]), (True, [2]), "done"]

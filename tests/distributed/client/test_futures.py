@@ -39,10 +39,6 @@ def until_waited_for(future: RequestFuture) -> None:
         entered.wait(0.001)
 
 
-def test_it_is_an_asyncio_future(loop: LoopThread) -> None:
-    assert isinstance(future_on(loop), asyncio.Future)
-
-
 def test_an_end_by_any_thread_is_seen_at_once_and_the_first_one_counts(loop: LoopThread) -> None:
     future = future_on(loop)
     assert not future.done()
@@ -155,17 +151,6 @@ def test_result_on_its_own_loop_says_to_await_it_unless_it_has_ended(loop: LoopT
         loop.run_sync(ask(), PATIENCE_S)
     future.end(["a"])
     assert loop.run_sync(ask(), PATIENCE_S) == ["a"]
-
-
-def test_one_whose_loop_was_closed_ends_all_the_same() -> None:
-    async def make() -> RequestFuture:
-        future = RequestFuture(7, lambda _: None, loop=asyncio.get_running_loop())
-        future.add_done_callback(lambda _: None)
-        return future
-
-    future = asyncio.run(make())
-    future.end(["a"])
-    assert future.result() == ["a"]
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

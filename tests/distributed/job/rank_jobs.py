@@ -30,7 +30,7 @@ from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerC
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.client.futures import RequestFuture
 from rollout.distributed.job.data_parallel import DataParallelBackend
-from rollout.distributed.protocol.messages import BarrierDone, Message
+from rollout.distributed.protocol.messages import BarrierDone
 from rollout.errors import (
     ConfigError,
     DeadlineError,
@@ -262,9 +262,6 @@ def is_cut(rank: int, what: str) -> list[Sample]:
         if what == "worker" and rank == 1:
             dealer = backend._member.worker._link.dealer  # type: ignore[union-attr]
             after_steps(rollout, 8, lambda: backend._loop.call_soon(dealer._lose, "the test has cut it"))
-        if what == "client" and rank == 1:
-            dealer = backend._member.client._dealer
-            after_steps(rollout, 8, lambda: backend._loop.call_soon(dealer._lose, "the test has cut it"))
         first = generate(rollout, WORK[rank])
         return samples(first) + samples(generate(rollout, WORK[rank]))
 
@@ -281,31 +278,12 @@ def cannot_join(rank: int) -> str:
     raise AssertionError("it has joined")
 
 
-def goes_away(rank: int) -> list[Sample]:
-    with a_manager() as rollout:
-        return samples(generate(rollout, WORK[0])) if rank == 0 else []
-
-
 def dies(rank: int) -> list[Sample] | None:
     with a_manager(heartbeat_timeout_s=3.0) as rollout:
         generate(rollout, [])
         if rank == 1:
             after_steps(rollout, 10, lambda: os.kill(os.getpid(), signal.SIGKILL))
         return samples(generate(rollout, WORK[rank]))
-
-
-def stalls(rank: int) -> list[Sample]:
-    """One rank stands still until the others have gone on without it, to where they wait for it."""
-    with a_manager(heartbeat_timeout_s=1.0, control_timeout_s=30.0) as rollout:
-        if rank == 1:
-            me = os.getpid()
-            order = f"kill -STOP {me}; sleep 3.2; kill -CONT {me}"
-            after_steps(rollout, 10, lambda: subprocess.Popen(["sh", "-c", order]).wait())
-        answers = samples(generate(rollout, WORK[rank]))
-        dist.barrier()
-        answers += samples(generate(rollout, WORK[rank]))
-        dist.barrier()
-        return answers
 
 
 def stalls_while_the_others_update(rank: int, rounds: int) -> list[list[int]]:
@@ -327,28 +305,6 @@ def stalls_while_the_others_update(rank: int, rounds: int) -> list[list[int]]:
             versions.append(sorted({version for sample in samples(batch) for version in sample.versions}))
             rollout.weights_updated()
         dist.barrier()
-    return versions
-
-
-def hears_late_of_the_end(rank: int) -> list[list[int]]:
-    """Rank 1 steps on with the old weights for a moment, while rank 0 has the new ones and asks for more."""
-    versions = []
-    with a_manager() as rollout:
-        if rank == 1:
-            session = rollout._rounds.backend._member.client._session  # type: ignore[attr-defined]
-            receive = session.receive
-
-            def late(message: Message) -> None:
-                if isinstance(message, BarrierDone):
-                    asyncio.get_running_loop().call_later(0.3, receive, message)
-                else:
-                    receive(message)
-
-            session.receive = late
-        for number in range(3):
-            batch = generate(rollout, asks(8, 2, 20, seed=100 * number + rank))
-            versions.append(sorted({version for sample in samples(batch) for version in sample.versions}))
-            rollout.weights_updated()
     return versions
 
 
@@ -567,30 +523,6 @@ def differs(rank: int) -> list[str]:
     return said
 
 
-def is_held_from_outside(rank: int) -> list[Sample]:
-    with a_manager() as rollout:
-        held: list[str] = []
-        if rank == 0:
-            address = coordinator_of(rollout).address
-
-            async def hold() -> None:
-                async with InferenceClient(address, name="operator") as client:
-                    await client.pause_engines()
-                    held.append(rollout.engine.state.value)
-                    await client.suspend_engines("offload")
-                    held.append(rollout.engine.state.value)
-                    await client.resume_engines()
-                    await client.unpause_engines()
-
-            operator = threading.Thread(target=lambda: asyncio.run(hold()))
-            after_steps(rollout, 6, operator.start)
-        batch = generate(rollout, WORK[rank])
-        if rank == 0:
-            operator.join()
-            assert held == ["paused", "suspended"]
-        return samples(batch)
-
-
 def is_held_while_it_trains(rank: int) -> list[Sample]:
     """What the operator pauses while the cache is away stays paused when the training loop wants to go on."""
     with a_manager() as rollout:
@@ -628,12 +560,8 @@ def tokens_of(future: RequestFuture) -> list[list[int]]:
     return [sample.generated_tokens for sample in future.result(PATIENCE_S)]
 
 
-def answers_over_http(rank: int, lost: str) -> dict[str, Any] | None:
-    """An HTTP server on rank 0 in front of both ranks, while they make their rounds; loses its connection once.
-
-    Args:
-        lost: the connection alone, or the coordinator.
-    """
+def answers_over_http(rank: int) -> dict[str, Any] | None:
+    """An HTTP server on rank 0 in front of both ranks, while they make their rounds; the coordinator dies once."""
     with a_manager() as rollout, ThreadPoolExecutor(8) as agents, ExitStack() as close:
         asked, refused, llm = [], "", None
         if rank == 0:
@@ -659,16 +587,11 @@ def answers_over_http(rank: int, lost: str) -> dict[str, Any] | None:
             generate(rollout, WORK[1])
             ended.fill_(rank == 0 and len(asked) == len(WORK[0]) and all(each.done() for each in asked))
             if llm is not None and len(asked) == 3 and all(each.done() for each in asked):
-                client = llm.service._client
-                assert client is not None
-                if lost == "coordinator":
-                    # Open when the coordinator dies: no rank computes between two rounds.
-                    tokens = rollout.engine.check_request(WORK[0][3].prompt, WORK[0][3].params)
-                    asked.append(agents.submit(tokens_of, llm.submit(tokens, WORK[0][3].params)))
-                    coordinator_of(rollout).process.kill()
-                    coordinator_of(rollout).process.wait(PATIENCE_S)
-                else:
-                    llm.loop.run_sync(client.stop(), PATIENCE_S)
+                # Open when the coordinator dies: no rank computes between two rounds.
+                tokens = rollout.engine.check_request(WORK[0][3].prompt, WORK[0][3].params)
+                asked.append(agents.submit(tokens_of, llm.submit(tokens, WORK[0][3].params)))
+                coordinator_of(rollout).process.kill()
+                coordinator_of(rollout).process.wait(PATIENCE_S)
                 asked += [agents.submit(ask, each) for each in WORK[0][len(asked) :]]
             dist.all_reduce(ended)
             rounds += 1

@@ -65,8 +65,8 @@ def assert_as_alone(answered: Sequence[Sample], wanted: Sequence[Ask]) -> None:
         assert (mine.events[:2], mine.events[-1]) == (["ADD_ENGINE", "ADD_CONTEXT"], "FINISH")
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_rank_gets_what_it_would_make_alone_and_the_work_is_shared(nursery: Nursery, size: int) -> None:
+def test_every_rank_gets_what_it_would_make_alone_and_the_work_is_shared(nursery: Nursery) -> None:
+    size = 3
     answers = run_together(nursery, size, rank_jobs.generates_twice)
     for rank, answer in enumerate(answers):
         assert_as_alone(answer["first"], share_of(rank, size))
@@ -97,9 +97,8 @@ def test_prompts_with_images_are_computed_by_whichever_rank_has_room(nursery: Nu
     assert sum(answer["computed"] for answer in answers) == made
 
 
-@pytest.mark.parametrize("lost", ["connection", "coordinator"])
-def test_an_http_server_stands_in_front_of_all_ranks_of_a_training_job(nursery: Nursery, lost: str) -> None:
-    answered, _ = run_together(nursery, 2, rank_jobs.answers_over_http, lost=lost)
+def test_an_http_server_stands_in_front_of_all_ranks_of_a_training_job(nursery: Nursery) -> None:
+    answered, _ = run_together(nursery, 2, rank_jobs.answers_over_http)
     assert answered["tokens"] == [sample.tokens for sample in alone(tuple(WORK[0]))]
     assert "ServerConfig.admin=True in front of a training job" in answered["refused"]
 
@@ -118,7 +117,7 @@ def test_all_ranks_compute_what_a_client_beside_the_job_asks(nursery: Nursery) -
     assert answered == [sample.tokens for sample in alone(tuple(WORK[0]))]
 
 
-@pytest.mark.parametrize("after", [1, 12, 44, 48, 54, None], ids=lambda after: f"step {after}" if after else "between")
+@pytest.mark.parametrize("after", [12, 48, None], ids=lambda after: f"step {after}" if after else "between")
 def test_a_killed_coordinator_costs_nobody_anything(nursery: Nursery, after: int | None) -> None:
     for rank, (first, second) in enumerate(run_together(nursery, 2, rank_jobs.loses_its_coordinator, after=after)):
         assert_as_alone(first, WORK[rank])
@@ -130,15 +129,10 @@ def test_a_rank_that_does_not_hear_of_the_end_learns_it_from_the_others(nursery:
         assert_as_alone(answer, [*WORK[rank], *WORK[rank]])
 
 
-@pytest.mark.parametrize("what", ["worker", "client", "coordinator"])
+@pytest.mark.parametrize("what", ["worker", "coordinator"])
 def test_whatever_is_cut_off_begins_anew_and_loses_nothing(nursery: Nursery, what: str) -> None:
     for rank, answer in enumerate(run_together(nursery, 2, rank_jobs.is_cut, what=what)):
         assert_as_alone(answer, [*WORK[rank], *WORK[rank]])
-
-
-def test_a_rank_that_closes_is_not_waited_for(nursery: Nursery) -> None:
-    first, _ = run_together(nursery, 2, rank_jobs.goes_away)
-    assert_as_alone(first, WORK[0])
 
 
 def test_a_rank_that_dies_takes_nothing_of_the_others_with_it(nursery: Nursery) -> None:
@@ -152,15 +146,6 @@ def test_a_rank_that_stalls_while_the_others_update_catches_up_with_tokens_of_it
 ) -> None:
     answers = run_together(nursery, 2, rank_jobs.stalls_while_the_others_update, rounds=4)
     assert answers == [[[number] for number in range(4)]] * 2
-
-
-def test_a_rank_that_stalls_and_comes_back_gets_its_work_done_though_the_others_wait_for_it(nursery: Nursery) -> None:
-    for rank, answer in enumerate(run_together(nursery, 2, rank_jobs.stalls)):
-        assert_as_alone(answer, [*WORK[rank], *WORK[rank]])
-
-
-def test_weights_that_change_without_a_collective_are_those_of_every_token_asked_for_after_it(nursery: Nursery) -> None:
-    assert run_together(nursery, 2, rank_jobs.hears_late_of_the_end) == [[[0], [1], [2]]] * 2
 
 
 def test_versions_count_optimizer_steps_everywhere_and_every_token_knows_its_own(nursery: Nursery) -> None:
@@ -242,11 +227,6 @@ def test_ranks_of_different_versions_or_calls_are_told_so_all_at_once(nursery: N
         assert "rank-1: generate() at policy version 0" in versions
         assert "hook" in versions
         assert "rank-0: generate() at policy version 1; rank-1: resume() at policy version 1" in calls
-
-
-def test_a_control_call_from_outside_holds_a_generate_and_lets_it_go_on(nursery: Nursery) -> None:
-    for rank, answer in enumerate(run_together(nursery, 2, rank_jobs.is_held_from_outside)):
-        assert_as_alone(answer, WORK[rank])
 
 
 def test_what_is_paused_from_outside_while_it_trains_waits_until_it_is_let_go(nursery: Nursery) -> None:

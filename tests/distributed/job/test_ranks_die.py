@@ -146,22 +146,6 @@ def test_a_rank_that_hangs_is_given_up_and_what_it_says_when_it_wakes_is_refused
     asyncio.run(play())
 
 
-def test_what_is_known_of_a_killed_ranks_samples_is_not_computed_again(nursery: Nursery) -> None:
-    asked = Ask(tuple(token_ids(20)), greedily(800, n=2))
-    expected = undisturbed([asked])[0]
-
-    async def play() -> None:
-        async with job(nursery, 2) as (ranks, client):
-            watched = Watched(client, asked)
-            await grown([watched], 300)
-            (here,) = [number for number, seen in enumerate(ranks.look_at_all()) if seen["generated_tokens"]]
-            ranks[f"rank-{here}"].kill()
-            assert_same(await watched.result(), expected)
-            assert ranks.look(f"rank-{1 - here}")["generated_tokens"] <= 2 * (800 - 300)
-
-    asyncio.run(play())
-
-
 @pytest.mark.parametrize("end", ["kill", "stop"])
 def test_a_coordinator_ends_and_everybody_notices_and_ranks_come_back_to_the_next_one(
     nursery: Nursery, end: str

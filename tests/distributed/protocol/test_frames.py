@@ -192,20 +192,6 @@ def test_a_stretch_whose_columns_disagree_is_refused(field, changes):
         decode(encode(0, wire.Update([one(**changes)])))
 
 
-def test_fields_that_have_a_default_may_be_missing():
-    short = msgpack.packb([wire.Submit.header, 7, 1, b"", 2, b""])
-    assert decode(short) == (7, wire.Submit(1, b"", 2, b""))
-
-
-@given(stretches(), st.data())
-def test_only_keeps_some_samples_of_a_stretch_as_they_were(stretch, data):
-    kept = data.draw(st.sets(st.sampled_from(stretch.indices))) if stretch.indices else set()
-    only = stretch.only(kept)
-    only.check()
-    assert list(only.deltas()) == [delta for delta in stretch.deltas() if delta.sample_index in kept]
-    assert (only.request_id, only.attempt) == (stretch.request_id, stretch.attempt)
-
-
 def test_every_optional_field_of_a_delta_has_a_column():
     assert set(OPTIONAL) == set(COLUMNS)
 
@@ -220,18 +206,6 @@ def test_a_sequencer_counts_ignores_repetitions_and_names_a_gap():
     with pytest.raises(LostFramesError, match="expected frame 2, got 4: 2 were lost"):
         numbers.accept(4)
     assert numbers.accept(2)
-
-
-@given(st.lists(st.integers(0, 5), max_size=30))
-def test_a_sequencer_accepts_each_number_once_and_in_order(arrivals):
-    numbers, accepted = Sequencer(), []
-    for number in arrivals:
-        try:
-            if numbers.accept(number):
-                accepted.append(number)
-        except LostFramesError:
-            assert number > len(accepted)
-    assert accepted == list(range(len(accepted)))
 
 
 def test_a_session_ends_with_a_farewell_and_with_nothing_else():
@@ -254,13 +228,6 @@ def test_a_frame_of_countless_small_things_is_refused_before_it_fills_the_memory
         assert tracemalloc.get_traced_memory()[1] < 200 << 20
     finally:
         tracemalloc.stop()
-
-
-def test_a_frame_nobody_could_read_counts_as_one():
-    frames = Sequencer()
-    assert frames.accept(0)
-    frames.skip()
-    assert frames.accept(2)
 
 
 def plain_stretch() -> list[Any]:

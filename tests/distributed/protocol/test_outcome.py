@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -19,7 +18,7 @@ from rollout.requests.events import pack_events
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
-from rollout.requests.token_columns import pack_top_n, unpack_top_n
+from rollout.requests.token_columns import unpack_top_n
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
 
@@ -67,11 +66,6 @@ outcomes = st.builds(
 @given(outcomes)
 def test_what_is_packed_is_unpacked(one: Outcome) -> None:
     assert unpack(pack(one)) == one
-
-
-@given(rows)
-def test_top_n_rows_come_back(given_rows: list[list[tuple[int, float]]]) -> None:
-    assert unpack_top_n(pack_top_n(given_rows)) == given_rows
 
 
 @given(st.binary(max_size=60))
@@ -193,13 +187,6 @@ def test_what_happened_to_a_sample_stays_with_it_where_it_goes_on() -> None:
     assert known.deltas([2])[2].events == 2 * pack_events(elsewhere.events)
 
 
-def test_tokens_known_of_an_earlier_life_or_beyond_the_record_count_for_nothing() -> None:
-    record = record_of_three_segments()
-    assert growth(record, 3, 0).start == 0
-    assert growth(record, 6, 1).start == 0
-    assert growth(record, 0, 0).start == 0
-
-
 def test_an_outcome_says_of_a_record_what_merging_it_would() -> None:
     record = record_of_three_segments()
     live, merged = record[-1], record.merge()
@@ -228,10 +215,3 @@ def test_an_outcome_says_of_a_record_what_merging_it_would() -> None:
     )
     assert ended.prompt_log_probs == [-1.0, -2.0]
     assert unpack(pack(ended)) == ended
-
-
-def test_a_record_without_a_seed_or_reason_is_an_error_of_seed_zero() -> None:
-    request = DynamicInferenceRequest(request_id=0, prompt_tokens=[1])
-    ended = outcome(DynamicInferenceRequestRecord.from_request(request))
-    assert (ended.finish_reason, ended.seed, ended.tpot) == ("error", 0, [])
-    assert unpack(pack(replace(ended))) == ended

@@ -128,55 +128,6 @@ async def test_a_flood_of_messages_leaves_the_loop_its_turns():
 
 
 @asynchronous
-async def test_what_cannot_be_written_waits_and_is_counted():
-    """Nobody listens at the address: ZMQ takes a thousand messages, the rest stay here until there is room."""
-    with FakeCoordinator() as fake:
-        port = zmq.Context.instance().socket(zmq.ROUTER)
-        number = port.bind_to_random_port("tcp://127.0.0.1")
-        port.close(linger=0)
-        nowhere = Connection(f"tcp://127.0.0.1:{number}")
-        for each in range(1200 * FRAMES_TOGETHER):
-            nowhere.dealer.send(wire.Abort(each))
-        while (before := nowhere.dealer.unsent_bytes) and await asyncio.sleep(0.05, True):
-            if nowhere.dealer.unsent_bytes == before:
-                break
-        assert nowhere.dealer.unsent_bytes > 0
-        nowhere.dealer.close("done")
-        assert nowhere.dealer.unsent_bytes == 0
-        assert fake.heard.empty()
-
-
-@asynchronous
-async def test_what_waited_is_written_once_the_coordinator_is_there():
-    with FakeCoordinator() as fake:
-        connection, _ = await greeted(fake)
-        total = 1500 * FRAMES_TOGETHER
-        for each in range(total):
-            connection.dealer.send(wire.Abort(each))
-        for each in range(total):
-            if each % 5000 == 0:
-                await asyncio.sleep(0)
-            assert (fake.heard.get_nowait() if fake.heard.qsize() else await heard(fake))[2].request_id == each
-        assert connection.dealer.unsent_bytes == 0
-        connection.dealer.close("done")
-
-
-@asynchronous
-async def test_every_opening_has_a_new_identity_that_begins_with_the_name():
-    with FakeCoordinator() as fake:
-        connection, first = await greeted(fake, name="n" * 300)
-        connection.dealer.close("done")
-        assert (await heard(fake))[2] == wire.Disconnect("done")
-        connection.dealer.open()
-        connection.dealer.send(HELLO)
-        second, sequence, _ = await heard(fake)
-        assert first != second
-        assert first[:-8] == second[:-8] == b"n" * 200 + b"-"
-        assert sequence == 0
-        connection.dealer.close("done")
-
-
-@asynchronous
 async def test_an_ipv6_address_works():
     try:
         fake = FakeCoordinator(host="::1")
@@ -247,35 +198,12 @@ asyncio.run(main())
 
 
 @asynchronous
-async def test_where_no_thread_can_start_any_more_close_waits_itself(monkeypatch):
-    with FakeCoordinator() as fake:
-        connection, _ = await greeted(fake)
-
-        def refuse(thread):
-            raise RuntimeError("can't create new thread at interpreter shutdown")
-
-        monkeypatch.setattr("threading.Thread.start", refuse)
-        connection.dealer.close("at the very end")
-        monkeypatch.undo()
-        assert (await heard(fake))[2] == wire.Disconnect("at the very end")
-
-
-@asynchronous
 async def test_an_address_that_cannot_be_is_refused_by_name():
     dealer = Dealer("nonsense", "me", on_message=print, on_lost=print)
     with pytest.raises(ConfigError, match="address='nonsense': must be tcp://host:port"):
         dealer.open()
     with pytest.raises(ConnectionLostError, match=r"open\(\) it first"):
         dealer.send(HELLO)
-
-
-@asynchronous
-async def test_opening_what_is_open_is_refused():
-    with FakeCoordinator() as fake:
-        connection, _ = await greeted(fake)
-        with pytest.raises(RuntimeError, match=r"close\(\) it first"):
-            connection.dealer.open()
-        connection.dealer.close("done")
 
 
 # --- lost -------------------------------------------------------------------------------------------------------------
@@ -361,22 +289,6 @@ async def test_a_callback_that_raises_does_not_stop_what_follows():
         connection.dealer.close("done")
 
 
-@asynchronous
-async def test_closing_from_a_callback_ends_what_arrives():
-    with FakeCoordinator() as fake:
-        arrived = []
-
-        def closing(message):
-            arrived.append(message)
-            if isinstance(message, wire.BarrierDone):
-                connection.dealer.close("enough")
-
-        connection, peer = await greeted(fake, on_message=closing)
-        fake.say(peer, wire.BarrierDone(0), wire.BarrierDone(1))
-        assert (await heard(fake))[2] == wire.Disconnect("enough")
-        assert arrived[1:] == [wire.BarrierDone(0)]
-
-
 # --- heartbeats -------------------------------------------------------------------------------------------------------
 
 
@@ -399,19 +311,6 @@ async def test_silence_beyond_the_timeout_is_a_loss():
         assert "no frame from the coordinator for 0.1 s" in str(error)
         await asyncio.sleep(0.2)
         assert connection.lost.empty()
-
-
-@asynchronous
-async def test_heartbeats_keep_a_connection_and_are_not_handed_on():
-    with FakeCoordinator() as fake:
-        connection, peer = await greeted(fake)
-        connection.dealer.heartbeat(0.1, 1.0)
-        for _ in range(15):
-            await asyncio.sleep(0.1)
-            fake.say(peer, wire.Heartbeat())
-        assert connection.lost.empty()
-        assert connection.arrived.empty()
-        connection.dealer.close("done")
 
 
 @asynchronous

@@ -33,7 +33,7 @@ def moved_after(steps: int, prompt: list[int], params: SamplingParams, tokenizer
     return put_together(second.stretches(), told)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 5, 8])
+@pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize(
     "params", [greedily(9, n=2, logprobs=2), at_random(9, n=3, temperature=0.9, top_k=40, logprobs=1)]
 )
@@ -55,7 +55,7 @@ def test_going_on_from_known_tokens_gives_the_tokens_of_an_undisturbed_run(steps
         assert sample.outcome.max_tokens == 9
 
 
-@pytest.mark.parametrize("steps", range(1, 7))
+@pytest.mark.parametrize("steps", [2, 4])
 def test_a_stop_string_that_straddles_two_ranks_is_found(steps: int) -> None:
     tokenizer = make_tokenizer()
     prompt = token_ids(6)

@@ -72,40 +72,6 @@ def test_tokens_are_told_every_interval_and_those_of_a_group_in_one_stretch() ->
     assert [not each.ended() for each in rank.stretches()] == [True, True, False]
 
 
-def test_each_assignment_has_its_own_interval() -> None:
-    rank = Rank(make_engine("qwen3"))
-    rank.hears(
-        assign(token_ids(7), greedily(6), interval=1), assign(token_ids(7, 1), greedily(6), attempt=2, request_id=1)
-    )
-    rank.finish()
-    counts = {attempt: [s.counts for s in rank.stretches() if s.attempt == attempt] for attempt in (1, 2)}
-    assert counts == {1: [[1]] * 6, 2: [[4], [2]]}
-
-
-def test_ended_and_growing_samples_of_a_group_share_a_stretch() -> None:
-    tokens = undisturbed(token_ids(7), at_random(8, n=2))
-    assert tokens[0].generated_tokens[3] not in tokens[1].generated_tokens[:4]
-    rank = Rank(make_engine("qwen3"))
-    stop = [tokens[0].generated_tokens[3]]
-    assert stop[0] not in tokens[0].generated_tokens[:3]
-    rank.hears(assign(token_ids(7), at_random(8, n=2, stop_token_ids=stop)))
-    rank.step(4)
-    (stretch,) = rank.stretches()
-    assert (stretch.indices, stretch.counts) == ([0, 1], [4, 4])
-    assert [outcome is None for outcome in stretch.columns["outcome"]] == [False, True]
-
-
-def test_some_samples_of_a_group_are_those_samples() -> None:
-    alone = undisturbed(token_ids(7), at_random(6, n=4))
-    rank = Rank(make_engine("qwen3"))
-    rank.hears(assign(token_ids(7), at_random(6, n=4), indices=[1, 3]))
-    rank.finish()
-    told = put_together(rank.stretches())
-    assert {index: sample.tokens for index, sample in told.items()} == {
-        index: alone[index].generated_tokens for index in (1, 3)
-    }
-
-
 def test_texts_come_from_an_engine_with_a_tokenizer() -> None:
     tokenizer = make_tokenizer()
     rank = Rank(make_engine("qwen3", tokenizer))
@@ -168,14 +134,6 @@ def test_what_the_engine_refuses_is_declined_and_harms_nobody(changes: dict[str,
     assert {stretch.attempt for stretch in rank.stretches()} == {7}
 
 
-def test_half_of_an_assignment_is_never_left_behind() -> None:
-    known = Stretch(0, 1, [0], [0], [2], *TWO_TOKENS, [[0, 0, 2]])
-    rank = Rank(make_engine("qwen3", max_requests=3))
-    rank.hears(assign(token_ids(7), greedily(4, n=6), known=[known]))
-    assert rank.take(Decline)[0].error == "InvalidRequestError"
-    assert not rank.engine.has_unfinished
-
-
 # --- the end of an assignment -----------------------------------------------------------------------------------------
 
 
@@ -190,16 +148,6 @@ def test_a_cancelled_assignment_frees_its_blocks_at_once_and_is_heard_of_no_more
     rank.finish()
     assert rank.stretches() == []
     assert rank.foreign == []
-
-
-def test_cancelling_an_older_attempt_leaves_a_newer_one_alone() -> None:
-    rank = Rank(make_engine("qwen3"))
-    rank.hears(
-        assign(token_ids(9), greedily(4)), assign(token_ids(9), greedily(4), attempt=2), Cancel(0, 1), Cancel(9, 2)
-    )
-    rank.finish()
-    (stretch,) = [each for each in rank.stretches() if each.ended()]
-    assert stretch.attempt == 2
 
 
 def test_a_newer_attempt_ends_the_older_one_for_its_samples_alone() -> None:
@@ -228,28 +176,6 @@ def test_when_the_session_is_lost_its_samples_end_and_those_of_others_go_on() ->
     rank.step(20)
     assert [(record.request_id, record.sample_index) for record in rank.foreign] == [(mine, 0), (mine, 1)]
     assert not any(message.stretches for message in rank.said[before:] if isinstance(message, Progress))
-
-
-def test_requests_of_others_have_other_ids_and_are_handed_back() -> None:
-    rank = Rank(make_engine("qwen3"))
-    mine = [rank.engine.add_request(token_ids(5), greedily(3))]
-    rank.hears(assign(token_ids(9), greedily(5)), assign(token_ids(9, 1), greedily(5), attempt=2, request_id=1))
-    mine.append(rank.engine.add_request(token_ids(5, 1), greedily(3)))
-    rank.finish()
-    assert [record.request_id for record in rank.foreign] == mine
-    assert {stretch.request_id for stretch in rank.stretches()} == {0, 1}
-
-
-def test_somebody_elses_abort_of_a_sample_is_told_as_its_end() -> None:
-    rank = Rank(make_engine("qwen3"))
-    rank.hears(assign(token_ids(9), greedily(5)))
-    rank.step(2)
-    (sample,) = rank.engine.context.scheduler
-    rank.engine.abort_request(sample.record.request_id)
-    rank.session.report(rank.session.take_ended(), steps=0)
-    outcome = put_together(rank.stretches())[0].outcome
-    assert outcome is not None
-    assert outcome.finish_reason == "abort"
 
 
 # --- control ----------------------------------------------------------------------------------------------------------
@@ -301,24 +227,6 @@ def test_a_command_that_cannot_be_done_is_acknowledged_with_the_reason(
     assert words in acknowledged.error
 
 
-def test_an_unknown_suspend_mode_is_told() -> None:
-    rank = Rank(make_engine("qwen3"))
-    rank.hears(Command(3, "pause", None), Command(4, "suspend", "burn"))
-    assert rank.said[-1].error.startswith("ConfigError: mode='burn': must be None or one of")
-    assert rank.engine.state is EngineState.PAUSED
-
-
-def test_before_a_pause_is_acknowledged_every_token_is_told() -> None:
-    rank = Rank(make_engine("qwen3"))
-    rank.hears(assign(token_ids(9), greedily(12, n=2)))
-    rank.step(3)
-    rank.hears(Command(3, "pause", None))
-    progress, acknowledged = rank.said[-2:]
-    assert isinstance(progress, Progress)
-    assert [stretch.counts for stretch in progress.stretches] == [[3, 3]]
-    assert isinstance(acknowledged, CommandAck)
-
-
 def test_stop_ends_every_sample_by_name_before_it_is_acknowledged() -> None:
     rank = Rank(make_engine("qwen3"))
     mine = rank.engine.add_request(token_ids(5), greedily(6))
@@ -363,17 +271,6 @@ def test_work_that_comes_while_suspended_runs_afterwards_in_order() -> None:
     assert [stretch.request_id for stretch in rank.stretches() if stretch.ended()] == [0, 1, 2]
 
 
-def test_samples_too_stale_for_an_update_are_told_before_it_is_acknowledged() -> None:
-    rank = Rank(make_engine("qwen3", max_staleness=0))
-    rank.hears(assign(token_ids(9), greedily(12)))
-    rank.step(3)
-    rank.hears(Command(3, "set_version", 1))
-    assert isinstance(rank.said[-1], CommandAck)
-    outcome = put_together(rank.stretches())[0].outcome
-    assert outcome is not None
-    assert outcome.finish_reason == "stale"
-
-
 # --- state and version ------------------------------------------------------------------------------------------------
 
 
@@ -387,14 +284,6 @@ def test_a_rank_that_enters_reaches_version_and_state_before_it_says_so(state: s
     assert rank.said[-1] == EngineMoved(reached, 6)
     assert not rank.take(CommandAck)
     assert (rank.engine.state.value, rank.engine.policy_version) == (reached, 6)
-
-
-def test_an_engine_of_a_later_version_keeps_it() -> None:
-    engine = make_engine("qwen3")
-    engine.weights_updated(9)
-    rank = Rank(engine, enter=False)
-    rank.hears(welcome("running", 6))
-    assert rank.said == [EngineMoved("running", 9)]
 
 
 def test_the_present_version_in_a_command_outdates_the_cache_and_in_a_welcome_it_does_not() -> None:
@@ -420,22 +309,6 @@ def test_nothing_is_said_before_the_engine_has_entered() -> None:
     rank.hears(welcome("running", 0))
     assert rank.said[-1] == EngineMoved("running", 1)
     assert rank.cached == set(rank.engine.context.allocator.index.current)
-
-
-def test_what_the_training_loop_does_to_the_engine_is_told_once_and_before_any_work_of_it() -> None:
-    rank = Rank(make_engine("qwen3"))
-    rank.hears(assign(token_ids(9), greedily(8), interval=1))
-    rank.session.moved()
-    assert rank.said == []
-    rank.engine.pause()
-    rank.session.moved()
-    rank.session.moved()
-    rank.engine.weights_updated()
-    rank.engine.unpause()
-    rank.step()
-    assert rank.said[:2] == [EngineMoved("paused", 0), EngineMoved("running", 1)]
-    assert isinstance(rank.said[2], Progress)
-    assert len(rank.said) == 3
 
 
 @pytest.mark.parametrize("by_command", [False, True])
@@ -482,15 +355,6 @@ def test_a_command_does_not_bring_back_what_the_training_loop_has_put_away() -> 
         assert rank.said[-1] == CommandAck(number, "suspended", 0, None)
         wanted.append(rank.engine.holds.level(COORDINATOR).name)
     assert wanted == ["PAUSED", "SUSPENDED", "PAUSED", "RUNNING"]
-
-
-def test_a_command_does_not_set_going_what_the_training_loop_has_paused() -> None:
-    rank = Rank(make_engine("qwen3"))
-    rank.engine.pause()
-    rank.hears(Command(0, "pause", None), Command(1, "unpause", None))
-    assert rank.said[-1] == CommandAck(1, "paused", 0, None)
-    rank.engine.unpause()
-    assert rank.engine.state is EngineState.RUNNING
 
 
 def test_the_coordinator_wants_an_engine_paused_also_while_the_training_loop_has_put_it_away() -> None:

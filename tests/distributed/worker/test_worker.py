@@ -9,17 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 
 from rollout.distributed.protocol import messages as wire
-from rollout.distributed.transport.keys import JobKeys
 from rollout.distributed.worker.worker import EngineWorker
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.holds import COORDINATOR, PAUSE, HoldLevel
 from rollout.errors import ConnectionLostError, DeadlineError, EngineDeadError, EngineStateError
-from rollout.threads.loop_thread import LoopThread
 from tests.distributed.fake_coordinator import DEADLINE_S, FakeCoordinator
-from tests.distributed.worker.rank_sessions import assign, put_together, undisturbed
+from tests.distributed.worker.rank_sessions import assign, put_together
 from tests.engines import gated, greedily, make_engine, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -153,14 +150,6 @@ def test_a_coordinator_of_another_protocol_version_is_refused_by_name() -> None:
             worker.start(DEADLINE_S)
 
 
-def test_a_coordinator_that_refuses_says_why() -> None:
-    with Coordinator() as coordinator:
-        coordinator.ack = wire.Refused("version", "the coordinator speaks 7; upgrade this side", True)
-        worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0")
-        with pytest.raises(ConnectionLostError, match="upgrade this side"):
-            worker.start(DEADLINE_S)
-
-
 def test_a_worker_that_was_not_started_refuses_to_run() -> None:
     worker = EngineWorker(make_engine("qwen3"), "tcp://127.0.0.1:9", name="rank-0")
     with pytest.raises(EngineStateError, match=r"run\(\) before start\(\): call worker.start\(\) first"):
@@ -174,14 +163,6 @@ def test_a_worker_is_started_once() -> None:
         worker.start()
     with pytest.raises(EngineStateError, match="reconnect"):
         worker.reconnect()
-
-
-def test_a_loop_that_was_lent_is_not_closed() -> None:
-    loop = LoopThread("lent")
-    with serving(run=False, loop=loop):
-        pass
-    loop.call_soon(lambda: None)
-    loop.close()
 
 
 # --- work -------------------------------------------------------------------------------------------------------------
@@ -247,17 +228,6 @@ def test_others_use_the_same_engine_and_find_their_results() -> None:
         assert worker.take_ended() == []
 
 
-def test_generating_beside_a_worker_leaves_its_requests_alone() -> None:
-    with serving(run=False) as (coordinator, worker):
-        coordinator.tell(assign(token_ids(7), greedily(3)))
-        assert worker.wait_for_work(DEADLINE_S)
-        (request,) = worker.engine.generate([token_ids(5)], greedily(9))
-        assert len(request.generated_tokens) == 9
-        worker.step()
-        told = put_together(coordinator.hear_stretches(1))
-        assert told[0].tokens == undisturbed(token_ids(7), greedily(3))[0].generated_tokens
-
-
 # --- control ----------------------------------------------------------------------------------------------------------
 
 
@@ -276,27 +246,6 @@ def test_a_pause_takes_effect_at_the_next_boundary_while_the_engine_is_stepping(
         coordinator.tell(wire.Command(3, "unpause", None))
         assert coordinator.hear(wire.CommandAck) == wire.CommandAck(3, "running", 1, None)
         coordinator.hear_stretches(1)
-
-
-def test_waiting_ends_when_something_else_has_happened() -> None:
-    happened: list[bool] = []
-
-    def happen() -> None:
-        happened.append(True)
-        worker.wake()
-
-    with serving(run=False) as (_, worker):
-        assert not worker.wait_for_work(0.01, or_when=lambda: bool(happened))
-        threading.Thread(target=happen).start()
-        assert worker.wait_for_work(DEADLINE_S, or_when=lambda: bool(happened))
-
-
-def test_control_works_while_the_training_loop_is_busy() -> None:
-    with serving(run=False) as (coordinator, worker):
-        coordinator.tell(wire.Command(1, "pause", None), wire.Command(2, "set_version", 5))
-        assert coordinator.hear(wire.CommandAck) == wire.CommandAck(1, "paused", 0, None)
-        assert coordinator.hear(wire.CommandAck) == wire.CommandAck(2, "paused", 5, None)
-        assert not worker.step()
 
 
 def test_what_the_training_loop_does_to_the_engine_is_told() -> None:
@@ -485,18 +434,6 @@ def test_a_dead_engine_leaves_at_once_so_that_others_go_on_with_its_requests(mon
         worker.stop()
 
 
-def test_an_engine_that_the_training_loop_stops_leaves() -> None:
-    with serving() as (coordinator, worker):
-        coordinator.tell(assign(token_ids(7), greedily(200), interval=1))
-        coordinator.hear(wire.Progress)
-        worker.engine.pause()
-        worker.engine.stop()
-        left = coordinator.hear(wire.Disconnect)
-        assert isinstance(left, wire.Disconnect)
-        assert "stopped" in left.reason
-        wait_until(lambda: worker.lost is not None, worker)
-
-
 def test_an_engine_that_cannot_follow_leaves_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine("qwen3")
 
@@ -529,14 +466,3 @@ def test_an_interrupt_inside_a_step_loses_no_result() -> None:
         with pytest.raises(KeyboardInterrupt):
             worker.step()
         assert put_together(coordinator.hear_stretches(1))[0].outcome is not None
-
-
-@pytest.mark.skipif(not zmq.has("curve"), reason="libzmq without CURVE")
-def test_a_worker_with_a_wrong_key_is_not_heard() -> None:
-    with Coordinator() as coordinator:
-        worker = EngineWorker(
-            make_engine("qwen3"), coordinator.address, name="rank-0", keys=JobKeys.generate().client_side()
-        )
-        with pytest.raises(DeadlineError):
-            worker.start(0.1)
-        assert coordinator.ranks == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.distributed.protocol.messages import Command, Control, EngineMoved
+from rollout.distributed.protocol.messages import Control, EngineMoved
 from tests.distributed.coordinator.job import Job
 
 
@@ -36,14 +36,6 @@ def test_a_call_is_done_when_every_engine_has_done_it_and_not_before():
     second.obey(state="paused")
     done = client.answered()
     assert (done.call_id, done.error, done.engines) == (call, None, [])
-
-
-def test_a_call_without_any_engine_is_done_at_once():
-    job = Job()
-    client = job.client()
-    client.call("pause")
-    assert client.answered().error is None
-    assert job.core.control.state.value == "paused"
 
 
 @pytest.mark.parametrize(
@@ -101,21 +93,6 @@ def test_a_harmless_call_completes_when_every_engine_has_answered_and_changes_no
     assert job.core.control.state.value == state
 
 
-def test_a_second_caller_of_the_same_signal_waits_for_the_engines_too():
-    job = in_state("running")
-    first, second = job.client("first"), job.client("second")
-    first.call("pause")
-    second.call("pause")
-    a, b = ranks_of(job)
-    for rank in (a, b):
-        rank.obey(state="paused")
-    assert first.answered().error is None
-    assert second.quiet()
-    for rank in (a, b):
-        rank.obey(state="paused")
-    assert second.answered().error is None
-
-
 @pytest.mark.parametrize("version", [2, -1, "3", None])
 def test_versions_only_rise(version):
     job = Job()
@@ -133,14 +110,6 @@ def test_versions_only_rise(version):
     assert job.core.control.policy_version == 3
 
 
-def test_the_version_that_everybody_has_may_be_set_again():
-    job = Job()
-    client = job.client()
-    for _ in range(2):
-        client.call("set_version", 3)
-        assert client.answered().error is None
-
-
 def test_at_the_deadline_the_engines_that_did_not_answer_are_named():
     job = in_state("running")
     client, late = job.client(), job.rank("late")
@@ -156,27 +125,6 @@ def test_at_the_deadline_the_engines_that_did_not_answer_are_named():
     assert done.text == "pause: late did not answer within 3.0 s; all others have"
     late.obey()
     assert client.quiet()
-
-
-def test_at_the_deadline_the_engines_that_failed_are_named_beside_the_late_ones():
-    job = in_state("running")
-    client = job.client()
-    client.call("pause", timeout_s=3.0)
-    job.lines[b"a-0"].obey(error="RuntimeError: no")
-    job.wait(4.0)
-    done = client.answered()
-    assert (done.error, done.engines) == ("ControlError", ["a", "b"])
-    assert done.text == "pause: b did not answer within 3.0 s; a: RuntimeError: no"
-
-
-def test_a_deadline_in_the_past_is_no_reason_to_wait():
-    job = in_state("running")
-    client = job.client()
-    client.call("pause", timeout_s=-1.0)
-    assert job.core.next_deadline() <= job.now
-    job.core.tick(job.now)
-    job.carry()
-    assert client.answered().engines == ["a", "b"]
 
 
 def test_an_engine_that_could_not_is_named_with_its_reason_once_all_have_answered():
@@ -211,15 +159,6 @@ def test_a_late_rank_is_told_state_and_version_and_gets_no_work_before_it_is_the
     assert job.core.peers.by_name["late"].policy_version == 7
 
 
-def test_a_version_that_a_rank_brings_is_the_one_that_later_ranks_are_told():
-    job = Job()
-    job.rank("first", version=9)
-    assert job.rank("second").told.policy_version == 9
-    assert job.client().told.policy_version == 9
-    job.lines[b"first-0"].say(EngineMoved("running", 10))
-    assert job.rank("third").told.policy_version == 10
-
-
 def test_a_rank_that_arrives_while_a_call_is_open_is_not_waited_for():
     job = in_state("running")
     client = job.client()
@@ -230,18 +169,6 @@ def test_a_rank_that_arrives_while_a_call_is_open_is_not_waited_for():
     assert late.quiet()
     second.obey()
     assert client.answered().error is None
-
-
-def test_a_rank_that_is_not_ready_yet_is_asked_as_well():
-    job = in_state("running")
-    client, late = job.client(), job.rank("late", ready=False)
-    client.call("pause", timeout_s=2.0)
-    assert isinstance(late.heard[0], Command)
-    for rank in ranks_of(job):
-        if rank is not late:
-            rank.obey()
-    job.wait(3.0)
-    assert client.answered().engines == ["late"]
 
 
 def test_when_stopped_what_waits_in_the_queue_fails_at_once_and_what_runs_when_the_engines_have_stopped():
@@ -282,21 +209,6 @@ def test_when_stopped_everything_ends_at_the_deadline_though_an_engine_is_silent
     job.wait(0.2, 0.1)
     assert client.failed("RequestAbortedError").request_id == 0
     assert client.answered().engines == ["rank"]
-
-
-def test_a_text_that_is_being_tokenised_fails_at_once_when_stopped():
-    job = Job(tokenizer="made up")
-    client = job.client()
-    client.submit("text")
-    (text,) = job.text_jobs()
-    client.call("pause")
-    client.answered()
-    client.call("stop")
-    client.failed("RequestAbortedError")
-    client.answered()
-    job.core.tokenized(text.job_id, [1], job.now)
-    job.carry()
-    assert client.quiet()
 
 
 def test_a_rank_lost_while_stopping_takes_nothing_along_and_gives_nothing_away():

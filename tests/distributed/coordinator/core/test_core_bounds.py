@@ -101,22 +101,6 @@ def test_a_text_that_was_aborted_is_charged_until_the_tokenizer_is_through_with_
     assert client.quiet()
 
 
-def test_completions_of_a_group_that_was_aborted_are_not_made_texts():
-    job = Job(tokenizer="made up")
-    client, rank = job.client(), job.rank()
-    client.submit(n=2)
-    assign = rank.assigned()
-    rank.progress(stretch(assign, {0: (0, [1, 2])}, ended=[0]))
-    (text,) = job.text_jobs()
-    assert text.token_ids == [int32(1, 2)]
-    client.say(wire.Abort(0))
-    client.failed("RequestAbortedError")
-    assert text.token_ids is None
-    job.core.detokenized(text.job_id, [], job.now)
-    assert charged(job) == 0
-    assert client.quiet()
-
-
 def test_a_text_that_would_take_more_than_the_budget_as_tokens_is_refused_by_its_characters():
     job = Job(tokenizer="made up", max_open_mb=1)
     client = job.client()
@@ -260,14 +244,6 @@ def test_calls_of_a_caller_that_has_left_are_forgotten_but_for_a_stop():
     assert not mute.quiet()
     job.wait(21)
     assert job.core.control.stopped
-
-
-def test_a_deadline_that_is_no_deadline_is_refused():
-    job = Job()
-    client, _ = job.client(), job.rank()
-    client.call("pause", timeout_s=1e300)
-    assert "at most 2592000" in client.answered().text
-    assert job.core.control.state.value == "running"
 
 
 def test_the_next_deadline_is_that_of_the_first_open_call():

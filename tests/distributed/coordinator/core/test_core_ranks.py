@@ -9,7 +9,7 @@ import pytest
 
 from rollout.distributed.protocol import messages as wire
 from tests.distributed.coordinator.core.routers import held
-from tests.distributed.coordinator.job import BLOCK, LONG, Job, Line, int32, lose, stretch
+from tests.distributed.coordinator.job import LONG, Job, Line, int32, lose, stretch
 
 
 def test_a_rank_gets_nothing_before_it_is_ready_and_then_what_waits():
@@ -145,43 +145,6 @@ def test_tokens_that_are_too_new_for_every_rank_fail_by_name_in_the_end():
     assert old.quiet()
 
 
-def test_the_time_for_a_rank_of_that_version_starts_anew_with_each_wait():
-    job = Job(no_rank_timeout_s=20.0)
-    client = job.client()
-    new = job.rank("new")
-    job.rank("old")
-    client.submit()
-    new.progress(stretch(new.assigned(), {0: (0, [1])}, version=3))
-    lose(job, new)
-    job.wait(15.0)
-    again = job.rank("new", version=3)
-    again.assigned()
-    lose(job, again)
-    client.heard.clear()
-    job.wait(19.0)
-    assert client.quiet()
-    job.wait(2.0)
-    client.failed("RequestTimeoutError")
-
-
-def test_a_version_change_empties_the_table_of_that_rank():
-    job = Job(data_parallel_size=2)
-    client, rank = job.client(), job.rank("a")
-    job.rank("b")
-    client.submit(LONG)
-    assign = rank.assigned()
-    rank.progress(stretch(assign, {0: (0, [1])}, ended=[0]), blocks_added=np.arange(3, dtype="<i8").tobytes())
-    assert held(job.core.dispatcher.router, "a") == {0, 1, 2}
-    rank.say(wire.EngineMoved("running", 1))
-    assert held(job.core.dispatcher.router, "a") == set()
-    rank.progress(blocks_added=np.arange(5, dtype="<i8").tobytes())
-    rank.say(wire.EngineMoved("paused", 1))
-    rank.progress(blocks_removed=np.arange(2, dtype="<i8").tobytes())
-    assert held(job.core.dispatcher.router, "a") == {2, 3, 4}
-    rank.progress(blocks_added=np.arange(7, 8, dtype="<i8").tobytes(), flushed=True)
-    assert held(job.core.dispatcher.router, "a") == {7}
-
-
 def test_state_and_version_that_an_engine_acknowledges_are_believed_like_those_it_tells_of_itself():
     job = Job(data_parallel_size=2)
     client = job.client()
@@ -196,26 +159,6 @@ def test_state_and_version_that_an_engine_acknowledges_are_believed_like_those_i
     second.say(wire.EngineMoved("suspended", 5))
     assert job.core.status()["ranks"][1]["state"] == "suspended"
     assert job.core.control.policy_version == 5
-
-
-def test_a_request_that_waits_for_a_version_goes_on_when_a_rank_acknowledges_it():
-    job = Job()
-    client = job.client()
-    new, old = job.rank("new"), job.rank("old")
-    client.submit()
-    new.progress(stretch(new.assigned(), {0: (0, [1])}, version=1))
-    lose(job, new)
-    client.heard.clear()
-    client.call("set_version", 1)
-    old.obey()
-    assert old.assigned().request_id == 0
-
-
-def test_what_a_rank_holds_at_registration_counts():
-    job = Job(data_parallel_size=2)
-    rank = Line(job, b"rank")
-    rank.say(wire.Register(wire.PROTOCOL_VERSION, "a", 4, BLOCK, "running", 0, np.arange(3, dtype="<i8").tobytes()))
-    assert held(job.core.dispatcher.router, "a") == {0, 1, 2}
 
 
 def test_every_decision_is_told_with_what_was_found():
@@ -288,30 +231,6 @@ def test_what_is_held_waits_for_another_rank_when_the_only_one_that_had_the_weig
     assert "no rank has reached policy version 2, of its tokens or its asker, for 20.0 s (no_rank_timeout_s)" in text
     assert "old has 0" in text
     assert old.quiet()
-
-
-def test_what_waits_from_before_an_update_of_its_asker_needs_the_new_weights_too():
-    job = Job()
-    client, other = job.client("loop", member=True), job.client("other")
-    rank = job.rank(slots=1)
-    other.submit(n=2)
-    client.submit()
-    client.submit(min_policy_version=1)
-    rank.finish(rank.assigned())
-    assert rank.quiet()
-    rank.say(wire.EngineMoved("running", 1))
-    assert rank.assigned_ids() == [1, 2]
-
-
-def test_another_life_of_the_coordinator_holds_what_the_first_one_held():
-    job = Job()
-    client, rank = job.client("loop", member=True), job.rank(version=3)
-    known = wire.Stretch(0, 0, [0], [0], [1], int32(5), b"\0\0\0\0", [[3, 3, 1]])
-    client.submit(n=2, known=[known], min_policy_version=4)
-    assert rank.quiet()
-    assert job.core.status()["queued_samples"] == 2
-    rank.say(wire.EngineMoved("running", 4))
-    assert rank.assigned().known[0].token_ids == int32(5)
 
 
 def test_a_rank_that_rests_keeps_its_share_for_a_moment_and_then_others_compute_it():
@@ -421,27 +340,6 @@ def test_a_rank_that_moves_ahead_gives_back_what_it_computes_for_a_member_that_c
     moves.say(wire.EngineMoved("running", 4))
     assert moves.hear(wire.Cancel).request_id == 0
     assert own.assigned().request_id == 0
-
-
-def test_a_lost_rank_of_a_member_that_catches_up_had_a_version_that_still_counts():
-    job = Job(data_parallel_size=2)
-    client, equal = left_behind(job)
-    own = member_rank(job, "a", 5)
-    client.submit(min_policy_version=3)
-    assert own.assigned().request_id == 0
-    lose(job, own)
-    assert equal.assigned().request_id == 0
-
-
-def test_a_member_that_has_caught_up_is_helped_by_ranks_that_update_before_it():
-    job = Job(data_parallel_size=2)
-    client, ahead = left_behind(job)
-    own = member_rank(job, "a", 5)
-    client.say(wire.Barrier(1, "generate()", 5))
-    ahead.say(wire.EngineMoved("running", 6))
-    for _ in range(4):
-        client.submit(min_policy_version=5)
-    assert (len(own.heard), len(ahead.heard)) == (2, 2)
 
 
 def test_a_request_fails_by_name_if_all_ranks_stay_ahead_of_its_asker():

@@ -7,7 +7,7 @@ import pytest
 from rollout.distributed.coordinator.core.requests import MAX_SAMPLES
 from rollout.distributed.protocol.messages import Abort, Assign, Cancel, Refused, Update
 from rollout.requests.block_hash import stream_key
-from tests.distributed.coordinator.job import Job, int32, lose, stretch
+from tests.distributed.coordinator.job import Job, int32, stretch
 
 
 def test_a_request_goes_to_a_rank_and_its_results_to_its_client_under_its_own_number():
@@ -160,17 +160,6 @@ def test_without_any_rank_requests_wait_and_fail_by_name_after_the_configured_ti
     assert "0 of data_parallel_size=1 are here" in failure.text
 
 
-def test_a_rank_that_comes_at_the_last_moment_is_in_time():
-    job = Job(no_rank_timeout_s=20.0)
-    client = job.client()
-    client.submit()
-    job.wait(19.9, 19.9)
-    rank = job.rank()
-    job.wait(30.0)
-    assert rank.assigned().request_id == 0
-    assert client.quiet()
-
-
 def test_a_rank_that_never_gets_ready_is_none():
     job = Job(no_rank_timeout_s=20.0)
     client = job.client()
@@ -178,18 +167,6 @@ def test_a_rank_that_never_gets_ready_is_none():
     job.rank(ready=False)
     job.wait(21.0)
     assert "1 of data_parallel_size=1 are here" in client.failed("RequestTimeoutError").text
-
-
-def test_the_time_without_ranks_starts_anew_with_each_loss():
-    job = Job(no_rank_timeout_s=20.0)
-    client = job.client()
-    client.submit()
-    job.wait(15.0)
-    lose(job, job.rank())
-    job.wait(19.0)
-    assert client.quiet()
-    job.wait(2.0)
-    client.failed("RequestTimeoutError")
 
 
 def test_a_group_that_is_continued_starts_where_it_stood_and_only_what_is_wanted_is_computed():

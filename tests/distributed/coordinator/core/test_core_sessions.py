@@ -22,13 +22,6 @@ def test_a_stranger_is_told_to_connect_anew(message):
     assert stranger.numbers == [0]
 
 
-def test_a_stranger_that_takes_leave_is_not_answered():
-    job = Job()
-    stranger = Line(job, b"stranger")
-    stranger.say(wire.Disconnect())
-    assert stranger.quiet()
-
-
 def test_a_session_does_not_begin_in_the_middle():
     job = Job()
     stranger = Line(job, b"stranger")
@@ -73,17 +66,6 @@ def test_what_is_said_to_each_peer_is_numbered_from_0_without_a_gap():
         assert len(line.numbers) > 4
 
 
-def test_a_repeated_frame_is_ignored_and_does_not_count_as_a_sign_of_life():
-    job = Job()
-    client = job.client()
-    client.submit()
-    job.now = 5.0
-    client.said -= 1
-    client.submit(request_id=1)
-    assert [request.client_request_id for request in job.core.requests] == [0]
-    assert job.core.peers.get(client.identity).heard == 0.0
-
-
 def test_a_lost_frame_ends_the_session_and_what_it_had_goes_on_elsewhere_at_once():
     job = Job()
     client = job.client()
@@ -98,14 +80,6 @@ def test_a_lost_frame_ends_the_session_and_what_it_had_goes_on_elsewhere_at_once
     assert second.assigned().request_id == 0
 
 
-def test_a_frame_of_a_stranger_that_cannot_be_read_is_answered():
-    job = Job()
-    stranger = Line(job, b"stranger")
-    job.core.unreadable(stranger.identity, "it is no msgpack")
-    job.carry()
-    assert stranger.hear(wire.Refused).over
-
-
 def test_a_peer_that_says_what_is_not_its_to_say_is_told_so_and_goes_on():
     job = Job()
     client, rank = job.client(), job.rank()
@@ -116,14 +90,6 @@ def test_a_peer_that_says_what_is_not_its_to_say_is_told_so_and_goes_on():
         assert (refusal.code, refusal.text, refusal.over) == ("not_yours", words, False)
     client.submit()
     assert rank.assigned().request_id == 0
-
-
-def test_whoever_is_silent_is_told_that_it_must_live():
-    job = Job(heartbeat_timeout_s=30.0)
-    client = job.client()
-    before = len(client.numbers)
-    job.wait(5.0)
-    assert len(client.numbers) >= before + 5
 
 
 def test_a_silent_rank_is_given_up_and_its_work_goes_elsewhere():

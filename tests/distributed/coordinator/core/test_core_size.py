@@ -12,17 +12,6 @@ from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, encode
 from tests.distributed.coordinator.job import BLOCK, Job, int32, lose, stretch
 
 
-def test_stretches_of_one_turn_travel_as_one_update_in_order():
-    job = Job()
-    client, rank = job.client(), job.rank()
-    client.submit(n=1)
-    client.submit(n=1)
-    first, second = rank.assigned(), rank.assigned()
-    rank.progress(stretch(first, {0: (0, [1])}), stretch(second, {0: (0, [2])}), stretch(first, {0: (1, [3])}))
-    assert [row.token_ids for row in client.stretches()] == [int32(1), int32(2), int32(3)]
-    assert client.quiet()
-
-
 def test_what_is_said_after_tokens_arrives_after_them():
     job = Job()
     client, rank = job.client(), job.rank()
@@ -46,17 +35,6 @@ def test_an_assignment_cancelled_in_the_turn_of_its_submission_never_leaves():
     rank.hear(wire.Cancel)
     assert rank.assigned().prompt == int32(1, 2)
     client.failed("RequestAbortedError")
-
-
-def test_a_client_that_leaves_in_the_turn_of_its_tokens_is_said_nothing():
-    job = Job()
-    client, rank = job.client(), job.rank()
-    client.submit()
-    assign = rank.assigned()
-    with job.one_turn():
-        rank.progress(stretch(assign, {0: (0, [1])}))
-        lose(job, client)
-    assert client.quiet()
 
 
 def update_sizes(fill: Callable[[wire.Assign, int], wire.Message]) -> list[int]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from rollout.distributed.protocol.frames import MAX_REQUEST_BYTES
 from rollout.distributed.protocol.messages import Accepted, Update
-from tests.distributed.coordinator.job import Job, int32, lose, stretch
+from tests.distributed.coordinator.job import Job, int32, stretch
 
 
 def test_a_text_becomes_tokens_that_its_client_hears_before_anything_else():
@@ -99,21 +99,6 @@ def test_completions_become_text_and_the_other_samples_do_not_wait_for_it():
     (row,) = client.stretches()
     assert (row.indices, row.columns["text"], row.token_ids) == ([0], [None], int32(4))
     assert not job.core.peers.clients[client.identity].requests
-
-
-def test_the_text_of_a_sample_that_went_on_elsewhere_and_started_afresh_is_of_its_last_tokens():
-    job = Job(tokenizer="made up")
-    client = job.client()
-    first, second = job.rank("a"), job.rank("b")
-    client.submit(n=2)
-    assign = first.assigned()
-    first.progress(stretch(assign, {0: (0, [1]), 1: (0, [2])}))
-    first.progress(stretch(assign, {1: (0, [3])}))
-    lose(job, first)
-    again = second.assigned()
-    second.finish(again, [9])
-    (ended,) = job.text_jobs()
-    assert ended.token_ids == [int32(1, 9), int32(3, 9)]
 
 
 def test_a_text_that_the_engine_has_made_is_passed_on():
