@@ -485,9 +485,9 @@ class World:
             return
         self.touched = False
         open_requests = [request for client in core.peers.clients.values() for request in client.requests.values()]
-        waiting = core.requests.texts.pending.values()
+        waiting = core.requests.texts.values()
         bytes_held = sum(each.charged for each in open_requests) + sum(each.size for each in waiting)
-        assert core.requests.admission.total_bytes == bytes_held, "what is charged is not what is held"
+        assert core.requests.total_bytes == bytes_held, "what is charged is not what is held"
         for client in core.peers.clients.values():
             texts = sum(each.size for each in waiting if each.request.client is client)
             assert client.open_bytes == sum(each.charged for each in client.requests.values()) + texts
@@ -689,7 +689,7 @@ class World:
                 self.check_error(wanted, wanted.group.error)
         self.drain()
         assert not any(client.requests for client in self.core.peers.clients.values())
-        assert self.core.dispatcher.queued_samples == 0
+        assert self.core.status()["queued_samples"] == 0
         for rank in self.core.peers.ranks.values():
             assert not rank.assignments
             assert self.core.dispatcher.router.pending(rank.name) == 0

@@ -77,63 +77,48 @@ class CoordinatorCore:
         self._go_on()
 
     def _take(self, peer: Peer, message: wire.Message) -> None:
-        if isinstance(message, wire.Disconnect):
-            self.sessions.leave(peer, message.reason or "it has disconnected", self._now, died=False)
-        elif isinstance(peer, ClientPeer) and isinstance(
-            message, wire.Submit | wire.Abort | wire.Control | wire.Barrier | wire.StatusQuery
-        ):
-            self._take_from_client(peer, message)
-        elif isinstance(peer, RankPeer) and isinstance(
-            message, wire.Progress | wire.Decline | wire.CommandAck | wire.EngineMoved
-        ):
-            self._take_from_rank(peer, message)
-        else:
-            kind = "client" if isinstance(peer, ClientPeer) else "rank"
-            self.refuse(peer.identity, "not_yours", f"a {kind} does not send {type(message).__name__}")
+        match peer, message:
+            case _, wire.Disconnect():
+                self.sessions.leave(peer, message.reason or "it has disconnected", self._now, died=False)
+            case ClientPeer(), wire.Submit():
+                stopping = self.control.state is CoordinatorState.STOPPING
+                self.requests.submit(peer, message, self._now, stopping=stopping)
+            case ClientPeer(), wire.Abort():
+                if (request := peer.requests.get(message.request_id)) is not None:
+                    self.requests.fail(request, "RequestAbortedError", "it was aborted")
+            case ClientPeer(), wire.Control():
+                self.control.call(peer, message, self._now)
+                if message.signal == ControlSignal.STOP and self.control.state is CoordinatorState.STOPPING:
+                    self.requests.fail_queued("RequestAbortedError", "the engines were stopped")
+            case ClientPeer(), wire.Barrier():
+                self.requests.client_moved(peer, message.policy_version)
+                self.barriers.come(peer, message)
+            case ClientPeer(), wire.StatusQuery():
+                self.peers.say(peer, wire.Status(message.call_id, self.status()))
+            case RankPeer(), wire.Progress():
+                self._progress(peer, message)
+            case RankPeer(), wire.Decline():
+                assignment = peer.assignments.get(message.attempt)
+                if assignment and not assignment.held and assignment.request.request_id == message.request_id:
+                    self.requests.fail(assignment.request, message.error, message.text)
+            case RankPeer(), wire.CommandAck() | wire.EngineMoved():
+                self._moved(peer, message)
+            case _:
+                kind = "client" if isinstance(peer, ClientPeer) else "rank"
+                self.refuse(peer.identity, "not_yours", f"a {kind} does not send {type(message).__name__}")
 
-    def _take_from_client(
-        self,
-        client: ClientPeer,
-        message: wire.Submit | wire.Abort | wire.Control | wire.Barrier | wire.StatusQuery,
-    ) -> None:
-        stopping = self.control.state is CoordinatorState.STOPPING
-        if isinstance(message, wire.Submit):
-            self.requests.submit(client, message, self._now, stopping=stopping)
-        elif isinstance(message, wire.Abort):
-            request = client.requests.get(message.request_id)
-            if request is not None:
-                self.requests.fail(request, "RequestAbortedError", "it was aborted")
-        elif isinstance(message, wire.Control):
-            self.control.call(client, message, self._now)
-            if message.signal == ControlSignal.STOP and self.control.state is CoordinatorState.STOPPING:
-                self.requests.fail_queued("RequestAbortedError", "the engines were stopped")
-        elif isinstance(message, wire.Barrier):
-            self.requests.client_moved(client, message.policy_version)
-            self.barriers.come(client, message)
+    def _moved(self, rank: RankPeer, message: wire.CommandAck | wire.EngineMoved) -> None:
+        rank.state = EngineState(message.state)
+        if message.policy_version > rank.policy_version:
+            rank.policy_version = message.policy_version
+            self.dispatcher.router.version_changed(rank.name)
+        self.control.policy_version = max(self.control.policy_version, message.policy_version)
+        if isinstance(message, wire.CommandAck):
+            self.control.acknowledged(rank, message)
         else:
-            self.peers.say(client, wire.Status(message.call_id, self.status()))
-
-    def _take_from_rank(
-        self, rank: RankPeer, message: wire.Progress | wire.Decline | wire.CommandAck | wire.EngineMoved
-    ) -> None:
-        if isinstance(message, wire.Progress):
-            self._progress(rank, message)
-        elif isinstance(message, wire.Decline):
-            assignment = rank.assignments.get(message.attempt)
-            if assignment is not None and not assignment.held and assignment.request.request_id == message.request_id:
-                self.requests.fail(assignment.request, message.error, message.text)
-        else:
-            rank.state = EngineState(message.state)
-            if message.policy_version > rank.policy_version:
-                rank.policy_version = message.policy_version
-                self.dispatcher.router.version_changed(rank.name)
-            self.control.policy_version = max(self.control.policy_version, message.policy_version)
-            if isinstance(message, wire.CommandAck):
-                self.control.acknowledged(rank, message)
-            else:
-                rank.resting, rank.waited_for_since, rank.ready = message.resting, None, True
-            self.dispatcher.rank_moved(rank)
-            self._grace.look(self._now)
+            rank.resting, rank.waited_for_since, rank.ready = message.resting, None, True
+        self.dispatcher.rank_moved(rank)
+        self._grace.look(self._now)
 
     def _progress(self, rank: RankPeer, message: wire.Progress) -> None:
         rank.running, rank.waiting, rank.progressed = message.running, message.waiting, self._now
@@ -229,7 +214,7 @@ class CoordinatorCore:
 
     def take_text_jobs(self) -> list[TextJob]:
         """Return new jobs for the tokenizer; each must be answered by `tokenized` or `detokenized`."""
-        return self.requests.texts.take_new()
+        return self.requests.take_text_jobs()
 
     def take_decisions(self) -> list[ScheduleRecord]:
         """Return the routing decisions since the last call; called once per turn."""
@@ -238,12 +223,12 @@ class CoordinatorCore:
 
     def status(self) -> dict[str, Any]:
         """Snapshot of the job in plain values, for a `Status` message; durations in seconds."""
-        open_requests = [request for client in self.peers.clients.values() for request in client.requests.values()]
+        open_requests = list(self.requests)
         return {
             "instance": self.instance,
             "state": self.control.state.value,
             "policy_version": self.control.policy_version,
-            "queued_samples": self.dispatcher.queued_samples,
+            "queued_samples": sum(len(each.queued) for each in open_requests),
             "oldest_request_s": max((self._now - each.since for each in open_requests), default=None),
             "ranks": [
                 {

@@ -82,11 +82,6 @@ class Dispatcher:
         self._next_attempt = 1
 
     @property
-    def queued_samples(self) -> int:
-        waiting = {request for queue in self._queues.values() for request in queue}
-        return sum(len(request.queued) for request in waiting.union(self.too_new))
-
-    @property
     def any_rank_ready(self) -> bool:
         """Whether any rank is ready for work, now or when it has room."""
         if self._deterministic:

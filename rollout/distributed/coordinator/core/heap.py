@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -20,9 +20,6 @@ class LazyHeap(Generic[Item]):
 
     def __len__(self) -> int:
         return len(self._heap)
-
-    def __iter__(self) -> Iterator[Item]:
-        return (item for _, _, item in self._heap if self._alive(item))
 
     def put(self, key: Any, item: Item) -> None:
         if len(self._heap) >= self._sweep_at:

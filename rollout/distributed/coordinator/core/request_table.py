@@ -47,77 +47,13 @@ TOKENIZER_BYTES = 128
 """Memory per character during tokenisation; measured: at most 140, if every character is a token."""
 
 
-class Admission:
-    """Memory accounting per client, and the admission check."""
-
-    def __init__(self, config: CoordinatorConfig) -> None:
-        self.total_bytes = 0
-        """Bytes charged to all clients."""
-        self._config = config
-
-    def charge(self, client: ClientPeer, size: int) -> None:
-        """Charge `size` bytes to a client; negative: release them."""
-        client.open_bytes += size
-        self.total_bytes += size
-
-    def refusal(self, client: ClientPeer, message: Submit) -> tuple[str, str] | None:
-        """Return (error name, reason) if a request is refused; None: admitted."""
-        config, prompt = self._config, message.prompt
-        if not 1 <= message.n <= MAX_SAMPLES:
-            return "InvalidRequestError", f"n={message.n}: must be in [1, {MAX_SAMPLES}]"
-        if message.wanted and max(message.wanted) >= message.n:
-            return (
-                "InvalidRequestError",
-                f"wanted={reprlib.repr(message.wanted)}: must be samples below n={message.n}",
-            )
-        size = bytes_to_assign(message)
-        if size > MAX_REQUEST_BYTES:
-            return (
-                "InvalidRequestError",
-                f"{size} bytes of prompt, images, parameters and known tokens: at most {MAX_REQUEST_BYTES} are taken",
-            )
-        if isinstance(prompt, str):
-            if config.tokenizer is None:
-                return (
-                    "InvalidRequestError",
-                    "its prompt is text and the coordinator has no tokenizer (one in Python does not reach so far): send "
-                    "token ids, or set CoordinatorConfig.tokenizer to the path of a tokenizer.json, which "
-                    "save_pretrained() writes",
-                )
-            most = (config.max_open_mb << 20) // TOKENIZER_BYTES
-            if len(prompt) > most:
-                return (
-                    "InvalidRequestError",
-                    f"its prompt is {len(prompt)} characters: at most {most} become tokens here (max_open_mb="
-                    f"{config.max_open_mb}, {TOKENIZER_BYTES} bytes each); send token ids",
-                )
-        return self._no_room(client, cost_of(message))
-
-    def _no_room(self, client: ClientPeer, size: int) -> tuple[str, str] | None:
-        limit = self._config.max_open_mb
-        if client.open_bytes + size > limit << 20:
-            whose, most = "this client's open requests", f"max_open_mb={limit}"
-        elif self.total_bytes + size > CLIENTS_TOGETHER * limit << 20:
-            whose, most = "the open requests of all clients", f"{CLIENTS_TOGETHER} times max_open_mb={limit}"
-        else:
-            return None
-        return "QueueFullError", f"{whose} would take more than {most} with {size} bytes more; wait for some"
-
-
-def bytes_to_assign(message: Submit) -> int:
-    """Size of a request's variable parts in an `Assign`, which must fit into one frame."""
-    images = len(message.images) + len(message.keyed)
-    return len(message.prompt) + images + len(message.params) + sum(row.buffer_bytes for row in message.known)
-
-
-def cost_of(message: Submit) -> int:
-    """Memory that a request holds until it ends; a text prompt: until it is tokenised."""
-    prompt = sys.getsizeof(message.prompt) if isinstance(message.prompt, str) else len(message.prompt)
-    return prompt + cost_besides_prompt(message)
+def prompt_bytes(message: Submit) -> int:
+    """Memory of a prompt; of a text until it is tokenised."""
+    return sys.getsizeof(message.prompt) if isinstance(message.prompt, str) else len(message.prompt)
 
 
 def cost_besides_prompt(message: Submit) -> int:
-    """`cost_of` without the prompt."""
+    """Memory that a request holds until it ends, without its prompt."""
     known = sum(row.buffer_bytes + SAMPLE_BYTES * len(row.indices) for row in message.known)
     images = len(message.images) + len(message.keyed)
     return REQUEST_BYTES + len(message.params) + SAMPLE_BYTES * message.n + known + images
@@ -131,46 +67,6 @@ class PendingText(NamedTuple):
     size: int
 
 
-class TextJobs:
-    """Jobs at the tokenizer, and the new ones."""
-
-    def __init__(self, admission: Admission) -> None:
-        self.pending: dict[int, PendingText] = {}
-        """Entries by job id."""
-        self._admission = admission
-        self._new: list[TextJob] = []
-        self._next_job = 0
-
-    def tokenize(self, request: OpenRequest, text: str, size: int) -> None:
-        """Start a job that tokenises the prompt of a request."""
-        self._start(request, None, size, TextJob(self._next_job, text))
-
-    def detokenize(self, request: OpenRequest, stretch: Stretch, token_ids: list[bytes]) -> None:
-        """Start a job for the texts of the completions that ended with a stretch, which waits for them."""
-        size = stretch.buffer_bytes + sum(map(len, token_ids))
-        self._start(request, stretch, size, TextJob(self._next_job, None, token_ids))
-
-    def _start(self, request: OpenRequest, stretch: Stretch | None, size: int, job: TextJob) -> None:
-        self._next_job += 1
-        self.pending[job.job_id] = PendingText(request, stretch, size)
-        self._admission.charge(request.client, size)
-        request.text_jobs[job.job_id] = job
-        self._new.append(job)
-
-    def done(self, job_id: int) -> tuple[OpenRequest | None, Stretch | None]:
-        """Remove an answered job; returns its request and stretch, or (None, None) if the request has ended."""
-        done = self.pending.pop(job_id, None)
-        if done is None:
-            return None, None
-        self._admission.charge(done.request.client, -done.size)
-        done.request.text_jobs.pop(job_id, None)
-        return (None, None) if done.request.closed else (done.request, done.stretch)
-
-    def take_new(self) -> list[TextJob]:
-        taken, self._new = self._new, []
-        return taken
-
-
 _STOPPING = ("EngineStateError", "the job is stopping: it takes no more work; start another coordinator")
 
 
@@ -178,8 +74,12 @@ class RequestTable:
     """Table of the open requests; each is also in its client's `requests`."""
 
     def __init__(self, config: CoordinatorConfig, peers: Peers, dispatcher: Dispatcher) -> None:
-        self.admission = Admission(config)
-        self.texts = TextJobs(self.admission)
+        self.total_bytes = 0
+        """Bytes charged to all clients."""
+        self.texts: dict[int, PendingText] = {}
+        """Jobs at the tokenizer, by id."""
+        self._new_jobs: list[TextJob] = []
+        self._next_job = 0
         self._config = config
         self._peers = peers
         self._dispatcher = dispatcher
@@ -201,7 +101,7 @@ class RequestTable:
             self._peers.refuse(client.identity, "malformed", text)
             return
         client.last_request_id = message.request_id
-        refusal = _STOPPING if stopping else self.admission.refusal(client, message)
+        refusal = _STOPPING if stopping else self._refusal(client, message)
         if refusal is not None:
             self._say_failed(client, message.request_id, *refusal)
             return
@@ -217,7 +117,7 @@ class RequestTable:
         if request.deadline != math.inf:
             self._deadlines.put(request.deadline, request)
         if isinstance(message.prompt, str):
-            self.texts.tokenize(request, message.prompt, sys.getsizeof(message.prompt))
+            self._start(TextJob(self._next_job, message.prompt), request, None, prompt_bytes(message))
         else:
             self._charge(request, len(message.prompt))
             request.prompt = message.prompt
@@ -255,11 +155,69 @@ class RequestTable:
             client.policy_version = policy_version
             self._dispatcher.asker_moved(client.requests.values(), policy_version)
 
+    def _refusal(self, client: ClientPeer, message: Submit) -> tuple[str, str] | None:
+        """Return (error name, reason) if a request is refused; None: admitted."""
+        prompt, limit = message.prompt, self._config.max_open_mb
+        if not 1 <= message.n <= MAX_SAMPLES:
+            return "InvalidRequestError", f"n={message.n}: must be in [1, {MAX_SAMPLES}]"
+        if message.wanted and max(message.wanted) >= message.n:
+            why = f"wanted={reprlib.repr(message.wanted)}: must be samples below n={message.n}"
+            return "InvalidRequestError", why
+        known = sum(row.buffer_bytes for row in message.known)
+        size = len(prompt) + len(message.images) + len(message.keyed) + len(message.params) + known
+        if size > MAX_REQUEST_BYTES:
+            return (
+                "InvalidRequestError",
+                f"{size} bytes of prompt, images, parameters and known tokens: at most {MAX_REQUEST_BYTES} are taken",
+            )
+        if isinstance(prompt, str):
+            if self._config.tokenizer is None:
+                return (
+                    "InvalidRequestError",
+                    "its prompt is text and the coordinator has no tokenizer (one in Python does not reach so far): send "
+                    "token ids, or set CoordinatorConfig.tokenizer to the path of a tokenizer.json, which "
+                    "save_pretrained() writes",
+                )
+            most = (limit << 20) // TOKENIZER_BYTES
+            if len(prompt) > most:
+                return (
+                    "InvalidRequestError",
+                    f"its prompt is {len(prompt)} characters: at most {most} become tokens here (max_open_mb={limit}, "
+                    f"{TOKENIZER_BYTES} bytes each); send token ids",
+                )
+        size = prompt_bytes(message) + cost_besides_prompt(message)
+        if client.open_bytes + size > limit << 20:
+            whose, most_open = "this client's open requests", f"max_open_mb={limit}"
+        elif self.total_bytes + size > CLIENTS_TOGETHER * limit << 20:
+            whose, most_open = "the open requests of all clients", f"{CLIENTS_TOGETHER} times max_open_mb={limit}"
+        else:
+            return None
+        return "QueueFullError", f"{whose} would take more than {most_open} with {size} bytes more; wait for some"
+
     # --- texts ------------------------------------------------------------------------------------------------------
+
+    def _start(self, job: TextJob, request: OpenRequest, stretch: Stretch | None, size: int) -> None:
+        self._next_job += 1
+        self.texts[job.job_id] = PendingText(request, stretch, size)
+        self._charge_client(request.client, size)
+        request.text_jobs[job.job_id] = job
+        self._new_jobs.append(job)
+
+    def _done(self, job_id: int) -> tuple[OpenRequest | None, Stretch | None]:
+        """Remove an answered job; returns its request and stretch, or (None, None) if the request has ended."""
+        request, stretch, size = self.texts.pop(job_id)
+        self._charge_client(request.client, -size)
+        request.text_jobs.pop(job_id, None)
+        return (None, None) if request.closed else (request, stretch)
+
+    def take_text_jobs(self) -> list[TextJob]:
+        """Return new jobs for the tokenizer."""
+        taken, self._new_jobs = self._new_jobs, []
+        return taken
 
     def tokenized(self, job_id: int, tokens: Sequence[int] | Exception) -> None:
         """Queue the request of a tokenised prompt; it fails with the error of its tokenisation."""
-        request, _ = self.texts.done(job_id)
+        request, _ = self._done(job_id)
         if request is None:
             return
         if isinstance(tokens, Exception):
@@ -277,7 +235,7 @@ class RequestTable:
 
     def detokenized(self, job_id: int, texts: Sequence[str | None]) -> None:
         """Forward a stretch that waited for the texts of its ended completions."""
-        request, stretch = self.texts.done(job_id)
+        request, stretch = self._done(job_id)
         if request is not None and stretch is not None:
             remaining = iter(texts)
             outcomes = stretch.columns["outcome"]
@@ -310,7 +268,8 @@ class RequestTable:
         if going_on:
             self._forward(request, stretch.only(going_on))
             stretch = stretch.only(set(ended))
-        self.texts.detokenize(request, stretch, token_ids)
+        size = stretch.buffer_bytes + sum(map(len, token_ids))
+        self._start(TextJob(self._next_job, None, token_ids), request, stretch, size)
 
     def _forward(self, request: OpenRequest, stretch: Stretch) -> None:
         client = request.client
@@ -382,4 +341,8 @@ class RequestTable:
 
     def _charge(self, request: OpenRequest, size: int) -> None:
         request.charged += size
-        self.admission.charge(request.client, size)
+        self._charge_client(request.client, size)
+
+    def _charge_client(self, client: ClientPeer, size: int) -> None:
+        client.open_bytes += size
+        self.total_bytes += size

@@ -19,7 +19,7 @@ HALF = 600 << 10
 
 
 def charged(job: Job) -> int:
-    return job.core.requests.admission.total_bytes
+    return job.core.requests.total_bytes
 
 
 def known(size: int) -> wire.Stretch:
