@@ -78,14 +78,8 @@ class Advanced(Options):
 
     virtual_memory: bool = True
     """On CUDA, map the KV pool by the driver's virtual memory calls: a suspend gives all of it back to the driver, and it
-    comes back at the same addresses. So do the weights that FSDP2 gathers. False, and where the driver lacks them: torch's
-    allocator, its cache emptied at a suspend; gathered weights have no fixed addresses."""
-
-    autocast_weight_copies: bool | None = None
-    """On CUDA, under autocast: while the engine generates, keep copies of the float32 weights in autocast's dtype. Captured
-    steps read them instead of casting the weights each time (`autocast_copy_bytes` of the statistics; a suspend frees them).
-    The results are the same to the bit. None: if a full step and CUDA graphs have their memory beside them; for these and
-    copies the KV pool gives up to half of its blocks. True: always. False: every step casts."""
+    comes back at the same addresses. False, and where the driver lacks them: torch's allocator, its cache emptied at a
+    suspend."""
 
     verify_model: bool = True
     """At construction, compare a few tokens computed through the paged path with the model's own forward."""
@@ -211,14 +205,6 @@ class InferenceConfig(Options):
             "kv_cache_host_memory_gb",
             self.kv_cache_host_memory_gb is None or keeps,
             "None without enable_prefix_caching, or with prefix_caching_eviction_policy='ref_zero': nothing is kept then",
-        )
-        reads = advanced.cuda_graphs and not (self.exact or self.record_routes)
-        reads = reads and self.inference_dtype in (None, "float32")
-        advanced._check(
-            "autocast_weight_copies",
-            reads or not advanced.autocast_weight_copies,
-            "None with exact=True or record_routes=True, with a copy of another dtype (inference_dtype), and without "
-            "cuda_graphs: nothing reads copies then",
         )
         advanced._check("fused_forward", not self.exact or advanced.fused_forward, "True with exact=True")
         self._check(

@@ -215,9 +215,6 @@ METRICS: dict[str, Metric] = {
     "rollout/graph_bytes": _gauge(
         "bytes", "device memory of CUDA graphs, their workspace and logits", "runner.graph_bytes", logged=False
     ),
-    "rollout/autocast_copy_bytes": _gauge(
-        "bytes", "device memory of copies of weights in autocast's dtype", "runner.copies.nbytes", logged=False
-    ),
     "rollout/state_slots": _gauge("slots", "recurrent states that can be kept", "states.num_slots", logged=False),
     "rollout/state_slots_used": _gauge(
         "slots", "recurrent states of running requests", "states.num_held", logged=False

@@ -71,7 +71,6 @@ def other_value(field: dataclasses.Field[Any]) -> tuple[list[str], Any]:
         "autocast_dtype": "bfloat16",
         "inference_dtype": "float16",
         "max_tokens_per_step": 4096,
-        "autocast_weight_copies": False,
     }
     if field.name in special:
         return [str(special[field.name])], special[field.name]

@@ -53,7 +53,6 @@ from rollout.engine.parts.lifecycle import Lifecycle
 from rollout.engine.parts.peers import Peers
 from rollout.engine.parts.stepper import Stepper
 from rollout.engine.sampling.token_values import TokenValues, ValueFunction
-from rollout.engine.weights.autocast_copies import autocast_copies
 from rollout.engine.weights.guard import WeightsGuard, dtype_named
 from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError
 from rollout.observe.recorder import EngineTap
@@ -144,7 +143,7 @@ def rebuilt(base: EngineBase, before: EngineParts) -> EngineParts:
     """
     with interrupt_deferred(), base.lifecycle.lock:
         records, cache, runner = before.inspection.snapshot(), before.cache, before.controller.runner
-        # KV, graphs and copies of weights are freed first, because the new parts measure free memory.
+        # KV and graphs are freed first, because the new parts measure free memory.
         runner.order.settle()
         runner.release_workspace(graphs=True)
         before.context.suspend(KVCacheManagementMode.RECOMPUTE, keep_prefix_cache=False)
@@ -269,7 +268,6 @@ def _runner(
         base.adapters,
         peers.together,
         exact=config.exact,
-        copies=autocast_copies(config, weights, layout.device, context.room),
     )
     context.to_come = partial(bytes_to_come, runner)
     # Collectives inside a forward are not captured, and neither are addresses that change with each gathering.
@@ -318,9 +316,7 @@ def _choose_forwards(
     if graphed_rows and module.paged is not None:
         # `release_workspace` must not free the graphs' workspace, so it is a separate one.
         decode = TritonDecode(module.paged.with_own_workspace(), cache)
-        runner.graphs = GraphedDecode(
-            runner.model, layout, cache, graphed_rows, CudaDevice(layout.device), decode, copies=runner.copies
-        )
+        runner.graphs = GraphedDecode(runner.model, layout, cache, graphed_rows, CudaDevice(layout.device), decode)
         maker = GraphedRuns(runner.forward, runner.graphs, layout.device)
     if maker is not None and not config.exact:
         runner.runs = DecodeRuns(maker, runner, asked)

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.graphs import cuda_graphs
 from rollout.engine.scheduling import run_ahead
-from rollout.engine.weights.fsdp_mapped import MappedWeights
 from rollout.sampling_params import SamplingParams
 from tests.engines import (
     assert_greedy,
@@ -114,31 +108,6 @@ def test_graphs_run_under_autocast_and_follow_the_weights(where: str) -> None:
     assert (graphed[0] - eager[0]).abs().max() < 0.1
     assert (graphed[1] - eager[1]).abs().max() < 0.1
     assert (eager[1] - eager[0]).abs().max() > 0.2, "the update is large enough to be seen"
-
-
-@pytest.mark.parametrize("where", ["around", "inside"])
-def test_steps_that_read_copies_of_the_weights_give_the_bits_of_those_that_cast(where: str) -> None:
-    values, held = [], []
-    for copies in (True, False):
-        model = deep_model(torch.float32, layers=4)
-        if where == "inside":
-            model.forward = torch.autocast("cuda", torch.bfloat16)(model.forward)
-        with torch.autocast("cuda", torch.bfloat16, enabled=where == "around"):
-            engine = engine_of(model, autocast_weight_copies=copies, enable_prefix_caching=False)
-            for _ in range(3):
-                requests = engine.generate([token_ids(20, 1), token_ids(7, 2)], greedily(16))
-                values.append([request.generated_log_probs for request in requests])
-                held.append(engine.stats()["autocast_copy_bytes"])
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.data.mul_(1.1)
-                engine.weights_updated()
-                pass_suspended(engine, "offload")
-            assert captured(engine)
-    assert values[:3] == values[3:]
-    assert values[0] != values[1]
-    assert all(held[:3])
-    assert not any(held[3:])
 
 
 def test_a_copy_in_bf16_is_captured() -> None:
@@ -307,51 +276,6 @@ def test_an_engine_steps_beside_a_thread_that_uses_and_waits_for_the_device(monk
         assert_greedy("qwen3", request, tolerance=1e-3)
     engine.generate([token_ids(9)], greedily(20))
     assert captured(engine), "as soon as the thread is gone"
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[DeviceMesh]:
-    """A process group of this process alone, over NCCL."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
-    try:
-        yield init_device_mesh("cuda", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)])
-@pytest.mark.parametrize("name", ["gemma3", "qwen3"])
-def test_fsdp2_weights_are_captured_once_over_steps_of_training(
-    name: str, policy: MixedPrecisionPolicy, one_rank: DeviceMesh
-) -> None:
-    model, alone = make_model(name).cuda(), make_model(name).cuda()
-    for unit in (*model.model.layers, model):
-        fully_shard(unit, mesh=one_rank, mp_policy=policy)
-    optimizer, optimizer_alone = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone))
-    engine = engine_of(model)
-    assert isinstance(engine.weights, MappedWeights)
-    kept: list[Any] = []
-    addresses: set[tuple[int, ...]] = set()
-    for _ in range(3):
-        with engine.guard.whole():
-            addresses.add(tuple(parameter.data_ptr() for parameter in model.parameters()))
-            (request,) = engine.generate([token_ids(9, 1)], greedily(12))
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        assert captured(engine)
-        assert engine.controller.runner.graphs is not None
-        kept.append(dict(engine.controller.runner.graphs._graphs[None]))
-        if policy.param_dtype is None:
-            assert_greedy(alone, request, tolerance=1e-3)
-        for each, step in ((model, optimizer), (alone, optimizer_alone)):
-            ids = torch.tensor([token_ids(12, 3)], device="cuda")
-            each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            step.step()
-            step.zero_grad()
-        engine.weights_updated()
-    assert len(addresses) == 1
-    assert all(kept[-1][size] is graph for size, graph in kept[0].items()), "none was captured anew"
 
 
 @pytest.mark.whole_device

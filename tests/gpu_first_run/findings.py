@@ -166,5 +166,4 @@ def captured(engine: DynamicInferenceEngine) -> dict[str, Any]:
     if graphs is None:
         return {"graphs": 0, "why_not": "no CUDA device, Triton, or fixed addresses"}
     counts = {"graphs": len(graphs.captured)}
-    copies = engine.controller.runner.copies.nbytes
-    return counts | {"why_not": graphs.why_not, "graph_gib": gib(graphs.graph_bytes), "copies_gib": gib(copies)}
+    return counts | {"why_not": graphs.why_not, "graph_gib": gib(graphs.graph_bytes)}

@@ -26,11 +26,6 @@ BANDWIDTHS = {"H200": 4.3e12, "H100": 3.0e12}
 """Bytes a second that a device reads, for the floor of a decode step; `env` says what this one does."""
 CASES = ((64, 1024), (256, 1024), (64, 4096))
 """(sequences, tokens of each)."""
-AUTOCAST: dict[str, dict[str, Any]] = {
-    "copies of the weights": {},
-    "cast in every step": {"autocast_weight_copies": False},
-}
-"""Options of engines under autocast."""
 NEW = 190
 PROFILED, TIMED, IN_RUNS = 4, 48, 80
 """Steps that are profiled, timed one by one, and timed in runs."""
@@ -89,8 +84,7 @@ def speed(run: Run) -> None:
         del model
         run.collect()
     model = run.model(run.sizes[0], torch.float32)
-    for label, options in AUTOCAST.items():
-        decode_steps(run, model, run.sizes[0], *cases[0], f"fp32, {label}", autocast_dtype="bfloat16", **options)
+    decode_steps(run, model, run.sizes[0], *cases[0], "fp32 under autocast", autocast_dtype="bfloat16")
 
 
 def decode_steps(

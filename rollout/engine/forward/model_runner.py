@@ -31,7 +31,6 @@ from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.sampling.sampling_table import DecodeRun, SamplingTable
 from rollout.engine.scheduling.sequences import SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
-from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies
 from rollout.errors import UnsupportedModelError
 
 
@@ -57,7 +56,6 @@ class ModelRunner:
         together: Together,
         *,
         exact: bool = False,
-        copies: AutocastCopies = NO_COPIES,
     ) -> None:
         self.module = module
         self.model, self.layout, self.cache, self.states = module.model, module.layout, module.cache, module.states
@@ -67,7 +65,6 @@ class ModelRunner:
         self._together = together
         self.values = module.values
         self.exact = exact
-        self.copies = copies
         self.fused: FusedForward | None = None
         self.without_fused = "Advanced.fused_forward=False"
         self.graphs: GraphedDecode | None = None
@@ -167,7 +164,6 @@ class ModelRunner:
             self.fused.release()
         if self.graphs is not None:
             self.graphs.release() if graphs else self.graphs.retry()
-        self.copies.release()
 
     def pictured(
         self, step: ScheduledStep, rows: PagedRows, table: SequenceTable
@@ -200,7 +196,6 @@ class ModelRunner:
             states = np.arange(len(rows), dtype=np.int32)
         with self.installation.inference():
             epoch = self.installation.module_epoch
-            self.copies.refresh(epoch)
             if named is not None:
                 return self.adapters.run(ids, rows, keep, named, self.forward, self.module.batch)
             fused = self.fused if images is None else None

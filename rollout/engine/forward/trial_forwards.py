@@ -253,9 +253,8 @@ def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int
 
 
 def bytes_to_come(runner: ModelRunner) -> int:
-    """Device memory that CUDA graphs and copies of weights will still take, next to a step's peak."""
-    graphs = 0 if runner.graphs is None else runner.graphs.bytes_to_come
-    return graphs + runner.copies.bytes_to_come
+    """Device memory that CUDA graphs will still take, next to a step's peak."""
+    return 0 if runner.graphs is None else runner.graphs.bytes_to_come
 
 
 def run_prefill(runner: ModelRunner, tokens: int, longest: int, rows: int) -> None:

@@ -6,9 +6,9 @@ launches them together. Always true:
   verification, at construction), while the engine's lock is held. A step is padded to the least size that was captured.
 - All graphs read one `DecodeState`, which has room for so many columns of block tables and parts of keys; rows that need
   more room cost all graphs.
-- Graphs fix the addresses of the KV pool, of the weights and of their copies under autocast, and everything that the forward
-  reads in Python: plain attributes, configurations, functions. They are dropped when one of these is another. Code of other
-  packages may read anything, so a model with such code is captured again after each time the trainer may have modified it.
+- Graphs fix the addresses of the KV pool and of the weights, and everything that the forward reads in Python: plain
+  attributes, configurations, functions. They are dropped when one of these is another. Code of other packages may read
+  anything, so a model with such code is captured again after each time the trainer may have modified it.
 - A capture that fails leaves the step to the model's own forward. One that another thread has disturbed is tried again some
   steps later, one without memory after the next suspend; a model that fails at two sizes is not tried again.
 """
@@ -38,7 +38,6 @@ from rollout.engine.memory.buffers import lacks_device_memory
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.models.attention import Installation, forward_with
 from rollout.engine.models.model_support import ModelLayout, has_global_hooks
-from rollout.engine.weights.autocast_copies import NO_COPIES, AutocastCopies
 
 LEAST_WORKSPACE = 2**26
 """Bytes for the parts of keys of a step, before they are merged; doubled, at the price of all graphs, for more."""
@@ -103,7 +102,6 @@ class GraphedDecode:
         cache: holds K and V.
         max_rows: most rows of a step.
         kernels: the attention of the module's forward.
-        copies: read by the module's captured forward in the place of weights that autocast casts.
 
     Attributes:
         watched: key of what the modules compute next to their weights; graphs are valid while it stays equal.
@@ -119,15 +117,12 @@ class GraphedDecode:
         max_rows: int,
         device: CudaDevice,
         kernels: TritonDecode,
-        *,
-        copies: AutocastCopies = NO_COPIES,
     ) -> None:
         self._model = model
         self._layout = layout
         self._cache = cache
         self._device = device
         self._kernels = kernels
-        self._copies = copies
         self._sizes = row_sizes(max_rows)
         self._columns = table_columns(STATE_LENGTH, cache.block_size)
         self._parts = _least_parts(layout, max_rows)
@@ -137,8 +132,8 @@ class GraphedDecode:
         self._state: DecodeState | None = None
         self._graphs: dict[_Precision, dict[int, _Graph]] = {}
         self._logits: dict[torch.dtype, Tensor] = {}
-        self._fixed: object = None
-        """Addresses that graphs have fixed, other than the model's."""
+        self._fixed: tuple[int, ...] | None = None
+        """Addresses of the KV pool that graphs have fixed."""
         self._module_epoch = -1
         self._signature: object = None
         self._replays = self._wasted = 0
@@ -221,8 +216,8 @@ class GraphedDecode:
     def _ready(self, module_epoch: int) -> bool:
         if self.why_not or has_global_hooks():
             return False
-        if (addresses := self._addresses()) != self._fixed:
-            self._fixed = addresses
+        if self._cache.addresses != self._fixed:
+            self._fixed = self._cache.addresses
             self._forget()
         if module_epoch != self._module_epoch:
             self._module_epoch = module_epoch
@@ -231,9 +226,6 @@ class GraphedDecode:
                 self._signature = signature
                 self._change()
         return not self._given_up
-
-    def _addresses(self) -> object:
-        return self._copies.layout, self._cache.addresses
 
     def _precision(self) -> _Precision:
         kind = self._layout.device.type
@@ -297,8 +289,6 @@ class GraphedDecode:
                 "no memory to capture decode steps of %s rows until the next suspend, after which the KV pool leaves %d MiB "
                 "for it: %s", ", ".join(map(str, sorted(short))), lacking >> 20, why,
             )  # fmt: skip
-        # The first capture under an autocast makes the copies.
-        self._fixed = self._addresses()
         if precision in self._refused:
             self._forget()
             self._say_why_not(self._refused[precision])
@@ -327,7 +317,7 @@ class GraphedDecode:
     def _logits_of(self, inputs: DecodeInputs) -> Tensor:
         keep = torch.arange(len(inputs.ids), device=self._layout.device)
         batch = CapturedBatch(self._kernels, self._layout, inputs)
-        with self._copies.substituted(), Installation(self._model).forward():
+        with Installation(self._model).forward():
             output = forward_with(
                 batch, self._model, input_ids=inputs.ids[None], position_ids=inputs.positions[None], logits_to_keep=keep
             )

@@ -1,4 +1,4 @@
-"""Device memory of the KV pool and of gathered weights: given back to the driver and taken again, at fixed addresses.
+"""Device memory of the KV pool: given back to the driver and taken again, at fixed addresses.
 
 If memory only goes back to torch's allocator, the trainer's tensors (Adam's states, made at the first step) pin parts of it,
 and the pool cannot come back whole. An `Arena` keeps addresses and maps memory to them.
@@ -176,11 +176,7 @@ class Arena:
         weakref.finalize(self, _free_all, self._ranges).atexit = False
 
     def allocate(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """Zeros of each of these sizes; see `take`."""
-        return [each.zero_() for each in self.take(sizes, dtype, device)]
-
-    def take(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """A tensor of each of these sizes, of any content, each at the addresses of its predecessor unless it is larger.
+        """Zeros of each of these sizes, each at the addresses of its predecessor unless it is larger.
 
         Raises:
             torch.OutOfMemoryError: the device has not so much memory; nothing is mapped.
@@ -189,12 +185,11 @@ class Arena:
         self._memory.settle()
         self._ranges += [_Mapped(self._memory) for _ in sizes[len(self._ranges) :]]
         try:
-            return [
-                place.grow(size * dtype.itemsize).view(dtype) for place, size in zip(self._ranges, sizes, strict=False)
-            ]
+            found = [place.grow(size * dtype.itemsize) for place, size in zip(self._ranges, sizes, strict=False)]
         except torch.OutOfMemoryError:
             self.release()
             raise
+        return [each.view(dtype).zero_() for each in found]
 
     def release(self) -> None:
         """Give all memory back to the device; the addresses stay reserved."""
@@ -274,25 +269,15 @@ def pool_memory(device: torch.device, *, virtual: bool) -> PoolMemory:
     """Memory for a pool on `device`; from torch's allocator if `virtual` is False or the driver lacks the calls."""
     if device.type != "cuda":
         return PoolMemory(zeros)
+    if virtual and torch.version.cuda is not None:
+        try:
+            arena = Arena(CudaVirtualMemory(device))
+            _try_out(arena, device)
+            return PoolMemory(arena.allocate, arena.release)
+        except (OSError, RuntimeError) as exc:
+            _log.warning("memory on %s comes from torch's allocator: %s: %s", device, type(exc).__name__, exc)
     # What is cached would be carved up by the trainer.
-    return (fixed_memory(device, zeroed=True) if virtual else None) or PoolMemory(zeros, torch.cuda.empty_cache)
-
-
-def fixed_memory(device: torch.device, *, zeroed: bool = False) -> PoolMemory | None:
-    """Memory of a CUDA device at the same addresses each time; None if the device or its driver cannot map memory.
-
-    Args:
-        zeroed: fill it with zeros, because not all of it is written before it is read.
-    """
-    if device.type != "cuda" or torch.version.cuda is None:
-        return None
-    try:
-        arena = Arena(CudaVirtualMemory(device))
-        _try_out(arena, device)
-    except (OSError, RuntimeError) as exc:
-        _log.warning("memory on %s comes from torch's allocator: %s: %s", device, type(exc).__name__, exc)
-        return None
-    return PoolMemory(arena.allocate if zeroed else arena.take, arena.release)
+    return PoolMemory(zeros, torch.cuda.empty_cache)
 
 
 def _try_out(arena: Arena, device: torch.device) -> None:

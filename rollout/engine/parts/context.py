@@ -67,7 +67,7 @@ class DynamicInferenceContext:
         states: pool of the recurrent states; None: the model has none.
         num_blocks: configured size of the pool, in pages; `cache.num_blocks` is the current one.
         headroom: bytes of the device that the pool leaves free for a step.
-        to_come: bytes that graphs and copies of weights will take; left free too if the pool keeps half of its blocks.
+        to_come: bytes that CUDA graphs will take; left free too if the pool keeps half of its blocks.
         may_shrink: whether `resume` may make the pool smaller; all pools of a tensor-parallel group have equal blocks.
         kept: the least that a suspend has kept since this was set: `KEPT_ALL`, `KEPT_HELD` or `KEPT_NOTHING`.
     """
@@ -226,20 +226,16 @@ class DynamicInferenceContext:
         self._follow_pool()
         return True
 
-    def room(self) -> float:
-        """Bytes of the device that the forward does not need; negative: so many are missing."""
-        return self._spare() - self.headroom - self.to_come()
-
     def keep_free(self, headroom: int) -> None:
         """Leave `headroom` bytes to the forward, now and at every resume; called before there are requests."""
         self.headroom = headroom
-        if self.room() < 0:
+        if self._spare() < headroom + self.to_come():
             self.allocator.drop_cached()
             self.cache.drop()
             self._materialize(self.num_blocks, 1)
             self._follow_pool()
             _log.info(
-                "the KV pool has %d of %d %s: the other memory is left to steps, CUDA graphs and copies of weights",
+                "the KV pool has %d of %d %s: the other memory is left to steps and CUDA graphs",
                 self.cache.num_blocks, self.num_blocks, self.allocator.pages.unit,
             )  # fmt: skip
 

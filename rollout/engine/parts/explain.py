@@ -220,15 +220,12 @@ def _weights(source: WeightSource, runner: ModelRunner) -> str:
         ranks = ", ".join(map(str, mesh.mesh.tolist()))
         text = f"gathered from the ranks while generating, but for the experts, split over the expert-parallel ranks {ranks}"
     elif source.collective:
-        moved = f", to other addresses each time: {source.why_moved}" if source.why_moved else ""
-        text = "gathered from the ranks while generating" + (", to fixed addresses" * source.fixed_addresses or moved)
+        text = "gathered from the ranks while generating"
     elif source.sampled is source.trained:
         text = "the trainer's own, no copy"
     else:
         text = f"a copy on {runner.layout.device}, renewed after each update"
-    size = runner.copies.nbytes
-    copies = f", and copies for autocast ({binary_bytes(size)}), filled again when they may have changed"
-    return text + copies * bool(size)
+    return text
 
 
 def _layer_kinds(model: nn.Module, layout: ModelLayout) -> Iterator[str]:

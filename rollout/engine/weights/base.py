@@ -18,7 +18,6 @@ class Weights:
         sampled: the module whose forward the engine runs.
         collective: whether `gather` is a collective call.
         fixed_addresses: whether the tensors of `sampled` keep their addresses when the weights change.
-        why_moved: why they do not, if they could; else empty.
         tensor_parallel_mesh: one-dimensional device mesh of the ranks that hold the other shards of every layer and compute
             each forward together with this one; None: this rank computes alone.
         expert_parallel_mesh: one-dimensional device mesh of the ranks that exchange tokens inside each layer, each with
@@ -27,7 +26,6 @@ class Weights:
 
     collective = False
     fixed_addresses = True
-    why_moved = ""
     expert_parallel_mesh: Any = None
 
     def __init__(self, trained: nn.Module, tensor_parallel_mesh: Any = None) -> None:

@@ -7,9 +7,8 @@ included, also after an interrupted forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -164,7 +163,11 @@ def reshard(unit: Any) -> None:
 def _stay_whole_after_state_dict(group: Any, undo: ExitStack) -> None:
     """Make FSDP2's hooks on `state_dict` and `load_state_dict` show the shards without freeing the gathered weights."""
 
-    def show_whole() -> None:
+    def show_shards() -> None:
+        for each in group.fsdp_params:
+            each._setattr_on_modules(each.sharded_param)
+
+    def show_whole(*_: Any) -> None:
         for each in group.fsdp_params if group.is_unsharded else ():
             each._setattr_on_modules(each._unsharded_param)
 
@@ -175,28 +178,12 @@ def _stay_whole_after_state_dict(group: Any, undo: ExitStack) -> None:
         finally:
             group._to_sharded = show
 
-    around_state_dicts(group, undo, partial(show_shards, group), show_whole)
-    group.reshard = reshard_really
-    undo.callback(group.__dict__.pop, "reshard")
-
-
-def show_shards(group: Any) -> None:
-    """Give the modules of a group their sharded parameters."""
-    for each in group.fsdp_params:
-        each._setattr_on_modules(each.sharded_param)
-
-
-def around_state_dicts(group: Any, undo: ExitStack, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call `before`, in place of FSDP2's resharding, and `after` around each `state_dict` and `load_state_dict`."""
-    group._to_sharded = before
-    undo.callback(group.__dict__.pop, "_to_sharded")
-
-    def done(*_: Any) -> None:
-        after()
-
+    group._to_sharded, group.reshard = show_shards, reshard_really
+    for name in ("_to_sharded", "reshard"):
+        undo.callback(group.__dict__.pop, name)
     for module in dict.fromkeys(each._module_info.module for each in group.fsdp_params):
-        undo.callback(module.register_state_dict_post_hook(done).remove)
-        undo.callback(module.register_load_state_dict_post_hook(done).remove)
+        undo.callback(module.register_state_dict_post_hook(show_whole).remove)
+        undo.callback(module.register_load_state_dict_post_hook(show_whole).remove)
 
 
 class UnitWeights(GatheredWeights):

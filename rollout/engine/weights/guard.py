@@ -51,7 +51,6 @@ class WeightsGuard:
             self._given,
             dtype=dtype_named(config.inference_dtype),
             device=None if config.inference_device is None else _device(config.inference_device),
-            mapped=config.advanced.virtual_memory,
         )
         self.model = self.source.trained
         first = next(self.model.parameters())

@@ -2,8 +2,7 @@
 
     plain module, DDP, autocast    shared: the tensors that the optimizer steps, nothing moves
     tensor parallel (DTensors)     shared: every rank of the group computes with its shard, alone or gathered by FSDP2
-    FSDP2, FSDP1, ZeRO-3           gathered: whole while the engine generates, then sharded again, without a second copy;
-                                   FSDP2 on CUDA to the same addresses each time
+    FSDP2, FSDP1, ZeRO-3           gathered: whole while the engine generates, then sharded again, without a second copy
     another dtype or device        copied, only on request: one pass after each update
 
 Always true: `release` restores `trained` for the trainer. Every rank or none calls `gather` of a `collective` source.
@@ -13,7 +12,6 @@ DeepSpeed is imported only for a model that it partitions.
 from __future__ import annotations
 
 import importlib
-import logging
 import sys
 from contextlib import ExitStack
 from typing import Any
@@ -22,32 +20,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rollout.engine.memory.arena import fixed_memory
 from rollout.engine.weights.base import GatheredWeights, Weights
 from rollout.engine.weights.copied import CopiedWeights
 from rollout.engine.weights.fsdp import ShardedWeights, UnitWeights, unmanaged_shard
-from rollout.engine.weights.fsdp_mapped import MappedWeights, Unmappable
 from rollout.engine.weights.tensor_parallel import tensor_parallel_mesh
 from rollout.errors import EngineStateError, UnsupportedModelError
 
-_log = logging.getLogger(__name__)
 
-
-def weights_of(
-    model: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | None = None, mapped: bool = False
-) -> Weights:
+def weights_of(model: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Weights:
     """Choose the weight source for a model, without the wrappers of DDP, FSDP1 and torch.compile.
 
     Args:
         model: the module that the trainer calls.
         dtype, device: dtype and device of a separate copy to sample with; both None: no copy.
-        mapped: if the device has mapped memory, gather FSDP2 weights to the same addresses each time.
 
     Raises:
         UnsupportedModelError: the weights are sharded in a way that cannot be gathered.
     """
     copied = dtype is not None or device is not None
-    source = _source(_unwrapped(model), mapped=mapped and not copied)
+    source = _source(_unwrapped(model))
     if not copied:
         return source
     if source.tensor_parallel_mesh is not None:
@@ -98,7 +89,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _source(model: nn.Module, *, mapped: bool) -> Weights:
+def _source(model: nn.Module) -> Weights:
     if is_partitioned(model):
         return PartitionedWeights(model)
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -116,22 +107,8 @@ def _source(model: nn.Module, *, mapped: bool) -> Weights:
         if first:
             return UnitWeights(model)
         if second:
-            return _fully_sharded(model, mapped=mapped)
+            return ShardedWeights(model)
     return Weights(model, tensor_parallel_mesh(model, {}))
-
-
-def _fully_sharded(model: nn.Module, *, mapped: bool) -> Weights:
-    memory = fixed_memory(next(model.parameters()).device) if mapped else None
-    why = ""
-    if memory is not None:
-        try:
-            return MappedWeights(model, memory)
-        except Unmappable as exc:
-            why = str(exc)
-            _log.info("%s is gathered by FSDP2, to other addresses each time: %s", type(model).__name__, why)
-    weights = ShardedWeights(model)
-    weights.why_moved = why
-    return weights
 
 
 _CONTEXT = ("deepspeed.runtime.zero", "unwrap_model_for_generation")

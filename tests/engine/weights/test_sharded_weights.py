@@ -21,17 +21,6 @@ def test_steps_of_training_sample_what_one_process_samples_and_leave_no_byte_beh
         assert answer["version"] == 5
 
 
-def test_weights_gathered_to_fixed_addresses_are_captured_once_and_their_memory_is_free_in_training(nursery):
-    for answer in run_together(nursery, 2, weights_jobs.lives_at_fixed_addresses):
-        assert answer["same"] == [True] * 12
-        assert answer["used"] == {0}
-        assert answer["gathered"] >= answer["bytes"]
-        assert len(answer["addresses"]) == 1
-        assert (answer["captured anew"], answer["version"]) == (0, 3)
-        assert answer["replays"] >= 15
-        assert "to fixed addresses" in answer["explained"]
-
-
 def test_an_exception_inside_a_forward_leaves_every_rank_sharded_and_nobody_hanging(nursery):
     first, second = run_together(nursery, 2, weights_jobs.is_interrupted)
     assert "no such number" in first["ArithmeticError"] + second["ArithmeticError"]

@@ -19,16 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from rollout.config import Advanced, CoordinatorConfig, InferenceConfig
-from rollout.engine.graphs.cuda_graphs import GraphedDecode
-from rollout.engine.memory.arena import Arena, PoolMemory
-from rollout.engine.weights import source
 from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError, WeightsChangedError
 from rollout.llm.llm import LLM
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from tests.configs import engine_config
-from tests.engine.graphs.recorded_graphs import Plain, Recorder
-from tests.engine.memory.test_arena import Driver
 from tests.models import greedy, make_model
 from trainer_hooks.optimizer import attach
 
@@ -59,16 +54,6 @@ def a_manager(model: nn.Module, *, coordinator: bool = True, **options: Any) -> 
     shared = CoordinatorConfig(heartbeat_timeout_s=10.0)
     with RolloutManager(model, None, config, coordinator=shared if coordinator else False) as rollout:
         yield rollout
-
-
-@contextmanager
-def mapped_weights() -> Iterator[Driver]:
-    """FSDP2 weights are gathered into memory of a pretended device, which maps it to the same addresses each time."""
-    driver = Driver(2**26)
-    arena = Arena(driver)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(source, "fixed_memory", lambda device: PoolMemory(arena.take, arena.release))
-        yield driver
 
 
 def prompts(rank: int, step: int) -> list[list[int]]:
@@ -125,45 +110,6 @@ def trains_five_steps(rank: int, kind: str) -> dict[str, Any]:
             after.add(parameter_bytes(model))
         version = rollout.policy_version
     return {"before": before, "after": after, "version": version}
-
-
-def lives_at_fixed_addresses(rank: int) -> dict[str, Any]:
-    """Gathered to the same addresses, by which decode steps are captured once, over three steps of training."""
-    model, alone = sharded(make_model("llama")), make_model("llama")
-    optimizer, optimizer_alone = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone))
-    told: dict[str, Any] = {"used": set(), "addresses": set(), "same": []}
-    options = {"fused_forward": False, "kv_cache_management_mode": "persist"}
-    with mapped_weights() as driver, a_manager(model, coordinator=False, **options) as rollout:
-        attach(optimizer, rollout)
-        runner, cache = rollout.engine.controller.runner, rollout.engine.cache
-        recorder = Recorder()
-        runner.graphs = GraphedDecode(runner.model, runner.layout, cache, 16, recorder, Plain(cache))
-        for step in range(3):
-            told["used"].add(driver.used)
-            rollout.submit([[5, 6, 7 + step], [8, 9 + step]], GREEDY)
-            for number, batch in enumerate(rollout.as_completed()):
-                told["same"] += [
-                    made == greedy(alone, request.prompt_tokens, NEW)
-                    for request, made in zip(batch, tokens(batch), strict=True)
-                ]
-                told["gathered"] = driver.used
-                told["addresses"].add(tuple(parameter.data_ptr() for parameter in model.parameters()))
-                saved = model.state_dict()
-                told["same"].append(all(isinstance(value, DTensor) for value in saved.values()))
-                assert not is_sharded(model)
-                if number == 0:
-                    loss_of(model, rank, step).backward()
-                    assert is_sharded(model)
-                    told["used"].add(driver.used)
-            optimizer.step()
-            optimizer.zero_grad()
-            torch.stack([loss_of(alone, each, step) for each in range(2)]).mean().backward()
-            optimizer_alone.step()
-            optimizer_alone.zero_grad()
-        told["captured anew"] = recorder.windows - 1
-        told["replays"] = recorder.replays
-        told["explained"] = rollout.explain().model.weights
-    return told | {"version": rollout.policy_version, "bytes": sum(each.nbytes for each in alone.parameters())}
 
 
 def is_interrupted(rank: int) -> dict[str, Any]:
