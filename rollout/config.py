@@ -72,10 +72,6 @@ class Advanced(Options):
     cuda_graphs: bool = True
     """On CUDA, capture decode steps as CUDA graphs and replay them. False: run the module's forward in every step."""
 
-    release_cuda_graphs: bool = False
-    """Free the memory of CUDA graphs (`graph_bytes` of the statistics) at every suspend that takes the KV cache off the
-    device. They are captured again when they are needed, which takes seconds."""
-
     virtual_memory: bool = True
     """On CUDA, map the KV pool by the driver's virtual memory calls: a suspend gives all of it back to the driver, and it
     comes back at the same addresses. False, and where the driver lacks them: torch's allocator, its cache emptied at a

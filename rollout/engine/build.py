@@ -16,15 +16,14 @@ from torch import nn
 
 from rollout.config import InferenceConfig
 from rollout.engine.blocks.pages import one_group
-from rollout.engine.forward.model_runner import DecodeRuns, ModelRunner, RunForward
+from rollout.engine.forward.model_runner import DecodeRuns, ModelRunner
 from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.forward.module_forward import ModuleForward
 from rollout.engine.forward.trial_forwards import bytes_to_come, peak_bytes, verify_model
 from rollout.engine.fused.fused_forward import FusedForward
 from rollout.engine.graphs.cuda_capture import CudaDevice
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
-from rollout.engine.graphs.decode_kernels import TritonDecode
-from rollout.engine.graphs.graphed_runs import GraphedRuns
+from rollout.engine.graphs.decode_step import TritonDecode
 from rollout.engine.memory.arena import PoolMemory, pool_memory
 from rollout.engine.memory.block_pool import Allocate, zeros
 from rollout.engine.memory.buffers import plain_tensors
@@ -302,7 +301,6 @@ def _choose_forwards(
         whole: this rank has all weights, and computes alone.
     """
     module, layout, cache = runner.module, runner.layout, runner.cache
-    maker: RunForward | None = None
     if module.library is None:
         runner.without_fused = module.without_library
     elif not whole:
@@ -310,16 +308,15 @@ def _choose_forwards(
     elif routers is not None:
         runner.without_fused = "it records the experts that its routers choose (InferenceConfig.record_routes)"
     elif config.advanced.fused_forward:
-        runner.fused = maker = FusedForward(
+        runner.fused = FusedForward(
             runner.model, layout, cache, module.library, exact=config.exact, states=runner.states
         )
+        if not config.exact:
+            runner.runs = DecodeRuns(runner.fused, runner, asked)
     if graphed_rows and module.paged is not None:
         # `release_workspace` must not free the graphs' workspace, so it is a separate one.
         decode = TritonDecode(module.paged.with_own_workspace(), cache)
         runner.graphs = GraphedDecode(runner.model, layout, cache, graphed_rows, CudaDevice(layout.device), decode)
-        maker = GraphedRuns(runner.forward, runner.graphs, layout.device)
-    if maker is not None and not config.exact:
-        runner.runs = DecodeRuns(maker, runner, asked)
 
 
 def _assemble(

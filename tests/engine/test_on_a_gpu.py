@@ -13,7 +13,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.graphs import cuda_graphs
-from rollout.engine.scheduling import run_ahead
 from rollout.sampling_params import SamplingParams
 from tests.engines import (
     assert_greedy,
@@ -294,54 +293,3 @@ def test_a_model_on_the_second_device_is_served_there() -> None:
     assert engine.cache.layer(0)[0].device == torch.device("cuda", 1)
     assert captured(engine)
     assert_greedy("qwen3", request, tolerance=1e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_runs_of_steps_are_the_bits_of_those_steps(dtype: torch.dtype, monkeypatch: Any) -> None:
-    """All samples end together: a batch that shrinks has another graph, and so other bits."""
-    monkeypatch.setattr(run_ahead, "LONGEST_S", 1e9)
-    model, found, most = deep_model(dtype, layers=4), [], 0
-    for ahead in (False, True):
-        engine = engine_of(model, enable_prefix_caching=False)
-        for seed in range(5):
-            engine.add_request(token_ids(60 + seed, seed), at_random(80, n=2, temperature=0.8))
-        ended = []
-        while engine.has_unfinished:
-            ended += engine.step(ahead=ahead)
-            most = max(most, engine.parts.stepper.made)
-        assert captured(engine)
-        merged = {(each.request_id, each.sample_index): each.merge() for each in ended}
-        found.append({key: (each.generated_tokens, each.generated_log_probs) for key, each in merged.items()})
-    assert most > 10
-    assert found[0] == found[1]
-
-
-def test_rows_that_end_within_runs_leave_the_others_what_they_draw(monkeypatch: Any) -> None:
-    monkeypatch.setattr(run_ahead, "LONGEST_S", 1e9)
-    model, found = make_model("qwen3", head_dim=16).cuda(), []
-    params = at_random(40, n=2, ignore_eos=False, stop_token_ids=list(range(3, 8)))
-    for ahead in (False, True):
-        engine = engine_of(model)
-        if not ahead:
-            engine.controller.runner.runs = None
-        requests = engine.generate([token_ids(9 + seed, seed) for seed in range(6)], params)
-        found.append([(each.generated_tokens, each.finish_reason, each.policy_spans) for each in requests])
-    assert found[0] == found[1]
-    assert {reason for _, reason, _ in found[0]} == {"stop", "length"}
-
-
-def test_within_a_run_the_host_waits_for_nothing_but_the_tokens_of_earlier_steps(monkeypatch: Any) -> None:
-    """Only the event behind a copy of tokens is waited for, which the mode that refuses waits does not see."""
-    monkeypatch.setattr(run_ahead, "LONGEST_S", 1e9)
-    engine = engine_of(deep_model(torch.bfloat16, layers=2))
-    engine.add_request(token_ids(20, 1), SamplingParams(max_tokens=64, ignore_eos=True))
-    # The prompt, and the first decode, which captures the graph and says what a step costs.
-    with engine.installation:
-        engine.step()
-        engine.step(ahead=True)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            engine.step(ahead=True)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert engine.parts.stepper.made == 62

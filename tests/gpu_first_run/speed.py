@@ -27,8 +27,8 @@ BANDWIDTHS = {"H200": 4.3e12, "H100": 3.0e12}
 CASES = ((64, 1024), (256, 1024), (64, 4096))
 """(sequences, tokens of each)."""
 NEW = 190
-PROFILED, TIMED, IN_RUNS = 4, 48, 80
-"""Steps that are profiled, timed one by one, and timed in runs."""
+PROFILED, TIMED = 4, 48
+"""Steps that are profiled, and timed."""
 
 
 def seconds(run: Run, work: Callable[[], object], repeats: int = 10) -> float:
@@ -126,29 +126,15 @@ def decode_steps(
             step = seconds(run, engine.step, TIMED if run.large else 3)
             host = _host_parts(engine, 16 if run.large else 2)
             spent = device_time(engine.step, PROFILED, run.device) if run.large else DeviceTime(0.0, {})
-            together, length = _in_runs(run, engine, IN_RUNS if run.large else 4)
     floor = (weights + batch * (context + NEW / 2) * per_token) / _bandwidth(run)
     run.say(
         "decode step", label=label, size=size, batch=batch, context=context, ms=step * 1e3, tokens_s=batch / step,
-        run_ms=together * 1e3, run_steps=length, floor_ms=floor * 1e3, of_floor=floor / min(step, together),
+        floor_ms=floor * 1e3, of_floor=floor / step,
         device_ms=spent.busy_ms, idle_ms=step * 1e3 - spent.busy_ms, kernels=spent.kernels,
         host_ms=host, prefill_tokens_s=batch // samples * context / prefill, prefill_steps=prefills, first_step_s=first,
         **captured(engine), longest=[(name[:60], round(ms, 3)) for name, ms in list(spent.ms.items())[:14]],
     )  # fmt: skip
     run.say_memory(f"{label}, {size}, {batch} x {context}")
-
-
-def _in_runs(run: Run, engine: DynamicInferenceEngine, steps: int) -> tuple[float, float]:
-    """Seconds of a decode step where several are made in one call, and how many those are."""
-    made = calls = 0
-    engine.step(ahead=True)
-    run.wait()
-    start = time.perf_counter()
-    while made < steps and engine.has_unfinished:
-        engine.step(ahead=True)
-        made, calls = made + engine.parts.stepper.made, calls + 1
-    run.wait()
-    return (time.perf_counter() - start) / made, made / calls
 
 
 def _bandwidth(run: Run) -> float:

@@ -11,7 +11,6 @@ from collections.abc import Sequence as Rows
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,24 +212,10 @@ class ModelRunner:
             return self.module.run(ids, rows, keep, states, images)
 
 
-class RunForward(Protocol):
-    """A forward that makes several decode steps in one call."""
-
-    @property
-    def has_states(self) -> bool:
-        """Whether the model has recurrent layers."""
-
-    def ready(self, module_epoch: int) -> bool:
-        """Whether it serves the model in its current state; see `FusedForward.ready`."""
-
-    def decode(self, run: DecodeRun) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens [R, M] and log-probs [R, M] of the M steps made; NaN of a row without a finite logit."""
-
-
 class DecodeRuns:
     """Makes runs of decode steps, between which nothing needs the scheduler. `asked`: see `DecodeRun`."""
 
-    def __init__(self, forward: RunForward, runner: ModelRunner, asked: ctypes.c_int32) -> None:
+    def __init__(self, forward: FusedForward, runner: ModelRunner, asked: ctypes.c_int32) -> None:
         self._forward = forward
         self._runner = runner
         self._asked = asked

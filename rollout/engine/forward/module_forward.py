@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rollout.engine.forward.recurrent_forward import length_groups
-from rollout.engine.graphs.decode_kernels import kernel_shapes
 from rollout.engine.kernels import cpu_library, triton_paged
 from rollout.engine.kernels.cpu_attention import CpuPagedAttention
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
-from rollout.engine.kernels.triton_trial import tried_out
+from rollout.engine.kernels.triton_trial import Heads, tried_out
 from rollout.engine.memory.buffers import upload, upload_together
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
@@ -72,7 +71,7 @@ class ModuleForward:
         self.library = cpu_library.load() if layout.device.type == "cpu" else None
         self.paged = triton_paged.load(layout.device) if layout.device.type == "cuda" else None
         if self.paged is not None:
-            self.paged = tried_out(self.paged, kernel_shapes(layout), layout.kv_dtype, cache.block_size, layout.device)
+            self.paged = tried_out(self.paged, _kernel_shapes(layout), layout.kv_dtype, cache.block_size, layout.device)
         self.workspace = Workspace()
 
     def run(
@@ -170,3 +169,14 @@ class ModuleForward:
         if self.paged is not None:
             return TritonPagedAttention(self.paged, rows, self.layout.device, plain)
         return plain if self.library is None else CpuPagedAttention(self.library, rows, plain)
+
+
+def _kernel_shapes(layout: ModelLayout) -> list[Heads]:
+    """Head counts and sizes of the model's layers that the Triton kernels take, without duplicates."""
+    found = (
+        Heads(call.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim)
+        for shape, call in zip(layout.layers, layout.calls, strict=True)
+    )
+    sizes = range(triton_paged.MIN_HEAD_DIM, triton_paged.MAX_HEAD_DIM + 1)
+    served = layout.kv_dtype in triton_paged.DTYPES
+    return [each for each in dict.fromkeys(found) if served and each.dim in sizes and each.value_dim in sizes]

@@ -248,7 +248,7 @@ def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int
     runner.release_workspace()
     peak = int(torch.cuda.max_memory_allocated(device)) - before
     if tokens and runner.graphs is not None:
-        runner.graphs.memory.expect(peak, tokens)
+        runner.graphs.expect(peak, tokens)
     return peak
 
 

@@ -114,7 +114,10 @@ class FusedForward:
         return self._logits[: len(keep) * bound.model.vocabulary].view(len(keep), bound.model.vocabulary)
 
     def decode(self, run: DecodeRun) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Make decode steps in one call of C++; see `RunForward`. A step in which a row ends or fails is the last."""
+        """Make decode steps in one call of C++: tokens and log-probs [R, M] of the M steps made.
+
+        A step in which a row ends or fails is the last. NaN is the log-prob of a row without a finite logit.
+        """
         bound, count, params = self._bound, len(run.ids), run.params
         assert bound is not None
         keep, vocabulary = np.arange(count), bound.model.vocabulary

@@ -19,7 +19,6 @@ import logging
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -27,9 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rollout.engine.graphs.cuda_capture import CudaDevice, Uncapturable, disturbed, no_kept_casts
-from rollout.engine.graphs.decode_kernels import CapturedBatch, TritonDecode
-from rollout.engine.graphs.decode_state import DecodeInputs, DecodeState
-from rollout.engine.graphs.graph_sizes import GraphMemory, row_sizes
+from rollout.engine.graphs.decode_step import CapturedBatch, DecodeInputs, DecodeState, TritonDecode
 from rollout.engine.kernels.decode_parts import num_splits
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.triton_attention import num_parts, table_columns
@@ -39,6 +36,12 @@ from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.models.attention import Installation, forward_with
 from rollout.engine.models.model_support import ModelLayout, has_global_hooks
 
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
+"""Rows that decode steps are padded to; beyond, multiples of 128."""
+GRAPH_BYTES = 2**23
+"""Bytes of one graph until all are captured: about 1,600 kernels, of which the driver keeps about 5 KiB each."""
+LEAST_LACKING = 2**26
+"""Bytes that are kept free at least, once a capture has found no memory."""
 LEAST_WORKSPACE = 2**26
 """Bytes for the parts of keys of a step, before they are merged; doubled, at the price of all graphs, for more."""
 STATE_LENGTH = 16384
@@ -65,36 +68,6 @@ class _Graph:
     """Dtype of the logits."""
 
 
-@dataclass(frozen=True, eq=False)
-class GraphStep:
-    """The step that was replayed last, and those that may follow it through its graph. Valid until another one is sent."""
-
-    state: DecodeState
-    replay: Callable[[], Tensor]
-    """Runs the graph; returns logits [B, V]."""
-    positions: NDArray[np.int64]
-    """[B], of the step."""
-    length: int
-    """Tokens that the block tables have room for."""
-    parts: int
-    """Parts of keys that the graph has room for."""
-
-    def room(self, steps: int) -> int:
-        """How many of `steps` further ones the graph has room for."""
-        steps = min(steps, self.length - 1 - int(self.positions.max()))
-        while steps > 0 and self.parts < num_parts(self.positions + steps):
-            steps -= 1
-        return max(0, steps)
-
-    def follow(self, tokens: Tensor) -> Tensor:
-        """Logits [B, V] of the next step, which computes the tokens [B] that the rows have drawn; it is not waited for.
-
-        The tables that were sent name the blocks of its positions, and there is `room` for it.
-        """
-        self.state.advance(tokens)
-        return self.replay()
-
-
 class GraphedDecode:
     """Runs the decode steps of one model as CUDA graphs.
 
@@ -105,8 +78,6 @@ class GraphedDecode:
 
     Attributes:
         watched: key of what the modules compute next to their weights; graphs are valid while it stays equal.
-        memory: device memory of the graphs.
-        last: the last step, if it was replayed.
     """
 
     def __init__(
@@ -123,12 +94,12 @@ class GraphedDecode:
         self._cache = cache
         self._device = device
         self._kernels = kernels
-        self._sizes = row_sizes(max_rows)
+        self._sizes = _row_sizes(max_rows)
+        self._expected = len(self._sizes) * GRAPH_BYTES
+        """Bytes of the graphs of all sizes, once they are captured."""
         self._columns = table_columns(STATE_LENGTH, cache.block_size)
         self._parts = _least_parts(layout, max_rows)
         self.watched: Callable[[], Hashable] = tuple
-        self.memory = GraphMemory(self._sizes)
-        self.last: GraphStep | None = None
         self._state: DecodeState | None = None
         self._graphs: dict[_Precision, dict[int, _Graph]] = {}
         self._logits: dict[torch.dtype, Tensor] = {}
@@ -162,7 +133,14 @@ class GraphedDecode:
     @property
     def bytes_to_come(self) -> int:
         """Device memory that graphs will still take, and their present pool, which torch counts as free."""
-        return self._device.graph_bytes + (0 if self.why_not else self.memory.to_come(self.graph_bytes))
+        missing = 0 if self.why_not else max(0, self._expected - self.graph_bytes)
+        return self._device.graph_bytes + missing
+
+    def expect(self, peak: int, positions: int) -> None:
+        """Estimate the memory of graphs from an eager step of so many positions, which takes `peak` bytes."""
+        if not self.captured:
+            pool = self._sizes[-1] * peak // positions
+            self._expected = max(self._expected, pool + len(self._sizes) * GRAPH_BYTES)
 
     def run(
         self,
@@ -184,7 +162,7 @@ class GraphedDecode:
         Returns:
             Logits [len(keep), V], valid until the next call; None if this step must run the module's forward.
         """
-        self.last, count = None, len(rows)
+        count = len(rows)
         if len(ids) != count or len(keep) != count or count > self._sizes[-1] or (keep != np.arange(count)).any():
             return None
         if not self._ready(module_epoch):
@@ -194,10 +172,9 @@ class GraphedDecode:
         if graph is None:
             return None
         state.send(ids, rows, rotary)
-        replay = partial(self._replayed, graph, count)
-        length = state.columns * self._cache.block_size
-        self.last = GraphStep(state, replay, rows.positions, length, self._parts)
-        return replay()
+        self._replays += 1
+        graph.replay()
+        return self._logits[graph.dtype][:count]
 
     def retry(self) -> None:
         """At a suspend: capture at the next step what is missing."""
@@ -260,7 +237,7 @@ class GraphedDecode:
         """Capture the sizes that are missing, the largest first: the others then find room in its memory."""
         graphs = self._graphs.setdefault(precision, {})
         missing = [rows for rows in reversed(self._sizes) if rows not in graphs]
-        wait, failed, short = -1, 0, dict[int, tuple[int, str]]()
+        wait, failed, short, lack = -1, 0, list[int](), ""
         assert self._state is not None
         if missing:
             self._state.clear()
@@ -271,7 +248,7 @@ class GraphedDecode:
                 except Exception as exc:  # noqa: BLE001 - a model that cannot be captured can still run its forward
                     why = f"{type(exc).__name__}: {exc}".partition("\n")[0]
                     if lacks_device_memory(exc):
-                        short[rows] = self.memory.lacked(rows), why
+                        short, lack = [rows, *short], why
                     elif disturbed(exc):
                         wait = RETRY_STEPS
                         _log.info("a capture was disturbed by another thread, and is repeated later: %s", why)
@@ -284,20 +261,21 @@ class GraphedDecode:
                             break
         self._waits[precision] = wait
         if short:
-            lacking, why = short[max(short)]
+            lacking = max(2 * (self._expected - self.graph_bytes), LEAST_LACKING)
+            self._expected = self.graph_bytes + lacking
             _log.warning(
                 "no memory to capture decode steps of %s rows until the next suspend, after which the KV pool leaves %d MiB "
-                "for it: %s", ", ".join(map(str, sorted(short))), lacking >> 20, why,
+                "for it: %s", ", ".join(map(str, short)), lacking >> 20, lack,
             )  # fmt: skip
+        elif not failed and wait < 0:
+            self._expected = self.graph_bytes
         if precision in self._refused:
             self._forget()
             self._say_why_not(self._refused[precision])
 
     def _capture(self, rows: int) -> _Graph:
         written: list[torch.dtype] = []
-        before = self.graph_bytes
         replay = self._device.capture(lambda: written.append(self._run(rows)))
-        self.memory.captured(rows, before, self.graph_bytes)
         return _Graph(rows, replay, written[-1])
 
     def _run(self, rows: int) -> torch.dtype:
@@ -324,11 +302,6 @@ class GraphedDecode:
         logits: Tensor = output.logits[0]
         return logits
 
-    def _replayed(self, graph: _Graph, count: int) -> Tensor:
-        self._replays += 1
-        graph.replay()
-        return self._logits[graph.dtype][:count]
-
     def _change(self) -> None:
         if self.captured:
             self._wasted = self._wasted + 1 if self._replays < WORTHWHILE else 0
@@ -348,8 +321,7 @@ class GraphedDecode:
     def _forget(self) -> None:
         self._graphs.clear()
         self._waits.clear()
-        self.memory.released()
-        self._state = self.last = None
+        self._state = None
         self._logits.clear()
         self._device.forget()
         self._kernels.release()
@@ -364,3 +336,9 @@ def _least_parts(layout: ModelLayout, rows: int) -> int:
     """Parts of keys that every graph has room for: what fits into `LEAST_WORKSPACE`, or `rows` of `STATE_LENGTH` have."""
     sizes = (call.num_heads * (shape.value_dim + 1) for shape, call in zip(layout.layers, layout.calls, strict=True))
     return min(LEAST_WORKSPACE // (4 * max(sizes)), rows * num_splits(STATE_LENGTH))
+
+
+def _row_sizes(most: int) -> list[int]:
+    """Rows of the graphs for steps of up to `most` rows."""
+    sizes = [*SIZES, *range(SIZES[-1] + 128, most + 128, 128)]
+    return sizes[: 1 + next(place for place, size in enumerate(sizes) if size >= most)]

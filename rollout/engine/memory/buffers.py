@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -95,23 +95,10 @@ def upload_together(arrays: Sequence[NDArray[np.generic]], device: torch.device)
 
 def download_together(ids: Tensor, values: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Integers [R], below 2^31, and float32 numbers [R] of one device as arrays: the host waits for one copy."""
-    return downloading(ids, values)()
-
-
-def downloading(ids: Tensor, values: Tensor) -> Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    """Queue the copy of `download_together` on the current stream; the function returned waits for the arrays."""
     if ids.device.type == "cpu":
-        return lambda: (ids.numpy(), values.numpy())
-    both = torch.stack((ids.to(torch.int32), values.view(torch.int32)))
-    host = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True).copy_(both, non_blocking=True)
-    copied = torch.cuda.current_stream(ids.device).record_event()
-
-    def arrays() -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        copied.synchronize()
-        found = host.numpy()
-        return found[0].astype(np.int64), found[1].view(np.float32)
-
-    return arrays
+        return ids.numpy(), values.numpy()
+    found = torch.stack((ids.to(torch.int32), values.view(torch.int32))).cpu().numpy()
+    return found[0].astype(np.int64), found[1].view(np.float32)
 
 
 def packed(arrays: Sequence[NDArray[np.generic]]) -> tuple[NDArray[np.generic], list[int]]:

@@ -82,7 +82,7 @@ class EngineControl:
             if chosen is not KVCacheManagementMode.PERSIST:
                 # Steps may have run on another stream than the caller's.
                 self._controller.runner.order.settle()
-                self._controller.runner.release_workspace(graphs=self._config.advanced.release_cuda_graphs)
+                self._controller.runner.release_workspace()
             return self._context.suspend(chosen, keep_prefix_cache=keep_prefix_cache)
 
         return self._signal(ControlSignal.SUSPEND, act) or MemoryMove()

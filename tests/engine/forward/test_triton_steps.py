@@ -11,18 +11,13 @@ import pytest
 import torch
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward.model_runner import DecodeRuns
 from rollout.engine.forward.trial_forwards import paged_logits
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
-from rollout.engine.graphs.decode_kernels import TritonDecode
-from rollout.engine.graphs.graphed_runs import LEAD, GraphedRuns
-from rollout.engine.kernels import decode_parts
+from rollout.engine.graphs.decode_step import TritonDecode
 from rollout.engine.kernels.triton_paged import load
-from rollout.engine.scheduling import run_ahead
 from tests.capturable import Rerun
 from tests.engines import (
     assert_greedy,
-    at_random,
     finish,
     greedily,
     in_one_piece,
@@ -67,8 +62,6 @@ def engine_of(model: Any, **options: Any) -> DynamicInferenceEngine:
         assert kernels is not None
         decode = TritonDecode(kernels, cache)
         runner.graphs = GraphedDecode(runner.model, runner.layout, cache, 2, Rerun(), decode)
-        maker = GraphedRuns(runner.forward, runner.graphs, DEVICE)
-        runner.runs = DecodeRuns(maker, runner, engine.lifecycle.lock.asked)
     return engine
 
 
@@ -102,31 +95,6 @@ def test_eager_and_captured_steps_give_the_tokens_of_generate(name) -> None:
     assert captured(engine) == [1, 2]
     for request in done.values():
         assert_greedy(model, request, tolerance=1e-3)
-
-
-@on_the_device
-def test_runs_of_steps_queued_on_the_device_are_those_steps(monkeypatch) -> None:
-    """A row ends within the run, another crosses blocks and parts of keys, whose lists are made on the device."""
-    monkeypatch.setattr(decode_parts, "SPLIT", 16)
-    monkeypatch.setattr(run_ahead, "LONGEST_S", 1e9)
-    model, found, lengths = small("qwen3"), [], []
-    tokens, stops = (6, range(3, 50)) if INTERPRETED else (60, range(3, 6))
-    for ahead in (False, True):
-        engine = engine_of(model)
-        engine.add_request(token_ids(13, 1), at_random(tokens))
-        engine.add_request(token_ids(3, 2), at_random(tokens, ignore_eos=False, stop_token_ids=list(stops)))
-        ended: list[Any] = []
-        while engine.has_unfinished:
-            ended += engine.step(ahead=ahead)
-            lengths.append(engine.parts.stepper.made)
-        found.append({each.request_id: each.merge() for each in ended})
-        assert captured(engine) == [1, 2]
-    assert max(lengths) > LEAD, "no run was made"
-    for key, wanted in found[0].items():
-        ours = found[1][key]
-        assert (ours.generated_tokens, ours.finish_reason) == (wanted.generated_tokens, wanted.finish_reason)
-        assert ours.generated_log_probs == pytest.approx(wanted.generated_log_probs, abs=1e-5)
-    assert found[0][1].finish_reason == "stop"
 
 
 @on_the_device

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rollout.engine.graphs.cuda_capture import WARM_UP_RUNS
-from rollout.engine.graphs.decode_state import DecodeInputs
+from rollout.engine.graphs.decode_step import DecodeInputs
 from rollout.engine.memory.kv_cache import KVCache
 from tests.capturable import Capturable
 

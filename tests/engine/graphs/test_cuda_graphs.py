@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.config import Advanced, InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward.trial_forwards import verify_model
 from rollout.engine.graphs import cuda_graphs
@@ -28,15 +27,12 @@ from rollout.engine.graphs.cuda_graphs import (
     WORTHWHILE,
     GraphedDecode,
 )
-from rollout.engine.graphs.decode_kernels import TritonDecode
-from rollout.engine.graphs.decode_state import DecodeState
-from rollout.engine.graphs.graph_sizes import row_sizes
+from rollout.engine.graphs.decode_step import DecodeState, TritonDecode
 from rollout.engine.kernels import decode_parts
 from rollout.engine.memory.arena import Arena
 from rollout.engine.memory.kv_cache import KVCache, LayerShape
 from rollout.engine.weights.base import GatheredWeights, Weights
 from rollout.engine.weights.copied import CopiedWeights
-from rollout.errors import ConfigError
 from tests.engine.graphs.recorded_graphs import Plain, Recorder
 from tests.engine.memory.test_arena import Driver
 from tests.engines import (
@@ -47,7 +43,6 @@ from tests.engines import (
     in_one_piece,
     make_engine,
     pass_suspended,
-    shared_model,
     steps,
     token_ids,
 )
@@ -214,9 +209,8 @@ def test_graphs_survive_a_suspend_if_the_pool_comes_back_at_its_addresses(mode: 
     assert recorder.windows == (1 if fixed or mode == "persist" else 3)
 
 
-@pytest.mark.parametrize("release", [True, False])
-def test_graphs_are_counted_and_released_at_a_suspend_where_the_option_says_so(release: bool) -> None:
-    engine, recorder = graphed("qwen3", release_cuda_graphs=release)
+def test_graphs_are_counted_kept_through_suspends_and_released_on_request() -> None:
+    engine, recorder = graphed("qwen3")
     graphs = engine.controller.runner.graphs
     kernels = graphs._kernels
     arena = Arena(Driver(2**24))
@@ -229,12 +223,12 @@ def test_graphs_are_counted_and_released_at_a_suspend_where_the_option_says_so(r
     logits = 8 * engine.controller.layout.vocab_size * 4
     assert engine.stats()["graph_bytes"] == 10**6 + kernels.nbytes + logits + graphs._state.nbytes
     before = recorder.forgotten, kernels.released
-    pass_suspended(engine, "persist")
-    assert (recorder.forgotten, kernels.released) == before
     pass_suspended(engine, "offload")
-    assert recorder.forgotten - before[0] == kernels.released - before[1] == release
+    assert (recorder.forgotten, kernels.released) == before
+    engine.controller.runner.release_workspace(graphs=True)
+    assert recorder.forgotten - before[0] == kernels.released - before[1] == 1
     finish_exact(engine, "qwen3")
-    assert recorder.windows == 1 + release
+    assert recorder.windows == 2
 
 
 def test_weights_that_are_changed_in_place_are_read_as_they_are() -> None:
@@ -568,11 +562,11 @@ def test_heads_the_kernels_do_not_take_are_refused_by_name() -> None:
 
 
 def test_sizes_are_about_ten_and_reach_any_number_of_rows() -> None:
-    assert row_sizes(256) == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
-    assert row_sizes(1) == [1]
-    assert row_sizes(5) == [1, 2, 4, 8]
-    assert row_sizes(257)[-2:] == [256, 384]
-    assert row_sizes(512)[-2:] == [384, 512]
+    assert cuda_graphs._row_sizes(256) == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+    assert cuda_graphs._row_sizes(1) == [1]
+    assert cuda_graphs._row_sizes(5) == [1, 2, 4, 8]
+    assert cuda_graphs._row_sizes(257)[-2:] == [256, 384]
+    assert cuda_graphs._row_sizes(512)[-2:] == [384, 512]
 
 
 def test_a_sequence_longer_than_the_tables_on_the_device_gets_wider_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -598,46 +592,15 @@ def test_the_addresses_of_a_pool_are_those_of_its_layers_and_none_without_it() -
         assert cache.addresses == tuple(part.data_ptr() for index in range(2) for part in cache.layer(index))
 
 
-def test_the_option_is_true_or_false() -> None:
-    assert InferenceConfig().advanced.cuda_graphs
-    with pytest.raises(ConfigError, match="cuda_graphs"):
-        InferenceConfig(advanced=Advanced(cuda_graphs=1))  # type: ignore[arg-type]
-
-
 # --- on a device ------------------------------------------------------------------------------------------------------
 
 
-def on_a_gpu(function: Any) -> Any:
-    function = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(function)
-    return pytest.mark.gpu(function)
-
-
-def device_engine(name: str = "qwen3", model: Any = None, **options: Any) -> DynamicInferenceEngine:
-    return make_engine(make_model(name).cuda() if model is None else model, block_size_tokens=16, **options)
-
-
-@on_a_gpu
-@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma2"])
-def test_on_a_device_the_tokens_are_those_of_the_cpu_with_and_without_graphs(name: str) -> None:
-    # The kernels serve heads of 16 and more.
-    cpu = make_engine(make_model(name, head_dim=16))
-    start(cpu, 5, 40)
-    expected = finish(cpu)
-    for graphs in (True, False):
-        engine = device_engine(model=make_model(name, head_dim=16).cuda(), cuda_graphs=graphs)
-        start(engine, 5, 40)
-        done = finish(engine)
-        runner = engine.controller.runner
-        assert (runner.graphs is not None and len(runner.graphs.captured) > 0) == graphs
-        for key, request in expected.items():
-            assert done[key].generated_tokens == request.generated_tokens
-
-
-@on_a_gpu
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", ["offload", "recompute"])
 def test_on_a_device_graphs_survive_suspends_and_weights_changed_in_place(mode: str) -> None:
     model = make_model("qwen3").cuda()
-    engine = device_engine(model=model)
+    engine = make_engine(model, block_size_tokens=16)
     start(engine, 4, 30)
     steps(engine, 5)
     graphs = engine.controller.runner.graphs
@@ -663,21 +626,3 @@ def test_on_a_device_graphs_survive_suspends_and_weights_changed_in_place(mode: 
     for request in finish(engine).values():
         assert_greedy(model, request, tolerance=1e-3)
     assert all(graphs._graphs[None][key] is graph for key, graph in captured.items())
-
-
-@on_a_gpu
-def test_on_a_device_a_forward_that_waits_for_the_host_is_not_captured_and_loses_no_step(caplog) -> None:
-    model = make_model("qwen3").cuda()
-    model.model.norm.register_forward_hook(lambda module, inputs, output: output * (1.0 + 0 * float(output.max())))
-    engine = device_engine(model=model)
-    with caplog.at_level(logging.WARNING):
-        start(engine, 3, 10)
-        for request in finish(engine).values():
-            assert_greedy("qwen3", request, tolerance=1e-3)
-    assert sum("not as a CUDA graph" in record.message for record in caplog.records) == 1
-    # Neither the stream nor the allocator believes that a capture is still running.
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        torch.ones(1000, device="cuda").sum().item()
-    assert not torch.cuda.is_current_stream_capturing()
-    assert shared_model("qwen3") is not model

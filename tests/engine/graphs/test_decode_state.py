@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rollout.engine.graphs import decode_state
-from rollout.engine.graphs.decode_state import DecodeState
+from rollout.engine.graphs import decode_step
+from rollout.engine.graphs.decode_step import DecodeState
 from rollout.engine.kernels.rows import PagedRows
 
 CPU = torch.device("cpu")
@@ -47,9 +46,6 @@ class Sequences:
         order = self.random.permutation(list(self.tables))
         return self.rows(order)
 
-    def wide(self, group: int) -> np.ndarray[Any, Any]:
-        return np.stack([self.tables[line][group] for line in sorted(self.tables)])
-
     def rows(self, order: Any) -> PagedRows:
         positions = np.array([self.position[line] for line in order])
         width = int(positions.max()) // BLOCK + 1
@@ -74,9 +70,7 @@ def assert_has(state: DecodeState, rows: PagedRows, ids: np.ndarray[Any, Any], p
 def test_after_any_step_the_device_has_what_the_rows_say(groups: int, monkeypatch) -> None:
     """Rows change places, end and begin; one copy in each step."""
     sent: list[int] = []
-    monkeypatch.setattr(
-        decode_state, "staged", lambda array, device: sent.append(array.size) or torch.from_numpy(array)
-    )
+    monkeypatch.setattr(decode_step, "staged", lambda array, device: sent.append(array.size) or torch.from_numpy(array))
     sequences, state = Sequences(groups, groups), DecodeState(8, COLUMNS, BLOCK, CPU, groups)
     addresses = [each.data_ptr() for each in (state.ids, state.positions, state.seen, state.tables)]
     for _ in range(60):
@@ -105,17 +99,3 @@ def test_rotary_positions_are_apart_from_those_of_the_cache() -> None:
     state.send(np.array([3]), sequences.rows(np.array([0])), np.array([40]))
     assert state.inputs(1).positions.tolist() == [40]
     assert state.inputs(1).seen.tolist() == [sequences.position[0]]
-
-
-def test_rows_move_on_to_what_they_drew_without_the_host_and_padding_stays() -> None:
-    sequences, state = Sequences(5, groups=2), DecodeState(8, COLUMNS, BLOCK, CPU, 2)
-    for line in range(3):
-        sequences.start(line)
-    rows = sequences.rows(np.arange(3))
-    wide = replace(rows, tables=sequences.wide(0), others=(sequences.wide(1),))
-    state.send(np.arange(3), wide)
-    for step in range(1, 10):
-        state.advance(torch.arange(3) + step)
-        assert_has(state, replace(wide, positions=rows.positions + step), np.arange(3) + step)
-    state.send(np.arange(3), replace(wide, positions=rows.positions + 10))
-    assert_has(state, replace(wide, positions=rows.positions + 10), np.arange(3))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.engine.graphs.decode_kernels import kernel_shapes
+from rollout.engine.forward.module_forward import _kernel_shapes as kernel_shapes
 from rollout.engine.kernels.torch_paged import write_slots
 from rollout.engine.kernels.triton_trial import Heads, tried_out
 from rollout.engine.models.model_support import inspect_model

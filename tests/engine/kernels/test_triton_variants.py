@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine.graphs.decode_state import DecodeState
+from rollout.engine.graphs.decode_step import DecodeState
 from rollout.engine.kernels import triton_attention, triton_paged
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import TorchPagedAttention, Workspace

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.graphs import graph_sizes
+from rollout.engine.graphs import cuda_graphs
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
-from rollout.engine.graphs.graph_sizes import GraphMemory
 from rollout.engine.memory.arena import Arena
 from tests.engine.graphs.recorded_graphs import Plain, Recorder
 from tests.engine.memory.test_arena import BLOCKS, PAGE, CachingAllocator, Driver
@@ -49,16 +48,14 @@ class Capturing(Recorder):
 
 @pytest.fixture(autouse=True)
 def small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_sizes, "GRAPH_BYTES", PAGE)
-    monkeypatch.setattr(graph_sizes, "LEAST_LACKING", GRAPH)
+    monkeypatch.setattr(cuda_graphs, "GRAPH_BYTES", PAGE)
+    monkeypatch.setattr(cuda_graphs, "LEAST_LACKING", GRAPH)
 
 
 def on(driver: Driver, allocator: CachingAllocator) -> tuple[DynamicInferenceEngine, Capturing]:
     arena = Arena(driver)
     driver.reclaim = allocator.empty  # type: ignore[method-assign]
-    engine = make_engine(
-        "qwen3", allocate=arena.allocate, kv_cache_blocks=BLOCKS, fused_forward=False, release_cuda_graphs=True
-    )
+    engine = make_engine("qwen3", allocate=arena.allocate, kv_cache_blocks=BLOCKS, fused_forward=False)
     engine.cache._release = arena.release
     runner, recorder = engine.controller.runner, Capturing(allocator)
     runner.graphs = GraphedDecode(runner.model, runner.layout, engine.cache, 8, recorder, Plain(engine.cache))
@@ -95,6 +92,7 @@ def test_a_resume_leaves_the_room_that_graphs_have_had_to_those_that_are_capture
     if not counted:
         engine.context.to_come = lambda: recorder.graph_bytes
     # Adam's states are born, and leave the pool and half a graph.
+    engine.controller.runner.release_workspace(graphs=True)
     with caplog.at_level(logging.WARNING):
         suspend_while(engine, lambda: allocator.take(driver.total - driver.used - whole - GRAPH // 2))
         generate(engine)
@@ -132,25 +130,6 @@ def test_graphs_take_at_most_half_of_the_pool() -> None:
     engine.context.to_come = lambda: 2 * whole
     suspend_while(engine, lambda: allocator.take(driver.total - driver.used - whole - PAGE))
     assert BLOCKS // 2 - BLOCKS // 32 <= engine.cache.num_blocks <= BLOCKS // 2
-
-
-def test_the_estimate_of_what_graphs_will_take_follows_what_they_took() -> None:
-    memory = GraphMemory([1, 2, 4, 256])
-    assert memory.to_come(0) == 4 * PAGE, "no step was measured"
-    memory.expect(peak=1000 * PAGE, positions=1000)
-    assert memory.to_come(0) == (256 + 4) * PAGE
-    memory.captured(4, before=0, held=50 * PAGE)
-    assert memory.to_come(50 * PAGE) == (252 + 3) * PAGE
-    memory.captured(256, before=50 * PAGE, held=300 * PAGE)
-    assert memory.to_come(300 * PAGE) == 2 * PAGE, "the pool is as large as it will be"
-    memory.captured(2, before=300 * PAGE, held=303 * PAGE)
-    assert memory.to_come(303 * PAGE) == 3 * PAGE
-    memory.released()
-    assert memory.to_come(0) == 303 * PAGE
-    assert memory.lacked(4) == memory.to_come(0) - 303 * PAGE == GRAPH
-    assert memory.lacked(4) == 2 * GRAPH
-    memory.captured(4, before=0, held=50 * PAGE)
-    assert memory.to_come(50 * PAGE) == (252 + 3 * 3) * PAGE
 
 
 def test_a_model_that_is_not_captured_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,28 @@
-"""Inputs of captured decode steps: one buffer on the device, at a fixed address, filled by one copy per step.
+"""A captured decode step: its inputs, in one buffer at a fixed address that one copy per step fills, and its attention.
 
 A step sends three numbers and the block tables of each row. The slot mapping follows from these on the device, inside the
-graph. A step that only moves every row to its next position, in a block that its table names, needs `advance` alone.
+graph.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+from rollout.engine.graphs.cuda_capture import Uncapturable
 from rollout.engine.kernels.decode_parts import DecodeParts
 from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kernels.torch_paged import Rules
+from rollout.engine.kernels.triton_paged import TritonPaged, serves
 from rollout.engine.memory.buffers import staged
+from rollout.engine.memory.kv_cache import KVCache
+from rollout.engine.models.attention import SINKS
+from rollout.engine.models.model_support import ModelLayout
 
 _FIELDS = 3
 _ALIGNED = 16
@@ -60,9 +67,7 @@ class DecodeState:
         # A tensor created in inference mode could not be written outside it.
         with torch.inference_mode(False):
             self._flat = torch.zeros(header + self.rows * groups * columns, dtype=torch.int32, device=device)
-        fields = self._flat[:header].view(_FIELDS, self.rows)
-        self.ids, self.positions, self.seen = fields
-        self._moving = fields[1:]
+        self.ids, self.positions, self.seen = self._flat[:header].view(_FIELDS, self.rows)
         self.tables = self._flat[header:].view(self.rows, groups, columns)
         self.clear()
 
@@ -95,15 +100,6 @@ class DecodeState:
             tables[:, group, :width] = each[:, :width]
         self._flat[: len(message)].copy_(staged(message, self._device), non_blocking=True)
 
-    def advance(self, tokens: Tensor) -> None:
-        """Move the first B rows on to their next positions, in blocks that their tables name, without the host.
-
-        Args:
-            tokens: [B] int64, on the device.
-        """
-        self.ids[: len(tokens)].copy_(tokens)
-        self._moving[:, : len(tokens)].add_(1)
-
     def inputs(self, count: int, capacity: int = 0) -> DecodeInputs:
         """The step's first `count` rows; a graph's first kernels.
 
@@ -118,3 +114,75 @@ class DecodeState:
             groups.append((torch.where(seen < 0, -1, blocks * size + (last % size).int()), tables))
         ids, positions = self.ids[:count].long(), self.positions[:count].long()
         return DecodeInputs(ids, positions, seen, groups, DecodeParts(seen, capacity))
+
+
+class CapturedBatch:
+    """`AttentionBatch` of a captured forward."""
+
+    def __init__(self, kernels: TritonDecode, layout: ModelLayout, inputs: DecodeInputs) -> None:
+        self._kernels = kernels
+        self._layout = layout
+        self._inputs = inputs
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        arguments: dict[str, Any],
+    ) -> Tensor:
+        """Attention of one layer by the graph's kernels; see `AttentionBatch`."""
+        out = self._kernels(
+            self._layout.layer_of[module], self._inputs, *(part[0].transpose(0, 1) for part in (query, key, value)),
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=self._layout.mask_windows.get(module, arguments.get("sliding_window")),
+            softcap=arguments.get("softcap"), chunk=self._layout.chunks.get(module), sinks=arguments.get(SINKS),
+        )  # fmt: skip
+        return out[None]
+
+
+class TritonDecode:
+    """Attention of a captured step by the Triton kernels.
+
+    Args:
+        paged: not shared with other users: graphs keep the addresses of its workspace.
+    """
+
+    def __init__(self, paged: TritonPaged, cache: KVCache) -> None:
+        self._paged = paged
+        self._cache = cache
+
+    def __call__(
+        self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, **rules: Unpack[Rules]
+    ) -> Tensor:
+        """Write K and V of every row, then attend.
+
+        Args:
+            query, key, value: [B, H, D], [B, Hkv, D], [B, Hkv, Dv].
+
+        Returns:
+            [B, H, Dv].
+        """
+        keys, values = self._cache.layer(layer)
+        slots, table = inputs.groups[self._cache.group_of(layer)]
+        # Under an autocast that the engine was not built under, the cache has another dtype.
+        dtype, query = query.dtype, query.to(keys.dtype)
+        if not serves(query, keys, values):
+            raise Uncapturable(f"the Triton kernels do not take its heads ({query.dtype}, {tuple(query.shape[1:])})")
+        self._paged.write(key, value, keys, values, slots)
+        out, _ = self._paged.decode_with_lse(
+            query, keys, values, table, inputs.seen, rules.get("window"), rules["scaling"], softcap=rules.get("softcap"),
+            chunk=rules.get("chunk"), sinks=rules.get("sinks"), parts=inputs.parts,
+        )  # fmt: skip
+        return out.to(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the workspace, outgrown parts included."""
+        return self._paged.nbytes
+
+    def release(self) -> None:
+        """Free the workspace."""
+        self._paged.clear()
