@@ -1,4 +1,4 @@
-"""Command line: `rollout serve MODEL_DIR`, `rollout trace FILE`, `rollout top ADDRESS`; also as `python -m rollout ...`.
+"""Command line: `rollout serve`, `rollout doctor` and `rollout top`; also as `python -m rollout ...`.
 
 Exit codes:
     0     stopped by Ctrl-C or SIGTERM while serving; --help, --version
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rollout.config import __version__
 from rollout.errors import ConfigError, RolloutError, did_you_mean
-from rollout.metric_table import binary_bytes, short_count
+from rollout.observe.metric_table import binary_bytes, short_count
 
 if TYPE_CHECKING:
     from rollout.config import ServerConfig
@@ -47,7 +47,6 @@ A rollout engine that samples with the module a training loop steps.
 
   serve MODEL_DIR   serve a model over HTTP with the routes of OpenAI's API; `rollout serve --help` lists the options
   doctor MODEL_DIR  say what the engine will do with a model on this machine; `rollout doctor --help` lists the options
-  trace FILE...     summarise a timeline that `rollout.trace` wrote
   top ADDRESS       watch a running job (tcp://...) or server (http://...)
   --version         print the version
   -h, --help        print this
@@ -85,16 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _serve_rank(rest)
         elif command == "doctor":
             _doctor(rest)
-        elif command == "trace":
-            from rollout.observe.summary import main as trace
-
-            trace(rest)
         elif command == "top":
             from rollout.distributed.client.top import main as top
 
             top(rest)
         else:
-            known = ("serve", "doctor", "trace", "top", "--version", "--help")
+            known = ("serve", "doctor", "top", "--version", "--help")
             raise ConfigError(f"{command!r}: no such command; {did_you_mean(command, known, 'see --help')}")
     except RolloutError as exc:
         _say(f"rollout: {_in_flags(_in_one_line(exc))}")

@@ -19,10 +19,11 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any, get_type_hints
 
-from rollout import errors, metric_table, state
+from rollout import errors, state
 from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig
 from rollout.distributed.protocol import messages
 from rollout.distributed.protocol.fields import Rule
+from rollout.observe import metric_table
 from rollout.requests.delta import COLUMNS, SampleDelta
 from rollout.sampling_params import SamplingParams
 

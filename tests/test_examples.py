@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rollout import Advanced, InferenceConfig, RolloutManager
-from rollout.metric_table import LOGGED
+from rollout.observe.metric_table import LOGGED
 from tests.distributed.job.nursery import Nursery
 from tests.example_runs import fork_example, run_example
 from tests.trainer_hooks.wandb_runs import point, read_run

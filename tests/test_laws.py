@@ -20,11 +20,12 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = [
     ["rollout.errors"],
-    ["rollout.metric_table", "rollout.state", "rollout.structured_output", "rollout.threads"],
+    ["rollout.state", "rollout.structured_output", "rollout.threads"],
     ["rollout.config", "rollout.sampling_params"],
     ["rollout.flags", "rollout.requests", "rollout.engine.blocks"],
+    ["rollout.observe"],
     ["rollout.journal", "rollout.distributed.protocol", "rollout.engine.memory", "rollout.engine.scheduling"],
-    ["rollout.engine.kernels", "rollout.distributed.transport", "rollout.observe"],
+    ["rollout.engine.kernels", "rollout.distributed.transport"],
     [
         "rollout.engine.sampling",
         "rollout.engine.weights",
@@ -52,7 +53,7 @@ with, and imports only from its own folder and from folders of lower layers."""
 LAYER_OF = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 
 TORCH_FREE = [
-    "rollout.errors", "rollout.state", "rollout.metric_table", "rollout.config", "rollout.sampling_params",
+    "rollout.errors", "rollout.state", "rollout.config", "rollout.sampling_params",
     "rollout.structured_output", "rollout.threads", "rollout.flags", "rollout.requests", "rollout.journal",
     "rollout.observe", "rollout.engine.blocks", "rollout.engine.scheduling", "rollout.distributed.protocol",
     "rollout.distributed.transport", "rollout.distributed.client", "rollout.distributed.coordinator", "rollout.__main__",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollout.manager.telemetry import RESERVOIR_SIZE, MetricsRecorder
-from rollout.metric_table import LOGGED, METRICS, PHASES, Kind, describe
+from rollout.observe.metric_table import LOGGED, METRICS, PHASES, Kind, describe
 
 
 class Clock:

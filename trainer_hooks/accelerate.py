@@ -54,8 +54,8 @@ class AcceleratorAttachment:
     def log(self, step: int, *metrics: Mapping[str, Any]) -> None:
         """Log the rollout's metrics since the previous call, together with `metrics`, to the Accelerator's trackers.
 
-        Call it on every rank whenever the training loop logs. Names are those of `rollout.metric_table`; accelerate logs the
-        values of the main process, which cover that rank only.
+        Call it on every rank whenever the training loop logs. Names are those of `rollout.observe.metric_table`;
+        accelerate logs the values of the main process, which cover that rank only.
 
         Args:
             step: the trainer's step, used as the axis.

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from rollout.metric_table import LOGGED, unknown_name
+from rollout.observe.metric_table import LOGGED, unknown_name
 from rollout.state import Mode
 from trainer_hooks.optimizer import Attachment, attach
 from trainer_hooks.rank_state import RankFile, SavedRollout

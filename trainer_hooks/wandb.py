@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.metric_table import LOGGED, unknown_name
+from rollout.observe.metric_table import LOGGED, unknown_name
 from rollout.observe.page import colored
 from rollout.observe.run_log import version_runs
 
@@ -77,7 +77,7 @@ class WandbLogger:
         """Log the dicts together as one point. Values are numbers, numpy or torch scalars.
 
         Raises:
-            KeyError: a name under `rollout/` is not in the table of `rollout.metric_table`.
+            KeyError: a name under `rollout/` is not in the table of `rollout.observe.metric_table`.
             ValueError: a name occurs twice, or is that of the axis.
         """
         point: dict[str, Any] = {STEP: step}

@@ -161,7 +161,7 @@ class RolloutManager:
     adapter_switch = called("_updates", Updates.adapter_switch)
 
     def metrics(self, reset: bool = True) -> dict[str, float]:
-        """Metrics since the last call as a flat dict for `wandb.log`; names and meaning in `rollout.metric_table`."""
+        """Metrics since the last call as a flat dict for `wandb.log`; see `rollout.observe.metric_table`."""
         self._rounds.loop.sync_metrics()
         return self._rounds.metrics.snapshot(reset)
 
@@ -205,7 +205,7 @@ class RolloutManager:
         return coordinator.client(name, self.config.advanced.control_timeout_s)
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
-        """A block whose timeline is written to `path` when it ends, for Perfetto, Chrome and `rollout trace`.
+        """A block whose timeline is written to `path` when it ends, for Perfetto and Chrome.
 
         On several ranks every rank enters and leaves it with the same path; rank 0 writes one file of all. If the block
         raises, or a rank is missing, each rank writes its own file, with `.rank<number>` before the suffix.

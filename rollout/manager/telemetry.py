@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.metric_table import ENGINE_STATS, LOGGED, METRICS, PHASES, Kind, Metric, Statistic, unknown_name
+from rollout.observe.metric_table import ENGINE_STATS, LOGGED, METRICS, PHASES, Kind, Metric, Statistic, unknown_name
 from rollout.observe.recorder import active
 from rollout.requests.events import DynamicInferenceEventType
 from rollout.requests.request import DynamicInferenceRequest

@@ -11,7 +11,6 @@ from typing import Any
 from rollout.errors import ConfigError
 from rollout.observe import charts
 from rollout.observe.run_log import read_log
-from rollout.observe.summary import summary
 from rollout.observe.timeline import ReadTrace, read
 
 BLUE, ORANGE, GREEN, RED, GREY, TEAL = "#3b82c4", "#f2a541", "#4c9f70", "#d9534f", "#9aa5b1", "#3aa6a0"
@@ -150,7 +149,6 @@ def _slots(trace: ReadTrace | None, name: str) -> str:
     parts = [f"<h2>Slots of a traced step <small>{escape(name)}</small></h2>"]
     for engine in trace.engines:
         parts.append(f"<h3>{escape(engine.name)}</h3>{charts.slots(engine, trace.duration_s)}")
-    parts.append(f"<pre>{escape(summary(trace))}</pre>")
     return f'<section class="wide">{"".join(parts)}</section>'
 
 

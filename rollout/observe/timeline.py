@@ -225,41 +225,22 @@ Interval = tuple[str, float, float]
 
 
 class TracedSample(NamedTuple):
-    """One sample.
-
-    Attributes:
-        start: its arrival, or the start of the trace.
-        states: see `rollout.observe.recorder.STATES`.
-        versions: of its tokens, in order, each change once.
-    """
+    """One sample; see `rollout.observe.recorder.STATES` for its states."""
 
     request: int
     sample: int
-    start: float
-    end: float
-    states: tuple[Interval, ...]
-    versions: tuple[int, ...]
-    prompt_tokens: int
+    states: list[Interval]
     tokens: int
-    cached_tokens: int
     finish: str
 
 
 @dataclass
 class TracedEngine:
-    """One engine of a trace.
-
-    Attributes:
-        steps: arguments of the step events, with `start` and `end`, in seconds.
-        kv: (seconds, blocks by kind) after each step.
-    """
+    """The samples and control calls of one engine of a trace."""
 
     name: str = ""
-    steps: list[dict[str, float]] = field(default_factory=list)
     samples: list[TracedSample] = field(default_factory=list)
-    phases: list[Interval] = field(default_factory=list)
     controls: list[Interval] = field(default_factory=list)
-    kv: list[tuple[float, dict[str, float]]] = field(default_factory=list)
 
 
 class ReadTrace(NamedTuple):
@@ -267,7 +248,6 @@ class ReadTrace(NamedTuple):
 
     duration_s: float
     engines: tuple[TracedEngine, ...]
-    dropped: int
 
 
 def read(paths: Sequence[str | os.PathLike[str]]) -> ReadTrace:
@@ -276,11 +256,6 @@ def read(paths: Sequence[str | os.PathLike[str]]) -> ReadTrace:
     Raises:
         ConfigError: a file is missing, damaged or not a trace of this package; names it. Or two are of the same rank.
     """
-    return parse(load(paths), str(paths[0]))
-
-
-def load(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
-    """The trace events of one file, or of several merged; raises as `read`."""
     traces = sorted(map(_load, paths), key=lambda trace: trace["otherData"]["rank"])
     ranks = [rank for trace in traces for rank in trace["otherData"].get("ranks", [trace["otherData"]["rank"]])]
     twice = [rank for rank in ranks if ranks.count(rank) > 1]
@@ -288,7 +263,26 @@ def load(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
         raise ConfigError(
             f"{', '.join(map(str, paths))}: several are of rank {twice[0]}; give the files of one step, one of each rank"
         )
-    return traces[0] if len(traces) == 1 else merged(traces)
+    trace = merged(traces) if len(traces) > 1 else traces[0]
+    engines: dict[int, TracedEngine] = defaultdict(TracedEngine)
+    states: dict[tuple[int, int], list[Interval]] = defaultdict(list)
+    try:
+        for event in trace["traceEvents"]:
+            engine, args, start = engines[event["pid"]], event.get("args", {}), event.get("ts", 0.0) / 1e6
+            end, track = start + event.get("dur", 0.0) / 1e6, (event["pid"], event.get("tid", 0))
+            match event.get("cat"), event["name"]:
+                case None, "process_name":
+                    engine.name = args["name"]
+                case "sample", _:
+                    named = (args["request"], args["sample"], states[track], args["tokens"], args["finish"])
+                    engine.samples.append(TracedSample(*named))
+                case "state", state:
+                    states[track].append((state, start, end))
+                case "engine", control:
+                    engine.controls.append((control, start, end))
+        return ReadTrace(float(trace["otherData"]["duration_s"]), tuple(engines[pid] for pid in sorted(engines)))
+    except (KeyError, TypeError, AttributeError) as exc:
+        raise ConfigError(f"{str(paths[0])!r}: damaged trace: {type(exc).__name__}: {exc}") from exc
 
 
 def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -301,40 +295,3 @@ def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise ConfigError(f"{str(path)!r}: is not a trace of this package ({FORMAT}); rollout.trace() writes them")
     return dict(trace)
-
-
-def parse(trace: dict[str, Any], name: str = "trace") -> ReadTrace:
-    """Group the events of a trace by engine and sample; `ConfigError` if an event lacks a field."""
-    engines: dict[int, TracedEngine] = defaultdict(TracedEngine)
-    samples: list[tuple[tuple[int, int], dict[str, Any], float, float]] = []
-    states: dict[tuple[int, int], list[Interval]] = defaultdict(list)
-    try:
-        for event in trace["traceEvents"]:
-            engine, args, start = engines[event["pid"]], event.get("args", {}), event.get("ts", 0.0) / 1e6
-            end, track = start + event.get("dur", 0.0) / 1e6, (event["pid"], event.get("tid", 0))
-            match event.get("cat"), event["name"]:
-                case None, "process_name":
-                    engine.name = args["name"]
-                case None, "KV blocks":
-                    engine.kv.append((start, args))
-                case "step", _:
-                    engine.steps.append(args | {"start": start, "end": end})
-                case "sample", _:
-                    samples.append((track, args, start, end))
-                case "state", state:
-                    states[track].append((state, start, end))
-                case "phases", phase:
-                    engine.phases.append((phase, start, end))
-                case "engine", control:
-                    engine.controls.append((control, start, end))
-        for track, args, start, end in samples:
-            engines[track[0]].samples.append(
-                TracedSample(
-                    args["request"], args["sample"], start, end, tuple(states[track]), tuple(args["versions"]),
-                    args["prompt_tokens"], args["tokens"], args["cached_tokens"], args["finish"],
-                )
-            )  # fmt: skip
-        about = trace["otherData"]
-        return ReadTrace(float(about["duration_s"]), tuple(engines[pid] for pid in sorted(engines)), about["dropped"])
-    except (KeyError, TypeError, AttributeError) as exc:
-        raise ConfigError(f"{name!r}: damaged trace: {type(exc).__name__}: {exc}") from exc

@@ -15,7 +15,7 @@ from rollout.observe.timeline import merged, timeline, write
 
 
 def trace(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
-    """A block whose timeline is written when it ends, also after an exception, for Perfetto, Chrome and `rollout trace`.
+    """A block whose timeline is written when it ends, also after an exception, for Perfetto and Chrome.
 
     All engines of this process are in it: those of managers, of `LLM`, and bare ones. With torch.distributed on several
     ranks each rank writes a file of its own, `.rank<number>` before the suffix; `RolloutManager.trace` writes one for all.

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from rollout.errors import RolloutError
-from rollout.metric_table import ENGINE_STATS, Kind
+from rollout.observe.metric_table import ENGINE_STATS, Kind
 from rollout.requests.request import DynamicInferenceRequest
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

@@ -6,7 +6,6 @@ unless the program handles that signal itself. Reading takes no lock, because th
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -101,30 +100,21 @@ def _short(filename: str) -> str:
 # --- the signal -----------------------------------------------------------------------------------------------------------
 
 
-def answer_signal() -> bool:
-    """Write `report()` to stderr at every SIGUSR1. Idempotent; from any thread.
-
-    Returns:
-        False: the system has no such signal, or the program handles or ignores it, which stays as it is.
-    """
+def answer_signal() -> None:
+    """Write `report()` to stderr at every SIGUSR1, unless the program handles or ignores it. From any thread."""
     global _answering
     number = getattr(signal, "SIGUSR1", None)
-    if number is None:
-        return False
-    if not _answering:
-        if _is_handled(number):
-            return False
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        # Not signal.signal: its handlers wait for the main thread, which may be what hangs. This one writes the stacks from
-        # inside the signal handler; they only wake the thread that writes the report.
-        faulthandler.register(number, file=writing, all_threads=False)
-        ours = _handler(number)
-        # A forked child would wake its parent's thread.
-        forks.in_child(_answer, lambda _: _stop_answering(number, ours))
-        threading.Thread(target=_answer, args=(reading,), name=THREAD_NAME, daemon=True).start()
-        _answering = True
-    return True
+    if number is None or _answering or signal.getsignal(number) is not signal.SIG_DFL:
+        return
+    _answering = True
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    # Not signal.signal: its handlers wait for the main thread, which may be what hangs. This one writes the stacks from inside
+    # the signal handler; they only wake the thread that writes the report.
+    faulthandler.register(number, file=writing, all_threads=False)
+    # A forked child would wake its parent's thread. A handler that the program has set since stays.
+    forks.in_child(_answer, lambda _: signal.getsignal(number) is signal.SIG_DFL and faulthandler.unregister(number))
+    threading.Thread(target=_answer, args=(reading,), name=THREAD_NAME, daemon=True).start()
 
 
 def _answer(reading: int) -> None:
@@ -139,29 +129,3 @@ def _answer(reading: int) -> None:
             pass
         os.set_blocking(reading, True)
         os.write(_STDERR, f"{report()}\n".encode(errors="replace"))
-
-
-def _stop_answering(number: signal.Signals, ours: int | None) -> None:
-    global _answering
-    # The program may have set another handler since, which `unregister` would remove.
-    if _answering and _handler(number) == ours:
-        faulthandler.unregister(number)
-    _answering = False
-
-
-def _handler(number: signal.Signals) -> int | None:
-    """Address of the handler that the system calls: Python has no name for faulthandler's."""
-    # The first field of `struct sigaction`; the others have room behind it.
-    action = (ctypes.c_void_p * 32)()
-    ctypes.CDLL(None).sigaction(int(number), None, action)
-    return action[0]
-
-
-def _is_handled(number: signal.Signals) -> bool:
-    """Whether a handler is set, by whatever means, or the signal is ignored."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return signal.getsignal(number) is not signal.SIG_DFL
-    masks = [line.split()[1] for line in status.splitlines() if line.startswith(("SigCgt:", "SigIgn:"))]
-    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)

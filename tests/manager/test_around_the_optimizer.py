@@ -12,7 +12,7 @@ from rollout.errors import (
     RolloutFailedError,
 )
 from rollout.manager.manager import RolloutManager
-from rollout.metric_table import ENGINE_STATS, PHASES, Kind
+from rollout.observe.metric_table import ENGINE_STATS, PHASES, Kind
 from rollout.state import EngineState
 from tests.engines import one_step_per_call
 from tests.models import greedy

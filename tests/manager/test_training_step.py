@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
-from rollout.metric_table import LOGGED
+from rollout.observe.metric_table import LOGGED
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
 from tests.models import greedy, make_model, make_tokenizer, trainer_logprobs

@@ -18,7 +18,7 @@ from rollout.config import ServerConfig
 from rollout.distributed.client.futures import RequestFuture
 from rollout.distributed.client.text_stream import TextDelta, whole
 from rollout.errors import InvalidRequestError, RequestAbortedError
-from rollout.metric_table import ENGINE_STATS
+from rollout.observe.metric_table import ENGINE_STATS
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.server.openai.samples import merged

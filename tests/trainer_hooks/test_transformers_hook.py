@@ -17,7 +17,7 @@ from packaging.version import Version
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from rollout.manager.manager import RolloutManager
-from rollout.metric_table import LOGGED
+from rollout.observe.metric_table import LOGGED
 from rollout.sampling_params import SamplingParams
 from tests.distributed.job.rank_jobs import samples
 from tests.models import make_tokenizer

@@ -16,7 +16,7 @@ import torch
 
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.telemetry import MetricsRecorder
-from rollout.metric_table import LOGGED, METRICS, Kind
+from rollout.observe.metric_table import LOGGED, METRICS, Kind
 from rollout.observe.page import AGES
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans

@@ -28,7 +28,7 @@ from rollout.engine.memory.state_pool import StateShape
 from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.errors import ConfigError, EngineStateError
-from rollout.metric_table import binary_bytes
+from rollout.observe.metric_table import binary_bytes
 from rollout.state import KVCacheManagementMode
 
 _log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.training.exact import why_not_exact
 from rollout.engine.weights.base import Weights as WeightSource
-from rollout.metric_table import binary_bytes, short_count
+from rollout.observe.metric_table import binary_bytes, short_count
 from rollout.sampling_params import SamplingParams
 
 LENGTH = 512

@@ -19,7 +19,7 @@ from rollout.engine.scheduling.adapters import described
 from rollout.engine.scheduling.sequences import rank
 from rollout.engine.weights.guard import WeightsGuard
 from rollout.errors import EngineStateError
-from rollout.metric_table import ENGINE_STATS
+from rollout.observe.metric_table import ENGINE_STATS
 from rollout.requests.delta import SampleDelta, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import EngineState

@@ -13,7 +13,7 @@ from rollout.engine.parts.controller import TextGenerationController
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.errors import InvalidRequestError
-from rollout.metric_table import ENGINE_STATS
+from rollout.observe.metric_table import ENGINE_STATS
 from rollout.observe.recorder import EngineTap
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import FinishReason

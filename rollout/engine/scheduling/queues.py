@@ -12,7 +12,7 @@ from rollout.engine.scheduling.adapters import NO_ADAPTER, Variant
 from rollout.engine.scheduling.block_tables import BlockTables
 from rollout.engine.scheduling.sequences import IntArray, Sequence, SequenceTable, discard, insert, rank
 from rollout.engine.scheduling.step import ScheduledStep
-from rollout.metric_table import ENGINE_STATS
+from rollout.observe.metric_table import ENGINE_STATS
 
 SWEEP_AT = 64
 """Number of clients above which those without a claim are forgotten; doubles with the number that have one."""
