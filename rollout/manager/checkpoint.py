@@ -6,7 +6,6 @@ One buffer, and not a tree of lists, because `torch.load(weights_only=True)` ref
 from __future__ import annotations
 
 import zlib
-from itertools import islice
 from typing import Any
 
 import msgpack
@@ -17,12 +16,11 @@ from rollout.manager.backend import Backend
 from rollout.manager.episodes.player import EpisodePlayer
 from rollout.manager.episodes.saved import SAVED_GROUPS, portable
 from rollout.manager.groups import GroupJournal, GroupLedger
-from rollout.requests.codec import INT, STR, Codec, decode_fields, list_of, refuse, unpack_msgpack
+from rollout.requests.codec import INT, OPAQUE, STR, Codec, decode_fields, list_of, refuse, unpack_msgpack
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import REQUEST, DynamicInferenceRequest
-from rollout.requests.spans import MAX_VERSION
 
-FORMAT = 5
+FORMAT = 6
 
 
 def save(
@@ -43,7 +41,8 @@ def save(
         "groups": [[group_id, groups[group_id].size] for group_id in groups],
         "finished": [result.serialize() for result in groups.results(groups)],
         "unfinished": [record.serialize() for record in backend.snapshot() if record.request_id in groups],
-        "episodes": SAVED_GROUPS.encode((number, portable(played))),
+        "next_episode": number,
+        "episodes": SAVED_GROUPS.encode(portable(played)),
     }
     # Last: a checkpoint that failed must not count among those for which the journal keeps its files.
     fields["journal"] = journal.checkpoint(engine.policy_version)
@@ -86,7 +85,7 @@ def load(
         # Groups finished after a checkpoint that failed to load must not be given out.
         journal.restore("", 0)
         raise
-    player.load(*loaded["episodes"])
+    player.load(loaded["next_episode"], loaded["episodes"])
     return groups, int(loaded["updates_per_round"])
 
 
@@ -121,22 +120,14 @@ def check_portable(name: str, value: Any) -> None:
 
 
 def _decode(state: Any) -> dict[str, Any]:
+    """The fields that `save` packed. Their checksum is right, so that only their types are checked."""
     if isinstance(state, dict) and state.get("format") != FORMAT:
         refuse("state.format", state.get("format"), f"{FORMAT}, the format that this version reads,")
-    envelope = decode_fields("state", state, {"format": INT, "checksum": INT, "data": _BUFFER})
+    envelope = decode_fields("state", state, {"format": INT, "checksum": INT, "data": OPAQUE})
     data = envelope["data"]
-    if zlib.crc32(data) != envelope["checksum"]:
-        refuse(
-            "state.checksum", envelope["checksum"], f"{zlib.crc32(data)}, that of its data: a byte of it was damaged;"
-        )
-    plain = unpack_msgpack("state.data", data, strict_map_key=False)
-    fields = decode_fields("state.data", plain, _FIELDS)
-    for name, least in (("policy_version", 0), ("next_request_id", 0), ("updates_per_round", 1)):
-        if fields[name] < least:
-            refuse(f"state.data.{name}", fields[name], f"an integer of at least {least}")
-    if fields["policy_version"] > MAX_VERSION:
-        refuse("state.data.policy_version", fields["policy_version"], f"an integer of at most {MAX_VERSION}")
-    return fields
+    if not isinstance(data, bytes) or zlib.crc32(data) != envelope["checksum"]:
+        refuse("state.checksum", envelope["checksum"], "that of its data, of which a byte was damaged,")
+    return decode_fields("state.data", unpack_msgpack("state.data", data, strict_map_key=False), _FIELDS)
 
 
 def _ledger(
@@ -145,58 +136,26 @@ def _ledger(
     unfinished: list[DynamicInferenceRequestRecord],
 ) -> GroupLedger:
     groups = GroupLedger()
-    # Counted by what is there, never by what a group says that it has: that may be any number.
-    there: dict[int, set[int]] = {}
     for group_id, size in sizes:
-        if group_id in there:
-            raise SerializationError(f"state.data.groups: group {group_id} is there twice")
         groups.add(group_id, size)
-        there[group_id] = set()
-    wanted = dict(sizes)
-    for name, samples in (("finished", finished), ("unfinished", unfinished)):
-        for sample in samples:
-            group_id, index = sample.request_id, sample.sample_index
-            if not 0 <= index < wanted.get(group_id, 0) or index in there[group_id]:
-                raise SerializationError(
-                    f"state.data.{name}: sample {index} of group {group_id} is there twice, or data.groups knows no such "
-                    "sample"
-                )
-            there[group_id].add(index)
-    for group_id, size in sizes:
-        if len(there[group_id]) < size:
-            first = islice((index for index in range(size) if index not in there[group_id]), 4)
-            raise SerializationError(
-                f"state.data.unfinished: samples {list(first)} of group {group_id} are missing, which has {size}"
-            )
-    for result in finished:
-        groups.take(result)
+    taken = all(groups.take(result) for result in finished)
+    if not taken or groups.samples_missing != len(unfinished):
+        raise SerializationError(
+            f"state.data: {len(finished)} finished and {len(unfinished)} unfinished samples are not those of its groups"
+        )
     return groups
 
 
-def _decode_group(plain: Any) -> tuple[int, int]:
-    if not isinstance(plain, list | tuple) or len(plain) != 2:
-        refuse("group", plain, "[group id, number of samples]")
-    group_id, size = INT.decode(plain[0]), INT.decode(plain[1])
-    if group_id < 0 or size < 1:
-        refuse("group", plain, "a group id of at least 0 and at least 1 sample")
-    return group_id, size
-
-
-def _decode_buffer(plain: Any) -> bytes:
-    if not isinstance(plain, bytes):
-        refuse("buffer", plain, "bytes")
-    return plain
-
-
-_BUFFER = Codec(bytes, _decode_buffer)
+_RECORD = Codec(DynamicInferenceRequestRecord.serialize, DynamicInferenceRequestRecord.deserialize)
 _FIELDS = {
     "model": STR,
     "policy_version": INT,
     "next_request_id": INT,
     "updates_per_round": INT,
     "journal": STR,
-    "groups": list_of(Codec(list, _decode_group)),
+    "groups": OPAQUE,
+    "next_episode": INT,
     "episodes": SAVED_GROUPS,
     "finished": list_of(REQUEST),
-    "unfinished": list_of(Codec(DynamicInferenceRequestRecord.serialize, DynamicInferenceRequestRecord.deserialize)),
+    "unfinished": list_of(_RECORD),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -18,9 +19,6 @@ from rollout.manager.groups import GroupJournal
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
-OnEnd = Callable[[DynamicInferenceRequest | BaseException], None]
-"""Receives the ended request, or why there is none; called on the thread that steps."""
-
 
 @dataclass(eq=False, slots=True)
 class OpenSample:
@@ -28,12 +26,19 @@ class OpenSample:
 
     tokens: list[int]
     params: SamplingParams
-    on_end: OnEnd
-    owner: Hashable = None
+    owner: Hashable
     """Group whose staleness includes its tokens; None: staleness is not tracked."""
+    future: Future[DynamicInferenceRequest]
     request_id: int | None = None
     """None: not queued yet."""
-    cancelled: bool = False
+
+    def end(self, outcome: DynamicInferenceRequest | BaseException) -> None:
+        """Give the caller the ended request, or why there is none; without effect once it has cancelled."""
+        with suppress(InvalidStateError):
+            if isinstance(outcome, BaseException):
+                self.future.set_exception(outcome)
+            else:
+                self.future.set_result(outcome)
 
 
 class OpenSamples:
@@ -72,41 +77,22 @@ class OpenSamples:
         Raises:
             RolloutError: there is none; says why.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[DynamicInferenceRequest] = loop.create_future()
-
-        def settle(outcome: DynamicInferenceRequest | BaseException) -> None:
-            if not future.done():
-                future.set_exception(outcome) if isinstance(outcome, BaseException) else future.set_result(outcome)
-
-        def on_end(outcome: DynamicInferenceRequest | BaseException) -> None:
-            if keep is not None and not isinstance(outcome, BaseException):
-                keep(outcome)
-            # The caller's loop may have been closed meanwhile.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(settle, outcome)
-
-        sample = self.open(tokens, params, on_end, owner)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self.cancel(sample)
-            raise
-
-    def open(self, tokens: list[int], params: SamplingParams, on_end: OnEnd, owner: Hashable = None) -> OpenSample:
-        """Sample like `completion`, from any thread."""
-        sample = OpenSample(tokens, params, on_end, owner)
+        sample = OpenSample(tokens, params, owner, Future())
+        if keep is not None:
+            sample.future.add_done_callback(
+                lambda ended: ended.cancelled() or ended.exception() or keep(ended.result())
+            )
         with self._changed:
             self._arrived.append(sample)
         self.wake()
-        return sample
-
-    def cancel(self, sample: OpenSample) -> None:
-        """Give a completion up; its `on_end` is not called any more. Harmless when it has ended."""
-        with self._changed:
-            sample.cancelled = True
-            self._cancelled.append(sample)
-        self.wake()
+        try:
+            return await asyncio.wrap_future(sample.future)
+        except asyncio.CancelledError:
+            sample.future.cancel()
+            with self._changed:
+                self._cancelled.append(sample)
+            self.wake()
+            raise
 
     def wake(self) -> None:
         """End the current `wait`, or the next one immediately."""
@@ -133,19 +119,19 @@ class OpenSamples:
             arrived, self._arrived = self._arrived, []
             cancelled, self._cancelled = self._cancelled, []
         for sample in arrived:
-            if sample.cancelled:
+            if sample.future.cancelled():
                 continue
             sample.request_id = backend.next_group_id
             if sample.owner is not None and (known := journal.turn(sample.tokens, sample.params, sample.request_id)):
                 backend.reserve_group_ids(sample.request_id + 1)
-                sample.on_end(known)
+                sample.end(known)
                 continue
             self._queued[sample.request_id] = sample
             try:
                 backend.submit(sample.request_id, sample.tokens, sample.params, None)
             except RolloutError as exc:
                 del self._queued[sample.request_id]
-                sample.on_end(exc)
+                sample.end(exc)
         for sample in cancelled:
             if sample.request_id is not None and self._queued.pop(sample.request_id, None) is not None:
                 backend.abort(sample.request_id)
@@ -153,10 +139,10 @@ class OpenSamples:
     def take(self, result: DynamicInferenceRequest) -> OpenSample | None:
         """Hand an ended request to its caller, and return what was asked; None: it is of no completion that is open here."""
         sample = self._queued.pop(result.request_id, None)
-        if sample is not None and not sample.cancelled:
-            failed = result.error is not None
-            error = RequestError(f"request {result.request_id}: {result.error}", result.request_id)
-            sample.on_end(error if failed else result)
+        if sample is not None and result.error is not None:
+            sample.end(RequestError(f"request {result.request_id}: {result.error}", result.request_id))
+        elif sample is not None:
+            sample.end(result)
         return sample
 
     def owners(self) -> dict[int, Hashable]:
@@ -178,5 +164,4 @@ class OpenSamples:
         for sample in given_up:
             if sample.request_id is not None and self._queued.pop(sample.request_id, None) is not None:
                 backend.abort(sample.request_id)
-            if not sample.cancelled:
-                sample.on_end(error)
+            sample.end(error)

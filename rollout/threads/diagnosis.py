@@ -109,11 +109,10 @@ def answer_signal() -> None:
     _answering = True
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    # Not signal.signal: its handlers wait for the main thread, which may be what hangs. This one writes the stacks from inside
-    # the signal handler; they only wake the thread that writes the report.
+    # Not signal.signal: its handlers wait for the main thread, which may be what hangs. This one writes the stacks from
+    # inside the signal handler; they only wake the thread that writes the report.
     faulthandler.register(number, file=writing, all_threads=False)
-    # A forked child would wake its parent's thread. A handler that the program has set since stays.
-    forks.in_child(_answer, lambda _: signal.getsignal(number) is signal.SIG_DFL and faulthandler.unregister(number))
+    forks.in_child(_answer, lambda _: _stop_answering(number))
     threading.Thread(target=_answer, args=(reading,), name=THREAD_NAME, daemon=True).start()
 
 
@@ -129,3 +128,9 @@ def _answer(reading: int) -> None:
             pass
         os.set_blocking(reading, True)
         os.write(_STDERR, f"{report()}\n".encode(errors="replace"))
+
+
+def _stop_answering(number: signal.Signals) -> None:
+    # A forked child would wake its parent's thread. A handler that the program has set since stays.
+    if signal.getsignal(number) is signal.SIG_DFL:
+        faulthandler.unregister(number)

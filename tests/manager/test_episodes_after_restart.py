@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from rollout.errors import ConfigError, SerializationError
+from rollout.errors import ConfigError
 from rollout.journal import Journal
 from rollout.manager.episodes.batch import EpisodeBatch
 from rollout.manager.episodes.environment import EnvironmentTask, StepResult
-from rollout.manager.episodes.saved import SAVED_GROUPS
 from rollout.manager.manager import RolloutManager
 from tests.rollouts import make_rollout, tokens, update
 
@@ -210,27 +209,3 @@ def test_turns_that_ended_after_the_checkpoint_are_in_the_journal(frozen: Any, t
         batch = manager.run(range(3), Tool, tokens(7), n=2)
         assert sampled(batch) == sampled(whole)
         assert manager.metrics()["rollout/generated_tokens"] == 4 * 2 * 7
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda plain: plain.update(next=0), "ids .* below 0"),
-        (lambda plain: plain["groups"].append(plain["groups"][0]), "not different"),
-        (lambda plain: plain["groups"][0].update(episodes=[]), "at least one episode"),
-        (lambda plain: plain["groups"][0]["episodes"][0]["turns"].clear(), "at most 0, one per turn"),
-        (lambda plain: plain["groups"][0]["episodes"][0].update(reward=1.0), "has a reward"),
-        (lambda plain: plain["groups"][0]["episodes"][0].update(turns={-1: 0}), "by their numbers"),
-        (lambda plain: plain["groups"][0]["episodes"][0].update(answers=[[0, 1.0]]), r"\[observation, reward, done\]"),
-    ],
-)
-def test_episodes_that_no_manager_can_have_saved_are_refused_by_field(frozen: Any, change: Any, words: str) -> None:
-    Stop.turn = 2
-    manager = make_rollout(frozen)
-    manager.run(range(3), Tool, tokens(3), n=2, min_groups=1)
-    plain = SAVED_GROUPS.encode(manager._rounds.player.save())
-    quietly_closed(manager)
-    assert SAVED_GROUPS.encode(SAVED_GROUPS.decode(plain)) == plain
-    change(plain)
-    with pytest.raises(SerializationError, match=words):
-        SAVED_GROUPS.decode(plain)

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgpack
 
-from rollout.errors import SerializationError
 from rollout.manager.episodes.episode import StepResult
 from rollout.requests.codec import (
     BOOL,
@@ -24,7 +23,6 @@ from rollout.requests.codec import (
     encode_fields,
     list_of,
     optional,
-    refuse,
 )
 from rollout.requests.request import REQUEST, DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -87,75 +85,39 @@ def _encode_answer(answer: StepResult) -> list[Any]:
     return [told if isinstance(told, str) else INTS.encode(told), float(answer.reward), bool(answer.done)]
 
 
-def _decode_answer(plain: Any) -> StepResult:
-    if not isinstance(plain, list | tuple) or len(plain) != 3:
-        refuse("answer", plain, "[observation, reward, done]")
+def _decode_answer(plain: list[Any]) -> StepResult:
     told, reward, done = plain
-    return StepResult(told if isinstance(told, str) else INTS.decode(told), FLOAT.decode(reward), BOOL.decode(done))
-
-
-def _decode_turns(plain: Any) -> dict[int, DynamicInferenceRequest]:
-    if not isinstance(plain, dict) or any(type(number) is not int or number < 0 for number in plain):
-        refuse("turns", plain, "a dict of turns by their numbers")
-    return {number: REQUEST.decode(turn) for number, turn in plain.items()}
-
-
-def _decode_info(plain: Any) -> dict[str, Any]:
-    if not isinstance(plain, dict):
-        refuse("info", plain, "a dict")
-    return plain
+    return StepResult(told if isinstance(told, str) else INTS.decode(told), reward, done)
 
 
 _EPISODE = {
     "answers": list_of(Codec(_encode_answer, _decode_answer)),
-    "turns": Codec(lambda turns: {number: turn.serialize() for number, turn in turns.items()}, _decode_turns),
+    "turns": Codec(
+        lambda turns: {number: turn.serialize() for number, turn in turns.items()},
+        lambda plain: {number: REQUEST.decode(turn) for number, turn in plain.items()},
+    ),
     "ended": BOOL,
     "reward": optional(FLOAT),
     "error": optional(STR),
-    "info": Codec(dict, _decode_info),
+    "info": OPAQUE,
 }
-
-
-def _decode_episode(plain: Any) -> SavedEpisode:
-    episode = SavedEpisode(**decode_fields("episode", plain, _EPISODE))
-    if len(episode.answers) > len(episode.turns):
-        refuse("episode.answers", f"{len(episode.answers)} answers", f"at most {len(episode.turns)}, one per turn,")
-    if not episode.ended and (episode.reward is not None or episode.error is not None):
-        refuse("episode.ended", episode.ended, "True, as it has a reward or an error,")
-    return episode
-
-
 _GROUP = {
     "group_id": INT,
     "environment": STR,
     "task": OPAQUE,
     "params": SAMPLING_PARAMS,
     "seconds_left": optional(FLOAT),
-    "episodes": list_of(Codec(lambda episode: encode_fields(episode, _EPISODE), _decode_episode)),
+    "episodes": list_of(
+        Codec(
+            lambda episode: encode_fields(episode, _EPISODE),
+            lambda plain: SavedEpisode(**decode_fields("episode", plain, _EPISODE)),
+        )
+    ),
 }
-
-
-def _decode_group(plain: Any) -> SavedGroup:
-    group = SavedGroup(**decode_fields("group", plain, _GROUP))
-    if group.group_id < 0 or not group.episodes:
-        refuse("group", (group.group_id, len(group.episodes)), "an id of at least 0 and at least one episode")
-    return group
-
-
-_GROUPS = list_of(Codec(lambda group: encode_fields(group, _GROUP), _decode_group))
-
-
-def _decode_groups(plain: Any) -> tuple[int, list[SavedGroup]]:
-    fields = decode_fields("episodes", plain, {"next": INT, "groups": _GROUPS})
-    numbers = [group.group_id for group in fields["groups"]]
-    if len(set(numbers)) < len(numbers) or max(numbers, default=-1) >= fields["next"]:
-        raise SerializationError(f"episodes.groups: ids {numbers[:8]} are not different, and below {fields['next']}")
-    return fields["next"], fields["groups"]
-
-
-def _encode_groups(saved: tuple[int, list[SavedGroup]]) -> dict[str, Any]:
-    return {"next": saved[0], "groups": _GROUPS.encode(saved[1])}
-
-
-SAVED_GROUPS = Codec(_encode_groups, _decode_groups)
-"""Codec of the next group id and the groups, as `EpisodePlayer.save` gives them."""
+SAVED_GROUPS = list_of(
+    Codec(
+        lambda group: encode_fields(group, _GROUP),
+        lambda plain: SavedGroup(**decode_fields("group", plain, _GROUP)),
+    )
+)
+"""Codec of the groups that `EpisodePlayer.save` returns."""
