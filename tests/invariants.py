@@ -78,11 +78,10 @@ def _check_index(index: PrefixIndex, holders: Iterable[Sequence[int]]) -> None:
 
 
 def _check_host(host: HostCache) -> None:
-    slots = [slot for block in host._lru for slot in block.slots if slot != NOWHERE]
+    slots = [slot for block in host.blocks.values() for slot in block.slots if slot != NOWHERE]
     assert sorted([*host._free, *slots]) == list(range(host.num_slots)), "a slot is not free or of one block"
-    found = [block for blocks in host._found.values() for block in blocks]
-    assert len(found) == len(host._lru), "a block is found twice, or not at all"
-    assert set(found) == set(host._lru), "a block is held and not found"
+    for key, block in host.blocks.items():
+        assert key == (block.variant, block.block_hash), "a block is found under a foreign hash"
 
 
 def _check_pages(pages: BlockPages, used: np.ndarray, seen: Iterable[Sequence[int]]) -> None:

@@ -15,7 +15,7 @@ from rollout.observe import recorder as tracing
 from rollout.observe.timeline import timeline
 from rollout.requests.request import DynamicInferenceRequest
 from tests.configs import engine_config
-from tests.engines import assert_greedy, greedily, make_engine, pass_suspended, token_ids
+from tests.engines import BLOCK, assert_greedy, greedily, make_engine, pass_suspended, token_ids
 from tests.invariants import check_scheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -48,7 +48,7 @@ def next_turn(engine: DynamicInferenceEngine, said: list[int], **options: Any) -
 
 @pytest.mark.parametrize("mode", [None, "persist", "offload"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_conversation_that_waited_computes_its_new_tokens_alone_though_the_pool_had_no_room_for_it(
+def test_a_conversation_that_waited_computes_few_tokens_though_the_pool_had_no_room_for_it(
     name: str, mode: str | None
 ) -> None:
     engine = tiered(name, kv_cache_blocks=9 if name == "gemma3" else 14)
@@ -63,8 +63,9 @@ def test_a_conversation_that_waited_computes_its_new_tokens_alone_though_the_poo
         request = next_turn(engine, each)
         after = engine.stats()
         assert_greedy(name, request)
-        assert request.num_cached_tokens == len(each) - 1
-        assert after["prefill_tokens_computed"] - before["prefill_tokens_computed"] == 4
+        # Complete blocks alone go to the host.
+        assert len(each) - BLOCK <= request.num_cached_tokens < len(each)
+        assert after["prefill_tokens_computed"] - before["prefill_tokens_computed"] <= 3 + BLOCK
     assert after["kv_blocks_loaded"] > 5
     assert after["prefix_host_tokens"] > 20
     assert after["kv_host_cache_bytes"] > 0
@@ -97,7 +98,7 @@ def test_the_tier_serves_no_other_salt_and_no_other_tokens() -> None:
     said = first_turns(engine, cache_salt="one")
     assert next_turn(engine, said[0]).num_cached_tokens == 0
     assert next_turn(engine, [*said[1][:9], 3, *said[1][10:]], cache_salt="one").num_cached_tokens in (8, 9)
-    assert next_turn(engine, said[2], cache_salt="one").num_cached_tokens == len(said[2]) - 1
+    assert next_turn(engine, said[2], cache_salt="one").num_cached_tokens >= len(said[2]) - BLOCK
 
 
 def test_a_full_tier_keeps_what_was_evicted_last() -> None:

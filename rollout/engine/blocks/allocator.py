@@ -53,7 +53,7 @@ class BlockAllocator:
         self.evictions = 0
         self.pages = BlockPages(pages) if isinstance(pages, int) else pages
         self.states = states or StateSlots(0)
-        self.host = host or HostCache(0, block_size)
+        self.host = host or HostCache(0)
         self.copies: list[tuple[int, int]] = []
         self._clock = 0
         self.index = PrefixIndex(self.pages.num_ids, block_size)
@@ -109,7 +109,7 @@ class BlockAllocator:
 
     def findable(self, block_hash: int) -> bool:
         """Whether a block of this hash is in the current index, or on the host (its tokens may differ)."""
-        return block_hash in self.index.current or self.host.has(self.index.variant, block_hash)
+        return block_hash in self.index.current or (self.index.variant, block_hash) in self.host.blocks
 
     def counts(self) -> dict[str, int]:
         """Block counts of the whole pool, keyed as in the GENERATED_TOKEN event."""
@@ -152,8 +152,8 @@ class BlockAllocator:
                 return
         if oldest is None:
             raise RuntimeError("allocate(): too few blocks are free or evictable; ask can_allocate() first")
-        # A tail that was put in front has been continued; outdated blocks are of no use.
-        if self.host.num_slots and not self._lru_outdated and oldest[1]:
+        # Outdated blocks are of no use.
+        if self.host.num_slots and not self._lru_outdated and not self.index.is_tail(oldest[0]):
             self.copies += self.host.offload(self.index, oldest[0], self.pages.page_of[oldest[0]].tolist())
         self._free_cached(oldest[0])
         self.evictions += 1
@@ -246,7 +246,7 @@ class BlockAllocator:
         return kept
 
     def load(self, blocks: Sequence[HostBlock], parent: int) -> list[int]:
-        """Load a chain of blocks, perhaps with a tail, from the host; ask `can_allocate` first.
+        """Load a chain of blocks from the host; ask `can_allocate` first.
 
         Args:
             parent: the registered block before the first, or `NO_BLOCK`.
@@ -261,10 +261,7 @@ class BlockAllocator:
             places = zip(copy.slots, self.pages.page_of[block].tolist(), strict=True)
             self.copies += [(~slot, place) for slot, place in places if slot != NOWHERE]
             self.host.release(copy)
-            if len(copy.tokens) < self.block_size:
-                self.index.add_tail(block, copy.block_hash, parent, copy.tokens)
-            else:
-                self.index.add(block, copy.block_hash, parent, copy.tokens)
+            self.index.add(block, copy.block_hash, parent, copy.tokens)
             # Without its KV in layers with a window it gives back the memory there.
             self.unview(np.asarray([block], np.int32), verified=copy.slots[-1] != NOWHERE)
             parent = block

@@ -121,12 +121,15 @@ class PrefixIndex:
         """Whether a registered block is in an index of the present weights."""
         return self._number.item(block) in self._indexes
 
-    def described(self, block: int) -> tuple[Hashable, int, int, IntArray]:
-        """Variant, hash, parent and tokens of a findable block; the hash of a tail is that of the chain before it."""
+    def is_tail(self, block: int) -> bool:
+        """Whether a registered block is partly filled."""
+        return self._filled.item(block) > 0
+
+    def described(self, block: int) -> tuple[Hashable, int, IntArray]:
+        """Variant, hash and tokens of a complete findable block."""
         number = self._number.item(block)
         variant = next(each for each, known in self._number_of.items() if known == number)
-        filled = self._filled.item(block) or self._block_size
-        return variant, self._hash.item(block), self._parent.item(block), self._tokens[block, :filled]
+        return variant, self._hash.item(block), self._tokens[block]
 
     def digest(self, block: int) -> bytes:
         """`chain_digest` of the chain up to a complete registered block."""

@@ -95,7 +95,7 @@ class DynamicInferenceContext:
             enable_prefix_caching=config.enable_prefix_caching,
             eviction_policy=config.advanced.prefix_caching_eviction_policy,
             states=StateSlots(0 if states is None else states.num_blocks),
-            host=HostCache(cache.host_slots, config.advanced.block_size_tokens, cache.block_bytes),
+            host=HostCache(cache.host_slots, cache.block_bytes),
         )
         self.scheduler = Scheduler(config, self.allocator, clock)
         self._mode: KVCacheManagementMode | None = None

@@ -127,7 +127,7 @@ class BlockTables:
     @property
     def has_tails(self) -> bool:
         """Whether a lookup may find a partly filled block."""
-        return bool(self.allocator.index.tails or self.allocator.host.num_blocks)
+        return bool(self.allocator.index.tails)
 
     def attach_prefix(
         self,
@@ -156,7 +156,7 @@ class BlockTables:
         if hashes and allocator.enable_prefix_caching:
             found = allocator.index.find(hashes, sequence.tokens[: len(hashes) * size].reshape(-1, size))
             allocator.acquire(np.asarray(found, np.int32))
-        if host and not self._load(sequence, hashes, found, budget, headroom, tails=tails):
+        if host and not self._load(sequence, hashes, found, budget, headroom):
             allocator.release(np.asarray(found, np.int32))
             table.num_blocks[row] = 0
             return False
@@ -187,44 +187,26 @@ class BlockTables:
         table.num_blocks[row] = table.seen_from[row] = 0
         return False
 
-    def _load(
-        self, sequence: Sequence, hashes: list[int], found: list[int], budget: int, headroom: int, *, tails: bool
-    ) -> bool:
-        """Load what the host has behind the cached blocks `found` of a prompt; False, loading nothing, if no room.
-
-        The complete blocks are pinned and added to `found`; a tail is cached after it.
-        """
+    def _load(self, sequence: Sequence, hashes: list[int], found: list[int], budget: int, headroom: int) -> bool:
+        """Load what the host has behind the cached blocks of a prompt, pinned, into `found`; False: there is no room."""
         host, index, size = self.allocator.host, self.allocator.index, self.table.block_size
         if not host.num_slots or not self.allocator.enable_prefix_caching:
             return True
         blocks = host.find(index, found, hashes, sequence.tokens[: len(hashes) * size].reshape(-1, size))
-        whole, tail, common = len(found) + len(blocks), None, 0
-        if tails and host.num_blocks:
-            before = blocks[-1].digest() if blocks else index.digest(found[-1]) if found else b""
-            root, tokens, entire = self._behind(sequence, hashes, whole)
-            tail, common = host.find_tail(index.variant, root, before, tokens, whole=entire)
-            parent = found[-1] if found else NO_BLOCK
-            if not blocks and common <= index.find_tail(root, parent, tokens, whole=entire)[1]:
-                tail, common = None, 0
-        if not blocks and tail is None:
+        if not blocks:
             return True
-        start = min(whole * size + common, len(sequence.tokens) - 1)
+        start = min((len(found) + len(blocks)) * size, len(sequence.tokens) - 1)
         count = sequence.fitting(start, min(budget, len(sequence.tokens) - start))
-        need = -(-(start + count) // size) - len(found) + (tail is not None)
+        need = -(-(start + count) // size) - len(found)
         # Blocks of `found` that the first query reads in layers with a window must not make room for the others.
         seen = np.asarray(found[int(self._first_seen(start)) :], np.int32)
         seen = seen[self.pages.complete(seen)]
         self.pages.view(seen)
-        try:
-            if not self.allocator.can_allocate(need + headroom):
-                return False
-            chain = blocks if tail is None else [*blocks, tail]
-            loaded = self.allocator.load(chain, found[-1] if found else NO_BLOCK)
-        finally:
-            self.allocator.unview(seen, verified=True)
-        found += loaded[: len(blocks)]
-        self.allocator.release(np.asarray(loaded[len(blocks) :], np.int32))
-        return True
+        fits = self.allocator.can_allocate(need + headroom)
+        if fits:
+            found += self.allocator.load(blocks, found[-1] if found else NO_BLOCK)
+        self.allocator.unview(seen, verified=True)
+        return fits
 
     def _behind(self, sequence: Sequence, hashes: list[int], count: int) -> tuple[int, IntArray, bool]:
         """Return the hash of the first `count` blocks, the tokens a tail may have, and whether it must be whole."""

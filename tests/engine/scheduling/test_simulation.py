@@ -371,7 +371,7 @@ class World:
                 assert (content[:, TOKEN] == allocator.index._tokens[tail, :filled]).all()
                 assert (content[:, VERSION] == self.way).all() or not current, "a tail of older weights is found"
                 assert content[:, PURE].all() or not current, "a tail was computed over KV of an older version"
-        for kept in allocator.host._lru:
+        for kept in allocator.host.blocks.values():
             known = kept.variant == allocator.index.variant
             for content in (self.cache.host[slot, : len(kept.tokens)] for slot in kept.slots if slot >= 0):
                 assert (content[:, TOKEN] == kept.tokens).all(), "the host has other tokens' KV"
