@@ -219,6 +219,18 @@ def test_a_run_takes_no_longer_than_it_may_and_leaves_a_block_to_each_sequence()
     assert scheduler.run_ahead(step).ahead == 38, "these blocks are reserved"
 
 
+def test_the_cost_of_a_step_follows_its_rows_and_hardly_one_slow_step() -> None:
+    cost = StepCost()
+    assert cost.step(4) == np.inf
+    for _ in range(30):
+        cost.observe(4, 0.01)
+    assert (cost.step(1), cost.step(8)) == (pytest.approx(0.01), pytest.approx(0.02))
+    cost.observe(4, 5.0)
+    assert cost.step(4) < 0.02
+    cost.observe(64, 0.002)
+    assert cost.step(64) == pytest.approx(0.002), "the first steps of a batch may compile kernels"
+
+
 @pytest.mark.parametrize("door", ["engine", "LLM", "manager"])
 def test_every_loop_that_runs_requests_to_their_end_makes_runs(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # However slow the machine is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -17,50 +18,29 @@ MOST = 64
 MOST_WITH_TEXT = 8
 """Most steps of a run with rows that their text may end: tokens behind the end are computed for nothing."""
 
-_KEPT_OF_COSTS = 0.97
-_PRIOR_POSITIONS = 16.0
-"""Without measurements a position beyond those of the rows costs the time of a step / (rows + 16)."""
-_PRIOR_WEIGHT = 4.0
+_NEWEST = 0.2
+"""Weight of the newest step in the mean."""
 _OUTLIER = 3.0
 
 
 class StepCost:
-    """Seconds of a step as a + b·positions: least squares over recent steps, forgetting, with a prior for b."""
+    """Seconds of a decode step: a mean in which recent steps count most, and at which number of rows it was measured."""
 
     def __init__(self) -> None:
-        self._weight = self._positions = self._seconds = 0.0
-        self._variance = self._covariance = 0.0
+        self._rows = 1.0
+        self._seconds = math.inf
 
-    @property
-    def known(self) -> bool:
-        """Whether a step was observed."""
-        return self._weight > 0
-
-    def observe(self, positions: int, seconds: float) -> None:
+    def observe(self, rows: int, seconds: float) -> None:
         """Take in one step. A step much longer than expected counts in part: others may have used the machine."""
-        if _OUTLIER * seconds < self.step(positions):
-            # The times known so far are of slower steps: the first ones may compile kernels and capture graphs.
-            self._weight = self._positions = self._seconds = 0.0
-        elif self._weight > 1:
-            seconds = min(seconds, _OUTLIER * self.step(positions))
-        self._weight = _KEPT_OF_COSTS * self._weight + 1
-        # The gain of the first step is 1.
-        x, y, gain = positions - self._positions, seconds - self._seconds, 1 / self._weight
-        self._positions += gain * x
-        self._seconds += gain * y
-        self._variance = (1 - gain) * (self._variance + gain * x * x)
-        self._covariance = (1 - gain) * (self._covariance + gain * x * y)
+        if _OUTLIER * seconds < self.step(rows):
+            # The steps known so far were slower: the first ones may compile kernels and capture graphs.
+            self._rows, self._seconds = rows, seconds
+        self._seconds += _NEWEST * (min(seconds, _OUTLIER * self.step(rows)) - self._seconds)
+        self._rows += _NEWEST * (rows - self._rows)
 
-    @property
-    def position(self) -> float:
-        """Seconds of one more position."""
-        prior = self._seconds / (self._positions + _PRIOR_POSITIONS)
-        slope = (self._covariance + _PRIOR_WEIGHT * prior) / (self._variance + _PRIOR_WEIGHT)
-        return min(self._seconds / max(1.0, self._positions), max(0.002 * self._seconds, slope))
-
-    def step(self, positions: int) -> float:
-        """Seconds of a step of so many positions; 0 before the first observation."""
-        return max(0.0, self._seconds + self.position * (positions - self._positions))
+    def step(self, rows: int) -> float:
+        """Most seconds that a step of so many rows is expected to take; infinite before the first observation."""
+        return self._seconds * max(1.0, rows / self._rows)
 
 
 def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost) -> ScheduledStep:
@@ -77,8 +57,6 @@ def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost) -> ScheduledS
         most = min(most, MOST_WITH_TEXT)
     if queues.allocator.states.num_slots:
         most = min(most, int((table.block_size - table.computed[rows] % table.block_size).min()))
-    if not cost.known:
-        most = 1
     while most > 1 and not _reserve(queues, rows, most):
         most //= 2
     # What is evicted for it may be kept on the host.
