@@ -25,7 +25,6 @@ MAX_KEPT_TOKENS = 4096
 """Largest `top_k` with `return_kept_tokens`: bounds what is stored per token to 16 KiB."""
 
 
-MAX_LISTED = 128
 MAX_SALT = 1024
 """Characters of a `cache_salt`."""
 _SEPARATOR = "\0" * (MAX_SALT + 1)
@@ -95,12 +94,6 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
 
 def _ids(value: Any) -> tuple[int, ...]:
     return () if value is None else tuple(map(_WHOLE.convert, value))
-
-
-def _listed_ids(value: Any) -> tuple[int, ...]:
-    ids = _ids(value)
-    _demand(len(set(ids)) == len(ids) <= MAX_LISTED)
-    return ids
 
 
 def _biases(value: Any) -> dict[int, float]:
@@ -217,12 +210,6 @@ class SamplingParams(NamedOptions):
     """Log-probs to return per generated token. None: none requested. 0: the sampled token's. k: also those of the k
     likeliest tokens."""
 
-    logprob_token_ids: tuple[int, ...] = _option(
-        (), _Kind(_listed_ids, f"a list of at most {MAX_LISTED} token ids, each once"), host="int32"
-    )
-    """Token ids, at most 128, whose log-probs are returned per generated token in place of the likeliest tokens'. `logprobs`
-    becomes their number."""
-
     prompt_logprobs: int | None = _option(None, _or_none(_WHOLE), host="int32")
     """The same for prompt tokens, from the second token on (the first has no log-prob)."""
 
@@ -276,8 +263,6 @@ class SamplingParams(NamedOptions):
             raise ConfigError(
                 f"SamplingParams.min_tokens={self.min_tokens}: must be at most max_tokens={self.max_tokens}"
             )
-        if self.logprob_token_ids:
-            object.__setattr__(self, "logprobs", len(self.logprob_token_ids))
         if self.return_kept_tokens:
             self._bound_kept_tokens()
 
@@ -345,7 +330,7 @@ class SamplingParams(NamedOptions):
         `logit_bias` becomes [token id, bias] pairs, because a strict msgpack reader refuses integer keys.
         """
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
-        for name in ("stop", "stop_token_ids", "logprob_token_ids"):
+        for name in ("stop", "stop_token_ids"):
             plain[name] = list(plain[name])
         if self.structured is not None:
             plain["structured"] = self.structured.serialize()

@@ -362,13 +362,12 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def tracked_metadata(self) -> dict[str, int | float]:
-        """Values of `get_metadata_types` by name, in its order; -1 for None, for token ids and `logit_bias` their number."""
+        """Values of `get_metadata_types` by name, in its order; -1 for None, for `logit_bias` its size."""
         params = self.sampling_params
         values = {name: getattr(params, name) for name, _, _ in MIRRORED} | {
             "seed": self.seed,
             "logprobs_mode": LOGPROBS_MODES.index(params.logprobs_mode),
             "logit_bias": len(params.logit_bias or ()),
-            "logprob_token_ids": len(params.logprob_token_ids),
         }
         return {name: -1 if value is None else value for name, value in values.items()}
 

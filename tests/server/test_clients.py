@@ -21,7 +21,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from rollout import LLM, Advanced, InferenceConfig, SamplingParams, ServerConfig
+from rollout import LLM, Advanced, InferenceConfig, ServerConfig
 from rollout.errors import InvalidRequestError
 from tests.models import make_model, trainer_logprobs
 from tests.server.chat_templates import byte_level
@@ -177,40 +177,6 @@ def test_errors_name_what_a_client_has_sent(http: httpx.Client, path: str, field
         "kept_tokens",
     )
     assert not any(word in error["message"] for word in python)
-
-
-@pytest.mark.parametrize("options", [{"top_k": 3}, {"temperature": 0}, {"logprobs_mode": "raw"}, {"n": 2}], ids=str)
-def test_log_probs_of_given_tokens_are_those_of_the_whole_distribution(
-    llm: LLM, http: httpx.Client, options: dict[str, Any]
-):
-    vocabulary, ids = len(TOKENIZER), [7, 3, len(TOKENIZER) - 1]
-    params = SamplingParams(max_tokens=4, seed=3, ignore_eos=True, **options)
-    plain = llm.generate([5, 6], [params.replace(logprobs=vocabulary)])
-    listed = llm.generate([5, 6], [params.replace(logprob_token_ids=ids)])
-    for whole, few in zip(plain, listed, strict=True):
-        assert few.generated_tokens == whole.generated_tokens
-        assert few.generated_top_n_logprobs == [[(token, dict(row)[token]) for token in ids]
-                                                for row in whole.generated_top_n_logprobs]  # fmt: skip
-    body = {"max_tokens": 4, "seed": 3, "ignore_eos": True, "logprob_token_ids": ids, **options}
-    named = {"return_tokens_as_token_ids": True}
-    expected = [[f"token_id:{token}" for token in ids] for _ in range(4)]
-    text = http.post(TEXT, json=body | named | {"prompt": [5, 6], "logprobs": 0}).json()["choices"][0]
-    tokens = text["logprobs"]["tokens"]
-    assert [list(row) for row in text["logprobs"]["top_logprobs"]] == [
-        row if token in row else [*row, token] for token, row in zip(tokens, expected, strict=True)
-    ]
-    raw = http.post(TOKENS, json={"token_ids": [5, 6], "sampling_params": body | {"logprobs": 0}}).json()["choices"][0]
-    assert [[each["token"] for each in entry["top_logprobs"]] for entry in raw["logprobs"]["content"]] == expected
-    chat = http.post(CHAT, json=body | named | {"messages": HI, "logprobs": True}).json()["choices"][0]
-    for entry in chat["logprobs"]["content"]:
-        assert {each["token"] for each in entry["top_logprobs"]} == {*expected[0], entry["token"]}
-    for fields in (
-        {},
-        {"logprobs": 0, "logprob_token_ids": [vocabulary]},
-        {"logprobs": 0, "logprob_token_ids": [1, 1]},
-    ):
-        refused = http.post(TEXT, json={"prompt": [5], "logprob_token_ids": ids} | fields)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprob_token_ids"), refused.text
 
 
 def test_litellm_takes_two_turns(url: str, monkeypatch: pytest.MonkeyPatch):

@@ -181,7 +181,7 @@ class TextGenerationController:
             InvalidRequestError: an adapter is not loaded, `structured` does not compile, a token id is outside the
                 vocabulary, or `min_tokens` and the stop ids leave no token to draw.
         """
-        named = {name: getattr(params, name) or () for name in ("logit_bias", "stop_token_ids", "logprob_token_ids")}
+        named = {name: getattr(params, name) or () for name in ("logit_bias", "stop_token_ids")}
         for name, tokens in named.items():
             bad = next((token for token in tokens if token >= self.layout.vocab_size), None)
             if bad is not None:

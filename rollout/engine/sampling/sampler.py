@@ -205,7 +205,7 @@ def _sample(
         total = _Total(torch.where(mine, own.peak, total.peak), torch.where(mine, own.log_sum, total.log_sum))
         if listed is not None:
             listed = raw if rows.all_raw else torch.where(mine, raw, listed)
-    top = _top(listed, total, wanted.top_n, scratch, rows.listed)
+    top = _top(listed, total, wanted.top_n, scratch)
     if wanted.exact and listed is not None:
         return token_ids[:, 0], *_by_softmax(listed, token_ids, top[0]), *kept
     return token_ids[:, 0], _log_probs(score, total)[:, 0], *top, *kept
@@ -408,13 +408,8 @@ def _by_softmax(
     return found[:, 0], top_ids, found[:, 1:]
 
 
-def _top(
-    scores: Tensor | None, total: _Total, k: int, scratch: Scratch, listed: Sequence[tuple[int, Tensor]] = ()
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Ids and log-probs of the k largest scores, or of the `listed` ids of a row, which come first there.
-
-    Sorted by score and id in one integer, so that ties have an order.
-    """
+def _top(scores: Tensor | None, total: _Total, k: int, scratch: Scratch) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Ids and log-probs of the k largest scores, sorted by score and id in one integer, so that ties have an order."""
     if scores is None or k == 0:
         return None, None
     bits, order = scores.contiguous().view(torch.int32), scratch.take("order", scores, torch.int32)
@@ -423,6 +418,4 @@ def _top(
     keys = scratch.take("weights", scores, torch.int64).copy_(order).bitwise_left_shift_(32)
     keys.bitwise_or_(torch.arange(scores.shape[1], device=scores.device))
     ids = _smallest(keys, min(k, scores.shape[1])).bitwise_and(0xFFFFFFFF)
-    for row, tokens in listed:
-        ids[row, : len(tokens)] = tokens
     return ids, _log_probs(scores.gather(1, ids), total)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import Scratch, upload
@@ -18,9 +17,6 @@ from rollout.sampling_params import FILTERS, PENALTIES, SamplingParams
 
 Biases = Mapping[int, tuple[NDArray[np.int64], NDArray[np.float32]]]
 """(token ids, biases) by row of the table, for rows with a logit_bias."""
-
-Listed = Mapping[int, Tensor]
-"""Token ids by row of the table, for rows with logprob_token_ids."""
 
 _COLUMNS = ("temperature", *PENALTIES, *FILTERS, "top_n", "greedy", "raw", "tempered", "keeps")
 """Numbers that the table has of a row; the last four are 0 or 1. All are exact in float64."""
@@ -44,7 +40,6 @@ class SamplingRows:
         limited_width: the largest top_k of the limited rows; None when one of them has only top_p.
         penalized: [N] numpy int64, the rows with a penalty.
         bias: numpy (row, token id, bias) of every logit_bias.
-        listed: (row, ids) of the rows that name the tokens of their top log-probs.
         top_n: the largest number of top log-probs of a row.
         plain: whether all rows draw from the logits over the temperature, and want the log-prob of the token alone.
         keeps: [R] bool, the rows that return the tokens their filters kept; `keeping`: [K] int64, their numbers.
@@ -57,15 +52,11 @@ class SamplingRows:
         columns: NDArray[np.float64],
         keys: NDArray[np.int64],
         biases: Biases,
-        listed: Listed,
         scratch: Scratch,
         device: torch.device,
     ) -> None:
         """`columns` hold R values for every name of `_COLUMNS`."""
-        self._source = rows, columns, keys, biases, listed
-        self.listed = (
-            [(index, listed[row]) for index, row in enumerate(rows.tolist()) if row in listed] if listed else []
-        )
+        self._source = rows, columns, keys, biases
         self.scratch = scratch
         self._parts: tuple[int, list[SamplingRows]] = len(rows), [self]
         given = dict(zip(_COLUMNS, columns, strict=True))
@@ -114,9 +105,9 @@ class SamplingRows:
         return self._parts[1]
 
     def _part(self, start: int, end: int) -> SamplingRows:
-        rows, columns, keys, biases, listed = self._source
+        rows, columns, keys, biases = self._source
         cut, device = slice(start, end), self.key.device
-        return SamplingRows(rows[cut], columns[:, cut], keys[cut], biases, listed, self.scratch, device)
+        return SamplingRows(rows[cut], columns[:, cut], keys[cut], biases, self.scratch, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +143,6 @@ class SamplingTable:
         self._columns: NDArray[np.float64] = np.zeros((len(_COLUMNS), 0))
         self._keys: NDArray[np.int64] = np.zeros(0, np.int64)
         self._biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
-        self._listed: dict[int, Tensor] = {}
         self._selected: tuple[NDArray[np.int64], SamplingRows] | None = None
         self._scratch = Scratch()
 
@@ -169,9 +159,6 @@ class SamplingTable:
         shape = [getattr(params, name) for name in ("temperature", *PENALTIES, *FILTERS)]
         self._columns[:, row] = *shape, params.logprobs or 0, greedy, raw, tempered, params.return_kept_tokens
         self._keys[row] = key
-        self._listed = {other: ids for other, ids in self._listed.items() if other != row}
-        if params.logprob_token_ids:
-            self._listed[row] = torch.tensor(params.logprob_token_ids, dtype=torch.int64, device=self.device)
         # A new dict, because earlier selections keep a reference to the old one.
         self._biases = {other: bias for other, bias in self._biases.items() if other != row}
         if params.logit_bias:
@@ -194,7 +181,6 @@ class SamplingTable:
                 self._columns.take(chosen, axis=1),
                 self._keys[chosen],
                 self._biases,
-                self._listed,
                 self._scratch,
                 self.device,
             )

@@ -160,11 +160,7 @@ class ChatChoices:
     def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        top = delta.top_log_probs
-        if top is not None and self._body.logprob_token_ids:  # with the token itself, as vLLM has it
-            own = zip(delta.token_ids, delta.log_probs, strict=True)
-            top = [row if each[0] in dict(row) else [each, *row] for each, row in zip(own, top, strict=True)]
-        content = chat_logprobs(self._texts, delta.token_ids, delta.log_probs, top)
+        content = chat_logprobs(self._texts, delta.token_ids, delta.log_probs, delta.top_log_probs)
         return {"content": content, "refusal": None}
 
     # --- whole ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rollout.errors import ConfigError
-from rollout.sampling_params import MAX_LISTED, MIN_TEMPERATURE, SamplingParams
+from rollout.sampling_params import MIN_TEMPERATURE, SamplingParams
 from rollout.server.bodies import Body
 from rollout.server.errors import bad_request, describe
 from rollout.structured_output import StructuredOutput
@@ -222,8 +222,6 @@ class SamplingFields(Body):
     """Token ids that end the sample, in addition to the end-of-text tokens."""
     include_stop_str_in_output: bool | None = None
     """Keep the stop string in the text."""
-    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
-    """Return log-probs of these tokens instead of the most likely ones'. Needs `logprobs`."""
     prompt_logprobs: int | None = Field(None, ge=-1, le=INT32)
     """Return log-probs of the prompt's tokens, and of this many most likely tokens per position. 0: only the tokens' own;
     -1: of the whole vocabulary. At most 1,000,000 entries per request."""
@@ -270,8 +268,6 @@ class SamplingFields(Body):
 
         `decided` are the fields set by the endpoint, at least `max_tokens`."""
         asked = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None} | decided
-        if self.logprob_token_ids and decided.get("logprobs") is None:
-            raise bad_request("logprob_token_ids: needs logprobs", param="logprob_token_ids")
         if self.return_sampling_mask:
             asked["return_kept_tokens"] = True
         if self.logit_bias is not None:
