@@ -7,11 +7,16 @@ documentation are generated from these fields.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import ipaddress
 import math
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from textwrap import dedent
 from typing import ClassVar, Literal
 
 from rollout.errors import (
@@ -366,3 +371,19 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
         return False
+
+
+@cache
+def documentation(options: type) -> dict[str, str]:
+    """Return the string below each field of a class as one line, by the field's name."""
+    (definition,) = ast.parse(dedent(inspect.getsource(options))).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        option.target.id: " ".join(below.value.value.split())
+        for option, below in pairwise(definition.body)
+        if isinstance(option, ast.AnnAssign)
+        and isinstance(option.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
+    }

@@ -6,19 +6,15 @@ validation. No help text or error message contains the API key. Does not import 
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
 from functools import cache, partial
-from itertools import pairwise
-from textwrap import dedent
 from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
-from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig
+from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig, documentation
 from rollout.errors import ConfigError, Options, did_you_mean
 
 API_KEY = "ROLLOUT_API_KEY"
@@ -227,7 +223,7 @@ def _unchecked(options: type, prefix: str) -> type:
         text = re.sub(
             r"`(\w+)`",
             lambda name: _flag(name[1], prefix) if name[1] in types else name[0],
-            _documentation(options)[option.name],
+            documentation(options)[option.name],
         )
         if option.default is MISSING:
             named = tyro.conf.arg(help=text, metavar=option.name.upper())
@@ -258,19 +254,3 @@ def _single(table: type) -> list[Field[Any]]:
 
 def _flag(name: str, prefix: str) -> str:
     return "--" + prefix + name.replace("_", "-")
-
-
-@cache
-def _documentation(options: type) -> dict[str, str]:
-    """Return each field's docstring as one paragraph."""
-    (definition,) = ast.parse(dedent(inspect.getsource(options))).body
-    assert isinstance(definition, ast.ClassDef)
-    return {
-        option.target.id: " ".join(below.value.value.split())
-        for option, below in pairwise(definition.body)
-        if isinstance(option, ast.AnnAssign)
-        and isinstance(option.target, ast.Name)
-        and isinstance(below, ast.Expr)
-        and isinstance(below.value, ast.Constant)
-        and isinstance(below.value.value, str)
-    }

@@ -7,20 +7,17 @@ python -m tests.reference --write    writes them
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from enum import Enum
-from itertools import pairwise
 from pathlib import Path
-from textwrap import dedent
 from typing import Any, get_type_hints
 
 from rollout import errors, state
-from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig
+from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig, documentation
 from rollout.distributed.protocol import messages
 from rollout.distributed.protocol.fields import Rule
 from rollout.observe import metric_table
@@ -81,7 +78,7 @@ _GROUPS = [
 def _rows(options: type[Any], names: Sequence[str]) -> Iterator[str]:
     yield "| field | type | default | meaning |"
     yield "|---|---|---|---|"
-    docs, by_name = _field_docs(options), {each.name: each for each in fields(options)}
+    docs, by_name = documentation(options), {each.name: each for each in fields(options)}
     for option in map(by_name.__getitem__, names):
         default = option.default_factory() if option.default_factory is not MISSING else option.default
         shown = "Advanced()" if default == Advanced() else repr(default.value if isinstance(default, Enum) else default)
@@ -106,7 +103,7 @@ def _summary(kind: type[Any]) -> str:
 def _wire_rows(kind: type[Any]) -> Iterator[str]:
     yield "| field | must be | meaning |"
     yield "|---|---|---|"
-    docs, hints = _field_docs(kind), get_type_hints(kind, include_extras=True)
+    docs, hints = documentation(kind), get_type_hints(kind, include_extras=True)
     for each in fields(kind):
         rule = hints[each.name].__metadata__[0]
         text = rule.text if isinstance(rule, Rule) else f"a list of rows, one per {rule.__name__}"
@@ -116,25 +113,9 @@ def _wire_rows(kind: type[Any]) -> Iterator[str]:
 def _optional_columns() -> Iterator[str]:
     yield "| column | per sample None or | meaning |"
     yield "|---|---|---|"
-    docs = _field_docs(SampleDelta)
+    docs = documentation(SampleDelta)
     for name, column in COLUMNS.items():
         yield f"| `{name}` | {column.rule} | {docs[name]} |"
-
-
-def _field_docs(options: type[Any]) -> dict[str, str]:
-    """The string under each field, on one line."""
-    (body,) = (
-        node.body for node in ast.parse(dedent(inspect.getsource(options))).body if isinstance(node, ast.ClassDef)
-    )
-    return {
-        node.target.id: " ".join(below.value.value.split())
-        for node, below in pairwise(body)
-        if isinstance(node, ast.AnnAssign)
-        and isinstance(node.target, ast.Name)
-        and isinstance(below, ast.Expr)
-        and isinstance(below.value, ast.Constant)
-        and isinstance(below.value.value, str)
-    }
 
 
 def _docstring_blocks(module: Any) -> list[str]:

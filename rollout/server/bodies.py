@@ -10,6 +10,8 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 from starlette.requests import ClientDisconnect, Request
 
+from rollout.config import documentation
+from rollout.sampling_params import SamplingParams
 from rollout.server.chat_template.prompt_ids import Stop
 from rollout.server.errors import ApiError, ClientGoneError, bad_request, explain
 from rollout.server.serving import Serving, or_disconnected
@@ -24,8 +26,13 @@ class ReplyBody(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
 
-def _nulls_allowed(schema: dict[str, Any]) -> None:
+def _described(schema: dict[str, Any]) -> None:
+    """Allow unknown nulls; describe the options of `SamplingParams` as it does."""
     schema["additionalProperties"] = {"type": "null"}
+    documented = documentation(SamplingParams)
+    for name, option in schema.get("properties", {}).items():
+        if name in documented:
+            option.setdefault("description", documented[name])
 
 
 class Body(BaseModel):
@@ -36,7 +43,7 @@ class Body(BaseModel):
         strict=True,
         use_attribute_docstrings=True,
         allow_inf_nan=False,
-        json_schema_extra=_nulls_allowed,
+        json_schema_extra=_described,
     )
 
     @model_validator(mode="wrap")

@@ -103,7 +103,6 @@ def made_servable(case: schemathesis.Case) -> None:
     body = _mended(case.body)
     needs = {
         "stream_options": body.get("stream") is True,
-        "best_of": body.get("best_of") == (body.get("n") or 1),
         "max_completion_tokens": "max_tokens" not in body,
         "top_logprobs": body.get("logprobs") is True,
         "tool_choice": bool(body.get("tools")),

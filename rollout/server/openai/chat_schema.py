@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rollout.server.bodies import Body
-from rollout.server.openai.schema import INT32, Absent, SamplingBody, TokenIds, at_most, one_or_many
+from rollout.server.openai.schema import SamplingBody, TokenIds, one_or_many
 
 
 def _of_type(served: tuple[str, ...], what: str) -> BeforeValidator:
@@ -54,8 +54,6 @@ def _kind_of_choice(value: Any) -> str:
 
 MAX_MESSAGES = 8192
 """Maximum number of messages in a conversation."""
-MAX_METADATA = 16
-"""Maximum number of entries of `metadata`, as in OpenAI's API."""
 
 
 class TextPart(Body):
@@ -142,8 +140,6 @@ class Message(Body):
     """Reasoning text, for chat templates that show it; also as `reasoning`."""
     refusal: str | None = None
     """Ignored."""
-    audio: Absent = None
-    function_call: Absent = None
     rollout: RolloutIds | None = None
     """Assistant messages: `rollout` of the reply, unchanged. The prompt reuses these token ids as far as the conversation is
     unchanged; the new reply's `rollout.retokenized` says why not. Omit it to have the text tokenised again."""
@@ -241,15 +237,13 @@ class ChatRequest(SamplingBody):
 
     prompt_field = "messages"
 
-    messages: Annotated[list[Message], at_most(MAX_MESSAGES)] = Field(
-        min_length=1, max_length=MAX_MESSAGES, fail_fast=True
-    )
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     """The conversation, oldest message first."""
     logprobs: bool | None = None
     """Return the log-prob of every token."""
     top_logprobs: int | None = Field(None, ge=0, le=20)
     """Number of most likely tokens to return per position. Requires logprobs=true."""
-    max_completion_tokens: int | None = Field(None, ge=0, le=INT32)
+    max_completion_tokens: int | None = None
     """Newer name of max_tokens."""
     tools: list[Annotated[Tool, _FUNCTION_ONLY]] | None = Field(None, max_length=1024)
     """Functions that the model may call, rendered by its chat template."""
@@ -279,20 +273,12 @@ class ChatRequest(SamplingBody):
     """false: a reply ends after its first call; refused if the chat template's call format has no end marker."""
     # OpenAI's, without effect
     store: Literal[False] | None = None
-    metadata: Annotated[dict[str, str], at_most(MAX_METADATA), Field(max_length=MAX_METADATA)] | None = None
+    metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: JsonValue = None
     prompt_cache_retention: str | None = None
-    # OpenAI's, not served
-    audio: Absent = None
-    prediction: Absent = None
-    web_search_options: Absent = None
-    functions: Absent = None
-    function_call: Absent = None
-    moderation: Absent = None
-    verbosity: Literal["medium"] | None = None
 
     @field_validator("response_format")
     @classmethod

@@ -1,16 +1,15 @@
 """Request schemas as pydantic models: sampling options and completions.
 
-A field that is unknown, or that this server does not support, must be null; null stands for the default. Fields without
-effect here (`user`) are accepted. Values are not converted: a string is not a number, a bool is not an integer.
+An unknown field must be null; null stands for the default. Fields without effect here (`user`) are accepted. Values are not
+converted: a string is not a number, a bool is not an integer.
 """
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
-    BeforeValidator,
     Discriminator,
     Field,
     JsonValue,
@@ -23,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rollout.errors import ConfigError
-from rollout.sampling_params import MIN_TEMPERATURE, SamplingParams
+from rollout.sampling_params import SamplingParams
 from rollout.server.bodies import Body
 from rollout.server.errors import bad_request, describe
 from rollout.structured_output import StructuredOutput
@@ -41,11 +40,6 @@ COMPLETION_MAX_TOKENS = 16
 INT32 = 2**31 - 1
 
 
-def _refuse(value: Any) -> None:
-    if value is not None:
-        raise PydanticCustomError("unsupported", "this server does not do that; leave the field out")
-
-
 def one_or_many(value: Any) -> str:
     """Return the union tag of a value: `Many` for a list, else `One`."""
     return "Many" if isinstance(value, list) else "One"
@@ -60,27 +54,9 @@ def _kind_of_prompt(value: Any) -> str:
     return "Text"
 
 
-Absent = Annotated[None, BeforeValidator(_refuse)]
-"""Field of OpenAI's API that is not supported: only null is accepted."""
-
-
-def at_most(count: int) -> BeforeValidator:
-    """Return a validator that limits the number of entries before any of them is validated."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict | list) and len(value) > count:
-            raise PydanticCustomError("too_many", "has {given} entries: must have at most {most}",
-                                      {"given": len(value), "most": count})  # fmt: skip
-        return value
-
-    return BeforeValidator(check)
-
-
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-StopString = Annotated[str, Field(min_length=1, max_length=4096)]
-BiasedToken = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
-Bias = Annotated[float, Field(ge=-1e9, le=1e9)]
+TokenText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -181,53 +157,33 @@ class RequestFields(Body):
 
 
 class SamplingFields(Body):
-    """Options of sampling, the same on every route."""
+    """Options of sampling, the same on every route: those of `SamplingParams`, which checks their values."""
 
-    n: int | None = Field(None, ge=1, le=MAX_N)
-    """Samples per prompt."""
-    temperature: float | None = Field(None, ge=0, le=100)
-    """0: exact greedy decoding. Default 1."""
-    top_p: float | None = Field(None, gt=0, le=1)
-    """Keep the smallest set of most likely tokens whose probabilities sum to at least this value."""
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    """Subtracted once from the logit of every token that the sample contains."""
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    """Subtracted from a token's logit once per occurrence in the sample."""
-    logit_bias: Annotated[dict[BiasedToken, Bias], at_most(MAX_BIASES), Field(max_length=MAX_BIASES)] | None = None
-    """Token id, in decimal digits → value added to its logit."""
-    stop: (
-        Annotated[
-            Annotated[StopString, Tag("One")] | Annotated[list[StopString], Field(max_length=MAX_STOPS), Tag("Many")],
-            Discriminator(one_or_many),
-        ]
-        | None
-    ) = None
+    n: int | None = Field(None, le=MAX_N)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """Keep the k most likely tokens. 0 or -1: all."""
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[TokenText, float], Field(max_length=MAX_BIASES)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     """Strings that end the sample. The text ends before the matched one."""
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    """Equal seed, prompt, parameters and weights give equal samples. A negative seed is taken modulo 2**63."""
-    max_tokens: int | None = Field(None, ge=0, le=INT32)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS)
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
     """Maximum tokens of a sample, capped at the remaining sequence length, which is the default (of a completion: 16). 0:
     process the prompt only."""
-    top_k: int | None = Field(None, ge=-1, le=INT32)
-    """Keep the k most likely tokens. 0 or -1: all."""
-    min_p: float | None = Field(None, ge=0, le=1)
-    """Keep tokens whose probability is at least this fraction of the most likely token's."""
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    """Divisor of positive and factor of negative logits of tokens in the prompt or the sample. 1: off."""
-    min_tokens: int | None = Field(None, ge=0, le=INT32)
-    """Minimum tokens of a sample."""
-    ignore_eos: bool | None = None
-    """Continue after an end-of-text token."""
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS)
-    """Token ids that end the sample, in addition to the end-of-text tokens."""
-    include_stop_str_in_output: bool | None = None
-    """Keep the stop string in the text."""
-    prompt_logprobs: int | None = Field(None, ge=-1, le=INT32)
+    seed: int | None = None
+    """Equal seed, prompt, parameters and weights give equal samples. A negative seed is taken modulo 2**63."""
+    prompt_logprobs: int | None = Field(None, ge=-1)
     """Return log-probs of the prompt's tokens, and of this many most likely tokens per position. 0: only the tokens' own;
     -1: of the whole vocabulary. At most 1,000,000 entries per request."""
-    logprobs_mode: Literal["processed", "raw", "tempered"] | None = None
-    """Distribution of the log-probs. `processed`: the one sampled from. `raw`: softmax of the model's logits. `tempered`:
-    softmax(logits / temperature)."""
+    logprobs_mode: str | None = None
     return_sampling_mask: bool | None = None
     """Return the ids that each token was drawn from, as `sampling_mask` of the choice. Needs top_k (at most 4096), top_p
     or min_p."""
@@ -246,25 +202,13 @@ class SamplingFields(Body):
                                       "the text without special tokens; use stop_token_ids")  # fmt: skip
         return value
 
-    @field_validator("temperature")
-    @classmethod
-    def _greedy_or_warm(cls, value: float | None) -> float | None:
-        if value is not None and 0 < value < MIN_TEMPERATURE:
-            raise PydanticCustomError("too_cold", "must be 0 (greedy) or at least {low}", {"low": MIN_TEMPERATURE})
-        return value
-
     @property
     def constrained(self) -> bool:
         """Whether there may be a constraint on the text."""
         return self.structured_outputs is not None
 
-    @property
-    def constraint(self) -> StructuredOutput | None:
-        """Constraint on the text; raises `ConfigError` if it is malformed."""
-        return None if self.structured_outputs is None else self.structured_outputs.constraint
-
     def sampling_params(self, **decided: Any) -> SamplingParams:
-        """Build the request's `SamplingParams`; raises `ApiError` 400 if its values contradict each other.
+        """Build the request's `SamplingParams`; raises `ApiError` 400 for a value out of range.
 
         `decided` are the fields set by the endpoint, at least `max_tokens`."""
         asked = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None} | decided
@@ -274,19 +218,13 @@ class SamplingFields(Body):
             asked["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         if self.seed is not None:
             asked["seed"] = self.seed % 2**63
-        if asked.get("top_k") == -1:
+        if self.top_k == -1:
             asked["top_k"] = 0
-        try:
-            constraint = self.constraint
-        except ConfigError as exc:
-            raise bad_request(str(exc), param="structured_outputs") from exc
-        if constraint is not None:
-            asked["structured"] = constraint
-        if asked.get("min_tokens", 0) > asked["max_tokens"]:
-            raise bad_request(
-                f"min_tokens={asked['min_tokens']} must be at most the {asked['max_tokens']} tokens there may be",
-                param="min_tokens",
-            )
+        if self.structured_outputs is not None:
+            try:
+                asked["structured"] = self.structured_outputs.constraint
+            except ConfigError as exc:
+                raise bad_request(str(exc), param="structured_outputs") from exc
         try:
             return SamplingParams(**asked)
         except ConfigError as exc:
@@ -336,16 +274,6 @@ class CompletionRequest(SamplingBody):
     """Return log-probs of every token, and of this many most likely tokens per position. 0: only the tokens' own."""
     echo: bool | None = None
     """Prepend the prompt to the text, and its log-probs to the log-probs."""
-    best_of: int | None = Field(None, ge=1, le=MAX_N)
-    """Must equal n: all samples are returned."""
-    suffix: Absent = None
-
-    @field_validator("best_of")
-    @classmethod
-    def _as_many_as_n(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and value != (info.data.get("n") or 1):
-            raise PydanticCustomError("unsupported", "must equal n: no sample is thrown away here")
-        return value
 
     @property
     def prompts(self) -> list[str] | list[TokenIds]:

@@ -27,7 +27,7 @@ from rollout.server.openai import generation as calls
 from rollout.server.openai.chat_schema import MAX_MESSAGES, Message, Tool
 from rollout.server.openai.logprobs import TokenIdNames, chat_logprobs, prompt_logprobs
 from rollout.server.openai.samples import finish_reason, routed_experts, sampling_mask, staleness
-from rollout.server.openai.schema import INT32, Absent, RequestFields, SamplingFields, TokenIds, at_most
+from rollout.server.openai.schema import INT32, RequestFields, SamplingFields, TokenIds
 from rollout.server.serving import Serving
 
 
@@ -56,9 +56,6 @@ class GenerateRequest(RequestFields):
     """Include `prompt_token_ids` in the reply."""
     priority: int | None = Field(None, ge=-INT32, le=INT32)
     """Requests with a lower priority are scheduled first, as in vLLM. Default 0."""
-    features: Absent = None
-    content_parts: list[JsonValue] | None = Field(None, max_length=0)
-    kv_transfer_params: Absent = None
 
     @property
     def samples(self) -> int:
@@ -80,7 +77,7 @@ class TokenizeRequest(Body):
     """Name of the served model or of an adapter."""
     prompt: str | None = None
     """The text."""
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     """The conversation, oldest message first; it and the options below as in a chat request."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens around a text. Default true. A chat template writes its own."""
