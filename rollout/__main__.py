@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             known = ("serve", "doctor", "top", "--version", "--help")
             raise ConfigError(f"{command!r}: no such command; {did_you_mean(command, known, 'see --help')}")
     except RolloutError as exc:
-        _say(f"rollout: {_in_flags(_in_one_line(exc))}")
+        _say(f"rollout: {_in_one_line(exc)}")
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -254,8 +254,8 @@ def _llm(options: ServeOptions, model: Any, tokenizer: Any) -> LLM:
         model,
         tokenizer,
         options.engine,
-        use_coordinator=options.coordinator is not None,
-        coordinator_config=options.coordinator,
+        use_coordinator=options.wants_coordinator,
+        coordinator_config=options.coordinator if options.wants_coordinator else None,
     )
 
 
@@ -333,9 +333,6 @@ def _load(folder: str, tokenizer: str | None, dtype: str, device: str) -> tuple[
     from rollout.engine.weights.folder import load_model
 
     disable_progress_bar()
-    if logging.lastResort is not None:
-        logging.lastResort.addFilter(_in_flags_too)
-
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"--device {device}: torch sees no CUDA device; use --device cpu")
     try:
@@ -364,19 +361,6 @@ def _summary(url: str, llm: LLM, options: ServeOptions) -> str:
 
 def _in_one_line(exc: BaseException) -> str:
     return " ".join(str(exc).split())
-
-
-def _in_flags(line: str) -> str:
-    """Replace field names by flags."""
-    from rollout.flags import in_flags
-
-    return in_flags(line)
-
-
-def _in_flags_too(record: logging.LogRecord) -> bool:
-    """Replace field names in a warning; used as a filter that keeps it."""
-    record.msg, record.args = _in_flags(record.getMessage()), ()
-    return True
 
 
 def _first_line(exc: BaseException) -> str:
