@@ -27,7 +27,7 @@ from rollout.engine.graphs.decode_step import TritonDecode
 from rollout.engine.memory.arena import PoolMemory, pool_memory
 from rollout.engine.memory.block_pool import Allocate, zeros
 from rollout.engine.memory.buffers import plain_tensors
-from rollout.engine.memory.host_pool import HostMemoryError
+from rollout.engine.memory.host_blocks import HostMemoryError
 from rollout.engine.memory.huge_pages import collapse
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool

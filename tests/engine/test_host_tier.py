@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.memory.host_pool import HostMemoryError
+from rollout.engine.memory.host_blocks import HostMemoryError
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.errors import ConfigError, RequestError, UnsupportedModelError
 from rollout.observe import recorder as tracing

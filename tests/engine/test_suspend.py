@@ -14,7 +14,7 @@ import torch
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.memory.block_pool import zeros
-from rollout.engine.memory.host_pool import HostMemoryError
+from rollout.engine.memory.host_blocks import HostMemoryError
 from rollout.errors import DeadlineError, EngineStateError
 from rollout.state import EngineState, FinishReason, Status
 from tests.engines import (

@@ -1,4 +1,4 @@
-"""Memory of equal blocks on a device, one host pool next to it, and the copies between them.
+"""Memory of equal blocks on a device, and host memory next to it.
 
 Part-major: the blocks of one part (K of one layer, a state of one layer) are contiguous, because gathering contiguous rows
 is many times faster than strided ones (13 times, for 8 kB rows on a CPU).
@@ -6,7 +6,7 @@ is many times faster than strided ones (13 times, for 8 kB rows on a CPU).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.memory.buffers import upload
-from rollout.engine.memory.host_pool import HostBlocks, HostPool
-from rollout.engine.memory.kv_transfer import KVTransfer
+from rollout.engine.memory.host_blocks import HostBlocks
 from rollout.engine.memory.streams import CudaStream, current_stream
 
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], list[Tensor]]
@@ -62,11 +61,9 @@ class BlockPool:
         self._allocate, self._release = allocate, release
         self._parts: list[Tensor] = []
         self._held = False
-        self._host = HostPool(dtype, pinned=device.type == "cuda")
-        self._saved: NDArray[np.int32] | None = None
-        self._stage = partial(torch.empty, dtype=dtype, device=device)
         self._copies = CudaStream(torch.cuda.Stream(device)) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._tier = self._host_blocks(0)
+        self._host, self._tier = self._host_blocks(), self._host_blocks()
+        self._saved: NDArray[np.int32] | None = None
         self.materialize(num_blocks)
 
     @property
@@ -87,7 +84,7 @@ class BlockPool:
     @property
     def host_slots(self) -> int:
         """Slots on the host for single blocks (`keep_host_blocks`)."""
-        return self._tier.num_blocks
+        return self._tier.num_slots
 
     @property
     def on_device(self) -> bool:
@@ -121,16 +118,16 @@ class BlockPool:
         Raises:
             HostMemoryError: the host has not so much (pinned) memory.
         """
-        self._tier = self._host_blocks(num_blocks)
+        self._tier.grow(num_blocks, num_blocks)
 
     def release_host_blocks(self) -> None:
         """Give up the slots on the host and what they hold, after `drop`."""
-        self._tier = self._host_blocks(0)
+        self._tier = self._host_blocks()
 
-    def _host_blocks(self, num_blocks: int) -> HostBlocks:
-        on_cuda = self.device.type == "cuda"
-        copies = CudaStream(torch.cuda.Stream(self.device)) if on_cuda and num_blocks else None  # type: ignore[no-untyped-call]
-        return HostBlocks(num_blocks, self._widths, self.dtype, pinned=on_cuda, stage=self._stage, copies=copies)
+    def _host_blocks(self) -> HostBlocks:
+        stage = partial(torch.empty, dtype=self.dtype, device=self.device)
+        pinned = self.device.type == "cuda"
+        return HostBlocks(self._widths, self.dtype, pinned=pinned, stage=stage, copies=self._copies)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `source` to block `destination` for each pair, in this order; `~s` is slot s on the host.
@@ -161,21 +158,18 @@ class BlockPool:
 
     def prepare_save(self, num_blocks: int) -> None:
         """Have host memory for so many blocks pinned in the background, for CUDA; `save` waits for it."""
-        self._host.prepare(num_blocks * sum(self._widths), partial(torch.cuda.device, self.device))
+        self._host.prepare(num_blocks, partial(torch.cuda.device, self.device))
 
     def save(self, blocks: NDArray[np.int32]) -> int:
-        """Copy `blocks` into the host pool and free the device memory; returns the bytes copied.
+        """Copy `blocks` to the host and free the device memory; returns the bytes copied.
 
         Raises:
             HostMemoryError: the host has no room for them; nothing has changed.
         """
-        self._host.grow(len(blocks) * sum(self._widths), self.num_blocks * sum(self._widths))
+        self._host.grow(len(blocks), self.num_blocks)
         index = upload(blocks.astype(np.int64), self.device)
-        if (transfer := self._transfer()) is not None:
-            transfer.save(self._parts, index, self._host.chunks)
-        else:
-            for part, rows in zip(self._parts, self._on_host(len(blocks)), strict=True):
-                torch.index_select(part, 0, index, out=rows)
+        self._host.offload(current_stream(self.device), self._parts, index, range(len(blocks)))
+        self._host.finish()
         self._saved = blocks.copy()
         self.drop()
         return len(blocks) * self.block_bytes
@@ -188,35 +182,18 @@ class BlockPool:
             mapping: [old num_blocks] new id of each old block, negative for dropped ones; None: ids are unchanged.
         """
         if self._saved is None:
-            raise RuntimeError("restore() without save(): there is nothing in the host pool")
+            raise RuntimeError("restore() without save(): nothing was copied to the host")
         targets = self._saved.copy() if mapping is None else mapping[self._saved]
         if blocks is not None:
             targets[~np.isin(self._saved, blocks)] = -1
         kept = np.flatnonzero(targets >= 0)
         # From here on blocks have their new ids, even if a copy fails and routes are still read from the host.
         self._saved = targets
-        if (transfer := self._transfer()) is not None:
-            transfer.restore(self._parts, targets.astype(np.int64), self._host.chunks)
-        else:
-            index = torch.from_numpy(targets[kept].astype(np.int64))
-            rows = None if len(kept) == len(self._saved) else torch.from_numpy(kept)
-            for part, saved in zip(self._parts, self._on_host(len(self._saved)), strict=True):
-                part.index_copy_(0, index, saved if rows is None else saved[rows])
+        index = upload(targets[kept].astype(np.int64), self.device)
+        self._host.load(current_stream(self.device), self._parts, index, kept)
         self._saved = None
         return len(kept) * self.block_bytes
 
     def discard_saved(self) -> None:
         """Forget what `save` copied: its blocks have been given up."""
         self._saved = None
-
-    def _transfer(self) -> KVTransfer | None:
-        """Moves blocks by streams; None: the device has none."""
-        return None if self._copies is None else KVTransfer(current_stream(self.device), self._copies, self._stage)
-
-    def _on_host(self, num_blocks: int) -> Iterator[Tensor]:
-        """The parts of `num_blocks` saved blocks in the host pool of a CPU, which is in one piece."""
-        flat = self._host.span(0, num_blocks * sum(self._widths))
-        for part, width in zip(
-            flat.split_with_sizes([num_blocks * width for width in self._widths]), self._widths, strict=True
-        ):
-            yield part.view(num_blocks, width)

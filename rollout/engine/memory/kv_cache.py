@@ -132,7 +132,7 @@ class KVCache(BlockPool):
     def read_routes(self, blocks: NDArray[np.int32], start: int, stop: int) -> NDArray[np.integer[Any]]:
         """Expert routes [stop - start, layers, k] of positions `start` … `stop` - 1 of the sequence that holds `blocks`.
 
-        Between `save` and `restore` they are read from the host pool.
+        Between `save` and `restore` they are read from the host.
         """
         assert self.routes is not None
         low, high = start // self.block_size, -(-stop // self.block_size)
@@ -142,10 +142,7 @@ class KVCache(BlockPool):
         else:
             order = np.argsort(self._saved, kind="stable")
             rows = order[np.searchsorted(self._saved, wanted, sorter=order)]
-            count = len(self._saved)
-            end = count * sum(self._widths)
-            part = self._host.span(end - count * self._widths[-1], end).view(count, -1)
-            chosen = self._routes(part).index_select(0, torch.from_numpy(rows))
+            chosen = self._routes(self._host.read(rows, len(self._widths) - 1))
         first = low * self.block_size
         read: NDArray[np.integer[Any]] = chosen.flatten(0, 1)[start - first : stop - first].cpu().numpy()
         return read

@@ -6,6 +6,7 @@ The host never waits for a whole device: while any thread of the process capture
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,22 +31,6 @@ class Stream(Protocol):
         """Block the host until all queued work is done."""
 
 
-class Inline:
-    """A `Stream` that runs work at once, for devices without streams."""
-
-    def run(self, work: Callable[[], object]) -> None:
-        work()
-
-    def mark(self) -> None:
-        pass
-
-    def after(self, mark: Any) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
 class CudaStream:
     """A `Stream` over a CUDA stream."""
 
@@ -67,9 +52,9 @@ class CudaStream:
         self._stream.synchronize()
 
 
-def current_stream(device: torch.device) -> Stream:
-    """The current stream of the calling thread."""
-    return CudaStream(torch.cuda.current_stream(device)) if device.type == "cuda" else Inline()
+def current_stream(device: torch.device) -> Stream | None:
+    """The current stream of the calling thread; None: the device has no streams."""
+    return CudaStream(torch.cuda.current_stream(device)) if device.type == "cuda" else None
 
 
 def wait_for_steps(device: torch.device) -> None:
@@ -86,29 +71,27 @@ class StreamOrder:
     Without effect on a device without streams.
 
     Attributes:
-        stream: the current stream of the calling thread; None: the device has none.
+        stream: see `current_stream`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[Any] = []
-        self.stream: Callable[[], Stream] | None = None
-        if device.type == "cuda":
-            self.stream = lambda: current_stream(device)
+        self.stream: Callable[[], Stream | None] = partial(current_stream, device)
 
     def mark(self) -> None:
         """Have later steps wait for what is queued on the caller's stream: an optimizer may run on one of its own."""
-        if self.stream is not None:
-            self._marks.append(self.stream().mark())
+        if (stream := self.stream()) is not None:
+            self._marks.append(stream.mark())
 
     def follow(self) -> None:
         """Before a step: let later work of the caller's stream wait for what was marked since the last call."""
         if self._device.type == "cuda":
             _used.add(torch.cuda.current_stream(self._device))
-        if self.stream is not None and self._marks:
-            for mark in self._marks:
-                self.stream().after(mark)
-            self._marks.clear()
+        for mark in self._marks:
+            if (stream := self.stream()) is not None:
+                stream.after(mark)
+        self._marks.clear()
 
     def wait(self) -> None:
         """Block the host until what was marked since the last `follow` is done."""

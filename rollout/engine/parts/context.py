@@ -22,7 +22,7 @@ from rollout.engine.blocks.pages import ONE_GROUP, BlockPages, LayerGroups
 from rollout.engine.blocks.states import StateSlots
 from rollout.engine.memory.block_pool import BlockPool
 from rollout.engine.memory.buffers import lacks_device_memory
-from rollout.engine.memory.host_pool import HostMemoryError
+from rollout.engine.memory.host_blocks import HostMemoryError
 from rollout.engine.memory.kv_cache import RouteShape
 from rollout.engine.memory.state_pool import StateShape
 from rollout.engine.models.model_support import ModelLayout
