@@ -148,20 +148,3 @@ class OpenSamples:
     def owners(self) -> dict[int, Hashable]:
         """Request id → owner of the completions that are queued in the backend."""
         return {request_id: sample.owner for request_id, sample in self._queued.items()}
-
-    @property
-    def num_unowned(self) -> int:
-        """Open completions that have no owner."""
-        return sum(sample.owner is None for sample in (*self._arrived, *self._queued.values()))
-
-    def fail(self, error: BaseException, backend: Backend, *, unowned_only: bool = False) -> None:
-        """End every open completion (or those without an owner) with an error; the caller holds the engine's lock."""
-        with self._changed:
-            given_up = [
-                each for each in (*self._arrived, *self._queued.values()) if each.owner is None or not unowned_only
-            ]
-            self._arrived = [each for each in self._arrived if each not in given_up]
-        for sample in given_up:
-            if sample.request_id is not None and self._queued.pop(sample.request_id, None) is not None:
-                backend.abort(sample.request_id)
-            sample.end(error)

@@ -302,8 +302,6 @@ class Rounds:
         with interrupt_deferred():
             episodes = len(self.player)
             self.player.close()
-            with self.engine.locked():
-                self.loop.samples.fail(EngineStateError("the manager was closed"), self.backend)
             self.backend.close()
             if self.engine.state is not EngineState.STOPPED:
                 self.engine.pause()

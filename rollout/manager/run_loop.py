@@ -114,22 +114,6 @@ class GroupGoal:
         return self._must is not None and self._must.isdisjoint(self.unfinished)
 
 
-class _Drive:
-    """Some seconds have passed, or an open completion has ended."""
-
-    number = 0
-
-    def __init__(self, samples: OpenSamples, clock: Callable[[], float], seconds: float) -> None:
-        self._samples, self._open_before = samples, len(samples)
-        self._clock, self._stop = clock, clock() + seconds
-
-    def ended(self) -> int:
-        return 0
-
-    def reached(self) -> bool:
-        return len(self._samples) < self._open_before or self._clock() > self._stop
-
-
 def progress_bar(total: int, shown: bool | None) -> tqdm[Any]:
     """A bar of ended groups; `shown` None: on a terminal, after `BAR_AFTER_S`."""
     disable, delay = (None, BAR_AFTER_S) if shown is None else (not shown, 0.0)
@@ -244,10 +228,6 @@ class RunLoop:
     def call(self) -> AbstractContextManager[None]:
         """Context manager around a call of the manager, from its prompts to its results."""
         return nullcontext()
-
-    def drive(self, seconds: float) -> None:
-        """Step for so long, or until a completion has ended or none is open."""
-        self.run(_Drive(self.samples, self._clock, seconds), alone=True, patient=True)
 
     def submitted(self, first: int, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         """Note prompts that were queued, as groups from `first` on."""

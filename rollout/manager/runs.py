@@ -6,14 +6,12 @@ Between two calls of `run` tools continue and completions wait: no step is made 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import length_hint
 from typing import Any
 
-from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError
-from rollout.manager.backend import LocalBackend
+from rollout.errors import ConfigError, EngineStateError, InvalidRequestError
 from rollout.manager.episodes.batch import EpisodeBatch
 from rollout.manager.episodes.environment import (
     BrokenEnvironmentError,
@@ -93,71 +91,36 @@ class PlayGoal:
             self.begin(task)
 
 
-DRIVE_S = 0.02
-"""Longest time that the steps for `sample` keep the caller's event loop from other work."""
-BUSY_S = 0.005
-"""Between two looks at an engine that another thread generates with."""
-
-
 class EpisodeRuns:
     """Episodes and single completions of one manager."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
         self._pacer = rounds.new_pacer()
-        self._driver: asyncio.Task[None] | None = None
 
     async def sample(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, session: Episode | None = None
     ) -> DynamicInferenceRequest:
-        """Sample one completion; completions of all callers are computed together. Cancelling aborts the request.
-
-        While `run` or `generate` runs in another thread, that thread computes it. Otherwise the steps are made here, in
-        the caller's event loop.
+        """Sample one completion in an environment of `run`, of which it becomes no turn. Cancelling aborts the request.
 
         Args:
             sampling_params: with n = 1.
-            session: an episode of `run` that it becomes a turn of; None: it is in no batch.
+            session: an episode of `run` that it becomes a turn of.
 
         Raises:
             InvalidRequestError: the prompt can never be served, or n > 1.
             RequestError: it failed, or was aborted.
-            EngineStateError: paused, suspended or closed; or outside of `run` on several ranks.
+            EngineStateError: outside of an environment of `run`.
         """
         if session is not None:
             return await session.sample(prompt, sampling_params)
-        rounds = self._rounds
-        rounds.refuse_in_group("sample")
         (params,) = one_each(sampling_params, 1)
         if params.n != 1:
             raise InvalidRequestError(f"n={params.n} in sample(): one completion per call; gather() several calls")
-        if rounds.closed:
-            raise EngineStateError("sampling after close(): build another RolloutManager")
-        tokens = rounds.engine.check_request(prompt, params)
-        if not rounds.player.inside:
-            if not isinstance(rounds.backend, LocalBackend):
-                raise EngineStateError("sample() on several ranks: call it in an environment of run()")
-            if self._driver is None or self._driver.done() or self._driver.get_loop().is_closed():
-                self._driver = asyncio.get_running_loop().create_task(self._drive())
-        return await rounds.loop.samples.completion(tokens, params)
-
-    async def _drive(self) -> None:
-        await asyncio.sleep(0)
-        rounds, engine = self._rounds, self._rounds.engine
-        while rounds.loop.samples.num_unowned:
-            pause_s = 0.0
-            try:
-                with engine.turns.taken(0):
-                    rounds.ensure_running()
-                    if not engine.has_unfinished:
-                        engine.check_weights()
-                    rounds.loop.drive(DRIVE_S)
-            except DeadlineError:
-                pause_s = BUSY_S
-            except Exception as exc:  # noqa: BLE001 - raised to every caller that waits
-                with engine.locked():
-                    rounds.loop.samples.fail(exc, rounds.backend, unowned_only=True)
-            await asyncio.sleep(pause_s)
+        tokens = self._rounds.engine.check_request(prompt, params)
+        if not self._rounds.player.inside:
+            raise EngineStateError("sample(): call it in an environment of run(); elsewhere use generate()")
+        return await self._rounds.loop.samples.completion(tokens, params)
 
     @takes_options
     def run(

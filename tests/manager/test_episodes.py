@@ -49,50 +49,27 @@ def small(model) -> Iterator[RolloutManager]:
 # --- one completion -------------------------------------------------------------------------------------------------
 
 
-def test_samples_of_all_callers_are_computed_together_and_equal_those_of_generate(rollout):
-    prompts = [[5, 6, 7 + number] for number in range(6)]
-    expected = rollout.generate(prompts, tokens(8, temperature=0))
-    steps = rollout.engine.stats()["steps"]
+def test_a_completion_beside_the_turns_equals_that_of_generate_and_a_cancelled_one_frees_its_blocks(rollout):
+    expected = rollout.generate([[5, 7]], tokens(8, temperature=0))
 
-    async def ask():
-        return await asyncio.gather(*(rollout.sample(prompt, tokens(8, temperature=0)) for prompt in prompts))
-
-    sampled = asyncio.run(ask())
-    assert [each.generated_tokens for each in sampled] == [each.generated_tokens for each in expected]
-    assert all(len(each.generated_log_probs) == 8 and each.finish_reason == "length" for each in sampled)
-    assert rollout.engine.stats()["steps"] - steps < 16
-    assert_nothing_leaked(rollout)
-
-
-def test_a_cancelled_sample_frees_its_blocks_and_harms_no_neighbour(rollout):
-    async def ask():
+    async def play(episode):
         slow = asyncio.create_task(rollout.sample([5, 6], tokens(400)))
         await asyncio.sleep(0.02)
         slow.cancel()
-        return await rollout.sample([5, 7], tokens(4))
+        asked.append(await rollout.sample([5, 7], tokens(8, temperature=0)))
+        with pytest.raises(InvalidRequestError, match=r"n=2 in sample\(\)"):
+            await rollout.sample([5], SamplingParams(n=2))
+        await rollout.sample([5], tokens(3), session=episode)
+        return 1.0
 
-    assert len(asyncio.run(ask()).generated_tokens) == 4
+    asked = []
+    batch = rollout.run([None], play)
+    assert asked[0].generated_tokens == expected[0].generated_tokens
+    assert len(asked[0].generated_log_probs) == 8
+    assert batch.response_mask.sum() == 3
+    with pytest.raises(EngineStateError, match=r"sample\(\): call it in an environment of run\(\)"):
+        asyncio.run(rollout.sample([5], tokens(3)))
     assert_nothing_leaked(rollout)
-
-
-def test_a_sample_is_refused_by_name_while_paused_or_closed_and_with_several_completions(small):
-    with pytest.raises(InvalidRequestError, match=r"n=2 in sample\(\)"):
-        asyncio.run(small.sample([5], SamplingParams(n=2)))
-    small.pause()
-    with pytest.raises(EngineStateError, match="unpause"):
-        asyncio.run(small.sample([5], tokens(3)))
-    small.unpause()
-    assert asyncio.run(small.sample([5], tokens(3))).succeeded()
-    small.close()
-    with pytest.raises(EngineStateError, match="close"):
-        asyncio.run(small.sample([5], tokens(3)))
-
-
-def test_the_next_sample_after_an_update_has_the_new_version(small, model):
-    assert asyncio.run(small.sample([5], tokens(3))).policy_versions.tolist() == [0] * 4
-    with small.suspended():
-        update(model, small)
-    assert asyncio.run(small.sample([5], tokens(3))).policy_versions.tolist() == [1] * 4
 
 
 # --- episodes -------------------------------------------------------------------------------------------------------
