@@ -36,27 +36,6 @@ def fill(recorder: MetricsRecorder, clock: Clock) -> None:
         clock.now += 1
 
 
-def test_every_metric_the_issue_asks_for_has_its_name_in_the_table():
-    asked = """
-    requests_running requests_waiting requests_finished preemptions prompt_tokens generated_tokens
-    tokens_per_second prefill_tokens_computed prefill_tokens_saved prefix_hits_refused_version kv_blocks_used
-    kv_blocks_cached kv_blocks_free ttft_s_mean tpot_s_mean completion_length_mean completion_length_p50
-    completion_length_p99 completion_length_max tail_factor policy_staleness_mean policy_staleness_max
-    kv_staleness_mean kv_staleness_max suspend_s suspend_bytes resume_s resume_bytes resume_fallbacks
-    tokens_recomputed time_share_generate time_share_suspend time_share_train time_share_resume
-    logprob_diff_mean logprob_diff_max policy_version requests_failed requests_aborted requests_stale steps
-    """
-    assert {f"rollout/{name}" for name in asked.split()} <= set(LOGGED)
-
-
-def test_every_metric_is_in_the_namespace_and_has_one_line_of_help():
-    for name, metric in METRICS.items():
-        assert name.startswith("rollout/")
-        assert metric.help
-        assert "\n" not in metric.help
-        assert metric.unit
-
-
 def test_no_two_metrics_log_under_the_same_name():
     flat = [logged for name, metric in METRICS.items() for logged in metric.logged_as(name)]
     assert len(flat) == len(set(flat)) >= 40
@@ -72,11 +51,6 @@ def test_the_description_has_one_row_per_logged_name():
     rows = describe().splitlines()[2:]
     assert [row.split("`")[1] for row in rows] == list(LOGGED)
     assert all(row.count("|") == 5 for row in rows)
-
-
-def test_what_only_the_engine_reports_is_not_recorded():
-    with pytest.raises(KeyError, match="'rollout/kv_host_bytes' is not a metric of this package"):
-        MetricsRecorder().set("rollout/kv_host_bytes", 1)
 
 
 def test_a_snapshot_of_everything_holds_exactly_the_logged_names():
@@ -170,15 +144,6 @@ def test_beyond_the_reservoir_mean_and_maximum_stay_exact_and_percentiles_close(
     assert snapshot["rollout/request_s_p99"] == pytest.approx(0.99, abs=0.005)
 
 
-def test_values_that_come_one_by_one_are_kept_as_likely_as_values_that_come_together():
-    """Algorithm R done a batch at a time: early values must not survive more often than late ones."""
-    for batch in (1, 1000):
-        recorder = MetricsRecorder(Clock())
-        for start in range(0, 4 * RESERVOIR_SIZE, batch):
-            recorder.observe("rollout/ttft_s", np.arange(start, min(start + batch, 4 * RESERVOIR_SIZE)))
-        assert recorder.snapshot()["rollout/ttft_s_p50"] == pytest.approx(2 * RESERVOIR_SIZE, rel=0.04)
-
-
 def test_a_summary_without_observation_is_absent_and_the_interval_forgets():
     recorder = MetricsRecorder(Clock())
     recorder.observe("rollout/ttft_s", [])
@@ -197,12 +162,6 @@ def test_a_summary_takes_numbers_arrays_and_tensors_of_any_shape():
     recorder.observe("rollout/logprob_diff", [[2.0, 3.0], [4.0, 5.0]])
     recorder.observe("rollout/logprob_diff", torch.full((1, 2), 6.0, dtype=torch.bfloat16, requires_grad=True))
     assert recorder.snapshot()["rollout/logprob_diff_mean"] == pytest.approx(27 / 7)
-
-
-def test_the_share_of_non_zeros_says_how_much_was_off_policy():
-    recorder = MetricsRecorder(Clock())
-    recorder.observe("rollout/policy_staleness", [0, 0, 1, 3])
-    assert recorder.snapshot()["rollout/policy_staleness_nonzero_share"] == 0.5
 
 
 def test_a_nan_shows_in_the_statistics_instead_of_vanishing():
@@ -240,25 +199,15 @@ def test_a_phase_that_spans_two_intervals_is_split_between_them():
     assert recorder.snapshot()["rollout/train_s"] == 4
 
 
-def test_after_an_exception_the_phase_before_is_current_again():
-    clock = Clock()
-    recorder = MetricsRecorder(clock)
-    recorder.enter_phase("train")
-    with pytest.raises(RuntimeError), recorder.phase("suspend"):
-        raise RuntimeError
-    clock.now += 1
-    assert recorder.snapshot()["rollout/train_s"] == 1
-
-
-def test_leaving_all_phases_stops_the_count():
-    clock = Clock()
-    recorder = MetricsRecorder(clock)
-    recorder.enter_phase("generate")
-    recorder.enter_phase(None)
-    clock.now += 9
+def test_ratios_are_of_the_interval():
+    recorder = MetricsRecorder(Clock())
+    recorder.observe("rollout/policy_staleness", [0, 0, 1, 3])
+    recorder.observe("rollout/request_s", [1, 1, 1, 5])
+    recorder.add("rollout/prefill_tokens_saved", 30)
+    recorder.add("rollout/prefill_tokens_computed", 10)
     snapshot = recorder.snapshot()
-    assert sum(snapshot[f"rollout/{phase}_s"] for phase in PHASES) == 0
-    assert "rollout/time_share_generate" not in snapshot
+    names = ("policy_staleness_nonzero_share", "tail_factor", "prefix_hit_rate")
+    assert [snapshot[f"rollout/{name}"] for name in names] == [0.5, 2.5, 0.75]
 
 
 def test_tokens_per_second_counts_the_generate_phase_only():
@@ -270,19 +219,6 @@ def test_tokens_per_second_counts_the_generate_phase_only():
     recorder.enter_phase("train")
     clock.now += 100
     assert recorder.snapshot()["rollout/tokens_per_second"] == 25
-
-
-def test_the_tail_factor_is_the_slowest_over_the_mean():
-    recorder = MetricsRecorder(Clock())
-    recorder.observe("rollout/request_s", [1, 1, 1, 5])
-    assert recorder.snapshot()["rollout/tail_factor"] == 2.5
-
-
-def test_the_hit_rate_is_what_was_saved_of_what_was_needed():
-    recorder = MetricsRecorder(Clock())
-    recorder.add("rollout/prefill_tokens_saved", 30)
-    recorder.add("rollout/prefill_tokens_computed", 10)
-    assert recorder.snapshot()["rollout/prefix_hit_rate"] == 0.75
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_names():
@@ -304,8 +240,3 @@ def test_an_unknown_name_is_refused_with_the_nearest_names():
 def test_the_wrong_verb_is_refused_with_the_right_one(verb, name, cure):
     with pytest.raises(TypeError, match=cure):
         getattr(MetricsRecorder(Clock()), verb)(name, 1)
-
-
-def test_an_unknown_phase_is_refused_with_the_known_ones():
-    with pytest.raises(KeyError, match="generate, suspend, train, resume"):
-        MetricsRecorder(Clock()).enter_phase("sleep")

@@ -146,14 +146,6 @@ def test_every_counter_of_the_engine_is_read_where_the_table_says(rollout):
     assert engine.stats().keys() == ENGINE_STATS.keys()
 
 
-def test_training_before_the_first_rollout_is_training(model):
-    clock = Clock()
-    rollout = make_rollout(model, clock=clock)
-    with rollout.suspended():
-        clock.now += 7
-    assert rollout.metrics()["rollout/train_s"] == 7
-
-
 def out_of_memory(*_: Any) -> int:
     raise torch.OutOfMemoryError("no room for the copy on its way")
 

@@ -267,16 +267,6 @@ def test_groups_of_equal_rewards_are_replaced_from_the_iterator(rollout):
     assert rollout.metrics()["rollout/groups_discarded"] > 0
 
 
-def test_what_cannot_be_learnt_from_is_kept_once_enough_was_dropped(rollout):
-    async def play(episode):
-        await episode.sample([4, 5, 6])
-        return 1.0
-
-    rollout.metrics()
-    batch = rollout.run(itertools.count(), play, tokens(1), n=2, min_groups=2, keep=rewards_differ, max_discarded=3)
-    assert (batch.num_groups >= 2, rollout.metrics()["rollout/groups_discarded"]) == (True, 3)
-
-
 def test_environments_are_mixed_by_weight():
     drawn = mixture((Echo, itertools.repeat(0), 3.0), (object, range(30), 1.0), seed=3)
     counted = Counter(task.environment for task in itertools.islice(drawn, 80))
@@ -339,18 +329,6 @@ def test_ctrl_c_gives_up_the_episodes_of_its_run(rollout):
     with pytest.raises(KeyboardInterrupt):
         rollout.run(tasks(), play, min_groups=2)
     assert rollout.episode_groups_in_play == 0
-
-
-def test_closing_gives_up_what_is_in_play_with_a_warning(model):
-    small = make_rollout(model)
-
-    async def play(episode):
-        await asyncio.sleep(60)
-
-    with pytest.raises(DeadlineError):
-        small.run([None], play, timeout_s=0.02)
-    with pytest.warns(UserWarning, match="1 groups of episodes"):
-        small.close()
 
 
 def test_tokens_depend_on_the_episode_and_not_on_how_fast_its_tools_are(frozen):
@@ -483,24 +461,3 @@ def test_every_sampled_token_stands_in_the_batch_once_as_it_was_sampled(seed, na
     assert rollout.engine.stats()["prefix_tail_tokens"] > 0
     assert_nothing_leaked(rollout)
     rollout.close()
-
-
-def test_a_manager_with_episodes_in_play_saves_its_other_groups_beside_them(small):
-    gate = threading.Event()
-
-    async def play(episode):
-        await episode.sample([4, 5], tokens(300))
-        while not gate.is_set():
-            await asyncio.sleep(0.001)
-        return 0.0
-
-    with pytest.raises(DeadlineError):
-        small.run([None], play, timeout_s=0.02)
-    small.submit([[7, 8]], tokens(3))
-    state = small.state_dict()
-    with make_rollout(small.model) as other:
-        other.load_state_dict(state)
-        assert (other.groups_in_flight, other.episode_groups_in_play) == (1, 1)
-        assert len(other.generate([], min_groups=1)) == 1
-        gate.set()
-        assert other.run([], play).response_mask.sum() == 300

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from rollout.errors import (
 from rollout.manager.groups import GroupJournal
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.threads.interrupts import interrupt_deferred
 from tests.invariants import check_scheduler
 from tests.models import greedy
 from tests.rollouts import (
@@ -102,41 +100,6 @@ def test_a_real_ctrl_c_waits_for_the_end_of_the_step(model, monkeypatch, where):
     assert_nothing_leaked(rollout)
 
 
-def press_twice(reached: list[str]) -> None:
-    with interrupt_deferred(), interrupt_deferred():
-        os.kill(os.getpid(), signal.SIGINT)
-        reached.append("first")
-        os.kill(os.getpid(), signal.SIGINT)
-        reached.append("second")
-
-
-def test_a_second_ctrl_c_does_not_wait():
-    reached: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
-        press_twice(reached)
-    assert reached == ["first"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_ctrl_c_is_left_alone_in_a_thread_and_where_nobody_handles_it():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with interrupt_deferred():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-    seen: list[object] = []
-
-    def inside() -> None:
-        with interrupt_deferred():
-            seen.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=inside)
-    thread.start()
-    thread.join()
-    assert seen == [before]
-
-
 def test_a_failed_step_names_its_rows_and_the_batch_carries_the_others(model):
     rollout = make_rollout(model)
     with (
@@ -149,15 +112,6 @@ def test_a_failed_step_names_its_rows_and_the_batch_carries_the_others(model):
     assert batch.errors == [None, "ValueError: broken layer", "ValueError: broken layer"]
     assert_nothing_leaked(rollout)
     assert completions(rollout.generate([[9]], GREEDY)) == [greedy(model, [9], 6)]
-
-
-def test_failed_rows_can_be_masked_instead(model):
-    rollout = make_rollout(model)
-    with FailingForward(model, lambda: ValueError("broken layer"), forwards={3}):
-        batch = rollout.generate([[5], [6]], [tokens(2), tokens(8)], on_error="mask")
-    assert batch.finish_reasons == ["length", "error"]
-    assert batch.response_mask.any(1).tolist() == [True, False]
-    assert rollout.metrics()["rollout/requests_failed"] == 1
 
 
 def test_a_group_that_fails_among_completed_ones_leaves_the_others(model):

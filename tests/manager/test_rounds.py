@@ -71,12 +71,6 @@ def test_min_groups_returns_early_and_every_token_knows_its_version(model, mode)
     assert_nothing_leaked(rollout)
 
 
-def test_min_groups_of_none_ready_returns_at_once_and_more_than_there_are_returns_all(rollout):
-    rollout.submit(["a", "b"], tokens(5))
-    assert len(rollout.generate([], min_groups=0)) == 0
-    assert rollout.generate(["c"], tokens(5), min_groups=99).num_groups == 3
-
-
 def test_groups_come_as_they_complete_those_submitted_meanwhile_too(rollout):
     first = rollout.submit(["a", "b"], [tokens(9), tokens(3)])
     seen = []
@@ -104,14 +98,6 @@ def test_a_group_that_is_taken_away_between_two_that_complete_is_not_missed(roll
     assert group_ids([rollout.generate([], min_groups=1)]) == ids[2:]
     assert list(completed) == []
     assert_nothing_leaked(rollout)
-
-
-def test_a_loop_that_is_left_early_loses_nothing(rollout):
-    ids = rollout.submit(["a", "b"], tokens(4))
-    for batch in rollout.as_completed():
-        assert batch.num_groups == 1
-        break
-    assert group_ids(rollout.as_completed()) == ids[1:]
 
 
 def test_aborted_groups_are_gone_at_once_and_unknown_ones_ignored(rollout):

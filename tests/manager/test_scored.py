@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from rollout import ConfigError, InvalidRequestError, PromptTask, RolloutFailedError, SamplingParams
-from rollout.manager.scoring import rewards_of
-from rollout.requests.request import DynamicInferenceRequest
 from tests.rollouts import Every, FailingForward, assert_nothing_leaked, make_rollout, tokens, update
 
 PAIR = tokens(3, n=2)
@@ -81,21 +79,6 @@ def test_the_bound_on_discarded_groups_fills_the_batch_with_what_comes(rollout):
     assert len(batch.discarded_rewards) == 4
     by_default = rollout.generate_scored(numbered(), lambda group: [1.0] * len(group), PAIR, groups=2)
     assert len(by_default.discarded_rewards) == 2 * 4 * 2
-
-
-def test_a_batch_is_as_full_as_tasks_last_and_empty_behind_their_end(rollout):
-    tasks = numbered(5)
-    assert rollout.generate_scored(tasks, odd_ones_differ, PAIR, groups=4).metadata == [1, 1, 3, 3]
-    batch = rollout.generate_scored(tasks, odd_ones_differ, PAIR, groups=4)
-    assert (len(batch), batch.rewards.tolist(), batch.discarded_rewards.tolist()) == (0, [], [])
-
-
-def test_prompts_of_any_kind_are_tasks_and_a_tensor_is_a_reward(rollout):
-    batch = rollout.generate_scored(
-        iter(["a b", [5, 6, 7]]), lambda group: torch.arange(len(group)), PAIR, groups=2, keep=None
-    )
-    assert batch[2].prompt_tokens == [5, 6, 7]
-    assert batch.to("cpu").rewards.tolist() == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -251,9 +234,3 @@ def test_options_that_cannot_be_meant_are_refused_by_name(rollout, options, word
         rollout.generate_scored(**({"tasks": [], "reward": odd_ones_differ, "groups": 2} | options))
     with pytest.raises(TypeError, match="one str"):
         rollout.generate_scored("a prompt", odd_ones_differ, groups=2)
-
-
-def test_failed_samples_are_not_scored():
-    group = [DynamicInferenceRequest(request_id=3, sample_index=index, prompt_tokens=[5]) for index in range(3)]
-    group[1].error = "ValueError: broken"
-    assert rewards_of(group, lambda sound: [each.sample_index for each in sound]) == [0.0, None, 2.0]

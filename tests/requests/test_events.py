@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import msgpack
 import pytest
 
@@ -31,27 +29,6 @@ def test_a_bare_event_refuses_a_payload(kind):
         DynamicInferenceEvent(1.0, kind, TOKEN)
 
 
-def test_an_event_without_a_time_is_of_now():
-    before = time.time()
-    for event in (DynamicInferenceEvent(type=Kind.PAUSE), DynamicInferenceEvent(None, Kind.PAUSE)):
-        assert before <= event.timestamp <= time.time()
-        assert sent(event) == event
-        assert str(event) == f"[{event.timestamp:.6f}] PAUSE"
-
-
-@pytest.mark.parametrize("kind", [None, 4, "PAUSE"])
-def test_something_other_than_a_type_is_refused(kind):
-    with pytest.raises(ValueError, match=f"type={kind!r} of an event: must be a DynamicInferenceEventType"):
-        DynamicInferenceEvent(1.0, kind)
-
-
-@pytest.mark.parametrize("kind", ERRORS)
-@pytest.mark.parametrize("payload", [None, "message", TOKEN])
-def test_an_error_event_requires_the_exception(kind, payload):
-    with pytest.raises(ValueError, match="must be the exception"):
-        DynamicInferenceEvent(1.0, kind, payload)
-
-
 @pytest.mark.parametrize(
     "payload", [None, 5, {}, {"blocks_total": 1}, {"token_id": None}, {"token_id": True}, TOKEN | {"colour": 1}]
 )
@@ -71,13 +48,6 @@ def test_each_helper_adds_the_event_of_its_name():
     assert all(event.timestamp == event.type.value for event in log.events)
     counts = {"blocks_total": 2, "blocks_hashed_total": 3, "blocks_hashed_active": 4, "blocks_ref_count": 5}
     assert log.events[-1].payload == {"token_id": 1, **counts}
-
-
-def test_the_first_arrival_is_remembered():
-    log = EventLog()
-    log.add_event_add_engine(timestamp=1.0)
-    log.add_event_add_engine(timestamp=2.0)
-    assert log.event_add_engine is log.events[0]
 
 
 def test_the_line_shows_the_token_or_the_error():

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.errors import InvalidRequestError, SerializationError
+from rollout.errors import SerializationError
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -247,29 +247,6 @@ def test_what_belongs_to_the_whole_request_survives_a_checkpoint():
     assert segment.policy_version == 4
 
 
-def test_what_belongs_to_one_segment_starts_afresh():
-    record = record_of(2)
-    record[0].add_event_add_engine(timestamp=3.0)
-    generate(record, 10)
-    live = record[-1]
-    live.status, live.error, live.ttft, live.latency = Status.FAILED, "OSError: x", 1.0, 2.0
-    live.finish_reason, live.stop_reason, live.generated_text = FinishReason.ERROR, "END", "x"
-    live.routing_indices = np.ones((2, 1, 1), np.int16)
-    live.num_cached_tokens = 1
-    segment = record.checkpoint()
-    fresh = DynamicInferenceRequest(
-        request_id=1,
-        prompt_tokens=[0, 1, 10],
-        sampling_params=SamplingParams(max_tokens=255),
-        arrival_time=live.arrival_time,
-        rng_offset=1,
-        original_prompt_length=2,
-        policy_spans=segment.policy_spans,
-        event_add_engine=live.event_add_engine,
-    )
-    assert segment.serialize() == fresh.serialize()
-
-
 def test_a_checkpoint_gives_an_add_engine_event_to_who_has_none():
     record = record_of(2, arrival_time=7.0)
     segment = record.checkpoint()
@@ -288,27 +265,6 @@ def test_fields_of_images_survive_a_checkpoint_a_merge_and_the_wire():
         assert isinstance(read, VLMInferenceRequest)
         assert torch.equal(read.imgs, imgs)
         assert (read.num_tiles, read.num_img_embeddings_per_tile, read.decoder_seq_length) == ([2], 4, 9)
-
-
-def test_a_prompt_evicted_before_its_first_token_does_not_age_while_it_waits():
-    record = record_of(4)
-    record[-1].finished_chunk_token_count = 2
-    record.increment_staleness()
-    assert record[-1].policy_staleness.tolist() == [1, 1, 1, 1]
-    record.checkpoint()
-    record.increment_staleness(policy_only=True)
-    assert record[-1].policy_staleness.tolist() == [0, 0, 0, 0]
-
-
-def test_an_older_segment_never_changes_again():
-    record = record_of(2)
-    generate(record, 10)
-    record.checkpoint()
-    before = record[0].serialize()
-    record.increment_staleness(policy_only=True)
-    generate(record, 11)
-    record.checkpoint()
-    assert record[0].serialize() == before
 
 
 # --- merge
@@ -395,15 +351,6 @@ def test_log_probs_out_of_step_with_the_tokens_are_refused_and_not_joined():
 # --- the record itself
 
 
-def test_a_record_is_a_sequence_of_segments_around_the_request_it_was_made_from():
-    request = request_of(2)
-    record = DynamicInferenceRequestRecord.from_request(request)
-    assert record[0] is record[-1] is request
-    second = record.checkpoint()
-    assert (len(record), list(record)) == (2, [request, second])
-    assert record.latency is None
-
-
 def test_segments_that_do_not_follow_each_other_are_refused():
     record = record_of(2)
     generate(record, 5)
@@ -449,18 +396,3 @@ def test_older_callers_pass_a_tokenizer_and_read_requests():
     assert record.checkpoint(object()) is record.requests[-1]
     assert record.requests is record.segments
     assert record.merge(tokenizer=object()).generated_tokens == [5, 6]
-
-
-def test_a_record_without_a_segment_names_the_way_to_make_one():
-    with pytest.raises(ValueError, match=r"segments=\[\].*DynamicInferenceRequestRecord\.from_request\(request\)"):
-        DynamicInferenceRequestRecord()
-
-
-def test_a_request_may_be_built_without_a_status_but_not_without_an_id():
-    request = DynamicInferenceRequest(request_id=1, prompt_tokens=[5], status=None)
-    assert request.status is Status.WAITING_IN_QUEUE
-    assert DynamicInferenceRequest.deserialize(request.serialize()).status is Status.WAITING_IN_QUEUE
-    with pytest.raises(InvalidRequestError, match="request_id=None: must be an integer"):
-        DynamicInferenceRequest(request_id=None)
-    with pytest.raises(InvalidRequestError, match="status=9 must be None or one of WAITING_IN_QUEUE"):
-        DynamicInferenceRequest(request_id=1, status=9)

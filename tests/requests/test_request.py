@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 
@@ -10,7 +9,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.errors import ConfigError, InvalidRequestError, SerializationError
@@ -122,6 +121,7 @@ def request_of(prompt: int, generated: int = 0, **fields) -> DynamicInferenceReq
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_deserialize_is_the_exact_inverse_of_serialize_through_msgpack(kind, data):
     request = data.draw(requests(kind))
@@ -146,7 +146,6 @@ GOOD = VLMInferenceRequest(
     routing_indices=np.zeros((2, 1), np.int32),
     imgs=torch.zeros(2),
 ).serialize()
-GARBAGE = [object(), b"\x00\x01\x02", -(2.5), ["x", None], {"counts": b""}, "\x00"]
 ROUTING = GOOD["routing_indices"]
 DAMAGE = {
     "request_id": [None, "1", 1.0, True],
@@ -193,25 +192,9 @@ def test_a_malformed_field_is_a_serialization_error_that_names_it(name, value):
         VLMInferenceRequest.deserialize(GOOD | {name: value})
 
 
-def test_spans_longer_than_the_request_are_refused():
-    with pytest.raises(SerializationError, match=r"len\(kv_spans\)=4 must be in \[0, 3\]"):
-        VLMInferenceRequest.deserialize(GOOD | {"kv_spans": [0, 4]})
-
-
-@pytest.mark.parametrize("name", GOOD)
-def test_a_missing_field_is_a_serialization_error_that_names_it(name):
-    with pytest.raises(SerializationError, match=f"VLMInferenceRequest.{name}: missing"):
-        VLMInferenceRequest.deserialize({key: value for key, value in GOOD.items() if key != name})
-
-
-@pytest.mark.parametrize("name", [name for name in GOOD if name != "metadata"])
-def test_garbage_in_any_field_is_taken_or_refused_and_never_another_error(name):
-    for garbage in GARBAGE:
-        with contextlib.suppress(SerializationError):
-            VLMInferenceRequest.deserialize(GOOD | {name: garbage})
-
-
-def test_an_unknown_field_or_something_other_than_a_dict_is_refused():
+def test_an_unknown_or_missing_field_or_something_other_than_a_dict_is_refused():
+    with pytest.raises(SerializationError, match=r"VLMInferenceRequest\.prompt: missing"):
+        VLMInferenceRequest.deserialize({name: value for name, value in GOOD.items() if name != "prompt"})
     with pytest.raises(SerializationError, match="colour: unknown"):
         VLMInferenceRequest.deserialize(GOOD | {"colour": 1})
     with pytest.raises(SerializationError, match="a dict of fields"):
@@ -248,11 +231,6 @@ def test_a_strided_tensor_with_a_gradient_comes_back_plain_and_writable():
     back += 1
 
 
-def test_special_values_survive_bit_for_bit():
-    tensor = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
-    assert torch.equal(deserialize_tensor(serialize_tensor(tensor)).view(torch.int32), tensor.view(torch.int32))
-
-
 # --- construction
 
 
@@ -270,13 +248,6 @@ def test_what_is_no_row_of_integers_is_an_invalid_request_that_names_it(tokens):
     with pytest.raises(InvalidRequestError, match="request 7: prompt_tokens") as caught:
         InferenceRequest(request_id=7, prompt_tokens=tokens)
     assert caught.value.request_id == 7
-
-
-def test_a_list_that_was_given_is_not_shared():
-    tokens = [1, 2]
-    request = InferenceRequest(request_id=1, prompt_tokens=tokens)
-    tokens.append(3)
-    assert request.prompt_tokens == [1, 2]
 
 
 def test_inference_parameters_is_sampling_params_by_an_older_name():
@@ -308,18 +279,6 @@ def test_block_hashes_that_are_given_are_kept():
     assert DynamicInferenceRequest.deserialize(request.serialize()).precomputed_block_hashes == [1, 2]
 
 
-def test_routing_indices_may_be_a_tensor_and_are_kept_as_an_array():
-    request = request_of(2, routing_indices=torch.ones(2, 3, 1, dtype=torch.int16))
-    assert isinstance(request.routing_indices, np.ndarray)
-    assert request.routing_indices.dtype == np.int16
-
-
-def test_a_request_is_told_in_one_short_line():
-    assert repr(request_of(4, 2)) == (
-        "DynamicInferenceRequest(request_id=1, WAITING_IN_QUEUE, prompt=4 tokens, generated=2 tokens)"
-    )
-
-
 def test_succeeded_and_failed_follow_the_status():
     assert [request_of(1, status=status).succeeded() for status in Status] == [False, False, False, True, False]
     assert [request_of(1, status=status).failed() for status in Status] == [False, False, False, False, True]
@@ -340,11 +299,6 @@ def test_lengths_while_a_prompt_is_prefilled_in_chunks_and_decoded():
     assert (request.kv_length, request.total_length, request.generated_length) == (5, 6, 1)
     request.generated_tokens += [8]
     assert (request.kv_length, request.total_length, request.generated_length) == (6, 7, 2)
-
-
-def test_a_remainder_longer_than_the_prompt_is_refused():
-    with pytest.raises(InvalidRequestError, match="finished_chunk_token_count=-1"):
-        request_of(2).remaining_prompt_tokens = [1, 2, 3]
 
 
 def test_the_completion_is_everything_after_the_original_prompt():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,49 +59,10 @@ def test_deserialize_is_the_inverse_of_serialize(runs):
     assert VersionSpans.deserialize(spans.serialize()) == spans
 
 
-@given(RUNS, RUNS)
-def test_spans_are_equal_when_every_position_has_the_same_version(left, right):
-    assert (VersionSpans(left) == VersionSpans(right)) == (ledger(left) == ledger(right))
-
-
-def test_a_copy_does_not_follow_its_original():
-    spans = VersionSpans([(0, 3)])
-    twin = spans.copy()
-    spans.extend(2, 0)
-    spans.extend(1, 5)
-    assert twin.runs == ((0, 3),)
-
-
-def test_a_dense_reading_is_int64_even_when_empty():
-    assert VersionSpans().dense().dtype == VersionSpans([(3, 2)]).dense().dtype == np.int64
-
-
-def test_numpy_integers_become_plain_ones_on_the_way_in():
-    spans = VersionSpans([(np.int64(3), np.int32(2))])
-    spans.extend_to(np.int64(4), np.int64(5))
-    spans.truncate(np.int64(3))
-    assert all(type(number) is int for number in spans.serialize())
-
-
-def test_equal_to_something_else_is_false_and_the_text_can_be_read_back():
-    spans = VersionSpans([(1, 2), (3, 4)])
-    assert spans != [(1, 2), (3, 4)]
-    assert eval(repr(spans)) == spans
-    with pytest.raises(TypeError):
-        hash(spans)
-
-
 @pytest.mark.parametrize("position", [-1, 3, 100])
 def test_a_position_outside_is_an_index_error_that_names_it(position):
     with pytest.raises(IndexError, match=rf"position={position}"):
         VersionSpans([(0, 3)]).version_at(position)
-
-
-def test_negative_lengths_are_refused():
-    with pytest.raises(ValueError, match="count=-1"):
-        VersionSpans().extend(-1, 0)
-    with pytest.raises(ValueError, match="length=-2"):
-        VersionSpans().truncate(-2)
 
 
 @pytest.mark.parametrize("flat", [None, "01", [0], [0, 0], [0, -1], [0, 1.0], [True, 1], [0, 1, 2], {0: 1}])

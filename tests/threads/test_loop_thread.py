@@ -156,9 +156,3 @@ def test_calls_of_one_moment_come_in_order_and_one_that_raises_keeps_none_from_i
     loop.run_sync(answer(None), DEADLINE_S)
     assert said == list(range(100))
     assert reported == ["a bug of the caller's"]
-
-
-def test_a_call_may_hand_over_another_one(loop):
-    done = threading.Event()
-    loop.call_soon(lambda: loop.call_soon(done.set))
-    assert done.wait(DEADLINE_S)
