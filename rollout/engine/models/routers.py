@@ -72,19 +72,13 @@ def routers_of(model: nn.Module) -> Routers:
             f"expert routes: {name} declares no routers (transformers' _can_record_outputs['router_logits']): it is no "
             "mixture of experts, or one whose routes cannot be recorded; set record_routes=False"
         )
-    sizes: set[tuple[int, int]] = set()
-    for module in found:
-        top_k, num_experts = getattr(module, "top_k", None), getattr(module, "num_experts", None)
-        if not isinstance(top_k, int) or not isinstance(num_experts, int):
-            raise UnsupportedModelError(
-                f"expert routes: router {type(module).__name__} of {name} has no integers top_k and num_experts, so its "
-                "choice cannot be replayed; set record_routes=False"
-            )
-        sizes.add((top_k, num_experts))
-    if len(sizes) > 1:
+    sizes: set[tuple[Any, Any]] = {
+        (getattr(module, "top_k", None), getattr(module, "num_experts", None)) for module in found
+    }
+    if len(sizes) > 1 or not all(isinstance(size, int) for each in sizes for size in each):
         raise UnsupportedModelError(
-            f"expert routes: the routers of {name} differ in (top_k, num_experts): {sorted(sizes)}; only equal ones are "
-            "served; set record_routes=False"
+            f"expert routes: routers {type(found[0]).__name__} of {name} have (top_k, num_experts) "
+            f"{sorted(sizes, key=str)}: must be the same two integers in all of them; set record_routes=False"
         )
     ((top_k, num_experts),) = sizes
     return Routers(found, RouteShape(len(found), top_k, num_experts))

@@ -12,7 +12,6 @@ from torch import Tensor
 from rollout.engine.memory.buffers import upload, upload_together
 from rollout.engine.sampling.constraints import Allowed
 from rollout.engine.sampling.sampling_table import SamplingRows
-from rollout.errors import ConfigError
 
 Sets = tuple[Tensor, Tensor] | tuple[None, None]
 """Kept tokens: ids [K] int32, row after row and ascending in each; their number [R] int64, 0 for rows that return none."""
@@ -44,8 +43,7 @@ def edited(
         index, mask = masked
         scores.index_copy_(0, index, scores[index].masked_fill_(mask, -torch.inf))
     if rows.any_penalty:
-        if histories is None:
-            raise ConfigError("sample: histories=None: rows with a penalty need the token ids of every row")
+        assert histories is not None
         _penalize(scores, rows, histories)
     return scores
 
@@ -65,11 +63,6 @@ def removed(allowed: Allowed, start: int, end: int, scores: Tensor) -> tuple[Ten
 def _add_biases(scores: Tensor, rows: SamplingRows) -> None:
     row, token, bias = rows.bias
     vocabulary = scores.shape[1]
-    if token.max() >= vocabulary:
-        raise ConfigError(
-            f"SamplingParams.logit_bias names token {token.max()}: must be below the vocabulary size {vocabulary}; "
-            "refuse the request when it is added"
-        )
     flat, index = scores.view(-1), upload(row * vocabulary + token, scores.device)
     flat[index] = flat[index] + upload(bias, scores.device)
 

@@ -85,15 +85,12 @@ def sample(
 
     Args:
         logits: [R, V], any float dtype; V below 2^21. The arithmetic is float32.
-        rows: the parameters of the R rows.
+        rows: the parameters of the R rows; a logit_bias names tokens of the vocabulary only.
         positions: [R] int64, the number of completion tokens each row already has: the counter of its random stream.
         histories: the token ids of every row; read only for rows with a penalty, None if there is none.
         banned: (row, token ids that must not be drawn); ids outside the vocabulary are ignored.
         exact: compute log-probs by torch's `log_softmax`, as a trainer does; the tokens are the same.
         allowed: the tokens of constrained rows; the others of such a row cannot be drawn.
-
-    Raises:
-        ConfigError: a logit_bias names a token outside the vocabulary; or histories are missing.
     """
     kernel = cpu_draw.load() if cpu_draw.serves(logits) else None
     if kernel is not None and rows.plain and not (banned or allowed):

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import Scratch, upload
-from rollout.errors import ConfigError
 from rollout.sampling_params import FILTERS, PENALTIES, SamplingParams
 
 Biases = Mapping[int, tuple[NDArray[np.int64], NDArray[np.float32]]]
@@ -167,14 +166,9 @@ class SamplingTable:
         self._selected = None
 
     def select(self, rows: NDArray[np.integer]) -> SamplingRows:
-        """Parameters of the table's `rows` [R]; one may appear several times.
-
-        Raises:
-            ConfigError: a row was never set.
-        """
+        """Parameters of the table's `rows` [R], all set before; one may appear several times."""
         if self._selected is None or not np.array_equal(self._selected[0], rows):
             chosen = np.array(rows, np.int64)
-            self._check(chosen)
             # `take` leaves the values of a column next to each other, as the C++ kernel reads them.
             params = SamplingRows(
                 chosen,
@@ -186,15 +180,6 @@ class SamplingTable:
             )
             self._selected = chosen, params
         return self._selected[1]
-
-    def _check(self, rows: NDArray[np.int64]) -> None:
-        inside = (rows >= 0) & (rows < len(self._keys))
-        known = inside.copy()
-        # A stored temperature is never 0.
-        known[inside] = self._columns[0, rows[inside]] != 0
-        if not known.all():
-            row = rows[~known][0]
-            raise ConfigError(f"SamplingTable.select: row {row} was never set; call set({row}, params, key) first")
 
 
 def _biased(

@@ -30,10 +30,6 @@ def all_windows(model: Any) -> None:
     model.config.layer_types = ["sliding_attention"] * 3
 
 
-def no_windows(model: Any) -> None:
-    model.config.layer_types = ["full_attention"] * 3
-
-
 def wider(model: Any) -> None:
     model.config.sliding_window = 20
 
@@ -52,13 +48,10 @@ def other_chunks(model: Any) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-    "gemma3, a wider window": (lambda: make_model("gemma3"), wider),
     "gemma3, a narrower window": (lambda: make_model("gemma3"), narrower),
     "qwen3, a window in every layer": (mixed, all_windows),
-    "qwen3, a window in no layer": (mixed, no_windows),
     "qwen3, windows of its layers": (lambda: make_model("qwen3"), narrower_layers),
     "mistral, a wider window": (lambda: make_model("mistral"), wider),
-    "mistral, a narrower window": (lambda: make_model("mistral"), narrower),
     "llama4, other chunks": (lambda: make_model("llama4"), other_chunks),
 }
 

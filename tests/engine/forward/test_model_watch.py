@@ -223,12 +223,3 @@ def test_how_float32_is_multiplied_is_in_the_key() -> None:
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = "none"
     assert watch.forward_key() == before
-
-
-def test_ways_that_come_and_go_leave_nothing_behind() -> None:
-    engine = make_engine("qwen3", kv_cache_blocks=8)
-    for number in range(16):
-        engine.context.scheduler.switch((), number)
-        (request,) = engine.generate([PROMPT], greedily(2))
-        assert_greedy("qwen3", request)
-    assert len(engine.context.allocator.index._indexes) <= 4, "as many as there are blocks for"

@@ -12,7 +12,6 @@ from rollout.engine.kernels import cpu_draw
 from rollout.engine.sampling.constraints import Allowed
 from rollout.engine.sampling.sampler import sample, token_logprobs
 from rollout.engine.sampling.sampling_table import SamplingTable
-from rollout.errors import ConfigError
 from rollout.requests.block_hash import stream_key
 from rollout.sampling_params import SamplingParams
 from tests.engine.sampling.draws import DEVICES, FILTERS, VOCAB, draw, equal, histories_of, logits_of, row_of, rows_of
@@ -48,21 +47,6 @@ def test_a_row_alone_equals_itself_among_63_others_bit_for_bit(device: str, voca
             banned=[(0, ids) for number, ids in banned if number == row],
         )
         assert equal(alone, row_of(together, row)), kinds[row]
-
-
-def test_identical_rows_in_other_company_and_order_give_identical_results() -> None:
-    kinds, histories = many_kinds(40), histories_of(40)
-    logits = logits_of(40).bfloat16()
-    table = SamplingTable("cpu")
-    for row, params in enumerate(kinds):
-        table.set(row, params, stream_key(row, 0))
-    base = sample(logits, table.select(np.arange(40)), torch.arange(40), histories=histories)
-    order = np.random.default_rng(0).permutation(np.repeat(np.arange(40), 2))
-    shuffled = sample(
-        logits[order], table.select(order), torch.from_numpy(order), histories=[histories[row] for row in order]
-    )
-    for place, row in enumerate(order.tolist()):
-        assert equal(row_of(shuffled, place), row_of(base, row))
 
 
 @pytest.mark.parametrize("elements", [1, 3 * VOCAB, 10**9])
@@ -127,18 +111,6 @@ def test_log_probs_of_the_models_own_logits_are_raw_or_at_the_temperature(
     assert torch.allclose(tempered.top_logprobs, expected.topk(6).values, atol=1e-5)
 
 
-def test_each_row_reports_in_its_own_mode() -> None:
-    names = ("raw", "processed", "tempered")
-    logits = logits_of(2, seed=4)[:1].expand(3, -1)
-    modes = [SamplingParams(temperature=0.5, top_k=9, logprobs=2, logprobs_mode=mode) for mode in names]
-    together = draw(logits, *modes)
-    for row, params in enumerate(modes):
-        table = SamplingTable("cpu")
-        table.set(0, params, stream_key(row, 0))
-        alone = sample(logits[:1], table.select(np.zeros(1, np.int64)), torch.zeros(1, dtype=torch.int64))
-        assert equal(row_of(together, row), alone)
-
-
 def test_top_log_probs_are_sorted_and_equal_ones_by_id() -> None:
     logits = torch.tensor([[0.0, 2.0, -1.0, 2.0, 0.0, 1.0]])
     sampled = draw(logits, SamplingParams(logprobs=5))
@@ -185,29 +157,7 @@ def test_what_inference_mode_made_serves_outside_it_too() -> None:
         assert equal(sample(logits * 1, table.select(chosen), positions, histories=histories), inside)
 
 
-def test_logits_that_require_grad_give_results_that_do_not() -> None:
-    logits = logits_of(2).requires_grad_()
-    sampled = draw(logits, SamplingParams(top_p=0.9, logprobs=2))
-    assert not sampled.logprobs.requires_grad
-    assert not token_logprobs(logits, torch.zeros(2, dtype=torch.int64), 2)[0].requires_grad
-
-
 # --- the table --------------------------------------------------------------------------------------------------------
-
-
-def test_a_selection_is_made_once_while_nothing_changes() -> None:
-    table = SamplingTable("cpu")
-    table.set(0, SamplingParams(), 1)
-    table.set(1, SamplingParams(top_k=3), 2)
-    chosen = np.array([1, 0])
-    rows = table.select(chosen)
-    assert table.select(np.array([1, 0], np.int32)) is rows
-    chosen[0] = 0
-    assert table.select(chosen) is not rows
-    rows = table.select(np.array([1, 0]))
-    table.set(1, SamplingParams(), 2)
-    assert rows.filters == {"top_k"}
-    assert not table.select(np.array([1, 0])).filters
 
 
 def test_a_row_may_come_several_times_and_the_table_grows() -> None:
@@ -229,24 +179,6 @@ def test_a_row_forgets_the_parameters_it_had() -> None:
     position = torch.zeros(1, dtype=torch.int64)
     assert sample(logits, table.select(np.zeros(1, np.int64)), position).token_ids.tolist() == [0]
     assert sample(logits, first, position).token_ids.tolist() == [5]
-
-
-@pytest.mark.parametrize("row", [2, 10_000, -1])
-def test_a_row_that_was_never_set_is_refused_by_number(row: int) -> None:
-    table = SamplingTable("cpu")
-    table.set(0, SamplingParams(), 1)
-    with pytest.raises(ConfigError, match=rf"row {row} was never set; call set\({row}"):
-        table.select(np.array([0, row]))
-
-
-def test_a_bias_beyond_the_vocabulary_is_refused_by_token() -> None:
-    with pytest.raises(ConfigError, match="logit_bias names token 50: must be below the vocabulary size 50"):
-        draw(logits_of(1, 50), SamplingParams(logit_bias={50: 1.0}))
-
-
-def test_missing_histories_are_named() -> None:
-    with pytest.raises(ConfigError, match="histories=None"):
-        draw(logits_of(1), SamplingParams(presence_penalty=1.0))
 
 
 def test_no_rows_give_no_tokens() -> None:

@@ -79,12 +79,6 @@ def test_uniforms_are_uniform_and_neighbours_independent(walk: str) -> None:
         assert abs(chi_square(pairs.bincount(minlength=cells**2), expected)) < 5
 
 
-def test_stream_keys_of_many_seeds_and_samples_all_differ() -> None:
-    keys = {stream_key(seed, index) for seed in range(1000) for index in range(64)}
-    assert len(keys) == 64_000
-    assert all(0 <= key < 2**63 for key in keys)
-
-
 # --- the distribution -------------------------------------------------------------------------------------------------
 
 
@@ -146,11 +140,6 @@ def test_equal_logits_are_kept_by_lower_id() -> None:
     for filters, count in (({"top_k": 3}, 3), ({"top_p": 0.5}, 150), ({"top_k": 200, "top_p": 0.1}, 20)):
         kept = final_log_probs(logits, SamplingParams(**filters)).isfinite()[0]
         assert kept.nonzero()[:, 0].tolist() == list(range(count))
-
-
-def test_top_k_of_one_is_greedy_even_among_equals() -> None:
-    logits = logits_of(32).bfloat16().float().round()
-    assert torch.equal(draw(logits, SamplingParams(top_k=1)).token_ids, logits.argmax(-1))
 
 
 def test_top_k_keeps_k_tokens_however_unlikely_beside_a_row_with_top_p() -> None:
