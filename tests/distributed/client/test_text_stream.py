@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -22,7 +21,7 @@ from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Assign, Mess
 from rollout.distributed.protocol.outcome import Outcome, pack
 from rollout.distributed.worker.session import RankSession
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.requests.detokenizer import WINDOW, CompletionText
+from rollout.requests.detokenizer import CompletionText
 from rollout.requests.spans import VersionSpans
 from rollout.requests.token_columns import pack_top_n
 from rollout.sampling_params import SamplingParams
@@ -44,12 +43,7 @@ SPECIAL = ["<pad>", "<bos>", "<eos>"]
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )  # fmt: skip
-
-
+@cache
 def byte_level() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -59,49 +53,23 @@ def byte_level() -> PreTrainedTokenizerFast:
         vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    return wrap(tokenizer)
-
-
-def unigram() -> PreTrainedTokenizerFast:
-    trained = Tokenizer(models.Unigram())
-    trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=120, special_tokens=[*SPECIAL, "<unk>"], unk_token="<unk>", show_progress=False
-    )
-    trained.train_from_iterator(CORPUS, trainer)
-    pieces = [tuple(entry) for entry in json.loads(trained.to_str())["model"]["vocab"]]
-    pieces += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
-    tokenizer = Tokenizer(models.Unigram(pieces, len(SPECIAL), byte_fallback=True))
-    tokenizer.add_special_tokens([*SPECIAL, "<unk>"])
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return wrap(tokenizer)
-
-
-MAKERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {"byte_level": byte_level, "unigram": unigram}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )  # fmt: skip
 
 
 @cache
-def tokenizer_named(name: str) -> PreTrainedTokenizerFast:
-    return MAKERS[name]()
-
-
-@cache
-def byte_ids(name: str) -> dict[int, int]:
+def byte_ids() -> dict[int, int]:
     """Byte → the token that is this byte alone."""
-    tokenizer = tokenizer_named(name)
-    if name == "unigram":
-        return {byte: tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in range(256)}
+    tokenizer = byte_level()
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = dict(zip(plain, map(chr, plain), strict=True))
     letters |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in plain)}
     return {byte: tokenizer.convert_tokens_to_ids(letter) for byte, letter in letters.items()}
 
 
-def of_bytes(name: str, data: bytes) -> list[int]:
-    return [byte_ids(name)[byte] for byte in data]
+def of_bytes(data: bytes) -> list[int]:
+    return [byte_ids()[byte] for byte in data]
 
 
 @dataclass
@@ -204,8 +172,8 @@ def stream(tokenizer: Any, end: Ending, params: SamplingParams, cuts: Sequence[i
     return listener.hear(stretch(tokens, start, text=end.text, ended=outcome(end.reason, end.stop)))
 
 
-def letters(name: str, text: str) -> list[int]:
-    return tokenizer_named(name).encode(text, add_special_tokens=False)
+def letters(text: str) -> list[int]:
+    return byte_level().encode(text, add_special_tokens=False)
 
 
 # --- any tokens, any cuts -----------------------------------------------------------------------------------------------
@@ -227,30 +195,27 @@ STOPS = ["the", "\n\n", "🙂", "at", "é", "a\n", REPLACEMENT, " c"]
 
 
 @st.composite
-def completions(draw: st.DrawFn, name: str) -> list[int]:
-    tokenizer = tokenizer_named(name)
+def completions(draw: st.DrawFn) -> list[int]:
+    tokenizer = byte_level()
     fragments = st.one_of(
-        st.sampled_from(FRAGMENTS).map(lambda data: of_bytes(name, data)),
-        st.sampled_from([" the cat", "mat", " naïve", "東京", "\n"]).map(lambda text: letters(name, text)),
+        st.sampled_from(FRAGMENTS).map(lambda data: of_bytes(data)),
+        st.sampled_from([" the cat", "mat", " naïve", "東京", "\n"]).map(lambda text: letters(text)),
         st.integers(0, len(tokenizer) + 1).map(lambda token: [token]),
         st.sampled_from([0, 1, 2]).map(lambda token: [token]),
     )
     return [token for tokens in draw(st.lists(fragments, max_size=25)) for token in tokens]
 
 
-@pytest.mark.parametrize("name", sorted(MAKERS))
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_the_deltas_of_any_tokens_however_cut_join_to_the_text_the_engine_ends_with(
-    name: str, data: st.DataObject
-) -> None:
-    tokenizer = tokenizer_named(name)
+def test_the_deltas_of_any_tokens_however_cut_join_to_the_text_the_engine_ends_with(data: st.DataObject) -> None:
+    tokenizer = byte_level()
     params = SamplingParams(
         stop=data.draw(st.lists(st.sampled_from(STOPS), max_size=3)),
         include_stop_str_in_output=data.draw(st.booleans()),
         min_tokens=data.draw(st.integers(0, 6)),
     )
-    end = ending(tokenizer, data.draw(completions(name)), params)
+    end = ending(tokenizer, data.draw(completions()), params)
     shown = stream(tokenizer, end, params, data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     assert shown.text == end.text
     # Nothing is taken back, so no U+FFFD has become a character and no stop string was shown.
@@ -263,11 +228,10 @@ def test_the_deltas_of_any_tokens_however_cut_join_to_the_text_the_engine_ends_w
     assert shown.restarts == 0
 
 
-@pytest.mark.parametrize("name", sorted(MAKERS))
-def test_text_is_shown_as_soon_as_nothing_can_change_it(name: str) -> None:
-    tokenizer = tokenizer_named(name)
+def test_text_is_shown_as_soon_as_nothing_can_change_it() -> None:
+    tokenizer = byte_level()
     listener = Listener(tokenizer, SamplingParams(stop=("sat on a chair",)))
-    ids = letters(name, "the cat sat on the mat")
+    ids = letters("the cat sat on the mat")
     for position, token in enumerate(ids):
         shown = listener.hear(stretch([token], position))
         text = tokenizer.decode(ids[: position + 1])
@@ -278,39 +242,17 @@ def test_text_is_shown_as_soon_as_nothing_can_change_it(name: str) -> None:
 
 def test_a_stop_string_that_is_kept_is_shown_as_it_comes() -> None:
     params = SamplingParams(stop=("STOP",), include_stop_str_in_output=True)
-    end = ending(tokenizer_named("byte_level"), of_bytes("byte_level", b"aSTOP"), params)
-    assert stream(tokenizer_named("byte_level"), end, params, [1]).history == ["a", "aS", "aST", "aSTO", "aSTOP"]
-
-
-class Counting:
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.decoded = 0
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> Any:
-        self.decoded += len(token_ids)
-        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def convert_ids_to_tokens(self, ids: int) -> Any:
-        return self.tokenizer.convert_ids_to_tokens(ids)
-
-
-def test_work_per_token_does_not_grow_with_the_completion() -> None:
-    counting = Counting(tokenizer_named("byte_level"))
-    ids = letters("byte_level", "the cat sat on the mat") * 200
-    params = SamplingParams(stop=("the dog",))
-    end = Ending(ids, tokenizer_named("byte_level").decode(ids))
-    assert stream(counting, end, params, [1]).text == end.text
-    assert counting.decoded <= WINDOW * len(ids)
+    end = ending(byte_level(), of_bytes(b"aSTOP"), params)
+    assert stream(byte_level(), end, params, [1]).history == ["a", "aS", "aST", "aSTO", "aSTOP"]
 
 
 # --- how samples begin, and end -----------------------------------------------------------------------------------------
 
 
 def test_a_sample_that_starts_afresh_says_so_and_begins_with_an_empty_text() -> None:
-    ids = of_bytes("byte_level", b"the cat sat")
-    text = tokenizer_named("byte_level").decode(ids[2:])
-    listener = Listener(tokenizer_named("byte_level"))
+    ids = of_bytes(b"the cat sat")
+    text = byte_level().decode(ids[2:])
+    listener = Listener(byte_level())
     assert listener.hear(stretch(ids)).text == "the cat sat"
     assert listener.hear(stretch(ids[2:4], version=4)).restarts == 1
     shown = listener.hear(stretch(ids[4:], 2, version=4, text=text, ended=outcome()))
@@ -319,8 +261,8 @@ def test_a_sample_that_starts_afresh_says_so_and_begins_with_an_empty_text() -> 
 
 
 def test_a_text_that_is_not_the_shown_ones_continuation_comes_whole_with_all_tokens() -> None:
-    ids = of_bytes("byte_level", b"abc")
-    listener = Listener(tokenizer_named("byte_level"), SamplingParams(n=2))
+    ids = of_bytes(b"abc")
+    listener = Listener(byte_level(), SamplingParams(n=2))
     listener.hear(stretch(ids, index=1), stretch(ids[:2]))
     shown = listener.hear(stretch(ids[2:], 2, text="ABC", ended=outcome()))
     assert (shown.text, shown.tokens, shown.restarts) == ("ABC", ids, 1)
@@ -335,8 +277,8 @@ def test_without_a_tokenizer_there_is_no_text_before_the_engine_says_one() -> No
 
 
 def test_an_engine_without_texts_leaves_the_last_word_to_the_stream() -> None:
-    ids = of_bytes("byte_level", b"a\xf0")
-    listener = Listener(tokenizer_named("byte_level"), SamplingParams(stop=("abc",)))
+    ids = of_bytes(b"a\xf0")
+    listener = Listener(byte_level(), SamplingParams(stop=("abc",)))
     assert listener.hear(stretch(ids[:1]), stretch(ids[1:], 1, ended=outcome())).history == ["", "a" + REPLACEMENT]
 
 
@@ -404,9 +346,8 @@ class Rank:
                 self.session.report(self.engine.step())
 
 
-@pytest.mark.parametrize("name", sorted(MAKERS))
-def test_a_real_engines_samples_are_shown_as_their_requests_say_across_updates_and_a_lost_rank(name: str) -> None:
-    tokenizer = tokenizer_named(name)
+def test_a_real_engines_samples_are_shown_as_their_requests_say_across_updates_and_a_lost_rank() -> None:
+    tokenizer = byte_level()
     model = make_model("qwen3", vocab_size=len(tokenizer))
     likely = dict.fromkeys(tokenizer.convert_tokens_to_ids(["t", "h"]), 25.0)
     params = at_random(40, n=3, temperature=4.0, logit_bias=likely, stop=("tht", "hh"), min_tokens=24, logprobs=2)

@@ -21,8 +21,6 @@ import msgpack
 import numpy as np
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from rollout.config import CoordinatorConfig
 from rollout.distributed.coordinator.launch import launch_coordinator
@@ -284,7 +282,7 @@ def understood(frame: bytes) -> tuple[int, wire.Message | None]:
         return -1, None
 
 
-def test_a_hundred_thousand_bad_frames_harm_nobody(site):
+def test_bad_frames_harm_nobody(site):
     seed = int(os.environ.get("HOSTILE_SEED", random.randrange(2**32)))
     print(f"HOSTILE_SEED={seed}")
     rng = random.Random(seed)
@@ -292,7 +290,7 @@ def test_a_hundred_thousand_bad_frames_harm_nobody(site):
     kinds = ("stranger", "client", "rank")
     peers = {kind: Hostile(site.address, kind, rng) for kind in kinds}
     sent = 0
-    while sent < 100_000:
+    while sent < 30_000:
         for kind in kinds:
             size = rng.choice([1, 5, 20, 100])
             peers[kind].attack(size)
@@ -305,35 +303,6 @@ def test_a_hundred_thousand_bad_frames_harm_nobody(site):
         site.serves()
     site.check()
     assert {"malformed", "unknown_peer", "version", "not_yours", "lost_frames"} <= set(heard), heard
-
-
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary(max_size=40) | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=10,
-)  # fmt: skip
-harmless_headers = st.sampled_from([header for header, kind in wire.MESSAGES.items() if kind not in FORBIDDEN])
-rows = st.builds(
-    lambda header, sequence, values: [header, sequence, *values],
-    harmless_headers | st.integers(62, 2**31),
-    st.integers(0, 5),
-    st.lists(plain, max_size=10),
-)
-
-
-frames_of_any_kind = (st.one_of(plain, rows).map(msgpack.packb) | st.binary(max_size=60)).filter(
-    lambda frame: not isinstance(understood(frame)[1], FORBIDDEN)
-)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(frames_of_any_kind, min_size=1, max_size=60))
-def test_any_value_that_msgpack_can_say_is_refused_and_harms_nobody(site, frames):
-    peer = RawPeer(site.address)
-    peer.say(wire.Connect(wire.PROTOCOL_VERSION, "client"))
-    peer.socket.send_multipart(frames)
-    site.serves()
-    peer.vanish()
 
 
 # --- what a session may not do ------------------------------------------------------------------------------------------

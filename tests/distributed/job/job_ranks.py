@@ -1,4 +1,4 @@
-"""Processes of the job tests: ranks with a real engine, a client in a loop, unauthorised peers.
+"""Processes of the job tests: ranks with a real engine, a client in a loop.
 
 All ranks have equal weights, so that their joint results can be compared with one undisturbed engine.
 """
@@ -25,14 +25,11 @@ from transformers import PreTrainedModel
 from rollout.config import CoordinatorConfig
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.coordinator.launch import CoordinatorHandle, launch_coordinator
-from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Connect
-from rollout.distributed.transport.keys import JobKeys
 from rollout.distributed.worker.worker import EngineWorker
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from tests.distributed.job.nursery import PATIENCE_S, Child, Nursery, answer, enter_network
-from tests.distributed.raw_peers import RawPeer
+from tests.distributed.job.nursery import PATIENCE_S, Child, Nursery, answer
 from tests.engines import at_random, finish, gated, greedily, make_engine, token_ids
 from tests.models import make_model
 
@@ -62,25 +59,16 @@ def engine(**options: Any) -> DynamicInferenceEngine:
     return make_engine(model(), **(room | options))
 
 
-def rank(
-    pipe: Connection,
-    name: str,
-    address: str,
-    keys: JobKeys | None = None,
-    network: str | None = None,
-    forks: bool = False,
-) -> None:
+def rank(pipe: Connection, name: str, address: str, forks: bool = False) -> None:
     """A training process without its training loop; it answers every question with how its engine stands, also the one
     whether it may make so many tokens and no more.
 
     Args:
         forks: begin with a child that outlives it, up to the end of the test.
     """
-    if network is not None:
-        enter_network(network)
     torch.set_num_threads(1)
     mine, losses = engine(), []
-    worker = EngineWorker(mine, address, name=name, keys=keys, on_lost=lambda reason: losses.append(str(reason)))
+    worker = EngineWorker(mine, address, name=name, on_lost=lambda reason: losses.append(str(reason)))
 
     with gated(mine, math.inf) as gate:
 
@@ -110,14 +98,6 @@ def asks_for_ever(pipe: Connection, address: str) -> None:
                 await asyncio.sleep(PATIENCE_S)
 
     asyncio.run(ask())
-
-
-def knocks(pipe: Connection, address: str, keys: JobKeys | None, network: str, patience_s: float) -> None:
-    """Says hello to the coordinator, and tells whether there was an answer of any kind."""
-    enter_network(network)
-    peer = RawPeer(address, keys)
-    peer.say(Connect(PROTOCOL_VERSION, "knocks"))
-    pipe.send(peer.listen(patience_s))
 
 
 # --- in the test ------------------------------------------------------------------------------------------------------
@@ -176,16 +156,15 @@ def completion_versions(request: DynamicInferenceRequest) -> list[int]:
 
 
 class Ranks:
-    def __init__(self, nursery: Nursery, family: list[Child], address: str, keys: JobKeys | None = None) -> None:
+    def __init__(self, nursery: Nursery, family: list[Child], address: str) -> None:
         self.address = address
         self._nursery = nursery
         self._family = family
-        self._keys = keys
         self._by_name: dict[str, Child] = {}
 
     def begin(self, name: str, **options: Any) -> None:
         """A process of that name, in the place of an earlier one that was killed; `options` of `rank`."""
-        born = self._nursery.child(rank, name=name, address=self.address, keys=self._keys, **options)
+        born = self._nursery.child(rank, name=name, address=self.address, **options)
         self._family.append(born)
         self._by_name[name] = born
 
@@ -214,10 +193,10 @@ class Ranks:
 
 
 @contextmanager
-def coordinator(keys: JobKeys | None = None, **options: Any) -> Iterator[CoordinatorHandle]:
+def coordinator(**options: Any) -> Iterator[CoordinatorHandle]:
     """A coordinator's process; nothing is left of it in the end."""
     config = CoordinatorConfig(**({"progress_interval": 4} | HEARTBEATS | options))
-    handle = launch_coordinator(config, keys)
+    handle = launch_coordinator(config)
     try:
         yield handle
     finally:

@@ -10,7 +10,6 @@ milliseconds. No process outlives the test process: the nursery ends with its so
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import select
@@ -175,14 +174,3 @@ def answer(pipe: Connection, respond: Callable[[Any], Any]) -> None:
         os._exit(2)
 
     threading.Thread(target=serve, daemon=True).start()
-
-
-def enter_network(namespace: str) -> None:
-    """The calling thread, and every thread it starts, sees the network of another namespace (a path)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    descriptor = os.open(namespace, os.O_RDONLY)
-    try:
-        if libc.setns(descriptor, 0):
-            raise OSError(ctypes.get_errno(), "setns", namespace)
-    finally:
-        os.close(descriptor)

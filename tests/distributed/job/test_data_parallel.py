@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+import zmq
 
 from rollout.config import Advanced, CoordinatorConfig, InferenceConfig
+from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
 from rollout.distributed.job.job_coordinator import JobCoordinator
 from rollout.distributed.job.world import World
@@ -290,6 +293,31 @@ def test_why_rank_0_cannot_start_the_coordinator_is_said_on_every_rank() -> None
             JobCoordinator(config, engine, World(0, 2, store, "rollout/0", one_host=True)).launch_or_learn()
     with pytest.raises(ConfigError, match=r"rank 1: rank 0 could not join: ConfigError: .*another process listens"):
         JobCoordinator(config, engine, World(1, 2, store, "rollout/0", one_host=True)).launch_or_learn()
+
+
+@pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq was built without CURVE")
+def test_off_loopback_the_other_ranks_learn_keys_that_admit_them() -> None:
+    engine, store = make_engine("qwen3"), OneHostStore()
+    first, second = (
+        JobCoordinator(CoordinatorConfig(host="0.0.0.0"), engine, World(rank, 2, store, "rollout/0", one_host=True))
+        for rank in range(2)
+    )
+    first.launch_or_learn()
+    assert first.handle is not None
+    try:
+        second.launch_or_learn()
+        assert first.keys is not None
+        assert (second.address, second.keys) == (first.address, first.keys.client_side())
+
+        async def visit() -> None:
+            async with second.client("friend", 60.0) as friend:
+                assert (await friend.status())["state"] == "running"
+            with pytest.raises(DeadlineError):
+                await InferenceClient(first.address).start(1.0)
+
+        asyncio.run(visit())
+    finally:
+        first.handle.stop(60.0)
 
 
 def test_a_store_that_has_gone_is_no_deadline() -> None:

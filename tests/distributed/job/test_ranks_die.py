@@ -77,10 +77,8 @@ class Asking:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "kills"), [(2, 15), (4, 15)])
-def test_ranks_are_killed_at_random_and_every_result_is_that_of_an_undisturbed_engine(
-    nursery: Nursery, size: int, kills: int
-) -> None:
+def test_ranks_are_killed_at_random_and_every_result_is_that_of_an_undisturbed_engine(nursery: Nursery) -> None:
+    size, kills = 3, 15
     asked = asks(60, seed=size)
     expected = undisturbed(asked)
     dice = random.Random(size)
@@ -146,10 +144,7 @@ def test_a_rank_that_hangs_is_given_up_and_what_it_says_when_it_wakes_is_refused
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("end", ["kill", "stop"])
-def test_a_coordinator_ends_and_everybody_notices_and_ranks_come_back_to_the_next_one(
-    nursery: Nursery, end: str
-) -> None:
+def test_a_coordinator_ends_and_everybody_notices_and_ranks_come_back_to_the_next_one(nursery: Nursery) -> None:
     asked = asks(20, seed=7)
     expected = undisturbed(asked)
 
@@ -165,7 +160,7 @@ def test_a_coordinator_ends_and_everybody_notices_and_ranks_come_back_to_the_nex
                 ranks.let_make(400)
                 futures = [client.add_request(token_ids(20, seed), greedily(8000)) for seed in range(8)]
                 await eventually(lambda: all(seen["generated_tokens"] for seen in ranks.look_at_all()))
-                getattr(first, end)()
+                first.kill()
                 for outcome in await asyncio.gather(*futures, return_exceptions=True):
                     assert isinstance(outcome, ConnectionLostError)
                 with pytest.raises(ConnectionLostError):
@@ -190,7 +185,7 @@ def test_a_killed_rank_is_noticed_at_once_although_a_child_that_it_has_forked_li
     expected = undisturbed(asked)
 
     async def play() -> None:
-        async with job(nursery, 1, heartbeat_timeout_s=10 * PATIENCE_S) as (ranks, client):
+        async with job(nursery, 1, heartbeat_timeout_s=60.0) as (ranks, client):
             ranks.begin("rank-1", forks=True)
             await ready(client, "rank-0", "rank-1")
             ranks.let_make(20)

@@ -60,16 +60,6 @@ def test_an_illegal_call_says_the_state_the_rule_and_the_cure_and_changes_nothin
     assert all(rank.quiet() for rank in ranks_of(job))
 
 
-def test_a_stop_that_is_not_allowed_costs_no_request():
-    job = Job()
-    client = job.client()
-    client.submit()
-    client.call("stop")
-    assert client.answered().error == "ControlError"
-    assert client.quiet()
-    assert job.rank().assigned().request_id == 0
-
-
 @pytest.mark.parametrize(
     ("state", "signal"),
     [
@@ -157,18 +147,6 @@ def test_a_late_rank_is_told_state_and_version_and_gets_no_work_before_it_is_the
     late.say(EngineMoved(state, 7))
     assert late.assigned().prompt
     assert job.core.peers.by_name["late"].policy_version == 7
-
-
-def test_a_rank_that_arrives_while_a_call_is_open_is_not_waited_for():
-    job = in_state("running")
-    client = job.client()
-    client.call("pause")
-    first, second = ranks_of(job)
-    first.obey()
-    late = job.rank("late", ready=False)
-    assert late.quiet()
-    second.obey()
-    assert client.answered().error is None
 
 
 def test_when_stopped_what_waits_in_the_queue_fails_at_once_and_what_runs_when_the_engines_have_stopped():
