@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Any, ClassVar, TypedDict, Unpack, get_type_hints
+from typing import Any, ClassVar, TypedDict, get_type_hints
 
 import msgpack
 import numpy as np
@@ -59,32 +59,14 @@ class RequestOptions(TypedDict, total=False):
     """Lowest policy version of an engine that may compute it; the group waits for one. Default 0."""
 
 
-_DEFAULTS: RequestOptions = {
-    "priority": 0, "timeout_s": None, "interval": 0, "arrival_time": None, "known": (), "min_policy_version": 0,
-}  # fmt: skip
 _HINTS = get_type_hints(wire.Submit, include_extras=True)
-_RULES = {name: _HINTS[name].__metadata__[0] for name in _DEFAULTS if name != "known"}
 
 
-def checked(options: RequestOptions) -> RequestOptions:
-    """Return the options completed with their defaults.
-
-    Raises:
-        InvalidRequestError: a value that no `Submit` may have, or a `timeout_s` that is not above 0.
-        TypeError: an unknown option.
-    """
-    unknown = [repr(name) for name in options if name not in _DEFAULTS]
-    if unknown:
-        raise TypeError(f"{', '.join(unknown)}: no option of a request; the options are {', '.join(_DEFAULTS)}")
-    complete: RequestOptions = {**_DEFAULTS, **options}
-    values: dict[str, Any] = dict(complete)
-    for name, rule in _RULES.items():
-        if not rule.holds(values[name]):
-            raise InvalidRequestError(f"{name}={values[name]!r}: must be {rule.text}")
-    timeout_s = complete["timeout_s"]
-    if timeout_s is not None and timeout_s <= 0:
-        raise InvalidRequestError(f"timeout_s={timeout_s!r}: must be None or a number above 0")
-    return complete
+def _check(**options: Any) -> None:
+    for name, value in options.items():
+        rule = _HINTS[name].__metadata__[0]
+        if not rule.holds(value):
+            raise InvalidRequestError(f"{name}={value!r}: must be {rule.text}")
 
 
 @lru_cache(maxsize=256)
@@ -182,36 +164,48 @@ class ClientSession:
         params: SamplingParams,
         *,
         wanted: Collection[int] | None = None,
-        **options: Unpack[RequestOptions],
+        priority: int = 0,
+        timeout_s: float | None = None,
+        interval: int = 0,
+        arrival_time: float | None = None,
+        known: Iterable[wire.Stretch] = (),
+        min_policy_version: int = 0,
     ) -> OpenGroup:
         """Submit a group.
 
         Args:
             prompt: text, token ids in [0, 2**31), or what a processor returned for one prompt with images.
             wanted: samples to compute. None: all that have not ended in `known`.
-            options: see `RequestOptions`.
+            priority, timeout_s, interval, arrival_time, known, min_policy_version: see `RequestOptions`.
 
         Raises:
             InvalidRequestError: a value is out of range, or `known` is inconsistent; nothing was sent.
-            TypeError: unknown option.
         """
         self._refuse_when_lost()
-        chosen = checked(options)
+        _check(
+            priority=priority, timeout_s=timeout_s, interval=interval, arrival_time=arrival_time,
+            min_policy_version=min_policy_version,
+        )  # fmt: skip
+        if timeout_s is not None and timeout_s <= 0:
+            raise InvalidRequestError(f"timeout_s={timeout_s!r}: must be None or a number above 0")
         if isinstance(prompt, Mapping):
             prompt = processed_prompt(prompt)
         packed = prompt if isinstance(prompt, str) else int32_tokens(prompt)
-        priority, timeout_s, interval = chosen["priority"], chosen["timeout_s"], chosen["interval"]
-        arrived = self._clock() if chosen["arrival_time"] is None else float(chosen["arrival_time"])
+        arrived = self._clock() if arrival_time is None else float(arrival_time)
         group = OpenGroup(self._next_request_id, packed, params, priority, arrived)
         message = wire.Submit(
             group.request_id, packed, params.n, packed_params(params), params.seed, priority, arrived, timeout_s, interval,
-            min_policy_version=chosen["min_policy_version"],
+            min_policy_version=min_policy_version,
         )  # fmt: skip
         if isinstance(prompt, ImagePrompt):
             group.images, group.keyed = prompt.images, prompt.keyed
             message.images, message.keyed = prompt.images.pack(), prompt.keyed
-        for stretch in chosen["known"]:
-            _continue(group, stretch)
+        for stretch in known:
+            try:
+                stretch.check()
+                group.take(stretch)
+            except SerializationError as exc:
+                raise InvalidRequestError(f"what is known does not fit: {exc}") from exc
         if wanted is not None:
             group.want_only(wanted)
         if group.complete:
@@ -219,12 +213,12 @@ class ClientSession:
         still = group.open_samples()
         message.known = group.known(still)
         message.wanted = still if len(still) < params.n else []
-        known = sum(stretch.buffer_bytes for stretch in message.known)
-        if len(packed) + len(message.images) + len(message.keyed) + known > MAX_REQUEST_BYTES:
+        known_bytes = sum(stretch.buffer_bytes for stretch in message.known)
+        if len(packed) + len(message.images) + len(message.keyed) + known_bytes > MAX_REQUEST_BYTES:
             pictured = f", {len(message.images)} bytes of images" if message.images else ""
             raise InvalidRequestError(
-                f"a prompt of {len(packed)} bytes{pictured} with {known} known: at most {MAX_REQUEST_BYTES} fit in one "
-                f"request; {SMALLER if pictured else 'shorten it'}"
+                f"a prompt of {len(packed)} bytes{pictured} with {known_bytes} known: at most {MAX_REQUEST_BYTES} fit in "
+                f"one request; {SMALLER if pictured else 'shorten it'}"
             )
         self._send(message)
         self._next_request_id += 1
@@ -401,11 +395,3 @@ def exception_named(name: str, text: str, request_id: int | None = None, engines
     if issubclass(kind, RequestError):
         return kind(text, request_id)
     return kind(text, engines) if issubclass(kind, ControlError) else kind(text)
-
-
-def _continue(group: OpenGroup, stretch: wire.Stretch) -> None:
-    try:
-        stretch.check()
-        group.take(stretch)
-    except SerializationError as exc:
-        raise InvalidRequestError(f"what is known does not fit: {exc}") from exc

@@ -55,9 +55,6 @@ class ControlPlane:
         self.policy_version = 0
         self._peers = peers
         self._calls: dict[int, Call] = {}
-        self._of_client: dict[bytes, set[int]] = defaultdict(set)
-        self._awaited_of: dict[bytes, set[int]] = defaultdict(set)
-        """Engine → its unanswered calls."""
         self._deadlines = LazyHeap[int](lambda command_id: command_id in self._calls)
         self._next_command = 0
 
@@ -85,17 +82,15 @@ class ControlPlane:
             message.timeout_s,
             {rank.identity: rank.name for rank in ranks},
         )
-        self._of_client[client.identity].add(command_id)
         self._deadlines.put(now + message.timeout_s, command_id)
         for rank in ranks:
-            self._awaited_of[rank.identity].add(command_id)
             self._peers.say(rank, Command(command_id, message.signal, message.argument))
         self._settle(command_id)
 
     def _too_much(self, client: ClientPeer, message: Control) -> str | None:
         if message.timeout_s > MAX_TIMEOUT_S:
             return f"{message.signal}(timeout_s={message.timeout_s}): at most {MAX_TIMEOUT_S:.0f}, 30 days"
-        if len(self._of_client.get(client.identity, ())) >= MAX_CALLS:
+        if sum(call.client == client.identity for call in self._calls.values()) >= MAX_CALLS:
             return f"{message.signal}: {MAX_CALLS} calls of this client are open; wait for some, or set a shorter timeout_s"
         return None
 
@@ -129,19 +124,17 @@ class ControlPlane:
         if call is None or call.awaited.pop(rank.identity, None) is None:
             return
         call.amount += message.amount
-        self._awaited_of[rank.identity].discard(message.command_id)
         if message.error is not None:
             call.failures[rank.name] = shortened(message.error)
         self._settle(message.command_id)
 
     def lost(self, identity: bytes) -> None:
         """Remove a disconnected peer from all pending calls. A STOP that it requested continues."""
-        for command_id in self._of_client.pop(identity, ()):
-            if self._calls[command_id].signal != ControlSignal.STOP:
-                self._forget(command_id)
-        for command_id in self._awaited_of.pop(identity, ()):
-            del self._calls[command_id].awaited[identity]
-            self._settle(command_id)
+        for command_id, call in list(self._calls.items()):
+            if call.client == identity and call.signal != ControlSignal.STOP:
+                del self._calls[command_id]
+            elif call.awaited.pop(identity, None) is not None:
+                self._settle(command_id)
 
     def next_deadline(self) -> float:
         """Earliest deadline of a pending call, or infinity."""
@@ -167,20 +160,12 @@ class ControlPlane:
         self._end(command_id, "ControlError", f"{call.signal}: {_failed(call)}", sorted(call.failures))
 
     def _end(self, command_id: int, error: str | None, text: str, engines: list[str]) -> None:
-        call = self._forget(command_id)
+        call = self._calls.pop(command_id)
         if call.signal == ControlSignal.STOP:
             self._on_stopped()
         client = self._peers.clients.get(call.client)
         if client is not None:
             self._peers.say(client, ControlDone(call.call_id, error, shortened(text), engines, call.amount))
-
-    def _forget(self, command_id: int) -> Call:
-        call = self._calls.pop(command_id)
-        if (own := self._of_client.get(call.client)) is not None:
-            own.discard(command_id)
-        for identity in call.awaited:
-            self._awaited_of[identity].discard(command_id)
-        return call
 
 
 def _failed(call: Call) -> str:
