@@ -19,7 +19,6 @@ from typing import Any, get_type_hints
 from rollout import errors, state
 from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig, documentation
 from rollout.distributed.protocol import messages
-from rollout.distributed.protocol.fields import Rule
 from rollout.observe import metric_table
 from rollout.requests.delta import COLUMNS, SampleDelta
 from rollout.sampling_params import SamplingParams
@@ -106,8 +105,7 @@ def _wire_rows(kind: type[Any]) -> Iterator[str]:
     docs, hints = documentation(kind), get_type_hints(kind, include_extras=True)
     for each in fields(kind):
         rule = hints[each.name].__metadata__[0]
-        text = rule.text if isinstance(rule, Rule) else f"a list of rows, one per {rule.__name__}"
-        yield f"| `{each.name}` | {text} | {docs.get(each.name, '')} |"
+        yield f"| `{each.name}` | {rule.text} | {docs.get(each.name, '')} |"
 
 
 def _optional_columns() -> Iterator[str]:

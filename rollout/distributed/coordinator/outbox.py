@@ -5,8 +5,8 @@ Always true: a peer receives its frames in order; one that does not read holds a
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable
 
 import zmq
 
@@ -21,29 +21,6 @@ MAX_BACKLOG_BYTES = 2 * MAX_FRAME_BYTES
 """Unsent data after which a peer that does not read counts as lost."""
 
 
-class _Queue:
-    __slots__ = ("frames", "size")
-
-    def __init__(self) -> None:
-        self.frames: deque[bytes] = deque()
-        self.size = 0
-
-    def batch(self) -> list[bytes]:
-        taken: list[bytes] = []
-        room = MAX_BYTES_PER_MESSAGE
-        for frame in self.frames:
-            room -= len(frame)
-            if taken and (room < 0 or len(taken) == MAX_FRAMES_PER_MESSAGE):
-                break
-            taken.append(frame)
-        return taken
-
-    def drop(self, batch: Sequence[bytes]) -> None:
-        for frame in batch:
-            self.frames.popleft()
-            self.size -= len(frame) + FRAME_OVERHEAD_BYTES
-
-
 class Outgoing:
     """Outgoing frame queues, one per peer.
 
@@ -54,7 +31,8 @@ class Outgoing:
 
     def __init__(self, send: Callable[[list[bytes]], object]) -> None:
         self._send = send
-        self._queues: dict[bytes, _Queue] = {}
+        self._queues: dict[bytes, deque[bytes]] = {}
+        self._sizes: Counter[bytes] = Counter()
         self._deaf: set[bytes] = set()
 
     @property
@@ -62,11 +40,8 @@ class Outgoing:
         return bool(self._queues)
 
     def put(self, peer: bytes, frame: bytes) -> None:
-        queue = self._queues.get(peer)
-        if queue is None:
-            queue = self._queues[peer] = _Queue()
-        queue.frames.append(frame)
-        queue.size += len(frame) + FRAME_OVERHEAD_BYTES
+        self._queues.setdefault(peer, deque()).append(frame)
+        self._sizes[peer] += len(frame) + FRAME_OVERHEAD_BYTES
 
     def flush(self) -> list[tuple[bytes, str]]:
         """Send as many frames as the peers' pipes accept, without blocking.
@@ -79,13 +54,13 @@ class Outgoing:
             why = self._send_all(peer, queue)
             if why is not None:
                 lost.append((peer, why))
-            if why is not None or not queue.frames:
-                del self._queues[peer]
+            if why is not None or not queue:
+                del self._queues[peer], self._sizes[peer]
         return lost
 
-    def _send_all(self, peer: bytes, queue: _Queue) -> str | None:
-        while queue.frames:
-            batch = queue.batch()
+    def _send_all(self, peer: bytes, queue: deque[bytes]) -> str | None:
+        while queue:
+            batch = _first_message(queue)
             try:
                 self._send([peer, *batch])
             except zmq.Again:
@@ -95,13 +70,27 @@ class Outgoing:
                     raise
                 self._deaf.discard(peer)
                 return "its connection is gone"
-            queue.drop(batch)
+            for frame in batch:
+                queue.popleft()
+                self._sizes[peer] -= len(frame) + FRAME_OVERHEAD_BYTES
         return None
 
-    def _wait(self, peer: bytes, queue: _Queue) -> str | None:
+    def _wait(self, peer: bytes, queue: deque[bytes]) -> str | None:
+        size = self._sizes[peer]
         if peer in self._deaf:
-            queue.frames.clear()
-        elif queue.size > MAX_BACKLOG_BYTES:
+            queue.clear()
+        elif size > MAX_BACKLOG_BYTES:
             self._deaf.add(peer)
-            return f"it does not read: {queue.size} bytes wait for it, at most {MAX_BACKLOG_BYTES} may"
+            return f"it does not read: {size} bytes wait for it, at most {MAX_BACKLOG_BYTES} may"
         return None
+
+
+def _first_message(queue: deque[bytes]) -> list[bytes]:
+    taken: list[bytes] = []
+    room = MAX_BYTES_PER_MESSAGE
+    for frame in queue:
+        room -= len(frame)
+        if taken and (room < 0 or len(taken) == MAX_FRAMES_PER_MESSAGE):
+            break
+        taken.append(frame)
+    return taken

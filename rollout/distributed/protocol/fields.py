@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 from rollout.errors import SerializationError
 from rollout.requests.delta import TOKEN_BYTES
@@ -31,14 +31,11 @@ UPKEEP = (FLUSH_PREFIX_CACHE, LOAD_WEIGHTS, LOAD_ADAPTER, UNLOAD_ADAPTER)
 Check = Callable[[Any], bool]
 
 
-class Rule:
-    """Validation rule of a field: a predicate and its description in words."""
+class Rule(NamedTuple):
+    """Validation rule of a field: its description in words, and a predicate."""
 
-    __slots__ = ("holds", "text")
-
-    def __init__(self, text: str, holds: Check) -> None:
-        self.text = text
-        self.holds = holds
+    text: str
+    holds: Check
 
 
 def is_count(value: Any) -> bool:

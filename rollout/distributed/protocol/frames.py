@@ -15,6 +15,7 @@ import msgpack
 
 from rollout.distributed.protocol.fields import LostFramesError, Rule, is_count
 from rollout.distributed.protocol.messages import MESSAGES, PROTOCOL_VERSION, Assign, Message, Stretch, Submit
+from rollout.distributed.protocol.stretch import ROWS
 from rollout.errors import SerializationError
 from rollout.requests.codec import refuse, unpack_msgpack
 from rollout.requests.delta import COLUMNS, TOKEN_BYTES
@@ -41,21 +42,17 @@ class _Row:
     def __init__(self, kind: type[Any]) -> None:
         self.kind = kind
         hints = get_type_hints(kind, include_extras=True)
-        names = [each.name for each in fields(kind)]
-        self.rules: list[tuple[str, Rule | type[Stretch]]] = [(name, hints[name].__metadata__[0]) for name in names]
+        self.names = [each.name for each in fields(kind)]
+        self.rules: list[Rule] = [hints[name].__metadata__[0] for name in self.names]
         self.least = sum(1 for each in fields(kind) if each.default is each.default_factory)
-        self._values = attrgetter(*names) if names else None
-        self._single = len(names) == 1
-        self._checks = [
-            (rule.holds, name, rule.text) if isinstance(rule, Rule) else (_any, name, "") for name, rule in self.rules
-        ]
-        self._holds = [holds for holds, _, _ in self._checks]
-        self._nested = [position for position, (_, rule) in enumerate(self.rules) if rule is Stretch]
+        self._values = attrgetter(*self.names) if self.names else None
+        self._holds = [rule.holds for rule in self.rules]
+        self._nested = [position for position, rule in enumerate(self.rules) if rule is ROWS]
 
     def plain(self, value: Any) -> list[Any]:
         if self._values is None:
             return []
-        row = [self._values(value)] if self._single else list(self._values(value))
+        row = [self._values(value)] if len(self.names) == 1 else list(self._values(value))
         for position in self._nested:
             row[position] = [_STRETCH.plain(each) for each in row[position]]
         return row
@@ -66,32 +63,24 @@ class _Row:
         values = list(row)
         # Checked together; one by one only to name the field that breaks its rule.
         if not all(map(call, self._holds, values)):
-            for value, (holds, name, text) in zip(values, self._checks, strict=False):
-                if not holds(value):
-                    refuse(f"{self.kind.__name__}.{name}", value, text)
+            for name, rule, value in zip(self.names, self.rules, values, strict=False):
+                if not rule.holds(value):
+                    refuse(f"{self.kind.__name__}.{name}", value, rule.text)
         for position in self._nested:
             if position < len(values):
-                name = f"{self.kind.__name__}.{self.rules[position][0]}"
-                values[position] = _read_stretches(name, values[position])
+                values[position] = _read_stretches(f"{self.kind.__name__}.{self.names[position]}", values[position])
         return self.kind(*values)
-
-
-def _any(value: Any) -> bool:
-    """Accept any value: the field is checked elsewhere."""
-    return True
 
 
 _STRETCH = _Row(Stretch)
 
 
-def _read_stretches(name: str, value: Any) -> list[Stretch]:
-    if type(value) is not list or any(type(row) is not list for row in value):
-        refuse(name, value, "a list of stretches")
-    if len(value) > MAX_STRETCHES:
+def _read_stretches(name: str, rows: list[list[Any]]) -> list[Stretch]:
+    if len(rows) > MAX_STRETCHES:
         raise SerializationError(
-            f"{name}: {len(value)} stretches: at most {MAX_STRETCHES} are taken; send several frames"
+            f"{name}: {len(rows)} stretches: at most {MAX_STRETCHES} are taken; send several frames"
         )
-    return [Stretch(*row) if _surely_right(row) else _looked_at(row) for row in value]
+    return [Stretch(*row) if _surely_right(row) else _looked_at(row) for row in rows]
 
 
 def _looked_at(row: list[Any]) -> Stretch:

@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 from operator import add, attrgetter
 from typing import Annotated, Any
 
-from rollout.distributed.protocol.fields import Columns, Count, Counts, LogProbs, LostFramesError, Tokens, Versions
+from rollout.distributed.protocol.fields import (
+    Columns,
+    Count,
+    Counts,
+    LogProbs,
+    LostFramesError,
+    Rule,
+    Tokens,
+    Versions,
+)
 from rollout.errors import SerializationError
 from rollout.requests.codec import refuse
 from rollout.requests.delta import COLUMNS, TOKEN_BYTES, DeltaJoin, SampleDelta, growth
@@ -166,7 +175,9 @@ class Stretch:
         return size
 
 
-Stretches = Annotated[list[Stretch], Stretch]
+ROWS = Rule("a list of stretches", lambda value: type(value) is list and all(type(row) is list for row in value))
+"""Rule of a list of stretches, each of which is read by its own fields."""
+Stretches = Annotated[list[Stretch], ROWS]
 
 
 def _check_length(name: str, values: list[Any], samples: int) -> None:

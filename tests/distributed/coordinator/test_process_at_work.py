@@ -234,7 +234,7 @@ def test_a_peer_that_does_not_read_is_given_up_once_and_costs_nothing_more(monke
         lost += outgoing.flush()
     assert [peer for peer, _ in lost] == [b"deaf"]
     assert "does not read" in lost[0][1]
-    assert not outgoing._queues or outgoing._queues[b"deaf"].size < 10_000
+    assert not outgoing._queues or outgoing._sizes[b"deaf"] < 10_000
 
 
 def test_a_peer_that_is_gone_is_told_of_and_what_waited_for_it_is_dropped():

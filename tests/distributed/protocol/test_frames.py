@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.distributed.protocol import messages as wire
-from rollout.distributed.protocol.fields import SET_VERSION, Rule
+from rollout.distributed.protocol.fields import SET_VERSION
 from rollout.distributed.protocol.frames import (
     LONG_BYTES,
     MAX_FRAME_BYTES,
@@ -23,6 +23,7 @@ from rollout.distributed.protocol.frames import (
     decode,
     encode,
 )
+from rollout.distributed.protocol.stretch import ROWS
 from rollout.errors import SerializationError
 from rollout.requests.delta import COLUMNS
 from rollout.state import ControlSignal, CoordinatorState, EngineState
@@ -97,7 +98,7 @@ def values_of(kind: type[wire.Message]) -> dict[str, st.SearchStrategy[Any]]:
     hints = get_type_hints(kind, include_extras=True)
     rules = {each.name: hints[each.name].__metadata__[0] for each in fields(kind)}
     return {
-        name: VALUES[rule.text] if isinstance(rule, Rule) else st.lists(stretches(), max_size=2)
+        name: VALUES[rule.text] if rule is not ROWS else st.lists(stretches(), max_size=2)
         for name, rule in rules.items()
     }
 
