@@ -25,7 +25,7 @@ from accelerate.utils import DistributedType
 from arithmetic import Problems, reward, sums
 from data_parallel_grpo import mean, over_ranks
 from grpo import CLIP_HIGH, CLIP_LOW, EPOCHS, GROUP, MAX_TOKENS
-from policy import character_tokenizer, exact_match, small_model, token_logprobs, trapezoid, warm_up
+from policy import character_tokenizer, exact_match, small_model, trapezoid, warm_up
 from report import Report, Step
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -75,7 +75,7 @@ def grpo(
         with manager.suspended():
             for epoch in range(EPOCHS):
                 # A forward of sharded weights is a call of all ranks: one for the whole batch, whatever its lengths are.
-                logprobs = token_logprobs(model, batch, rows=len(batch))
+                logprobs = batch.logprobs_of(model)
                 if epoch == 0:
                     manager.observe_logprobs(batch, logprobs)
                 ratio = (logprobs - batch.logprobs).exp()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from arithmetic import Problems, repeated_sums, reward
-from policy import character_tokenizer, exact_match, small_model, token_logprobs, trapezoid, warm_up
+from policy import character_tokenizer, exact_match, small_model, trapezoid, warm_up
 from report import Report, Step
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
@@ -102,7 +102,7 @@ def async_grpo(run: Run, options: argparse.Namespace) -> Iterator[Update]:
         rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)), device=mask.device)
         advantages = group_advantages(rewards, batch.group_ids, valid=mask.any(1))[:, None]
         with run.manager.suspended():
-            logprobs = token_logprobs(run.model, batch)
+            logprobs = batch.logprobs_of(run.model)
             run.manager.observe_logprobs(batch, logprobs)
             weights = token_importance(logprobs, batch.logprobs, mask, cap=HIGHEST_WEIGHT)
             loss = -masked_mean(weights * advantages * logprobs, mask)

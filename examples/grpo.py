@@ -59,7 +59,7 @@ def grpo(
         packed = batch.tree()
         with manager.suspended():
             for epoch in range(EPOCHS):
-                logprobs = batch.replay_logprobs(model(**packed.inputs).logits, packed)
+                logprobs = batch.logprobs_of(model, packed)
                 if epoch == 0:
                     manager.observe_logprobs(batch, logprobs)
                 ratio = (logprobs - batch.logprobs).exp()

@@ -80,10 +80,9 @@ def train_step(model: Any, optimizer: AdamW, batch: rollout.RolloutBatch, reward
     with rollout.suspended():
         for _ in range(2):
             for rows in torch.arange(len(batch), device=mask.device).split(size):
-                packed = batch.tree(rows)
                 with torch.autocast(model.device.type, torch.bfloat16):
-                    logits = model(**packed.inputs).logits
-                ratio = (packed.logprobs_of(logits) - batch.logprobs[rows]).exp()
+                    logprobs = batch.logprobs_of(model, batch.tree(rows))
+                ratio = (logprobs - batch.logprobs[rows]).exp()
                 clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
                 gain = torch.minimum(ratio * advantages[rows], clipped * advantages[rows])
                 (-gain[mask[rows]].sum() / mask.sum()).backward()

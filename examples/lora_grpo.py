@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from arithmetic import Problems, reward, sums
 from peft import LoraConfig, PeftModel, get_peft_model
-from policy import character_tokenizer, exact_match, small_model, token_logprobs, trapezoid, warm_up
+from policy import character_tokenizer, exact_match, small_model, trapezoid, warm_up
 from report import Report, Step
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
@@ -53,9 +53,9 @@ def grpo(
         mask, staleness = batch.response_mask, []
         with manager.suspended():
             with adapter(manager, None), torch.no_grad():
-                reference = token_logprobs(model, batch)
+                reference = batch.logprobs_of(model)
             for epoch in range(EPOCHS):
-                logprobs = token_logprobs(model, batch)
+                logprobs = batch.logprobs_of(model)
                 if epoch == 0:
                     manager.observe_logprobs(batch, logprobs)
                 ratio = (logprobs - batch.logprobs).exp()

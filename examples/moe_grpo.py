@@ -21,7 +21,7 @@ import torch
 from arithmetic import Problems, reward, sums
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from policy import character_tokenizer, exact_match, token_logprobs, trapezoid, warm_up
+from policy import character_tokenizer, exact_match, trapezoid, warm_up
 from report import BLUE, FAINT, STYLE
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
@@ -94,10 +94,10 @@ def grpo(
         rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)))
         advantages = group_advantages(rewards, batch.group_ids)[:, None]
         with torch.no_grad():
-            live = gap(token_logprobs(model, batch), batch)
+            live = gap(batch.logprobs_of(model), batch)
         rerouted = own_routes(model, batch)
         with replay(batch, model):
-            logprobs = token_logprobs(model, batch)
+            logprobs = batch.logprobs_of(model)
             ratio = (logprobs - batch.logprobs).exp()
             loss = -(ratio * advantages)[batch.response_mask].mean()
             optimizer.zero_grad()

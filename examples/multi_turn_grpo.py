@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from arithmetic import Problem, Problems
-from policy import character_tokenizer, small_model, token_logprobs, trapezoid, warm_up
+from policy import character_tokenizer, small_model, trapezoid, warm_up
 from report import Report, Step
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
@@ -91,7 +91,7 @@ def grpo(
         mask, staleness = batch.response_mask, []
         with manager.suspended():
             for epoch in range(EPOCHS):
-                logprobs = token_logprobs(model, batch)
+                logprobs = batch.logprobs_of(model)
                 if epoch == 0:
                     manager.observe_logprobs(batch, logprobs)
                 ratio = (logprobs - batch.logprobs).exp()

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from arithmetic import Problems, repeated_sums, reward
-from policy import character_tokenizer, exact_match, small_model, token_logprobs, trapezoid, warm_up
+from policy import character_tokenizer, exact_match, small_model, trapezoid, warm_up
 from report import Report, Step
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Optimizer
@@ -61,7 +61,7 @@ def partial_rollouts(
         )
         advantages = group_advantages(batch.rewards, batch.group_ids)[:, None]
         with manager.suspended():
-            logprobs = token_logprobs(model, batch)
+            logprobs = batch.logprobs_of(model)
             manager.observe_logprobs(batch, logprobs)
             weights = (logprobs.detach() - batch.logprobs).exp().clamp(max=HIGHEST_WEIGHT)
             loss = -(weights * advantages * logprobs)[batch.response_mask].mean()

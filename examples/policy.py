@@ -14,13 +14,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rollout import RolloutBatch, RolloutManager, SamplingParams
+from rollout import RolloutManager, SamplingParams
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 
@@ -123,27 +122,6 @@ def truncation(options: Namespace) -> dict[str, Any]:
     """Sampling parameters of the flags: truncated, the loss needs the set that every token was drawn from."""
     truncated = options.top_p < 1 or options.top_k > 0
     return {"top_p": options.top_p, "top_k": options.top_k, "return_kept_tokens": truncated}
-
-
-def token_logprobs(model: PreTrainedModel, batch: RolloutBatch, *, rows: int = 64) -> Tensor:
-    """float32 [N, T]: the model's log-prob of every token of the batch, aligned like `batch.logprobs`; 0 on padding.
-
-    Samples of similar length go through the model together, `rows` at a time and without the padding they share.
-    """
-    lengths, width = batch.attention_mask.sum(1), batch.input_ids.shape[1]
-    order = lengths.argsort()
-    return torch.cat(
-        [pad(_logprobs(model, batch, some), (1, width - int(lengths[some].max()))) for some in order.split(rows)]
-    )[order.argsort()]
-
-
-def _logprobs(model: PreTrainedModel, batch: RolloutBatch, rows: Tensor) -> Tensor:
-    longest = int(batch.attention_mask[rows].sum(1).max())
-    ids, mask, positions = (
-        tensor[rows, :longest] for tensor in (batch.input_ids, batch.attention_mask, batch.position_ids)
-    )
-    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, :-1].float()
-    return (logits.gather(2, ids[:, 1:, None]).squeeze(2) - logits.logsumexp(2)) * mask[:, 1:]
 
 
 def exact_match(

@@ -29,7 +29,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from rollout import InferenceConfig, RolloutBatch, RolloutManager, SamplingParams
-from rollout.algorithms import masked_mean, replay_logprobs, rollout_kl
+from rollout.algorithms import masked_mean, rollout_kl
 from trainer_hooks.optimizer import attach
 from trainer_hooks.wandb import WandbLogger
 
@@ -56,12 +56,7 @@ class ActorCritic(nn.Module):
         hidden = self.policy.model(ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
         # A token is chosen in the state before it.
         values = pad(self.value_head(hidden[:, :-1]).squeeze(2).float(), (1, 0))
-        logits = self.policy.lm_head(hidden).float()
-        if batch.kept_tokens is not None:
-            kept = batch.kept_tokens.of_rows(rows)
-            return replay_logprobs(logits, kept, ids, batch.response_mask[rows]), values
-        before = logits[:, :-1]
-        return pad(before.gather(2, ids[:, 1:, None]).squeeze(2) - before.logsumexp(2), (1, 0)), values
+        return batch.logprobs_of(self.policy, rows, hidden=hidden), values
 
 
 def estimate_advantages(scores: Tensor, values: Tensor, mask: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from threading import Event
 import torch
 from arithmetic import Problem, Problems, reward, sums
 from openai import OpenAI
-from policy import character_tokenizer, small_model, token_logprobs, trapezoid, warm_up
+from policy import character_tokenizer, small_model, trapezoid, warm_up
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from transformers import PreTrainedModel
@@ -74,7 +74,7 @@ def grpo(model: PreTrainedModel, llm: LLM, problems: Problems, options: argparse
         # HTTP requests wait meanwhile: the trainer and the engine take turns with the module.
         with llm.suspended():
             for _ in range(EPOCHS):
-                ratio = (token_logprobs(model, batch) - batch.logprobs).exp()
+                ratio = (batch.logprobs_of(model) - batch.logprobs).exp()
                 clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
                 loss = -torch.minimum(ratio * advantages, clipped * advantages)[mask].mean()
                 optimizer.zero_grad()

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import verifiers.v1 as vf
 from arithmetic import Problem, Problems
-from policy import character_tokenizer, small_model, token_logprobs, trapezoid, warm_up
+from policy import character_tokenizer, small_model, trapezoid, warm_up
 from renderers import DefaultRendererConfig
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
@@ -109,7 +109,7 @@ def learn(model: PreTrainedModel, optimizer: AdamW, batch: EpisodeBatch) -> floa
     advantages = group_advantages(batch.rewards, groups, valid=batch.rewards.isfinite())[batch.episode_ids, None]
     mask, differences = batch.response_mask, []
     for _ in range(EPOCHS):
-        logprobs = token_logprobs(model, batch)
+        logprobs = batch.logprobs_of(model)
         differences.append((logprobs - batch.logprobs)[mask].abs().max().item())
         ratio = (logprobs - batch.logprobs).exp()
         clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)

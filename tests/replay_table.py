@@ -59,16 +59,12 @@ def difference(model: PreTrainedModel, requests: Requests, version: int = 0) -> 
     """Largest, over the tokens that `version` has sampled, of which `model` has the weights."""
     batch = RolloutBatch.from_requests(tuple(requests), policy_version=2, pad_token_id=0)
 
-    def logits() -> torch.Tensor:
-        found: torch.Tensor = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-        return found
-
     with torch.no_grad():
         if batch.routed_experts is None:
-            logprobs = batch.replay_logprobs(logits())
+            logprobs = batch.logprobs_of(model)
         else:
             with rollout.replay(batch, model):
-                logprobs = batch.replay_logprobs(logits())
+                logprobs = batch.logprobs_of(model)
     mine = batch.response_mask & (batch.policy_versions == version)
     return float((logprobs - batch.logprobs)[mine].abs().max())
 

@@ -48,8 +48,7 @@ def padded_logprobs(model: nn.Module, batch: RolloutBatch) -> Tensor:
 
 def tree_logprobs(model: nn.Module, batch: RolloutBatch) -> Tensor:
     """[N, T] of the completions, by a forward of the tree."""
-    packed = batch.tree()
-    return packed.logprobs_of(model(**packed.inputs).logits)
+    return batch.tree().logprobs_of(model)
 
 
 def loss_of(logprobs: Tensor) -> Tensor:
@@ -58,7 +57,7 @@ def loss_of(logprobs: Tensor) -> Tensor:
 
 
 def gradient(model: nn.Module, batch: RolloutBatch, logprobs_of: Callable[[nn.Module, RolloutBatch], Tensor]) -> Tensor:
-    """Of all trained parameters, in one vector of float64."""
+    """Gradient of all trained parameters, in one vector of float64."""
     model.zero_grad()
     loss_of(logprobs_of(model, batch)).backward()
     return torch.cat([each.grad.flatten().double() for each in model.parameters() if each.grad is not None])

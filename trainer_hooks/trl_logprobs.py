@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollout.algorithms import replay_logprobs
 from rollout.engine.training.tree_forward import TreeAttachment
 from rollout.errors import ConfigError
-from rollout.manager.batch.columns import selected_logprobs, token_entropies
+from rollout.manager.batch.columns import KeptSets
+from rollout.manager.batch.forward import Part, read_scores
 from rollout.manager.batch.images import BatchImages, ImageLayout
 from rollout.manager.batch.tree import PackedTree, pack_tree
 from rollout.requests.images import ImageInputs
@@ -38,10 +39,6 @@ def check_tree(trainer: Any) -> None:
         raise ConfigError(
             f"tree=True with a load-balancing loss (router_aux_loss_coef={trainer.router_aux_loss_coef}): a prompt would "
             "count once in it, and not once per sample; set the model's router_aux_loss_coef to 0.0, or leave tree out"
-        )
-    if trainer.args.cast_lm_head_to_fp32:
-        raise ConfigError(
-            "tree=True with cast_lm_head_to_fp32=True: the head runs in the model's dtype; set it to False"
         )
 
 
@@ -107,39 +104,34 @@ class LogprobPass:
             )
         # Without gradient TRL bounds memory by `batch_size`. Prompts are shared within as many rows.
         size = batch_size or len(input_ids)
-        logprobs, entropies = [], []
+        found = []
         for rows in (slice(start, start + size) for start in range(0, len(input_ids), size)):
             ids, real = input_ids[rows], attention_mask[rows].bool()
-            wanted = torch.zeros_like(real)
-            wanted[:, -logits_to_keep:] = True
-            if self._trees:
-                logits, predictors = self._of_tree(model, ids, real, wanted, rows, images[rows])
-            else:
-                logits, predictors = self._of_rows(model, ids, real, wanted, rows)
-            if compute_entropy:
-                entropies.append(token_entropies(logits, self._temperature)[predictors[:, -logits_to_keep:]])
-            found = (self._whole if self._kept is None else self._replayed)(logits, predictors, ids, real, wanted, rows)
-            logprobs.append(found[:, -logits_to_keep:])
-        return torch.cat(logprobs), torch.cat(entropies) if compute_entropy else None, None
+            wanted = real.clone()
+            wanted[:, :-logits_to_keep] = False
+            forward = self._tree if self._trees else self._padded
+            part, replayed = forward(model, ids, real, wanted, rows, images[rows])
+            shaping, kept = {"temperature": float(self._trainer.temperature)}, None
+            if self._kept is not None:
+                shaping, kept = self._sets(ids.shape, ids.shape[1] - logits_to_keep, rows)
+                part = replace(part, mask=part.mask & (kept.counts > 0))
+            with self._trainer.accelerator.autocast(), replayed:
+                found.append(read_scores(model, part, shaping, kept, entropy=compute_entropy))
+        logprobs = torch.cat([each.logprobs[:, -logits_to_keep:] for each in found])
+        entropies = [each.entropies[:, -logits_to_keep:] for each in found if each.entropies is not None]
+        return logprobs, torch.cat(entropies) if compute_entropy else None, None
 
-    @property
-    def _temperature(self) -> float:
-        return float(self._trainer.temperature)
+    def _padded(
+        self, model: Any, input_ids: Tensor, real: Tensor, wanted: Tensor, rows: slice, _images: list[Any]
+    ) -> tuple[Part, AbstractContextManager[None]]:
+        """Rows side by side, and a block that replays their routes."""
+        inputs = {"input_ids": input_ids, "attention_mask": real.to(torch.int64), "use_cache": False}
+        before = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape) - 1
+        return Part(inputs, input_ids.masked_fill(~real, -1), wanted, before), self._rows.routed(
+            model, input_ids, real, rows
+        )
 
-    def _of_rows(
-        self, model: Any, input_ids: Tensor, real: Tensor, wanted: Tensor, rows: slice
-    ) -> tuple[Tensor, Tensor]:
-        """Logits [K, V] of padded rows, and the one that predicts each wanted token, int64 [N, T]; any elsewhere."""
-        window = int(wanted[0].sum()) + 1
-        with self._trainer.accelerator.autocast(), self._rows.routed(model, input_ids, real, rows):
-            logits = model(
-                input_ids=input_ids, attention_mask=real.to(torch.int64), use_cache=False, logits_to_keep=window
-            ).logits
-        row = torch.arange(len(input_ids), device=logits.device)[:, None]
-        column = torch.arange(input_ids.shape[1], device=logits.device) - (input_ids.shape[1] - window + 1)
-        return logits.flatten(0, 1), (row * window + column).clamp(min=0)
-
-    def _of_tree(
+    def _tree(
         self,
         model: Any,
         input_ids: Tensor,
@@ -147,18 +139,20 @@ class LogprobPass:
         wanted: Tensor,
         rows: slice,
         images: list[ImageInputs | None],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Part, AbstractContextManager[None]]:
         """The same of the prefix tree of the rows, with the images of each."""
-        if any(images):
-            packed = self._pictured(input_ids, real, wanted & real, self._rows.routes(rows), images)
-        else:
-            packed = pack_tree(input_ids, real, wanted & real, routed_experts=self._rows.routes(rows))
-        with self._trainer.accelerator.autocast(), self._rows.routed_tree(model, packed):
-            logits = model(**packed.inputs).logits
-        return packed.predicting(logits), packed.predictors_of_rows()
+        pack = partial(self._pictured, images=images) if any(images) else pack_tree
+        packed = pack(input_ids, real, wanted, routed_experts=self._rows.routes(rows))
+        return packed.part(input_ids.masked_fill(~real, -1)), self._rows.routed_tree(model, packed)
 
     def _pictured(
-        self, input_ids: Tensor, real: Tensor, wanted: Tensor, routes: Tensor | None, images: list[ImageInputs | None]
+        self,
+        input_ids: Tensor,
+        real: Tensor,
+        wanted: Tensor,
+        *,
+        routed_experts: Tensor | None,
+        images: list[ImageInputs | None],
     ) -> PackedTree:
         """`pack_tree` of rows with images, whose places are counted from the first token of a row."""
         left = (~real).to(torch.uint8).argsort(dim=1, stable=True)
@@ -167,41 +161,22 @@ class LogprobPass:
         # What was not sampled may have images too: what a tool has returned.
         found = BatchImages.of(self._layout, images, tokens, np.zeros(tokens.shape, np.bool_), ids.device)
         assert found is not None
-        packed = found.tree(ids, real, wanted, torch.arange(len(ids), device=ids.device), routes)
+        packed = found.tree(ids, real, wanted, torch.arange(len(ids), device=ids.device), routed_experts)
         back = left.argsort(dim=1)
         return replace(packed, nodes=packed.nodes.gather(1, back), wanted=packed.wanted.gather(1, back))
 
-    def _whole(
-        self, logits: Tensor, predictors: Tensor, input_ids: Tensor, real: Tensor, wanted: Tensor, rows: slice
-    ) -> Tensor:
-        """[N, T] log-probs of the wanted tokens over the whole vocabulary."""
-        mask = wanted & real
-        chosen = selected_logprobs(logits, predictors[mask], input_ids[mask], self._temperature)
-        return chosen.new_zeros(mask.shape).masked_scatter(mask, chosen)
-
-    def _replayed(
-        self, logits: Tensor, predictors: Tensor, input_ids: Tensor, real: Tensor, wanted: Tensor, rows: slice
-    ) -> Tensor:
-        """[N, T] log-probs of the wanted tokens over their sets."""
+    def _sets(self, shape: torch.Size, prompt: int, rows: slice) -> tuple[dict[str, Any], KeptSets]:
+        """How logits are shaped, and the sets that the tokens after the prompt were drawn from."""
         ids, counts = self._rows.kept(rows)
-        count, columns = input_ids.shape
-        prompt = columns - int(wanted[0].sum())
-        sizes = torch.zeros_like(input_ids)
-        width = min(columns - prompt, counts.shape[1])
+        sizes = counts.new_zeros(shape)
+        width = min(shape[1] - prompt, counts.shape[1])
         sizes[:, prompt : prompt + width] = counts[:, :width]
         used = torch.arange(ids.shape[1], device=ids.device) < counts.sum(1, keepdim=True)
-        mask = sizes > 0
         params = self._kept
         assert params is not None
-        return replay_logprobs(
-            logits,
-            (ids[used], sizes),
-            # The id of no token: padding must not count as said.
-            input_ids.masked_fill(~real & ~mask, logits.shape[-1]),
-            mask,
-            temperature=params.temperature,
-            logit_bias=params.logit_bias,
-            prompt_lengths=torch.full((count,), prompt, device=ids.device),
-            predictors=predictors,
+        return {
+            "temperature": params.temperature,
+            "logit_bias": params.logit_bias,
+            "prompt_lengths": torch.full((len(ids),), prompt, device=ids.device),
             **{name: getattr(params, name) for name in PENALTIES},
-        )
+        }, KeptSets(ids[used], sizes)

@@ -10,7 +10,7 @@ Always true: of the logits only those of kept tokens are read; beside them, memo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +23,33 @@ Biases = Mapping[int, float] | Sequence[Mapping[int, float] | None] | None
 """Token id → value added to its logit: for all rows, or one per row."""
 
 
+class ReadsLogits(Protocol):
+    """Logits that are read and not held: `rollout.engine.training.head.LogitReader`."""
+
+    def read(
+        self, rows: Tensor, temperature: PerRow, tokens: Tensor, ids: Tensor, whole: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Single logits, and log-sum-exps of logits / temperature."""
+
+
+class _Held:
+    """`ReadsLogits` of logits [K, V] that are there."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def read(
+        self, rows: Tensor, temperature: PerRow, tokens: Tensor, ids: Tensor, whole: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        flat = self._logits
+        single = wide(flat.reshape(-1)[rows[tokens] * flat.shape[1] + ids])
+        warm = temperature[whole, None] if isinstance(temperature, Tensor) else temperature
+        sums = (wide(flat[rows[whole]]) / warm).logsumexp(1) if len(whole) else single.new_zeros(0)
+        return single, sums
+
+
 def replay_logprobs(
-    logits: Tensor,
+    logits: Tensor | ReadsLogits,
     kept: tuple[Tensor, Tensor],
     input_ids: Tensor,
     mask: Tensor,
@@ -43,10 +68,11 @@ def replay_logprobs(
     the set. With the weights that sampled, this is `RolloutBatch.logprobs`.
 
     Args:
-        logits: floating [N, T, V] of a forward of `input_ids`: column t predicts token t + 1. With `predictors`, [K, V].
+        logits: floating [N, T, V] of a forward of `input_ids`: column t predicts token t + 1. With `predictors`, [K, V], or
+            what reads such logits without holding them.
         kept: ids, integer [S], row after row and ascending in each token; and their counts, integer [N, T], 0 where a token
             has no set and any token could be drawn. `RolloutBatch.kept_tokens`.
-        input_ids: int64 [N, T]; the id V is no token (padding that must not count for a penalty).
+        input_ids: int64 [N, T]; an id outside of the vocabulary is padding, which must not count for a penalty.
         mask: bool [N, T]: tokens whose log-probs are computed, `RolloutBatch.response_mask`.
         temperature: above 0.
         logit_bias, repetition_penalty, presence_penalty, frequency_penalty: as in `SamplingParams`.
@@ -62,38 +88,51 @@ def replay_logprobs(
     """
     ids, counts = kept
     _check(logits, ids, counts, input_ids, mask, predictors)
-    columns = input_ids.shape[1]
     if predictors is None:
-        predictors = torch.arange(input_ids.numel(), device=logits.device).view(input_ids.shape) - 1
-    drawn = _Drawn.of(mask, counts)
-    flat = logits.reshape(-1, logits.shape[-1])
+        predictors = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape) - 1
+    reader = _Held(logits.reshape(-1, logits.shape[-1])) if isinstance(logits, Tensor) else logits
+    drawn, columns = _Drawn.of(mask, counts), input_ids.shape[1]
     rows, targets = drawn.places // columns, input_ids.flatten()[drawn.places]
-    source = predictors.flatten()[drawn.places]
-    warmth = _per_row(temperature, rows)
+    warmth, members, free = _per_row(temperature, rows), ids[drawn.entries].long(), drawn.unrestricted
+    biases = _of_each_row(logit_bias, len(input_ids))
+    penalties = {
+        "repetition": (repetition_penalty, 1.0),
+        "presence": (presence_penalty, 0.0),
+        "frequency": (frequency_penalty, 0.0),
+    }
+    penalised = any(not _neutral(value, off) for value, off in penalties.values())
+    unknown = [
+        row
+        for row in sorted(set(rows[free].tolist()))
+        if biases[row] or any(_per_row(value, rows.new_tensor(row)) != off for value, off in penalties.values())
+    ]
+    if unknown:
+        raise ValueError(
+            f"rows {unknown} have tokens without a set (count 0), and a logit_bias or penalty: their log-probs need every "
+            "logit shaped; sample with return_kept_tokens, or leave them out of the mask"
+        )
+    single, sums = reader.read(
+        predictors.flatten()[drawn.places], warmth, torch.cat([drawn.token, free]), torch.cat([members, targets[free]]), free
+    )  # fmt: skip
+    scores, chosen = single[: len(members)], single[len(members) :]
     entry_rows = rows[drawn.token]
-    members = ids[drawn.entries].long()
-    scores = wide(flat.view(-1)[source[drawn.token] * flat.shape[1] + members])
-    if logit_bias:
-        scores = scores + _biases(logit_bias, entry_rows, members, len(input_ids), scores)
-    if not (_neutral(repetition_penalty, 1.0) and _neutral(presence_penalty, 0.0) and _neutral(frequency_penalty, 0.0)):
+    if any(biases):
+        scores = scores + _biases(biases, entry_rows, members, scores)
+    if penalised:
         if prompt_lengths is None:
             raise ValueError(
                 "prompt_lengths=None: must be int64 [N] with a penalty, which counts the tokens before each"
             )
-        said, listed = _occurrences(
-            input_ids, prompt_lengths, entry_rows, drawn.places[drawn.token] % columns, members, flat.shape[1] + 1
-        )
+        said, listed = _occurrences(input_ids, prompt_lengths, entry_rows, drawn.places[drawn.token] % columns, members)
         penalty = _per_row(repetition_penalty, entry_rows)
         scores = torch.where(listed, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
         scores = scores - said * _per_row(frequency_penalty, entry_rows)
         scores = scores - (said > 0) * _per_row(presence_penalty, entry_rows)
-        shaped = True
-    else:
-        shaped = bool(logit_bias)
-    of_set = _normalised(
+    found = _normalised(
         scores / _per_row(temperature, entry_rows), drawn.token, members == targets[drawn.token], len(rows)
     )
-    found = _whole(flat, of_set, drawn.unrestricted, source, targets, warmth, shaped)
+    of_whole = chosen / (warmth[free] if isinstance(warmth, Tensor) else warmth) - sums
+    found = found.index_copy(0, free, of_whole.to(found))
     return found.new_zeros(mask.numel()).index_copy(0, drawn.places, found).view(mask.shape)
 
 
@@ -131,28 +170,12 @@ def _normalised(scores: Tensor, token: Tensor, chosen: Tensor, count: int) -> Te
     return score - peak - total.log()
 
 
-def _whole(
-    logits: Tensor, of_set: Tensor, rows: Tensor, source: Tensor, targets: Tensor, temperature: PerRow, shaped: bool
-) -> Tensor:
-    """`of_set` with the log-softmax over the whole vocabulary at tokens `rows`, which have no set."""
-    if not len(rows):
-        return of_set
-    if shaped:
-        raise ValueError(
-            f"{len(rows)} tokens of the mask have no set (count 0), and logit_bias or a penalty: their log-probs need every "
-            "logit shaped; sample with return_kept_tokens, or leave them out of the mask"
-        )
-    warmth = temperature[rows] if isinstance(temperature, Tensor) else temperature
-    scores = wide(logits[source[rows]]) / (warmth[:, None] if isinstance(warmth, Tensor) else warmth)
-    found = scores.gather(1, targets[rows, None])[:, 0] - scores.logsumexp(1)
-    return of_set.index_copy(0, rows, found)
-
-
 def _occurrences(
-    input_ids: Tensor, prompt_lengths: Tensor, rows: Tensor, columns: Tensor, members: Tensor, vocabulary: int
+    input_ids: Tensor, prompt_lengths: Tensor, rows: Tensor, columns: Tensor, members: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return for each entry how often its token stands in the completion before its column; whether anywhere before it."""
-    width = input_ids.shape[1]
+    # Above every id, so that padding of the id -1 does not look like a token of the row before.
+    width, vocabulary = input_ids.shape[1], max(int(each.max()) for each in (input_ids, members) if len(each)) + 2
     row = torch.arange(len(input_ids), device=input_ids.device)[:, None]
     every = (
         ((row * vocabulary + input_ids) * width + torch.arange(width, device=input_ids.device)).flatten().sort().values
@@ -163,14 +186,16 @@ def _occurrences(
     return in_completion, before > torch.searchsorted(every, first)
 
 
-def _biases(biases: Biases, rows: Tensor, members: Tensor, count: int, like: Tensor) -> Tensor:
-    """[S']: the bias of each entry, 0 where there is none."""
+def _of_each_row(biases: Biases, count: int) -> list[Mapping[int, float]]:
     each = [biases] * count if biases is None or isinstance(biases, Mapping) else list(biases)
     if len(each) != count:
         raise ValueError(f"logit_bias has {len(each)} entries: must be one for all rows, or one for each of {count}")
-    pairs = sorted((row, token, value) for row, own in enumerate(each) for token, value in (own or {}).items())
-    if not pairs:
-        return torch.zeros_like(like)
+    return [own or {} for own in each]
+
+
+def _biases(biases: Sequence[Mapping[int, float]], rows: Tensor, members: Tensor, like: Tensor) -> Tensor:
+    """[S']: the bias of each entry, 0 where there is none."""
+    pairs = sorted((row, token, value) for row, own in enumerate(biases) for token, value in own.items())
     # Wide enough for every token id of a bias and of a set.
     span = 1 << 32
     keys = torch.tensor([row * span + token for row, token, _ in pairs], device=members.device)
@@ -189,9 +214,13 @@ def _neutral(value: PerRow, neutral: float) -> bool:
 
 
 def _check(
-    logits: Tensor, ids: Tensor, counts: Tensor, input_ids: Tensor, mask: Tensor, predictors: Tensor | None
+    logits: Tensor | ReadsLogits,
+    ids: Tensor,
+    counts: Tensor,
+    input_ids: Tensor,
+    mask: Tensor,
+    predictors: Tensor | None,
 ) -> None:
-    check_floating("logits", logits)
     check_mask(mask, input_ids=input_ids, counts=counts)
     for name, values in (("kept ids", ids), ("kept counts", counts), ("input_ids", input_ids)):
         check_integer(name, values)
@@ -199,6 +228,9 @@ def _check(
         raise ValueError(f"mask has shape {list(mask.shape)}: must be [N, T]; give a single row as mask[None]")
     if int(counts.sum()) != len(ids):
         raise ValueError(f"kept has {len(ids)} ids and counts that sum to {int(counts.sum())}: must be equal")
+    if not isinstance(logits, Tensor):
+        return
+    check_floating("logits", logits)
     if predictors is not None:
         if logits.ndim != 2 or predictors.shape != mask.shape:
             raise ValueError(

@@ -86,7 +86,7 @@ def tree(model: PreTrainedModel, batch: RolloutBatch, tokens: int) -> Passes:
 
 
 def _of_tree(model: PreTrainedModel, one: PackedTree) -> Tensor:
-    return one.logprobs_of(model(**one.inputs).logits)
+    return one.logprobs_of(model)
 
 
 METHODS: dict[str, Callable[[PreTrainedModel, RolloutBatch, int], Passes]] = {

@@ -60,13 +60,13 @@ def test_over_a_tree_log_probs_and_gradients_are_those_of_replayed_padded_rows(n
     packed = batch.tree()
     assert len(packed) == 3 * (6 + 4) + 2, "a prompt is shared where its experts are the same"
     with TreeAttachment(model), rollout.replay(packed, model):
-        found = packed.logprobs_of(model(**packed.inputs).logits)[batch.response_mask]
+        found = packed.logprobs_of(model)[batch.response_mask]
         found.sum().backward()
     torch.testing.assert_close(found, padded, atol=1e-5, rtol=0)
     for ours, theirs in zip(gradient(), right, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
     with TreeAttachment(model), torch.no_grad():
-        live = packed.logprobs_of(model(**packed.inputs).logits)[batch.response_mask]
+        live = packed.logprobs_of(model)[batch.response_mask]
     assert (live - padded).abs().max() > 0.01, "replay has an effect"
 
 
@@ -78,7 +78,7 @@ def test_a_tree_of_a_rollout_replays_it_under_checkpointing_too() -> None:
         batch = batch_of(*engine.generate([token_ids(9, 1), token_ids(5, 2)], replay_table.DRAWN.replace(n=3)))
     for packed in (*batch.trees(20), batch.tree()):
         with TreeAttachment(model), rollout.replay(packed, model):
-            logprobs = batch.replay_logprobs(model(**packed.inputs).logits, packed)
+            logprobs = batch.logprobs_of(model, packed)
             logprobs.sum().backward()
         mask = batch.response_mask[packed.rows][:, : logprobs.shape[1]]
         wanted = batch.logprobs[packed.rows][:, : logprobs.shape[1]]

@@ -46,7 +46,7 @@ def packed_logprobs(model: nn.Module, batch: RolloutBatch) -> Tensor:
 
 def tree_logprobs(model: nn.Module, batch: RolloutBatch) -> Tensor:
     packed = batch.tree()
-    return packed.logprobs_of(model(**packed.inputs).logits)
+    return packed.logprobs_of(model)
 
 
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - set(RECURRENT)))
@@ -68,7 +68,7 @@ def test_gradients_are_those_of_the_padded_batch_and_each_image_is_computed_once
     with attach(model):
         mine, found = gradient(model, batch, tree_logprobs), tree_logprobs(model, batch).detach()
         part = batch.tree(slice(6, 9))
-        found_part = part.logprobs_of(model(**part.inputs).logits).detach()
+        found_part = part.logprobs_of(model).detach()
     with attach(model) if name in BIDIRECTIONAL else nullcontext():
         of_packed, found_packed = gradient(model, batch, packed_logprobs), packed_logprobs(model, batch).detach()
     assert distance(of_packed, right) < 1e-5
@@ -91,7 +91,7 @@ def test_a_tree_of_text_rows_of_a_batch_with_images_holds_no_image() -> None:
     packed = batch.tree(slice(3, 6))
     assert "pixel_values" not in packed.image_inputs
     with attach(model):
-        logprobs = packed.logprobs_of(model(**packed.inputs).logits).detach()
+        logprobs = packed.logprobs_of(model).detach()
     torch.testing.assert_close(logprobs, padded_logprobs(model, batch)[3:6].detach(), rtol=0, atol=1e-5)
 
 

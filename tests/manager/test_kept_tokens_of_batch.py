@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from rollout.engine.training.tree_forward import TreeAttachment
 from rollout.errors import InvalidRequestError
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.batch.columns import KeptSets
@@ -25,16 +25,11 @@ SHAPED = SamplingParams(
 PROMPTS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 11], [12, 13, 14]]
 
 
-def forward(model: Any, batch: RolloutBatch) -> Tensor:
-    logits: Tensor = model(batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids).logits
-    return logits
-
-
 def largest_error(model: Any, batch: RolloutBatch) -> float:
-    """Of the replayed log-probs, and the number of tokens that were truncated is not 0."""
+    """Largest error of the log-probs; some tokens were truncated."""
     assert batch.kept_tokens is not None
     assert ((batch.kept_tokens.counts > 0) == batch.response_mask).all()
-    difference = batch.replay_logprobs(forward(model, batch)) - batch.logprobs
+    difference = batch.logprobs_of(model) - batch.logprobs
     return float(difference.detach()[batch.response_mask].abs().max())
 
 
@@ -77,19 +72,20 @@ def test_trees_packed_rollouts_and_parts_of_a_batch_hold_the_same_sets() -> None
     rollout = make_rollout(model)
     batch = rollout.generate(PROMPTS, [NUCLEUS, SHAPED, NUCLEUS])
     rollout.close()
-    kept, logits = batch.kept_tokens, forward(model, batch).detach()
+    kept = batch.kept_tokens
     assert kept is not None
-    whole = batch.replay_logprobs(logits)
-    packed = batch.packed(multiple_of=8).kept_tokens
-    assert packed is not None
-    assert packed.counts[packed.counts > 0].tolist() == kept.counts[kept.counts > 0].tolist()
+    whole = batch.logprobs_of(model).detach()
+    packed = batch.packed(multiple_of=8)
+    assert packed.kept_tokens is not None
+    assert packed.kept_tokens.counts[packed.kept_tokens.counts > 0].tolist() == kept.counts[kept.counts > 0].tolist()
+    end_to_end = batch.logprobs_of(model, packed).detach()
+    assert end_to_end.shape == packed.input_ids.shape
+    torch.testing.assert_close(end_to_end[packed.response_mask], whole[batch.response_mask], atol=1e-5, rtol=0)
     rows = torch.tensor([4, 0, 6])
-    tree = batch.tree(rows)
-    by_tree = torch.zeros(1, len(tree), logits.shape[-1])
-    where = tree.nodes >= 0
-    by_tree[0, tree.nodes[where]] = logits[rows][:, : tree.nodes.shape[1]][where]
-    found = batch.replay_logprobs(by_tree, tree)
-    torch.testing.assert_close(found, whole[rows][:, : found.shape[1]])
+    with TreeAttachment(model):
+        found = batch.logprobs_of(model, batch.tree(rows)).detach()
+    torch.testing.assert_close(found, whole[rows], atol=1e-5, rtol=0)
+    torch.testing.assert_close(batch.logprobs_of(model, rows).detach(), whole[rows], atol=1e-5, rtol=0)
     assert torch.equal(KeptSets.of_rows(kept, slice(0, 3)).ids, kept.ids[: int(kept.counts[:3].sum())])
     assert batch.to("cpu").kept_tokens is not None
 
@@ -99,9 +95,13 @@ def test_a_truncated_batch_without_kept_tokens_cannot_be_replayed_and_wrong_ones
     rollout = make_rollout(model)
     batch = rollout.generate([PROMPTS[0]], SamplingParams(top_p=0.8, max_tokens=3))
     with pytest.raises(ValueError, match="has no kept tokens"):
-        batch.replay_logprobs(forward(model, batch))
+        batch.logprobs_of(model)
     plain = rollout.generate([PROMPTS[0]], SamplingParams(max_tokens=3, temperature=0.7))
-    torch.testing.assert_close(plain.replay_logprobs(forward(model, plain)), plain.logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(plain.logprobs_of(model).detach(), plain.logprobs, atol=1e-5, rtol=0)
+    for mode in ("raw", "tempered"):
+        params = NUCLEUS.replace(logprobs_mode=mode, temperature=0.7, presence_penalty=0.3, logit_bias={5: 1.0})
+        both = rollout.generate([PROMPTS[0], PROMPTS[1]], [params, SHAPED])
+        torch.testing.assert_close(both.logprobs_of(model).detach(), both.logprobs, atol=1e-5, rtol=0)
     engine = rollout.engine
     engine.add_request(PROMPTS[0], NUCLEUS.replace(n=1))
     for _ in range(3):

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import nn
 
-from rollout.manager.batch.columns import CHUNK_ELEMENTS, selected_logprobs, token_entropies
+from rollout.manager.batch import tree
+from rollout.manager.batch.batch import equal_parts
 from rollout.manager.batch.tree import PackedTree, pack_tree
 from tests.manager.test_batch import build, failed, request
 
 VOCAB = 11
+
+
+class Fixed(nn.Module):
+    """A forward of L tokens whose logits are given."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.logits = torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(0))
+        self.config = SimpleNamespace(get_text_config=SimpleNamespace)
+        self.head = nn.Linear(VOCAB, VOCAB, bias=False)
+        nn.init.eye_(self.head.weight)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, **_inputs: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.head(self.logits[None]))
+
+
+@pytest.fixture(autouse=True)
+def attached(monkeypatch):
+    monkeypatch.setattr(tree, "is_attached", lambda: True)
 
 
 def pack(rows: list[list[int]], left: bool = False, wanted_from: int = 1) -> PackedTree:
@@ -59,11 +83,10 @@ def test_a_tree_holds_every_prefix_once_and_a_token_attends_to_its_own_prefix(ro
 @settings(max_examples=60, deadline=None)
 def test_log_probs_and_entropies_of_rows_come_from_the_token_before(rows, left):
     packed = pack(rows, left)
-    everything = torch.randn(1, len(packed), VOCAB, generator=torch.Generator().manual_seed(0))
-    kept = everything[:, packed.logits_to_keep]
-    distribution = (everything[0] / 0.7).log_softmax(-1)
-    logprobs, entropies = packed.logprobs_of(kept, 0.7), packed.entropies_of(kept, 0.7)
-    assert torch.equal(logprobs, packed.logprobs_of(everything, 0.7))
+    model = Fixed(len(packed))
+    distribution = (model.logits / 0.7).log_softmax(-1)
+    found = packed.scores_of(model, 0.7, entropy=True)
+    logprobs, entropies = found.logprobs, found.entropies
     for row, tokens in enumerate(rows):
         nodes = [node for node in packed.nodes[row].tolist() if node >= 0]
         first = packed.nodes.shape[1] - len(tokens) if left else 0
@@ -74,30 +97,6 @@ def test_log_probs_and_entropies_of_rows_come_from_the_token_before(rows, left):
             wanted[1][first + index] = -(before.exp() * before).sum()
         torch.testing.assert_close(logprobs[row], wanted[0])
         torch.testing.assert_close(entropies[row], wanted[1])
-
-
-@pytest.mark.parametrize("rows", [4, 100])
-def test_gradients_of_log_probs_and_entropies_are_autograds(monkeypatch, rows):
-    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", rows * VOCAB)
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(9, VOCAB, dtype=torch.float64, generator=generator)
-    logits[3, 4] = -torch.inf
-    positions, tokens = torch.tensor([0, 0, 5, 8, 8, 3]), torch.tensor([1, 2, 0, 4, 4, 1])
-    weights = torch.randn(15, dtype=torch.float64, generator=generator)
-
-    def gradient(of: Any) -> tuple[Tensor, Tensor]:
-        leaf = logits.clone().requires_grad_()
-        out = torch.cat(of(leaf))
-        (out * weights).sum().backward()
-        return out.detach(), leaf.grad
-
-    def plain(leaf: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs = (leaf / 0.5).log_softmax(-1)
-        return logprobs[positions, tokens], -(logprobs.exp() * logprobs.masked_fill(leaf.isneginf(), 0.0)).sum(-1)
-
-    ours = gradient(lambda leaf: (selected_logprobs(leaf, positions, tokens, 0.5), token_entropies(leaf, 0.5)))
-    for mine, theirs in zip(ours, gradient(plain), strict=True):
-        torch.testing.assert_close(mine, theirs)
 
 
 def test_a_batch_packs_each_prompt_once_and_the_turns_of_a_conversation_too():
@@ -115,8 +114,7 @@ def test_a_batch_packs_each_prompt_once_and_the_turns_of_a_conversation_too():
         packed.wanted.tolist()
         == (batch.attention_mask.bool() & (torch.arange(8) >= batch.prompt_lengths[:, None])).tolist()
     )
-    logits = torch.randn(1, len(packed.logits_to_keep), VOCAB)
-    logprobs = packed.logprobs_of(logits)
+    logprobs = packed.logprobs_of(Fixed(len(packed)))
     assert logprobs.shape == batch.logprobs.shape
     assert ((logprobs != 0) == (batch.logprobs != 0)).all()
 
@@ -131,7 +129,7 @@ def test_part_of_a_batch_keeps_the_numbers_of_its_rows():
 
 
 @pytest.mark.parametrize(
-    ("limit", "parts"), [(1, [[0, 1], [2, 3], [4, 5]]), (8, [[0, 1, 2, 3], [4, 5]]), (99, [[*range(6)]])]
+    ("limit", "parts"), [(1, [[0, 1], [2, 3], [4, 5]]), (8, [[0, 1, 4, 5], [2, 3]]), (99, [[*range(6)]])]
 )
 def test_trees_of_bounded_size_hold_whole_groups_and_every_row_once(limit, parts):
     batch = build(*(request(group, sample, [group, 2], [3 + sample]) for group in range(3) for sample in range(2)))
@@ -140,14 +138,29 @@ def test_trees_of_bounded_size_hold_whole_groups_and_every_row_once(limit, parts
     assert all(len(packed) <= max(limit, 4) for packed in trees)
 
 
+def test_what_all_groups_begin_with_counts_once_in_every_tree():
+    """Ten tokens in common and two of its own per group: four groups fit into 18."""
+    batch = build(*(request(group, 0, [*range(1, 11), 20 + group], [3]) for group in range(6)))
+    assert [len(packed) for packed in batch.trees(18)] == [16, 16]
+
+
+@given(st.lists(st.integers(1, 40), max_size=24), st.integers(20, 60))
+@settings(max_examples=100, deadline=None)
+def test_parts_hold_every_item_once_within_the_limit_and_are_about_equal(sizes, limit):
+    parts = equal_parts(sizes, limit)
+    assert sorted(item for part in parts for item in part) == list(range(len(sizes)))
+    totals = [sum(sizes[item] for item in part) for part in parts]
+    assert all(total <= limit or len(part) == 1 for total, part in zip(totals, parts, strict=True))
+    shared = [total for total, part in zip(totals, parts, strict=True) if total <= limit]
+    largest = max((size for size in sizes if size <= limit), default=0)
+    assert max(shared, default=0) - min(shared, default=0) <= largest
+
+
 def test_nothing_to_pack_is_an_empty_tree_and_no_trees():
     assert len(build().tree()) == 0
     assert list(build().trees(8)) == []
 
 
 def test_what_does_not_fit_is_named():
-    packed = pack([[1, 2, 3], [1, 2, 4]])
-    with pytest.raises(ValueError, match=r"logits of shape \(1, 3, 11\): this tree's are \[1, 2, V\]"):
-        packed.logprobs_of(torch.zeros(1, 3, VOCAB))
     with pytest.raises(ValueError, match="max_tokens=0: must be at least 1"):
         list(build(request()).trees(0))

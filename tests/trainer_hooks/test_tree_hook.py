@@ -75,7 +75,7 @@ class TreeTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         packed = inputs["batch"].tree()
-        return loss_of(packed.logprobs_of(model(**packed.inputs).logits))
+        return loss_of(packed.logprobs_of(model))
 
 
 class Batches(Dataset):

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rollout.errors import unknown_attribute
-from rollout.manager.batch.columns import KeptSets, kept_sets, logprobs_of_rows, no_sets, padded_routes, padded_values
+from rollout.manager.batch.columns import KeptSets, kept_sets, padded_routes, padded_values
+from rollout.manager.batch.forward import LogitScores, Part, distribution, read_scores
 from rollout.manager.batch.images import BatchImages, ImageLayout
 from rollout.manager.batch.tree import PackedTree, pack_tree
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
-from rollout.sampling_params import FILTERS
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,6 +39,9 @@ class PackedRollouts:
 
     position_ids: Tensor
     """int64 [L]: from 0 in every sequence."""
+
+    rows: Tensor
+    """int64 [N]: rows of the batch, in order."""
 
     sequence_ids: Tensor
     """int64 [L]: the row of the batch a token belongs to, so that `advantages[sequence_ids]` spreads over tokens."""
@@ -325,46 +328,92 @@ class RolloutBatch:
         inputs = {"input_ids": self.input_ids[index], "attention_mask": self.attention_mask[index]}
         return inputs if self.images is None else inputs | self.images.inputs(chosen.tolist())
 
-    def replay_logprobs(self, logits: Tensor, packed: PackedTree | None = None) -> Tensor:
-        """Log-probs of the completions under the distributions they were drawn from; differentiable.
+    def logprobs_of(
+        self,
+        model: nn.Module,
+        part: PackedTree | PackedRollouts | Tensor | slice | None = None,
+        *,
+        temperature: float | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """The trainer's log-probs, like `batch.logprobs`: `scores_of(...).logprobs`."""
+        return self.scores_of(model, part, temperature=temperature, hidden=hidden).logprobs
 
-        Temperature, penalties, biases and kept tokens are those of the requests, so that with the weights that sampled and
-        `logprobs_mode="processed"` this is `logprobs`. See `rollout.algorithms.replay_logprobs`.
+    def scores_of(
+        self,
+        model: nn.Module,
+        part: PackedTree | PackedRollouts | Tensor | slice | None = None,
+        *,
+        temperature: float | None = None,
+        hidden: Tensor | None = None,
+        entropy: bool = False,
+        top_k: int = 0,
+    ) -> LogitScores:
+        """Run the trainer's forward; log-probs of the tokens of `response_mask`, differentiable.
+
+        Log-probs are of the distributions that tokens were drawn from: temperature, penalties, biases and kept tokens are
+        those of the requests, so that with the weights that sampled they equal `logprobs`. Logits are computed a tile at a
+        time, in the forward and again in the backward.
 
         Args:
-            logits: [N, T, V], of a forward of `input_ids`; with `packed`, of its inputs.
-            packed: a tree of rows of this batch, from `tree` or `trees`.
+            model: a causal language model of transformers, or a wrapper of it (DDP, FSDP, PEFT).
+            part: what is computed: a tree of this batch or its rows end to end, from `tree`, `trees`, `packed` or `packs`;
+                or rows side by side, int64 or a slice. None: all rows, side by side.
+            temperature: log-probs are over the whole vocabulary, of logits divided by it. None: as above.
+            hidden: the head's input in a forward of the part that has run already. None: the model runs.
+            entropy: also entropies, over the whole vocabulary.
+            top_k: also so many most likely tokens, over the whole vocabulary.
 
         Returns:
-            float32 [N, T] (float64 of float64 logits), 0 outside of `response_mask`; with `packed`, of its rows.
+            Values [N, T] of the part's rows; [L] of rows end to end.
 
         Raises:
-            ValueError: `logits` has another shape; or a request was truncated and returned no kept tokens, or was shaped by
-                a bias or penalty without them, so that its distribution is unknown.
+            ValueError: a request was truncated and returned no kept tokens, or was shaped by a bias or penalty without them,
+                so that its distribution is unknown. `temperature` avoids this.
+            UnsupportedModelError: log-probs cannot be read from the model's head.
         """
-        rows = range(len(self)) if packed is None else packed.rows.tolist()
-        chosen, mask = [self.requests[row] for row in rows], self.response_mask
-        for request in chosen:
-            params = request.sampling_params
-            if params.truncated and not params.greedy and request.generated_kept_tokens is None:
-                raise ValueError(
-                    f"{_name(request)} was truncated ({', '.join(params.shaping(FILTERS))}) and has no kept tokens: "
-                    "sample with SamplingParams.return_kept_tokens=True"
-                )
-        kept = self.kept_tokens or no_sets(self.input_ids)
-        if packed is None:
-            return logprobs_of_rows(chosen, logits, kept, self.input_ids, mask)
-        columns = packed.nodes.shape[1]
-        return logprobs_of_rows(
-            chosen, packed.predicting(logits), kept.of_rows(packed.rows, columns),
-            self.input_ids[packed.rows, :columns], mask[packed.rows, :columns] & packed.wanted, packed.predictors_of_rows(),
-        )  # fmt: skip
+        computed, rows = self._part(part)
+        columns = computed.input_ids.shape[1]
+        if temperature is None:
+            kept = None if self.kept_tokens is None else self.kept_tokens.of_rows(rows, columns)
+            requests = [self.requests[row] for row in rows.tolist()]
+            shaping, kept = distribution(requests, kept, self.input_ids.device)
+        else:
+            shaping, kept = {"temperature": temperature}, None
+        found = read_scores(model, computed, shaping, kept, hidden=hidden, entropy=entropy, top_k=top_k)
+        if not isinstance(part, PackedRollouts):
+            return found
+        return found.at(
+            self.attention_mask[rows].flatten().nonzero()[:, 0], len(part.input_ids) - int(part.cu_seqlens[-1])
+        )
 
-    def packed(self, multiple_of: int = 1) -> PackedRollouts:
+    def _part(self, part: PackedTree | PackedRollouts | Tensor | slice | None) -> tuple[Part, Tensor]:
+        """The part as a forward computes it, and its rows."""
+        if isinstance(part, PackedTree):
+            columns = part.nodes.shape[1]
+            return part.part(self.input_ids[part.rows, :columns], self.response_mask[part.rows, :columns]), part.rows
+        if isinstance(part, PackedRollouts):
+            rows, inputs, starts = part.rows, part.inputs, part.cu_seqlens[:-1].long()
+        else:
+            rows = self._numbers(part)
+            inputs = {**self.model_inputs(rows), "use_cache": False}
+            if self.images is None:
+                longest = int(self.attention_mask[rows].sum(1).max()) if len(rows) else 0
+                inputs |= {name: inputs[name][:, :longest] for name in ("input_ids", "attention_mask")}
+            starts = torch.arange(len(rows), device=rows.device) * inputs["input_ids"].shape[1]
+        before = starts[:, None] + torch.arange(self.input_ids.shape[1], device=rows.device) - 1
+        return Part(inputs, self.input_ids[rows], self.response_mask[rows], before), rows
+
+    def _numbers(self, rows: Tensor | slice | None) -> Tensor:
+        every = torch.arange(len(self), device=self.input_ids.device)
+        return every if rows is None else every[rows]
+
+    def packed(self, multiple_of: int = 1, rows: Tensor | slice | None = None) -> PackedRollouts:
         """The same tokens without padding, for kernels that take `cu_seqlens`.
 
         Args:
             multiple_of: round L up to a multiple of this.
+            rows: int64 or a slice: the rows to pack. None: all.
 
         Raises:
             ValueError: `multiple_of` is below 1; or, with images, a placeholder of one was sampled in a row, or the model
@@ -372,39 +421,45 @@ class RolloutBatch:
         """
         if multiple_of < 1:
             raise ValueError(f"multiple_of={multiple_of!r}: must be at least 1, which rounds nothing up")
+        chosen = self._numbers(rows)
         # Found once: on a device, every boolean index would wait for its own count.
-        real = self.attention_mask.flatten().nonzero()[:, 0]
+        real = self.attention_mask[chosen].flatten().nonzero()[:, 0]
         surplus = -len(real) % multiple_of
 
         def flat(values: Tensor, fill: int) -> Tensor:
             values = values.flatten(0, 1).index_select(0, real)
             return torch.cat([values, values.new_full((surplus, *values.shape[1:]), fill)])
 
-        position_ids = flat(self.position_ids, 0)
+        def column(name: str, fill: int) -> Tensor:
+            return flat(getattr(self, name)[chosen], fill)
+
+        position_ids = column("position_ids", 0)
         position_ids[len(real) :] = torch.arange(surplus, device=real.device)
-        ends = (self.prompt_lengths + self.response_lengths).cumsum(0)
+        ends = (self.prompt_lengths + self.response_lengths)[chosen].cumsum(0)
+        kept = self.kept_tokens and self.kept_tokens.of_rows(chosen)
         return PackedRollouts(
-            input_ids=flat(self.input_ids, self.pad_token_id),
+            input_ids=column("input_ids", self.pad_token_id),
             position_ids=position_ids,
-            sequence_ids=torch.cat([real // max(self.input_ids.shape[1], 1), real.new_full((surplus,), -1)]),
+            rows=chosen,
+            sequence_ids=flat(chosen[:, None].expand(-1, self.input_ids.shape[1]), -1),
             cu_seqlens=pad(ends, (1, 0)).to(torch.int32),
-            max_seqlen=self.input_ids.shape[1],
-            response_mask=flat(self.response_mask, 0),
-            logprobs=flat(self.logprobs, 0),
-            policy_versions=flat(self.policy_versions, -1),
-            policy_staleness=flat(self.policy_staleness, 0),
-            kv_versions=flat(self.kv_versions, -1),
-            kv_staleness=flat(self.kv_staleness, 0),
-            routed_experts=None if self.routed_experts is None else flat(self.routed_experts, -1),
-            token_values=None if self.token_values is None else flat(self.token_values, 0),
-            kept_tokens=self.kept_tokens and KeptSets(self.kept_tokens.ids, flat(self.kept_tokens.counts, 0)),
-            image_inputs={} if self.images is None else self.images.packed(flat, position_ids, ends),
+            max_seqlen=int(self.attention_mask[chosen].sum(1).max()) if len(chosen) else 0,
+            response_mask=column("response_mask", 0),
+            logprobs=column("logprobs", 0),
+            policy_versions=column("policy_versions", -1),
+            policy_staleness=column("policy_staleness", 0),
+            kv_versions=column("kv_versions", -1),
+            kv_staleness=column("kv_staleness", 0),
+            routed_experts=None if self.routed_experts is None else column("routed_experts", -1),
+            token_values=None if self.token_values is None else column("token_values", 0),
+            kept_tokens=kept and KeptSets(kept.ids, flat(kept.counts, 0)),
+            image_inputs={} if self.images is None else self.images.packed(chosen, flat, position_ids, ends),
         )
 
     def tree(self, rows: Tensor | slice | None = None) -> PackedTree:
         """The same tokens with every common prefix of rows once, for a forward that `trainer_hooks.tree` is attached to.
 
-        Log-probs are computed of the completions: `packed.logprobs_of(logits)` is aligned with `logprobs[packed.rows]`. With
+        `logprobs_of(model, packed)` is aligned with `logprobs[packed.rows]`. With
         recorded routes a prefix is common as far as its experts are too; `rollout.replay(packed, model)` replays them.
 
         Args:
@@ -413,8 +468,7 @@ class RolloutBatch:
         Raises:
             ValueError: a placeholder of an image was sampled in one of the rows.
         """
-        every = torch.arange(len(self), device=self.input_ids.device)
-        chosen = every if rows is None else every[rows]
+        chosen = self._numbers(rows)
         real = self.attention_mask[chosen].bool()
         columns = torch.arange(self.input_ids.shape[1], device=real.device)
         wanted = real & (columns >= self.prompt_lengths[chosen, None])
@@ -428,24 +482,60 @@ class RolloutBatch:
         return replace(packed, unrouted=chosen[missing.any(1) & trained])
 
     def trees(self, max_tokens: int) -> Iterator[PackedTree]:
-        """Whole groups in order, packed in trees of up to `max_tokens`, for gradient accumulation; every row is in one.
+        """Trees of about equal size, of up to `max_tokens`, for gradient accumulation; every row is in one.
 
-        A group that exceeds `max_tokens` alone is a tree of its own.
+        Groups stay whole: one that exceeds `max_tokens` alone is a tree of its own. Each tree's groups are in order.
 
         Raises:
             ValueError: `max_tokens` is below 1.
         """
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens={max_tokens!r}: must be at least 1, which makes a tree of every group")
-        packed, start = None, 0
-        for _, rows in self.groups():
-            larger = self.tree(slice(start, rows.stop))
-            if packed is not None and len(larger) > max_tokens:
-                yield packed
-                start, larger = rows.start, self.tree(rows)
-            packed = larger
-        if packed is not None:
-            yield packed
+        groups = [rows for _, rows in self.groups()]
+        shared = self._common_tokens()
+        sizes = [len(self.tree(rows)) - shared for rows in groups]
+        every = torch.arange(len(self), device=self.input_ids.device)
+        for part in equal_parts(sizes, max_tokens - shared if max_tokens > shared else max_tokens):
+            yield self.tree(torch.cat([every[groups[index]] for index in part]))
+
+    def _common_tokens(self) -> int:
+        """How many tokens all rows begin with, and so every tree; 0 where routes or images might differ."""
+        if not len(self) or self.routed_experts is not None or self.images is not None:
+            return 0
+        same = (self.input_ids == self.input_ids[:1]).all(0) & self.attention_mask.bool().all(0)
+        return int(same.long().cumprod(0).sum())
+
+    def packs(self, max_tokens: int, multiple_of: int = 1) -> Iterator[PackedRollouts]:
+        """Rows end to end, in parts of about equal size of up to `max_tokens`; every row is in one. See `packed`."""
+        for part in equal_parts(self.attention_mask.sum(1).tolist(), max_tokens):
+            yield self.packed(multiple_of, torch.tensor(part, device=self.input_ids.device))
+
+
+def equal_parts(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Split items into the fewest parts found of at most `limit`, of about equal sizes; an item above the limit is alone.
+
+    The largest item goes first, each to the smallest part (Graham 1969, "longest processing time").
+
+    Returns:
+        The numbers of the items of each part, ascending; parts in the order of their first items.
+
+    Raises:
+        ValueError: `limit` is below 1.
+    """
+    if limit < 1:
+        raise ValueError(f"max_tokens={limit!r}: must be at least 1, which makes a part of every group or row")
+    order = sorted(range(len(sizes)), key=lambda item: -sizes[item])
+    alone = [[item] for item in order if sizes[item] > limit]
+    order = order[len(alone) :]
+    parts: list[list[int]] = []
+    for count in range(max(1, -(-sum(sizes[item] for item in order) // limit)), len(order) + 1):
+        parts = [[] for _ in range(count)]
+        totals = [0] * count
+        for item in order:
+            smallest = totals.index(min(totals))
+            parts[smallest].append(item)
+            totals[smallest] += sizes[item]
+        if max(totals) <= limit:
+            break
+    return sorted(sorted(part) for part in [*alone, *parts] if part)
 
 
 def _integers(values: Any, count: int = -1) -> NDArray[np.int64]:

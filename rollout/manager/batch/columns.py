@@ -1,113 +1,15 @@
-"""Columns of a batch, a value or a set per token: log-probs and entropies, the sets tokens were drawn from, expert routes.
-
-Beside logits, only their gradient is ever held whole.
-"""
+"""Columns of a batch that hold more than a number per token: the sets that tokens were drawn from, and expert routes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.algorithms.replay import replay_logprobs
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.sampling_params import PENALTIES
-
-CHUNK_ELEMENTS = {"cpu": 1 << 21}
-"""Logits that are widened to float32 at a time, by device: on a CPU what stays in its cache."""
-OTHER_CHUNK_ELEMENTS = 1 << 26
-
-
-def selected_logprobs(logits: Tensor, positions: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """[M]: log softmax(logits / temperature) of `tokens` at `positions`, in float32 (float64 of float64); differentiable.
-
-    Args:
-        logits: [K, V].
-        positions: int64 [M], rows of `logits`; a row may be asked for several tokens.
-        tokens: int64 [M].
-        temperature: above 0.
-    """
-    selected: Tensor = _Selected.apply(logits, positions, tokens, 1.0 / temperature)  # type: ignore[no-untyped-call]
-    return selected
-
-
-def token_entropies(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """[K]: entropy in nats of softmax(logits / temperature), in float32 (float64 of float64); differentiable.
-
-    Args:
-        logits: [K, V]; -inf has no probability.
-        temperature: above 0.
-    """
-    entropies: Tensor = _Entropies.apply(logits, 1.0 / temperature)  # type: ignore[no-untyped-call]
-    return entropies
-
-
-def _wide(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
-
-
-def _chunks(logits: Tensor) -> Iterator[slice]:
-    size = max(1, CHUNK_ELEMENTS.get(logits.device.type, OTHER_CHUNK_ELEMENTS) // max(1, logits.shape[1]))
-    return (slice(start, start + size) for start in range(0, len(logits), size))
-
-
-def _log_sums(logits: Tensor, scale: float) -> Tensor:
-    sums = logits.new_empty(len(logits), dtype=_wide(logits))
-    for rows in _chunks(logits):
-        sums[rows] = (logits[rows].to(sums.dtype) * scale).logsumexp(-1)
-    return sums
-
-
-class _Selected(torch.autograd.Function):
-    """Saves the logits and a log-sum-exp per row; the backward computes the softmax again, chunk by chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, positions: Tensor, tokens: Tensor, scale: float) -> Tensor:
-        sums = _log_sums(logits, scale)
-        ctx.save_for_backward(logits, positions, tokens, sums)
-        ctx.scale = scale
-        return logits[positions, tokens].to(sums.dtype) * scale - sums[positions]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, positions, tokens, sums = ctx.saved_tensors
-        scaled = gradient.to(sums.dtype) * ctx.scale
-        of_row = torch.zeros_like(sums).index_add_(0, positions, scaled)
-        out = torch.empty_like(logits)
-        for rows in _chunks(logits):
-            part = (logits[rows].to(sums.dtype) * ctx.scale).sub_(sums[rows, None]).exp_().mul_(-of_row[rows, None])
-            inside = (positions >= rows.start) & (positions < rows.stop)
-            part.index_put_((positions[inside] - rows.start, tokens[inside]), scaled[inside], accumulate=True)
-            out[rows] = part.to(out.dtype)
-        return out, None, None, None
-
-
-class _Entropies(torch.autograd.Function):
-    """H = -sum p log p, whose gradient by a scaled logit is -p (log p + H)."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, scale: float) -> Tensor:
-        sums = _log_sums(logits, scale)
-        out = torch.empty_like(sums)
-        for rows in _chunks(logits):
-            logprobs = (logits[rows].to(sums.dtype) * scale).sub_(sums[rows, None])
-            out[rows] = -(logprobs.exp() * logprobs.nan_to_num_(neginf=0.0)).sum(-1)
-        ctx.save_for_backward(logits, sums, out)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        logits, sums, entropies = ctx.saved_tensors
-        out = torch.empty_like(logits)
-        for rows in _chunks(logits):
-            logprobs = (logits[rows].to(sums.dtype) * ctx.scale).sub_(sums[rows, None])
-            part = logprobs.exp().mul_(logprobs.nan_to_num_(neginf=0.0).add_(entropies[rows, None]))
-            out[rows] = part.mul_(-ctx.scale * gradient[rows, None]).to(out.dtype)
-        return out, None
 
 
 class KeptSets(NamedTuple):
@@ -134,6 +36,11 @@ class KeptSets(NamedTuple):
         total = int(ends[-1]) if len(chosen) else 0
         shift = (starts[chosen] - (ends - lengths)).repeat_interleave(lengths, output_size=total)
         return KeptSets(self.ids[torch.arange(total, device=shift.device) + shift], counts)
+
+    def without(self, rows: Tensor) -> KeptSets:
+        """The same with no sets in rows, bool [N]."""
+        kept = ~rows.repeat_interleave(self.counts.sum(1, dtype=torch.int64))
+        return KeptSets(self.ids[kept], self.counts.masked_fill(rows[:, None], 0))
 
     def of_tokens(self, rows: Tensor, columns: Tensor) -> KeptSets:
         """Those of single tokens [K], in that order; counts [K]."""
@@ -168,35 +75,6 @@ def kept_sets(rows: Sequence[DynamicInferenceRequest], columns: int) -> KeptSets
 def no_sets(like: Tensor) -> KeptSets:
     """Kept tokens for [N, T] tokens drawn from the whole vocabulary."""
     return KeptSets(like.new_zeros(0, dtype=torch.int32), torch.zeros_like(like, dtype=torch.int32))
-
-
-def logprobs_of_rows(
-    rows: Sequence[DynamicInferenceRequest],
-    logits: Tensor,
-    kept: KeptSets,
-    input_ids: Tensor,
-    mask: Tensor,
-    predictors: Tensor | None = None,
-) -> Tensor:
-    """`replay_logprobs` with the sampling parameters of the requests of the rows."""
-    params = [row.sampling_params for row in rows]
-
-    def each(name: str, neutral: float) -> float | Tensor:
-        values = [float(getattr(one, name) or neutral) for one in params]
-        first = values[0] if values else neutral
-        return first if values.count(first) == len(values) else torch.tensor(values, device=logits.device)
-
-    return replay_logprobs(
-        logits,
-        kept,
-        input_ids,
-        mask,
-        temperature=each("temperature", 1.0),
-        logit_bias=[one.logit_bias for one in params] if any(one.logit_bias for one in params) else None,
-        prompt_lengths=torch.tensor([len(row.prompt_tokens) for row in rows], device=input_ids.device),
-        predictors=predictors,
-        **{name: each(name, off) for name, off in PENALTIES.items()},
-    )
 
 
 def padded_values(

@@ -158,13 +158,16 @@ class BatchImages:
         lasts = of_tree(packed.nodes.gather(1, _last_columns(kinds))).to(packed.attention_mask)
         return replace(packed, attention_mask=torch.cat([packed.attention_mask, lasts[None, None, None]], dim=2))
 
-    def packed(self, flat: Callable[[Tensor, int], Tensor], position_ids: Tensor, ends: Tensor) -> dict[str, Tensor]:
-        """Return the arguments that images add to a forward of all rows end to end, or that replace positions.
+    def packed(
+        self, rows: Tensor, flat: Callable[[Tensor, int], Tensor], position_ids: Tensor, ends: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the arguments that images add to a forward of rows end to end, or that replace positions.
 
         Args:
-            flat: [N, T] to [L], with a value for what lies behind the last row.
+            rows: int64 [R], their numbers in the batch.
+            flat: [R, T] to [L], with a value for what lies behind the last row.
             position_ids: int64 [L].
-            ends: [N], index behind the last token of each row.
+            ends: [R], index behind the last token of each row.
 
         Raises:
             ValueError: a placeholder was sampled in a row; or the model has recurrent layers.
@@ -174,16 +177,20 @@ class BatchImages:
                 "packed(): this model has recurrent layers, whose state would pass from one row to the next: train on "
                 "model_inputs()"
             )
-        self._check_sampled(range(len(self.tensors)))
-        inputs = self._pixels([row for row, each in enumerate(self.tensors) if each is not None], joined=True)
+        numbers: list[int] = rows.tolist()
+        self._check_sampled(numbers)
+        inputs = self._pixels([row for row in numbers if self.tensors[row] is not None], joined=True)
+        kinds = self.placeholders[rows]
         if self.layout.token_types is not None:
-            inputs[self.layout.token_types] = flat(self.placeholders, 0)[None].long()
+            inputs[self.layout.token_types] = flat(kinds, 0)[None].long()
         if self.rotary is not None:
-            inputs["position_ids"] = torch.stack([position_ids, *(flat(each, 0) for each in self.rotary)])[:, None]
+            inputs["position_ids"] = torch.stack([position_ids, *(flat(each, 0) for each in self.rotary[:, rows])])[
+                :, None
+            ]
         if self.layout.bidirectional:
             # The mask of a tree whose rows share nothing. In that which transformers makes of packed positions, an image of
             # any row stands where one of the first row does (5.23).
-            columns, length = _last_columns(self.placeholders), len(position_ids)
+            columns, length = _last_columns(kinds), len(position_ids)
             starts = torch.cat([ends.new_zeros(1), ends[:-1]])
             behind = flat(ends[:, None].expand_as(columns), length)
             lasts = flat(starts[:, None] + columns, 0).maximum(torch.arange(length, device=ends.device))

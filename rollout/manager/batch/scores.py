@@ -20,7 +20,6 @@ from rollout.engine.sampling.sampler import token_logprobs
 from rollout.engine.scheduling.planner import blocks_for
 from rollout.errors import ConfigError
 from rollout.manager.batch.batch import RolloutBatch
-from rollout.manager.batch.columns import token_entropies
 from rollout.requests.images import ImageInputs
 from rollout.requests.prompt import unpadded
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
@@ -276,7 +275,9 @@ class _Results:
         self._logprobs[at] = logprobs.cpu()
         if self._entropies is not None:
             parts = zip(torch.split(logits, ENTROPY_ROWS), torch.split(warm, ENTROPY_ROWS), strict=True)
-            entropies = [token_entropies(part.float() / divisor[:, None]) for part, divisor in parts]
+            entropies = [
+                torch.special.entr((part.float() / divisor[:, None]).softmax(1)).sum(1) for part, divisor in parts
+            ]
             self._entropies[at] = torch.cat(entropies).cpu()
         if self._top is not None:
             assert top_ids is not None
@@ -350,6 +351,6 @@ def _of_set(request: DynamicInferenceRequest) -> bool:
         raise ConfigError(
             f"request {request.request_id} sample {request.sample_index} was sampled with {', '.join(shaped)}: "
             f"{', '.join(FILTERS)} and structured (logit_bias next to one of them) are scored with return_kept_tokens=True, "
-            "penalties by batch.replay_logprobs(logits) alone; or pass temperature= for log-probs of the whole vocabulary"
+            "penalties by batch.logprobs_of(model) alone; or pass temperature= for log-probs of the whole vocabulary"
         )
     return params.return_kept_tokens

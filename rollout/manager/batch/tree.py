@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollout.engine.training.tree_forward import is_attached
 from rollout.errors import EngineStateError
-from rollout.manager.batch.columns import selected_logprobs, token_entropies
+from rollout.manager.batch.forward import LogitScores, Part, read_scores
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -41,7 +41,7 @@ class PackedTree:
     """int64 [K]: tokens that a wanted token follows, whose logits alone are computed."""
 
     rows: Tensor
-    """int64 [N]: rows of the batch, in order, so that `advantages[packed.rows]` belongs to `logprobs_of(logits)`."""
+    """int64 [N]: rows of the batch, in order, so that `advantages[packed.rows]` belongs to `logprobs_of(model)`."""
 
     nodes: Tensor
     """int64 [N, T]: the tree's token at each column of each row; -1 on padding."""
@@ -92,59 +92,45 @@ class PackedTree:
             **self.image_inputs,
         }
 
-    def logprobs_of(self, logits: Tensor, temperature: float = 1.0) -> Tensor:
-        """float32 [N, T]: log-prob of every wanted token, 0 elsewhere; differentiable (float64 of float64 logits).
+    def logprobs_of(self, model: nn.Module, temperature: float = 1.0) -> Tensor:
+        """float32 [N, T]: `scores_of(model, temperature).logprobs`."""
+        return self.scores_of(model, temperature).logprobs
+
+    def scores_of(
+        self, model: nn.Module, temperature: float = 1.0, *, entropy: bool = False, top_k: int = 0
+    ) -> LogitScores:
+        """Run the model's forward over the tree; log-probs of every wanted token over the whole vocabulary, differentiable.
+
+        Logits are computed a tile at a time, in the forward and again in the backward.
 
         Args:
-            logits: [1, K, V], of a forward of `inputs`; or [1, L, V] without `logits_to_keep`.
+            model: `trainer_hooks.tree` is attached to it; or a wrapper of such a model.
             temperature: that logits are divided by.
+            entropy: also entropies.
+            top_k: also so many most likely tokens.
 
         Raises:
-            ValueError: `logits` has another shape.
+            EngineStateError: see `inputs`.
+            UnsupportedModelError: log-probs cannot be read from the model's head.
         """
-        of_token = selected_logprobs(
-            self.predicting(logits), self.predictors, self.input_ids[0, self.predicted], temperature
-        )
-        return self._on_rows(of_token)
+        return read_scores(model, self.part(), {"temperature": temperature}, entropy=entropy, top_k=top_k)
 
-    def entropies_of(self, logits: Tensor, temperature: float = 1.0) -> Tensor:
-        """float32 [N, T]: entropy in nats of what every wanted token was drawn from, 0 elsewhere; differentiable.
+    def part(self, input_ids: Tensor | None = None, mask: Tensor | None = None) -> Part:
+        """The tree as a forward computes it.
 
         Args:
-            logits, temperature: see `logprobs_of`.
-
-        Raises:
-            ValueError: `logits` has another shape.
+            input_ids: int64 [N, T] of the rows; None: the tree's.
+            mask: bool [N, T]: which of the wanted tokens are asked for; None: all.
         """
-        return self._on_rows(token_entropies(self.predicting(logits), temperature)[self.predictors])
-
-    def predicting(self, logits: Tensor) -> Tensor:
-        """[K, V]: the logits that wanted tokens follow.
-
-        Raises:
-            ValueError: `logits` has another shape; see `logprobs_of`.
-        """
-        if logits.ndim == 3 and logits.shape[:2] == (1, len(self.logits_to_keep)):
-            return logits[0]
-        if logits.ndim == 3 and logits.shape[:2] == (1, len(self)):
-            return logits[0, self.logits_to_keep]
-        raise ValueError(
-            f"logits of shape {tuple(logits.shape)}: this tree's are [1, {len(self.logits_to_keep)}, V] (or "
-            f"[1, {len(self)}, V] without logits_to_keep): pass model(**packed.inputs).logits of this very tree"
-        )
+        ids = self.input_ids[0][self.nodes.clamp(min=0)] if input_ids is None else input_ids
+        inputs = {name: value for name, value in self.inputs.items() if name != "logits_to_keep"}
+        return Part(inputs, ids, self.wanted if mask is None else mask & self.wanted, self.predictors_of_rows())
 
     def predictors_of_rows(self) -> Tensor:
-        """int64 [N, T]: the index into `logits_to_keep` of what predicts each wanted token of the rows; 0 elsewhere."""
-        index = torch.zeros(len(self) + 1, dtype=torch.int64, device=self.nodes.device)
-        index[self.predicted] = self.predictors
-        return torch.where(self.wanted, index[self.nodes], 0)
-
-    def _on_rows(self, of_token: Tensor) -> Tensor:
-        # Index M: the zero of everything that is not wanted.
-        index = torch.full((len(self) + 1,), len(self.predicted), device=self.nodes.device)
-        index[self.predicted] = torch.arange(len(self.predicted), device=self.nodes.device)
-        where = torch.where(self.wanted, index[self.nodes], len(self.predicted))
-        return torch.cat([of_token, of_token.new_zeros(1)])[where]
+        """int64 [N, T]: the tree's token before each wanted token of the rows; 0 elsewhere."""
+        before = torch.zeros(len(self) + 1, dtype=torch.int64, device=self.nodes.device)
+        before[self.predicted] = self.logits_to_keep[self.predictors]
+        return torch.where(self.wanted, before[self.nodes], 0)
 
 
 def pack_tree(

@@ -1,0 +1,445 @@
+"""Numbers read off a model's logits in its own forward, without ever holding the logits.
+
+For that forward our function replaces the head's `forward`. So it runs where the head's parameters are whole (FSDP, ZeRO).
+It computes a tile of logits, takes from it what is wanted, and drops it. The backward computes the tiles again and turns
+each in place into its gradient. Tiles of a linear head are columns of the vocabulary for all rows: every part of the
+weight's gradient is then a single product. Any other head (LoRA, quantised) runs on a few rows at a time.
+
+The model gets one row of logits and scales or caps it as it does all of them, which shows whether we do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from rollout.engine.models.attention import is_rollout_forward
+from rollout.errors import UnsupportedModelError
+
+TILE_ELEMENTS = {"cpu": 1 << 21}
+"""Logits of a tile, by device: on a CPU, what stays near its cache."""
+OTHER_TILE_ELEMENTS = 1 << 26
+
+
+class LogitReader:
+    """The logits of one forward of a model; reading them runs it.
+
+    Args:
+        model: a causal language model of transformers, or a wrapper of it.
+        run: the forward; it calls the head, which it is given, once. Returns the model's logits; None: only the head ran.
+        entropy: also read entropies.
+        top_k: also read so many most likely tokens.
+
+    Attributes:
+        entropies: [M] in nats, of softmax(logits / temperature), differentiable.
+        top_ids: int64 [M, k], most likely first.
+        top_logprobs: [M, k], differentiable.
+    """
+
+    entropies: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    def __init__(
+        self, model: nn.Module, run: Callable[[nn.Module], Tensor | None], *, entropy: bool = False, top_k: int = 0
+    ) -> None:
+        self._model = _language_model(model)
+        self._run = run
+        self._entropy = entropy
+        self._top_k = top_k
+
+    def read(
+        self, rows: Tensor, temperature: float | Tensor, tokens: Tensor, ids: Tensor, whole: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Single logits, and log-sum-exps of logits / temperature over the vocabulary; differentiable.
+
+        Args:
+            rows: int64 [M], the row of the head's input that predicts each of M tokens.
+            temperature: one, or [M].
+            tokens, ids: int64 [E] twice: the logits to read, of which of the M tokens and of which id.
+            whole: int64 [W], the tokens whose log-sum-exp is read.
+
+        Returns:
+            [E] and [W], float32 (float64 of float64 hidden states).
+
+        Raises:
+            UnsupportedModelError: the head does not run once, or the model does more to its output than scale and cap.
+        """
+        warm = torch.as_tensor(temperature, dtype=torch.float64, device=rows.device).expand(len(rows))
+        kinds, kind = torch.unique(warm, return_inverse=True)
+        # Tokens that share their predictor and temperature share its softmax.
+        keys, state_of = torch.unique(rows * max(1, len(kinds)) + kind, return_inverse=True)
+        asked = _Asked(
+            states=keys // max(1, len(kinds)),
+            temperature=None if bool((kinds == 1).all()) else kinds[keys % len(kinds)],
+            owners=state_of[tokens],
+            ids=ids,
+            sums=len(whole) > 0 or self._entropy or self._top_k > 0,
+            entropy=self._entropy,
+            top_k=self._top_k,
+        )
+        logits, sums, entropies, top_ids, top = self._values(asked)
+        self.entropies = entropies[state_of]
+        self.top_ids = top_ids[state_of]
+        warm_top = top if asked.temperature is None else top / asked.temperature[:, None].to(top)
+        self.top_logprobs = (warm_top - sums[:, None])[state_of]
+        return logits, sums[state_of[whole]]
+
+    def _values(self, asked: _Asked) -> list[Tensor]:
+        post = _posts.get(self._model) or _Post.of(self._model.config.get_text_config())
+        row, values, logits = self._forward(asked, post)
+        if logits is not None and not post.makes(logits, row):
+            # A scale that the configuration does not name is seen in that row; the forward runs again, once per model.
+            post = post.fitted(logits, row)
+            row, values, logits = self._forward(asked, post)
+            if logits is None or not post.makes(logits, row):
+                raise UnsupportedModelError(
+                    f"{type(self._model).__name__} does more to the output of its head than to scale and cap it: take "
+                    "model(...).logits and rollout.algorithms.replay_logprobs"
+                )
+        _posts[self._model] = post
+        # FSDP gathers the parameters for the backward where it meets the model's output: every gradient passes there first.
+        start = (row if logits is None else logits).flatten()[:0].sum()
+        return [each + start.to(each) if each.is_floating_point() else each for each in values]
+
+    def _forward(self, asked: _Asked, post: _Post) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """The row of the head's output that the model got, the values read, and what the model made of the row."""
+        head = self._model.get_output_embeddings()
+        before, original, seen = vars(head).get("forward"), head.forward, []
+
+        def forward(hidden: Tensor) -> Tensor:
+            if is_rollout_forward():
+                ours: Tensor = original(hidden)
+                return ours
+            flat = hidden.flatten(0, -2)
+            lane = _Lane.of(head, original, flat)
+            row, *values = _Read.apply(lane, asked, post, flat[asked.states], *lane.parameters)  # type: ignore[no-untyped-call]
+            seen.append((row, values))
+            out: Tensor = row
+            return out
+
+        head.forward = forward
+        try:
+            logits = self._run(head)
+        finally:
+            if before is None:
+                del head.forward
+            else:
+                head.forward = before
+        if len(seen) != 1:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} ran its output embeddings {len(seen)} times in one forward, not once: take "
+                "model(...).logits and rollout.algorithms.replay_logprobs"
+            )
+        return *seen[0], logits
+
+
+def _language_model(model: nn.Module) -> Any:
+    """The model of transformers inside of its wrappers (DDP, FSDP, PEFT)."""
+    for module in model.modules():
+        if hasattr(type(module), "get_output_embeddings") and module.get_output_embeddings() is not None:  # type: ignore[operator]
+            return module
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has no output embeddings (get_output_embeddings): take model(...).logits and "
+        "rollout.algorithms.replay_logprobs"
+    )
+
+
+class _Post(NamedTuple):
+    """The function between the output of a head and the logits: cap * tanh(scale * output / cap)."""
+
+    scale: float
+    cap: float | None
+
+    @classmethod
+    def of(cls, config: Any) -> _Post:
+        scale = 1.0
+        for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
+            scale *= float(getattr(config, name, None) or 1.0)
+        scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        return cls(scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None))
+
+    def __call__(self, output: Tensor) -> Tensor:
+        """Logits, in place."""
+        if self.scale != 1.0:
+            output.mul_(self.scale)
+        return output if self.cap is None else output.div_(self.cap).tanh_().mul_(self.cap)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Derivative of the logits by the output."""
+        return self.scale if self.cap is None else (logits / self.cap).square_().neg_().add_(1).mul_(self.scale)
+
+    def makes(self, logits: Tensor, row: Tensor) -> bool:
+        """Whether the model made these logits of a row of output, up to rounding in their dtype."""
+        ours, theirs = self(row.detach().float().clone()), logits.detach().float()
+        most = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if theirs.numel() else 0.0
+        return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=0, atol=0.02 * most, equal_nan=True)
+
+    def fitted(self, logits: Tensor, row: Tensor) -> _Post:
+        """The same cap with the scale that the logits show."""
+        ours, theirs = row.detach().double(), logits.detach().double()
+        if ours.shape != theirs.shape:
+            return self
+        if self.cap is not None:
+            theirs = theirs.div(self.cap).atanh().mul(self.cap)
+        ratio = (theirs / ours)[ours.abs() > 0.1 * ours.abs().mean()]
+        return self._replace(scale=float(ratio.median()))
+
+
+_posts: WeakKeyDictionary[nn.Module, _Post] = WeakKeyDictionary()
+"""The scale and cap seen in each model."""
+
+
+class _Asked(NamedTuple):
+    """The numbers to read off the logits of U hidden states."""
+
+    states: Tensor
+    """int64 [U]: their places in the head's input."""
+    temperature: Tensor | None
+    """float64 [U]; None: 1."""
+    owners: Tensor
+    """int64 [E]: the state of each single logit."""
+    ids: Tensor
+    """int64 [E]."""
+    sums: bool
+    entropy: bool
+    top_k: int
+
+    def inside(self, tile: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """The single logits in a tile: their numbers, rows and columns."""
+        row, column = self.owners - rows.start, self.ids - columns.start
+        at = ((row >= 0) & (row < tile.shape[0]) & (column >= 0) & (column < tile.shape[1])).nonzero()[:, 0]
+        return at, row[at], column[at]
+
+    def tempered(self, values: Tensor, rows: slice) -> Tensor:
+        """Values [u, ...] / temperature, in place."""
+        if self.temperature is None:
+            return values
+        warm = self.temperature[rows].to(values.dtype)
+        return values.div_(warm if values.ndim == 1 else warm[:, None])
+
+
+class _Lane(NamedTuple):
+    """How a head computes."""
+
+    original: Callable[[Tensor], Tensor]
+    parameters: tuple[Tensor, ...]
+    """Those whose gradient the tiles make: of a linear head, weight and bias."""
+    linear: bool
+    autocast: torch.dtype | None
+    row: Tensor
+    """[1, 1, V]: the output of the first state."""
+    random: tuple[Any, ...]
+    """State of the random numbers, which dropout of an adapter draws a second time in the backward."""
+
+    @classmethod
+    def of(cls, head: nn.Module, original: Callable[[Tensor], Tensor], hidden: Tensor) -> _Lane:
+        device = hidden.device.type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        linear = getattr(original, "__func__", None) is nn.Linear.forward and type(head.weight) in (
+            Tensor,
+            nn.Parameter,
+        )
+        parameters = (head.weight, head.bias) if linear else (each for each in head.parameters() if each.requires_grad)
+        with torch.no_grad():
+            row = original(hidden[None, :1])
+        kept = tuple(each for each in parameters if isinstance(each, Tensor))
+        return cls(original, kept, linear, cast, row, (torch.get_rng_state(), *get_device_states(hidden)))
+
+    def tiles(self, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool] = ()) -> _Columns | _Rows:
+        """The tiles of the logits; `needed`: see `_Columns`."""
+        return (_Columns if self.linear else _Rows)(self, states, parameters, needed)
+
+
+class _Columns:
+    """Tiles of a linear head: all rows, some columns.
+
+    Args:
+        needed: whether the gradients of the states and of each parameter are; empty: none.
+    """
+
+    def __init__(self, lane: _Lane, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:
+        self._weight, self._bias = parameters[0], parameters[1] if len(parameters) > 1 else None
+        self._states = states.to(lane.autocast or self._weight.dtype)
+        # Every column of a parameter is in one tile, and every state in all of them.
+        self.gradients = [
+            torch.zeros_like(each, dtype=each.dtype if index else _wide(each)) if wanted else None
+            for index, (each, wanted) in enumerate(zip((states, *parameters), needed, strict=False))
+        ]
+
+    def __iter__(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        count, vocabulary = len(self._states), len(self._weight)
+        width = max(1, _elements(self._states) // max(1, count))
+        for start in range(0, vocabulary, width):
+            columns = slice(start, min(start + width, vocabulary))
+            output = self._states @ self._part(columns).T
+            if self._bias is not None:
+                output += self._bias[columns].to(output.dtype)
+            yield slice(0, count), columns, output.to(_wide(output))
+
+    def pull(self, rows: slice, columns: slice, gradient: Tensor) -> None:
+        """Add the gradients of the last tile."""
+        own = gradient.to(self._states.dtype)
+        of_states, of_weight, *of_bias = self.gradients
+        if of_states is not None:
+            of_states += own @ self._part(columns)
+        if of_weight is not None:
+            of_weight[columns] = own.T @ self._states
+        for each in of_bias:
+            if each is not None:
+                each[columns] = own.sum(0)
+
+    def _part(self, columns: slice) -> Tensor:
+        return self._weight[columns].to(self._states.dtype)
+
+
+class _Rows:
+    """Tiles of any head: some rows, all columns. The arguments of `_Columns`."""
+
+    def __init__(self, lane: _Lane, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:
+        self._lane, self._states, self._parameters, self._backward = lane, states, parameters, bool(needed)
+        self._part = self._output = states
+        self.gradients = [
+            torch.zeros_like(each) if wanted else None
+            for each, wanted in zip((states, *parameters), needed, strict=False)
+        ]
+
+    def __iter__(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        vocabulary, device, cast = self._lane.row.shape[-1], self._states.device.type, self._lane.autocast
+        size = max(1, _elements(self._states) // max(1, vocabulary))
+        random, devices, states = self._lane.random
+        with torch.random.fork_rng(devices, enabled=self._backward):
+            if self._backward:
+                torch.set_rng_state(random)
+                set_device_states(devices, states)
+            for start in range(0, len(self._states), size):
+                self._part = self._states[start : start + size].detach().requires_grad_(self._backward)
+                with torch.set_grad_enabled(self._backward), torch.autocast(device, cast, enabled=cast is not None):
+                    self._output = self._lane.original(self._part[None])[0]
+                rows = slice(start, start + len(self._part))
+                yield rows, slice(0, vocabulary), self._output.detach().to(_wide(self._output), copy=True)
+
+    def pull(self, rows: slice, columns: slice, gradient: Tensor) -> None:
+        """Add the gradients of the last tile."""
+        every = (self._part, *self._parameters)
+        wanted = [each for each, kept in zip(every, self.gradients, strict=True) if kept is not None]
+        found = iter(torch.autograd.grad(self._output, wanted, gradient.to(self._output.dtype)))
+        for index, kept in enumerate(self.gradients):
+            if kept is not None:
+                (kept if index else kept[rows]).add_(next(found))
+
+
+def _elements(states: Tensor) -> int:
+    return TILE_ELEMENTS.get(states.device.type, OTHER_TILE_ELEMENTS)
+
+
+def _wide(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+class _Read(torch.autograd.Function):
+    """Saves a log-sum-exp and an entropy per state."""
+
+    @staticmethod
+    def forward(ctx: Any, lane: _Lane, asked: _Asked, post: _Post, states: Tensor, *parameters: Tensor) -> Any:
+        kind = _wide(states)
+        single = states.new_zeros(len(asked.ids), dtype=kind)
+        # Sums over many tiles, which rounding must not reach.
+        sums = states.new_full((len(states),), -torch.inf, dtype=torch.float64)
+        entropies = torch.zeros_like(sums)
+        top = states.new_zeros(len(states), min(asked.top_k, lane.row.shape[-1]), dtype=kind)
+        top_ids = torch.zeros_like(top, dtype=torch.int64)
+        with _no_autocast(states):
+            for rows, columns, output in lane.tiles(states, parameters):
+                logits = post(output)
+                at, row, column = asked.inside(logits, rows, columns)
+                single[at] = logits[row, column].to(kind)
+                if asked.top_k:
+                    _keep_best(top, top_ids, rows, columns, logits)
+                if asked.sums:
+                    _add_tile(sums, entropies if asked.entropy else None, rows, asked.tempered(logits, rows))
+        sums, entropies = sums.to(kind), entropies.to(kind)
+        ctx.save_for_backward(states, sums, entropies, top_ids, *parameters)
+        ctx.lane, ctx.asked, ctx.post = lane, asked, post
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(top_ids)
+        return lane.row.clone(), single, sums, entropies, top_ids, top
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: Tensor | None) -> Any:
+        _, of_single, of_sums, of_entropies, _, of_top = given
+        states, sums, entropies, top_ids, *parameters = ctx.saved_tensors
+        asked, post = ctx.asked, ctx.post
+        if of_single is None:
+            of_single = sums.new_zeros(len(asked.ids))
+        if of_top is not None:
+            each = torch.arange(len(states), device=states.device).repeat_interleave(top_ids.shape[1])
+            asked = asked._replace(
+                owners=torch.cat([asked.owners, each]), ids=torch.cat([asked.ids, top_ids.flatten()])
+            )
+            of_single = torch.cat([of_single, of_top.flatten()])
+        by_sum, by_entropy = (
+            None if each is None else asked.tempered(each.clone(), slice(None)) for each in (of_sums, of_entropies)
+        )
+        with _no_autocast(states):
+            tiles = ctx.lane.tiles(states, parameters, ctx.needs_input_grad[3:])
+            for rows, columns, output in tiles:
+                logits = post(output)
+                slope = post.slope(logits)
+                at, row, column = asked.inside(logits, rows, columns)
+                if by_sum is None and by_entropy is None:
+                    gradient = logits.zero_()
+                else:
+                    gradient = asked.tempered(logits, rows).sub_(sums[rows, None]).exp_()
+                    spread = None
+                    if by_entropy is not None:
+                        spread = torch.special.entr(gradient).sub_(gradient * entropies[rows, None])
+                        spread.mul_(by_entropy[rows, None])
+                    gradient.mul_(0.0 if by_sum is None else by_sum[rows, None])
+                    if spread is not None:
+                        gradient.add_(spread)
+                gradient.index_put_((row, column), of_single[at].to(gradient.dtype), accumulate=True)
+                if isinstance(slope, Tensor) or slope != 1.0:
+                    gradient.mul_(slope)
+                tiles.pull(rows, columns, gradient)
+        of_states, *others = tiles.gradients
+        return None, None, None, None if of_states is None else of_states.to(states.dtype), *others
+
+
+def _no_autocast(states: Tensor) -> Any:
+    return torch.autocast(states.device.type, enabled=False)
+
+
+def _add_tile(sums: Tensor, entropies: Tensor | None, rows: slice, logits: Tensor) -> None:
+    """Add a tile to the log-sum-exps, and to the entropies, of its rows; the logits are overwritten."""
+    lowest = torch.finfo(logits.dtype).min
+    peak = logits.amax(1).clamp_(min=lowest)
+    weights = logits.sub_(peak[:, None]).exp_()
+    total = weights.sum(1)
+    before, own = sums[rows], peak.double() + total.double().log()
+    joint = torch.logaddexp(before, own)
+    if entropies is not None:
+        # The tile's entropy, that of the tiles before it, and that of the choice between the two.
+        inside = torch.special.entr(weights.div_(total.clamp(min=torch.finfo(total.dtype).tiny)[:, None])).sum(1)
+        share, rest = ((part - joint.clamp(min=lowest)).exp() for part in (own, before))
+        entropies[rows] = share * inside + rest * entropies[rows] + torch.special.entr(share) + torch.special.entr(rest)
+    sums[rows] = joint
+
+
+def _keep_best(top: Tensor, top_ids: Tensor, rows: slice, columns: slice, logits: Tensor) -> None:
+    """Merge the most likely tokens of a tile into those of the columns before it."""
+    k = top.shape[1]
+    found = logits.topk(min(k, logits.shape[1]))
+    known = min(k, columns.start)
+    values = torch.cat([top[rows, :known], found.values.to(top.dtype)], 1)
+    ids = torch.cat([top_ids[rows, :known], found.indices + columns.start], 1)
+    best = values.topk(min(k, values.shape[1]))
+    top[rows, : best.values.shape[1]] = best.values
+    top_ids[rows, : best.values.shape[1]] = ids.gather(1, best.indices)

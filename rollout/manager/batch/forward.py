@@ -1,0 +1,138 @@
+"""Log-probs and entropies of a batch's tokens in the trainer's own forward, with gradient; logits are never held."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollout.algorithms.replay import replay_logprobs
+from rollout.engine.training.head import LogitReader
+from rollout.manager.batch.columns import KeptSets, no_sets
+from rollout.requests.request import DynamicInferenceRequest
+from rollout.sampling_params import FILTERS, PENALTIES
+
+
+@dataclass(frozen=True, eq=False)
+class LogitScores:
+    """Numbers per token of a forward [N, T]; differentiable, and 0 on tokens that were not asked for."""
+
+    logprobs: Tensor
+    """float32 [N, T] (float64 of float64 hidden states)."""
+    entropies: Tensor | None = None
+    """[N, T] in nats, of softmax(logits / temperature) over the whole vocabulary. None: not asked for, as below."""
+    top_ids: Tensor | None = None
+    """int64 [N, T, k]: most likely tokens, the first one first."""
+    top_logprobs: Tensor | None = None
+    """[N, T, k], over the whole vocabulary."""
+
+    def at(self, places: Tensor, surplus: int = 0) -> LogitScores:
+        """Tokens [L] at flat places of [N, T], and zeros for a surplus."""
+
+        def flat(values: Tensor | None) -> Tensor | None:
+            if values is None:
+                return None
+            found = values.flatten(0, 1).index_select(0, places)
+            return torch.cat([found, found.new_zeros(surplus, *found.shape[1:])])
+
+        logprobs = flat(self.logprobs)
+        assert logprobs is not None
+        return LogitScores(logprobs, flat(self.entropies), flat(self.top_ids), flat(self.top_logprobs))
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Rows of a batch as a forward computes them."""
+
+    inputs: Mapping[str, Any]
+    """Keyword arguments of the forward."""
+    input_ids: Tensor
+    """int64 [N, T]."""
+    mask: Tensor
+    """bool [N, T]: tokens that are asked for."""
+    predictors: Tensor
+    """int64 [N, T]: the position of the forward, all of its rows end to end, that predicts each of them; any elsewhere."""
+
+
+def read_scores(
+    model: nn.Module,
+    part: Part,
+    shaping: Mapping[str, Any],
+    kept: KeptSets | None = None,
+    *,
+    hidden: Tensor | None = None,
+    entropy: bool = False,
+    top_k: int = 0,
+) -> LogitScores:
+    """Run the forward of a part and read its tokens.
+
+    Args:
+        shaping: keyword arguments of `rollout.algorithms.replay_logprobs`.
+        kept: sets of the part's tokens; None: any token could be drawn.
+        hidden: [..., H] the head's input, of a forward that has run already; None: the model runs.
+        entropy, top_k: also read these.
+    """
+
+    def run(head: nn.Module) -> Tensor | None:
+        if hidden is not None:
+            head(hidden)
+            return None
+        logits: Tensor = model(**part.inputs).logits
+        return logits
+
+    reader, mask = LogitReader(model, run, entropy=entropy, top_k=top_k), part.mask
+    logprobs = replay_logprobs(
+        reader, kept or no_sets(part.input_ids), part.input_ids, mask, predictors=part.predictors, **shaping
+    )
+    places = mask.flatten().nonzero()[:, 0]
+
+    def placed(values: Tensor) -> Tensor:
+        whole = values.new_zeros(mask.numel(), *values.shape[1:])
+        return whole.index_copy(0, places, values).view(*mask.shape, *values.shape[1:])
+
+    return LogitScores(
+        logprobs,
+        placed(reader.entropies) if entropy else None,
+        placed(reader.top_ids) if top_k else None,
+        placed(reader.top_logprobs) if top_k else None,
+    )
+
+
+def distribution(
+    requests: Sequence[DynamicInferenceRequest], kept: KeptSets | None, device: torch.device
+) -> tuple[dict[str, Any], KeptSets | None]:
+    """How `replay_logprobs` shapes the logits of rows to what `batch.logprobs` are log-probs of, and the rows' sets.
+
+    Raises:
+        ValueError: a request was truncated and has no kept tokens, so that its distribution is unknown.
+    """
+    params = [request.sampling_params for request in requests]
+    # Their log-probs are of the whole vocabulary.
+    unshaped = [one.logprobs_mode != "processed" for one in params]
+    for request, one, plain in zip(requests, params, unshaped, strict=True):
+        if one.truncated and not one.greedy and not plain and request.generated_kept_tokens is None:
+            raise ValueError(
+                f"request {request.request_id} sample {request.sample_index} was truncated "
+                f"({', '.join(one.shaping(FILTERS))}) and has no kept tokens: sample with "
+                "SamplingParams.return_kept_tokens=True, or pass temperature= for log-probs over the whole vocabulary"
+            )
+
+    def each(name: str, neutral: float, off: Sequence[bool]) -> float | Tensor:
+        values = [
+            neutral if plain else float(getattr(one, name) or neutral) for one, plain in zip(params, off, strict=True)
+        ]
+        first = values[0] if values else neutral
+        return first if values.count(first) == len(values) else torch.tensor(values, device=device)
+
+    biases = [None if plain else one.logit_bias for one, plain in zip(params, unshaped, strict=True)]
+    if kept is not None and any(unshaped):
+        kept = kept.without(torch.tensor(unshaped, device=device))
+    return {
+        "temperature": each("temperature", 1.0, [one.logprobs_mode == "raw" for one in params]),
+        "logit_bias": biases if any(biases) else None,
+        "prompt_lengths": torch.tensor([len(request.prompt_tokens) for request in requests], device=device),
+        **{name: each(name, off, unshaped) for name, off in PENALTIES.items()},
+    }, kept
