@@ -299,7 +299,7 @@ def main() -> None:
             versions = "–".join(map(str, sorted({version for each in transcripts for version in each.versions})))
             bar = "█" * round(10 * means[-1])
             print(f"{number:5}  {means[-1]:6.2f} {bar:10} {tokens:6}  {difference:.0e}  {versions:>7}  {said}")
-        server.stop()
+        server.close()
     fifth = max(1, len(means) // 5)
     first, last = sum(means[:fifth]) / fifth, sum(means[-fifth:]) / fifth
     print(f"\nreward, first fifth of the steps → last: {first:.2f} → {last:.2f}")

@@ -140,7 +140,7 @@ def main() -> None:
         finally:
             enough.set()
         visitor.result()
-        server.stop()
+        server.close()
     newest = [max(answer.versions) for answer in answers[::AT_ONCE]]
     assert newest == sorted(newest), "an answer came from older weights than the one before it"
     quarter = -(-len(answers) // 4)

@@ -184,7 +184,7 @@ def main() -> None:
         tokenizer.save_pretrained(folder)
         server = llm.serve(ServerConfig(port=0, served_model_name="policy"), blocking=False)
         asyncio.run(grpo(llm, Player(environment, server.url, Path(folder)), options))
-        server.stop()
+        server.close()
     print(f"{time.perf_counter() - started:.0f} s in all")
 
 

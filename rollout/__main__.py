@@ -123,7 +123,7 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
         with _stopped_by_signals(server):
             print(_summary(server.url, llm, options), flush=True)
             code = _wait(server)
-        llm.shutdown()
+        llm.close()
         if ranks is not None:
             ranks.close()
     except KeyboardInterrupt:
@@ -172,11 +172,11 @@ def _stopped_by_signals(server: Server) -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal begun
-        if begun or _runs(server.stop, frame):
+        if begun or _runs(server.close, frame):
             raise KeyboardInterrupt
         begun = True
         # In a thread: the interrupted code may hold a lock that stop() waits for.
-        threading.Thread(target=server.stop, daemon=True).start()
+        threading.Thread(target=server.close, daemon=True).start()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -318,7 +318,7 @@ def _serve_rank(arguments: Sequence[str]) -> NoReturn:
         place.join()
         llm = _llm(options, model, tokenizer)
         llm.wait_for_shutdown()
-        llm.shutdown()
+        llm.close()
     except RolloutError as exc:
         _say(f"rollout: rank {place.rank}: {_in_one_line(exc)}")
         _leave_at_once(FAILED)

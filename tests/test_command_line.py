@@ -369,7 +369,7 @@ class FakeLLM:
     def stats(self) -> dict[str, float]:
         return {"kv_blocks_total": 100, "kv_device_bytes": 3 * 2**20}
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         self.shut_down = True
 
 
@@ -558,7 +558,7 @@ from rollout import __main__ as command_line
 
 class Server:
     over = threading.Event()
-    def stop(self):
+    def close(self):
         self.over.set()
     def wait(self):
         self.over.wait(60)
@@ -580,7 +580,7 @@ import signal, threading
 from rollout import __main__ as command_line
 
 class Server:
-    def stop(self):
+    def close(self):
         if threading.current_thread() is threading.main_thread():
             signal.raise_signal(signal.SIGINT)
         threading.Event().wait(60)
@@ -589,7 +589,7 @@ server = Server()
 try:
     with command_line._stopped_by_signals(server):
         if {begun_by!r} == "wait":
-            server.stop()
+            server.close()
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 except KeyboardInterrupt:

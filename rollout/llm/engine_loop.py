@@ -41,7 +41,7 @@ SHUTDOWN_TIMEOUT_S = 30.0
 """Seconds for the step that runs when the loop is closed."""
 LOOK_S = 1.0
 """Polling interval for Ctrl-C while another rank of a group waits for the first rank's shutdown."""
-SHUT_DOWN = "the LLM was shut down: build another"
+CLOSED = "the LLM was closed: build another"
 
 
 class EngineLoop:
@@ -91,7 +91,7 @@ class EngineLoop:
     def refuse_when_over(self) -> None:
         self.engine.lifecycle.refuse_when_stopped()
         if self._closed:
-            raise EngineStateError(SHUT_DOWN)
+            raise EngineStateError(CLOSED)
         if self.over.done():
             raise EngineStateError("the engine's thread has ended") from self.over.exception()
 
@@ -140,7 +140,7 @@ class EngineLoop:
 
         with self._changed:
             if self._closed:
-                raise EngineStateError(SHUT_DOWN)
+                raise EngineStateError(CLOSED)
             if self.over.done():
                 aborted.set_result(0)
             else:

@@ -21,7 +21,7 @@ from rollout.errors import (
     RequestTimeoutError,
 )
 from rollout.llm.delivery import Listener
-from rollout.llm.requests import LLMRequests, Requests
+from rollout.llm.requests import LLMRequests
 from rollout.llm.service import JobRequests
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ SHORTEST_S = 0.001
 """Minimum of the `timeout_s` with which a request is submitted again."""
 _ENDS_AT = "ends_at"
 """Key in a request's options of the time at which its `timeout_s` is over, by the loop's clock."""
-_SHUT_DOWN = "the JobLLM was shut down: build another"
+_CLOSED = "the JobLLM was closed: build another"
 
 
 class JobLLM(LLMRequests):
@@ -65,7 +65,7 @@ class JobLLM(LLMRequests):
         except BaseException:
             loop.close()
             raise
-        super().__init__(manager.engine, loop, Requests(manager.engine, loop, self._beside))
+        super().__init__(manager.engine, loop, self._beside, direct=False)
 
     def serve(self, config: ServerConfig | None = None, *, blocking: bool = False) -> Server:
         """Serve like `LLM.serve`, in front of all ranks; by default it returns at once, and the training loop continues.
@@ -85,13 +85,13 @@ class JobLLM(LLMRequests):
         self.loop.refuse_inside("abort()")
         return self.service.abort(None if request_id is None else [request_id]).result()
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         """Stop the server and disconnect; open requests fail, the training job continues. Idempotent."""
         if self._beside.closed:
             return
-        self.loop.refuse_inside("shutdown()")
+        self.loop.refuse_inside("close()")
         if self._server is not None:
-            self._server.stop()
+            self._server.close()
         self._beside.close()
         self.loop.close()
 
@@ -99,7 +99,7 @@ class JobLLM(LLMRequests):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.shutdown()
+        self.close()
 
 
 class _BesideRequests(JobRequests):
@@ -119,7 +119,7 @@ class _BesideRequests(JobRequests):
         """Connect unless a client is connected; concurrent callers share one attempt and its failure.
 
         Raises:
-            EngineStateError: shut down, or the manager is closed.
+            EngineStateError: closed, or the manager is closed.
             DeadlineError, ConnectionLostError: the coordinator does not answer.
         """
         if self._client is None or self._client.lost is not None:
@@ -157,7 +157,7 @@ class _BesideRequests(JobRequests):
     def refuse_when_over(self) -> None:
         self.engine.lifecycle.refuse_when_stopped()
         if self._closed:
-            raise EngineStateError(_SHUT_DOWN)
+            raise EngineStateError(_CLOSED)
 
     def _open(
         self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, options: dict[str, Any]
@@ -186,9 +186,7 @@ class _BesideRequests(JobRequests):
         del self._opening[number]
         error: BaseException | None
         if task.cancelled():
-            error = (
-                EngineStateError(_SHUT_DOWN) if self._closed else RequestAbortedError("aborted by its caller", number)
-            )
+            error = EngineStateError(_CLOSED) if self._closed else RequestAbortedError("aborted by its caller", number)
         else:
             error = task.exception()
         if error is None:

@@ -35,7 +35,7 @@ from rollout.engine.weights.source import weights_of
 from rollout.errors import ConfigError, DeadlineError, EngineStateError
 from rollout.llm.control import LLMControl
 from rollout.llm.engine_loop import EngineLoop, FollowerLoop
-from rollout.llm.requests import LLMRequests, OnError, Params, Requests, Samples
+from rollout.llm.requests import LLMRequests, OnError, Params, Samples
 from rollout.llm.service import EngineService, options_of_coordinator
 from rollout.requests.prompt import Prompt
 from rollout.sampling_params import takes_options
@@ -86,7 +86,7 @@ class AsyncLLM(LLMRequests):
             raise
         self._control = LLMControl(engine, loop, gathering, self._service)
         direct = not isinstance(self._service, EngineService)
-        super().__init__(engine, loop, Requests(engine, loop, self._service, direct=direct, admit=self._control.admit))
+        super().__init__(engine, loop, self._service, direct=direct)
         # Threads that compute while the interpreter ends would crash it.
         self._at_exit = partial(_shut_down, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -98,7 +98,8 @@ class AsyncLLM(LLMRequests):
             with suppress(RuntimeError):
                 threading.Thread(target=_close, args=(service, self.loop), name="rollout-forgotten").start()
 
-    generate = called("_requests", Requests.generate)
+    def _admit(self, what: str) -> None:
+        self._control.admit(what)
 
     async def abort(self, request_id: int | None = None) -> int:
         """Abort one request, or all open ones (None); returns how many were open."""
@@ -194,10 +195,10 @@ class AsyncLLM(LLMRequests):
             name: shown in logs and in `rollout top`.
 
         Raises:
-            EngineStateError: direct mode, or shut down.
+            EngineStateError: direct mode, or closed.
         """
         if not isinstance(self._service, EngineService) or self._service.closed:
-            why = "it was shut down" if self._service.closed else "direct mode has no coordinator to connect to"
+            why = "it was closed" if self._service.closed else "direct mode has no coordinator to connect to"
             raise EngineStateError(f"client() of an LLM: {why}; build the LLM with use_coordinator=True")
         return self._service.member.coordinator.client(name, self.config.advanced.control_timeout_s)
 
@@ -222,7 +223,7 @@ class AsyncLLM(LLMRequests):
         return super().serve(config, blocking=blocking)
 
     async def wait_for_shutdown(self, timeout_s: float | None = None) -> None:
-        """Wait until this rank's engine has ended, by a `shutdown` here or on the primary rank.
+        """Wait until this rank's engine has ended, by a `close` here or on the primary rank.
 
         Raises:
             DeadlineError: it has not ended within `timeout_s`.
@@ -233,9 +234,11 @@ class AsyncLLM(LLMRequests):
         except TimeoutError as exc:
             raise _too_late(timeout_s) from exc
 
-    async def shutdown(self) -> None:
+    async def close(self) -> None:
         """Fail open requests and stop the engine; on the primary rank, every rank's engine. Idempotent."""
-        await asyncio.to_thread(self._shutdown)
+        await asyncio.to_thread(self._close)
+
+    shutdown = close
 
     async def __aenter__(self) -> Self:
         return self
@@ -243,12 +246,12 @@ class AsyncLLM(LLMRequests):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.shutdown()
+        await self.close()
 
-    def _shutdown(self) -> None:
-        self.loop.refuse_inside("shutdown()")
+    def _close(self) -> None:
+        self.loop.refuse_inside("close()")
         if self._server is not None:
-            self._server.stop()
+            self._server.close()
         _close(self._service, self.loop)
         with suppress(Exception):
             atexit.unregister(self._at_exit)
@@ -354,8 +357,10 @@ class LLM:
         except TimeoutError as exc:
             raise _too_late(timeout_s) from exc
 
-    def shutdown(self) -> None:
-        self._inner._shutdown()
+    def close(self) -> None:
+        self._inner._close()
+
+    shutdown = close
 
     def __enter__(self) -> Self:
         return self
@@ -363,7 +368,7 @@ class LLM:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.shutdown()
+        self.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:
@@ -402,7 +407,7 @@ def _close(service: EngineLoop | EngineService, loop: LoopThread) -> None:
 def _shut_down(llm: weakref.ref[AsyncLLM]) -> None:
     alive = llm()
     if alive is not None:
-        alive._shutdown()
+        alive._close()
 
 
 def _too_late(timeout_s: float | None) -> DeadlineError:

@@ -51,26 +51,23 @@ class Service(Protocol):
         """Abort these groups, or all (None); returns how many were open."""
 
 
-class Requests:
-    """Submits prompts to a service, and collects their samples.
+class LLMRequests:
+    """Requests to a service, properties of the engine, and HTTP in front of it: common to `AsyncLLM` and `JobLLM`.
 
-    Args:
-        engine: checks and tokenises prompts.
+    Attributes:
+        loop: the private event loop on its thread.
+        service: computes the requests.
         direct: whether there is no coordinator process.
-        admit: raises if a call of this name cannot be served now.
     """
 
-    def __init__(
-        self,
-        engine: DynamicInferenceEngine,
-        loop: LoopThread,
-        service: Service,
-        *,
-        direct: bool = False,
-        admit: Callable[[str], object] = lambda what: None,
-    ) -> None:
-        self._engine, self._loop, self.service, self.direct, self.admit = engine, loop, service, direct, admit
+    def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread, service: Service, *, direct: bool) -> None:
+        self.model, self.config, self.tokenizer = engine.model, engine.config, engine.controller.tokenizer
+        self._engine, self.loop, self.service, self.direct = engine, loop, service, direct
         self._numbers, self._calls = count(), count()
+        self._server: Server | None = None
+
+    def _admit(self, what: str) -> None:
+        """Raise if a call of this name cannot be served now."""
 
     @takes_options
     def submit(
@@ -105,7 +102,7 @@ class Requests:
             WeightsChangedError: weights changed without an announced update; checked only while no request runs.
             EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
         """
-        self.admit("submit")
+        self._admit("submit")
         (params,) = one_each(sampling_params, 1)
         options = self._options(priority, timeout_s, client)
         return self._submit(prompt, self._engine.check_request(prompt, params), params, options)
@@ -132,7 +129,7 @@ class Requests:
 
         Raises: as `submit`; the iteration raises what happens later.
         """
-        self.admit("stream")
+        self._admit("stream")
         (params,) = one_each(sampling_params, 1)
         options = self._options(priority, timeout_s, client)
         tokens = self._engine.check_request(prompt, params)
@@ -163,15 +160,15 @@ class Requests:
         return RequestFuture(
             next(self._numbers),
             partial(_abort, self.service),
-            loop=asyncio._get_running_loop() or self._loop.event_loop,
+            loop=asyncio._get_running_loop() or self.loop.event_loop,
             prompt=prompt if isinstance(prompt, str) else None,
-            refuse_to_block=partial(self._loop.refuse_inside, "result()"),
+            refuse_to_block=partial(self.loop.refuse_inside, "result()"),
         )
 
     def _submit_all(
         self, prompts: object, sampling_params: Params, priority: int, timeout_s: float | None
     ) -> tuple[list[tuple[RequestFuture, list[int], SamplingParams]], bool]:
-        self.admit("generate")
+        self._admit("generate")
         asked, single = normalized(self._engine.controller.unpadded(prompts, single=True))
         params = one_each(sampling_params, len(asked))
         tokens = [self._checked(position, *each) for position, each in enumerate(zip(asked, params, strict=True))]
@@ -235,25 +232,6 @@ class Requests:
             _raise_first(first, results)
         return results[0] if single and len(results) == 1 else results
 
-
-class LLMRequests:
-    """Common part of `AsyncLLM` and `JobLLM`: requests, properties of the engine, and HTTP in front of it.
-
-    Attributes:
-        loop: the private event loop on its thread.
-        service: computes the requests.
-        direct: whether there is no coordinator process.
-    """
-
-    def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread, requests: Requests) -> None:
-        self.model, self.config, self.tokenizer = engine.model, engine.config, engine.controller.tokenizer
-        self._engine, self.loop, self._requests = engine, loop, requests
-        self.service, self.direct = requests.service, requests.direct
-        self._server: Server | None = None
-
-    submit = called("_requests", Requests.submit)
-    stream = called("_requests", Requests.stream)
-
     @property
     def engine(self) -> DynamicInferenceEngine:
         """This rank's engine."""
@@ -294,7 +272,7 @@ class LLMRequests:
 
         Args:
             config: address, key, limits; None: loopback, port 8000.
-            blocking: wait until Ctrl-C or SIGTERM, then stop the server. False: return; see `Server.url`, `Server.stop()`.
+            blocking: wait until Ctrl-C or SIGTERM, then stop the server. False: return; see `Server.url`, `Server.close()`.
 
         Raises:
             RuntimeError: not the primary rank (without a coordinator every rank is: each serves its own engine, on its own
@@ -302,7 +280,7 @@ class LLMRequests:
             EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
             ConfigError: the address is in use or not this machine's, or a package for serving is not installed.
         """
-        self._requests.admit("serve")
+        self._admit("serve")
         self.refuse_when_over()
         try:
             from rollout.server.server import Server
@@ -312,7 +290,7 @@ class LLMRequests:
             ) from exc
         if self._server is not None and self._server.running:
             raise RuntimeError(
-                f"this LLM is served already, at {self._server.url}; stop that server first: server.stop()"
+                f"this LLM is served already, at {self._server.url}; stop that server first: server.close()"
             )
         try:
             self._server = Server(self, config).start()

@@ -34,7 +34,7 @@ from rollout.distributed.transport.keys import JobKeys
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, EngineStateError, RolloutError
 from rollout.llm.delivery import Listener
-from rollout.llm.engine_loop import SHUT_DOWN
+from rollout.llm.engine_loop import CLOSED
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
 from rollout.threads.loop_thread import LoopThread
@@ -76,7 +76,7 @@ class JobRequests:
     def refuse_when_over(self) -> None:
         self.engine.lifecycle.refuse_when_stopped()
         if self._closed:
-            raise EngineStateError(SHUT_DOWN)
+            raise EngineStateError(CLOSED)
         if self._client is not None and self._client.lost is not None:
             raise ConnectionLostError(str(self._client.lost), final=True)
 
@@ -95,7 +95,7 @@ class JobRequests:
             self.loop.call_soon(self._open, number, tokens, params, listener, options)
         except RuntimeError as exc:
             del self._groups[number]
-            raise EngineStateError(SHUT_DOWN) from exc
+            raise EngineStateError(CLOSED) from exc
 
     def _open(
         self, number: int, tokens: list[int], params: SamplingParams, listener: Listener,
@@ -146,7 +146,7 @@ class JobRequests:
         try:
             return self.loop.start(coroutine)
         except RuntimeError as exc:
-            raise EngineStateError(SHUT_DOWN) from exc
+            raise EngineStateError(CLOSED) from exc
 
     def _the_client(self) -> InferenceClient:
         if self._client is None:

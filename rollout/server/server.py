@@ -89,7 +89,7 @@ class Server:
                 raise
             return self
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Refuse new requests, give running ones `shutdown_grace_s` to finish, then abort them. Idempotent.
 
         Raises `RuntimeError` on the LLM's loop, which would deadlock.
@@ -120,7 +120,7 @@ class Server:
         await asyncio.wrap_future(life)
 
     def wait(self) -> None:
-        """Wait until the server has stopped; in the main thread, Ctrl-C or SIGTERM stop it as `stop` does.
+        """Wait until the server has stopped; in the main thread, Ctrl-C or SIGTERM stop it as `close` does.
 
         Raises `RuntimeError` on the LLM's loop, which would deadlock.
         """
@@ -132,7 +132,7 @@ class Server:
                 self._life.add_done_callback(lambda _: _ring(writer))
                 while reader.recv(1)[0] not in (*_STOPPING_SIGNALS, _ENDED):
                     pass
-            self.stop()
+            self.close()
         with suppress(CancelledError):
             self._life.result()
 
@@ -140,7 +140,7 @@ class Server:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.close()
 
 
 class _Uvicorn(uvicorn.Server):

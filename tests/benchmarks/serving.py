@@ -98,8 +98,8 @@ def measure(subject: Subject, streams: int, tokens: int, rounds: int) -> dict[st
                 if number:
                     rates[peer].append((came / (time.perf_counter() - start), work / came * 1e6))
         finally:
-            server.stop()
-            asyncio.run(llm.shutdown())
+            server.close()
+            asyncio.run(llm.close())
     return rates
 
 

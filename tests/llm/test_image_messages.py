@@ -232,4 +232,4 @@ def test_http_takes_images_by_data_url(llm: LLM, expected: list[int]) -> None:
             assert refused.json()["error"]["param"] == "messages[0].content[1]"
             assert "nothing is fetched" in refused.json()["error"]["message"]
     finally:
-        server.stop()
+        server.close()

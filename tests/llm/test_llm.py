@@ -255,8 +255,8 @@ def test_shutdown_fails_what_is_open_by_name_and_is_harmless_when_repeated() -> 
         llm = blocking()
         with gated(llm.engine):
             pending = llm.submit("abc", ENDLESS)
-            llm.shutdown()
-            llm.shutdown()
+            llm.close()
+            llm.close()
         with pytest.raises(ConnectionLostError, match="stopped"):
             pending.result(PATIENCE_S)
         for call in (lambda: llm.generate("abc"), lambda: llm.stream("abc")):

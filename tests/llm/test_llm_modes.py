@@ -82,7 +82,7 @@ def test_a_further_client_of_the_coordinator_asks_beside_the_llm() -> None:
             return [result[0].generated_tokens for result in results]
 
         assert asyncio.run(ask()) == 2 * [llm.generate([token_ids(5)], greedily(6))[0].generated_tokens]
-    with pytest.raises(EngineStateError, match="it was shut down"):
+    with pytest.raises(EngineStateError, match="it was closed"):
         llm.client()
     with LLM(shared_model("qwen3"), make_tokenizer(), options()) as llm:
         assert (llm.coordinator_address, llm.coordinator_keys) == (None, None)
@@ -125,7 +125,7 @@ def test_a_lost_coordinator_fails_what_is_open_and_the_next_call() -> None:
             pending.result(PATIENCE_S)
         with pytest.raises(ConnectionLostError):
             llm.generate("abc")
-        llm.shutdown()
+        llm.close()
 
 
 def test_a_folder_is_loaded_and_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_an_async_llm_with_a_coordinator_may_be_asked_on_its_private_loop() -> N
     with nothing_is_left():
         llm = AsyncLLM(shared_model("qwen3"), make_tokenizer(), options(), use_coordinator=True)
         flushed, state, version = llm.loop.run_sync(ask(llm), PATIENCE_S)
-        asyncio.run(llm.shutdown())
+        asyncio.run(llm.close())
     assert flushed > 0
     assert (state, version) == (EngineState.SUSPENDED, 1)
 

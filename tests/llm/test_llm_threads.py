@@ -34,7 +34,7 @@ def test_the_blocking_class_works_inside_a_running_loop_but_not_on_its_own() -> 
             with pytest.raises(RuntimeError, match="would wait for ever"):
                 llm.generate("abc")
             with pytest.raises(RuntimeError, match="would wait for ever"):
-                llm.shutdown()
+                llm.close()
             with pytest.raises(RuntimeError, match="would wait for ever"):
                 llm.wait_for_shutdown(1)
             with pytest.raises(RuntimeError, match="would wait for ever"):
@@ -129,7 +129,7 @@ def test_shutting_down_on_the_loop_while_another_thread_shuts_down_raises(monkey
 
         async def again() -> None:
             with pytest.raises(RuntimeError, match="would wait for ever"):
-                llm.shutdown()
+                llm.close()
 
         def meanwhile() -> None:
             llm.loop.run_sync(again(), 5)
@@ -156,7 +156,7 @@ def test_what_a_thread_waits_for_when_another_one_shuts_down_fails_by_name() -> 
     waiting = threading.Thread(target=wait, args=(llm,))
     waiting.start()
     assert began.wait(PATIENCE_S)
-    llm.shutdown()
+    llm.close()
     waiting.join(PATIENCE_S)
     assert [type(each) for each in failures] == [EngineStateError]
 
@@ -164,8 +164,8 @@ def test_what_a_thread_waits_for_when_another_one_shuts_down_fails_by_name() -> 
 def test_calls_after_the_end_name_it() -> None:
     async def ask() -> None:
         llm = asyncio_llm()
-        await llm.shutdown()
-        with pytest.raises(EngineStateError, match="the LLM was shut down"):
+        await llm.close()
+        with pytest.raises(EngineStateError, match="the LLM was closed"):
             await llm.abort()
         with pytest.raises(EngineStateError):
             await llm.generate("abc")
@@ -186,7 +186,7 @@ def test_a_new_version_does_not_keep_the_loop_waiting_for_a_step() -> None:
             async_llm.loop.run_sync(nothing(), 10)
         assert told.result(PATIENCE_S) == async_llm.policy_version == 1
     finally:
-        async_llm._shutdown()
+        async_llm._close()
 
 
 async def suspended(llm: AsyncLLM) -> None:

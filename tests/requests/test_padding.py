@@ -36,7 +36,7 @@ def manager(tokenizer):
 def llm(tokenizer):
     made = LLM(make_model("qwen3"), tokenizer)
     yield made
-    made.shutdown()
+    made.close()
 
 
 def padded(tokenizer: Any, side: str, **options: Any) -> BatchEncoding:

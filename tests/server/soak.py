@@ -73,7 +73,7 @@ def soak(streams: int, seconds: float) -> Ledger:
         finally:
             over.set()
             updater.join()
-            server.stop()
+            server.close()
         if llm.num_open or llm.context.allocator.num_used:
             ledger.problems.append(f"{llm.num_open} requests and {llm.context.allocator.num_used} blocks are left")
     return ledger

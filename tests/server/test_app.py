@@ -276,7 +276,7 @@ def test_stopping_on_the_loop_itself_raises_and_the_server_goes_on():
     with served() as (llm, server):
 
         async def stop() -> None:
-            for method in (server.stop, server.wait):
+            for method in (server.close, server.wait):
                 with pytest.raises(RuntimeError, match="would wait for ever"):
                     method()
 

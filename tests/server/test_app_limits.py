@@ -175,8 +175,8 @@ def test_a_server_starts_once_stops_twice_and_frees_its_port():
         port = int(server.url.rpartition(":")[2])
         with httpx.Client(base_url=server.url) as client:
             assert client.get("/health").status_code == 200
-            server.stop()
-            server.stop()
+            server.close()
+            server.close()
             assert not server.running
             with pytest.raises(httpx.TransportError):
                 client.get("/health")
@@ -201,7 +201,7 @@ def test_a_server_on_ipv6_has_a_url_too():
 
 def test_a_stopping_server_lets_requests_end_in_their_grace():
     with served(shutdown_grace_s=DEADLINE_S) as (llm, server), asked_held(llm, server) as client:
-        stopping = in_thread(server.stop)
+        stopping = in_thread(server.close)
         with pytest.raises(OSError):  # noqa: PT011 - refused or reset, as the system likes
             until_refused(server)
         llm.release()
@@ -218,7 +218,7 @@ def test_what_does_not_end_in_the_grace_is_aborted_and_told():
     ):
         assert stream.recv(65536)
         wait_for_requests(llm, 2)
-        server.stop()
+        server.close()
         assert {llm.aborted.get_nowait(), llm.aborted.get_nowait()} == {0, 1}
         answer = read_all(whole)
         assert answer.startswith(b"HTTP/1.1 503 ")
@@ -233,7 +233,7 @@ def test_a_loop_that_is_closed_takes_its_server_along():
     server = Server(llm, ServerConfig(port=0)).start()
     url = server.url
     llm.loop.close()
-    server.stop()
+    server.close()
     assert not server.running
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{url}/health")
