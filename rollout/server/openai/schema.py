@@ -56,6 +56,7 @@ def _kind_of_prompt(value: Any) -> str:
 
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+StopString = Annotated[str, Field(max_length=4096)]
 TokenText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 
 
@@ -169,7 +170,7 @@ class SamplingFields(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[TokenText, float], Field(max_length=MAX_BIASES)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     """Strings that end the sample. The text ends before the matched one."""
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS)
     include_stop_str_in_output: bool | None = None
