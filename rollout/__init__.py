@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # what a training loop uses
     from rollout.current import suspend as suspend
     from rollout.current import suspended as suspended
     from rollout.current import weights_updated as weights_updated
+    from rollout.engine.support import inspect as inspect
     from rollout.llm.llm import LLM as LLM
     from rollout.manager.batch.batch import RolloutBatch as RolloutBatch
     from rollout.manager.manager import RolloutManager as RolloutManager

@@ -31,7 +31,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rollout.config import __version__
-from rollout.errors import ConfigError, RolloutError, did_you_mean
+from rollout.errors import ConfigError, RolloutError, UnsupportedModelError, did_you_mean
 from rollout.observe.metric_table import binary_bytes, short_count
 
 if TYPE_CHECKING:
@@ -152,8 +152,15 @@ def _doctor(arguments: Sequence[str]) -> None:
     model, _ = _load(options.model_dir, None, options.dtype, options.device)
     from rollout.engine.engine import DynamicInferenceEngine
     from rollout.engine.parts.explain import decode_trial
+    from rollout.engine.support import inspect
 
-    engine = DynamicInferenceEngine(model, None, config)
+    try:
+        engine = DynamicInferenceEngine(model, None, config)
+    except UnsupportedModelError as exc:
+        print(inspect(model, config), flush=True)
+        raise UnsupportedModelError(
+            f"MODEL_DIR={options.model_dir!r}: the engine does not serve it; see above"
+        ) from exc
     explanation = engine.explain()
     if options.measure:
         trial = decode_trial(engine.generate, engine.controller.layout.vocab_size, explanation.kv)

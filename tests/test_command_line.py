@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from transformers import MptConfig, MptForCausalLM
 
 from rollout import __main__ as command_line
 from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig, __version__
@@ -626,4 +627,10 @@ def test_the_doctor_prints_a_page_or_json_and_takes_the_engines_options(folder, 
 def test_the_doctor_refuses_what_it_has_no_use_for_and_models_that_are_none(capsys, tmp_path):
     assert "--port: no such option" in refusal(capsys, "doctor", str(tmp_path), "--port", "1")
     assert "no config.json" in refusal(capsys, "doctor", str(tmp_path))
+    sizes = {"vocab_size": 97, "d_model": 48, "n_layers": 2, "n_heads": 4}
+    MptForCausalLM(MptConfig(**sizes)).save_pretrained(tmp_path)
+    assert command_line.main(["doctor", str(tmp_path), "--device", "cpu"]) != 0
+    shown = capsys.readouterr()
+    assert "MISSING  MptForCausalLM: 0 of 2 layers go through" in shown.out
+    assert "the engine does not serve it; see above" in shown.err
     assert "did you mean doctor?" in refusal(capsys, "docter")

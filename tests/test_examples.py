@@ -205,6 +205,14 @@ def test_the_ratio_of_the_first_step_is_one_also_where_sampling_is_truncated(
             assert 1 <= sizes.min() <= sizes.max() < 0.8 * len(tokenizer)
 
 
+def test_the_model_that_no_engine_knows_is_inspected_sampled_and_trained(nursery: Nursery, tmp_path: Path) -> None:
+    out = fork_example(nursery, "own_model", tmp_path, "--quick")
+    assert "MISSING" not in out
+    assert "served by: the module's own, because GatedModel is none of the families" in out
+    assert float(re.findall(r"largest difference of a log-prob (\S+)", out)[-1]) < 1e-5
+    assert float(re.findall(r"reward (\d\.\d+)", out)[-1]) > 0.6, out
+
+
 def test_values_that_ppo_samples_are_those_of_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     ppo, policy = map(importlib.import_module, ("ppo", "policy"))

@@ -8,8 +8,10 @@ their arguments.
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -133,55 +135,107 @@ class _Watcher:
         return out.transpose(1, 2).contiguous()
 
 
+class Examined(NamedTuple):
+    """What a model has of the things that the engine needs, a line each, and its layout if nothing is missing."""
+
+    layout: ModelLayout | None
+    present: list[str]
+    missing: list[str]
+    """Each with its cure."""
+    cause: BaseException | None = None
+    """Exception that the model raised."""
+
+
 def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> ModelLayout:
-    """Run `PROBE_TOKENS` tokens and read off the model's attention layers.
+    """Return the properties of a model that the engine serves; see `examine`.
+
+    Raises:
+        UnsupportedModelError: the model lacks something that the engine needs; names all of it, a line each.
+    """
+    found = examine(model, max_sequence_length)
+    if found.layout is not None:
+        return found.layout
+    head = f"{type(model).__name__} lacks {len(found.missing)} things that the engine needs"
+    raise UnsupportedModelError(
+        found.missing[0] if len(found.missing) == 1 else "\n- ".join([head, *found.missing])
+    ) from found.cause
+
+
+def examine(model: nn.Module, max_sequence_length: int | None = None) -> Examined:
+    """Run `PROBE_TOKENS` tokens, and read off the model's attention layers and what it lacks.
 
     Args:
         max_sequence_length: longest sequence; None: the model's own limit.
-
-    Raises:
-        UnsupportedModelError: names the layer and what it needs that the engine does not support.
     """
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(config, "_attn_implementation_internal"):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is no Hugging Face PreTrainedModel (it has no config with an attention "
-            "implementation); pass the model itself, not a wrapper"
-        )
+    name, present, missing = type(model).__name__, list[str](), list[str]()
+
+    def check(title: str, wrong: Iterable[str]) -> bool:
+        found = list(wrong)
+        missing.extend(found)
+        if not found:
+            present.append(title)
+        return not found
+
+    signature = check("forward: takes position_ids, logits_to_keep and keyword arguments", _arguments_missing(model))
+    if not check(f"{name}: a decoder of transformers with a configuration", _kind_missing(model)):
+        return Examined(None, present, missing)
+    if not check("weights: loaded, on one device", _weights_missing(model)):
+        return Examined(None, present, missing)
+    config: Any = model.config
     text_config = config.get_text_config()
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is an encoder-decoder; the engine serves decoder-only models"
-        )
-    if "diffusion" in str(getattr(config, "model_type", "")):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} makes whole blocks of tokens by denoising; the engine samples one token after the "
-            "other, each with the log-prob that it was drawn with"
-        )
-    _refuse_without_weights(model)
-    refuse_several_devices(model)
     recurrent = RecurrentLayers.of(model, text_config)
-    _refuse_unknown_layers(model, text_config, recurrent)
-    implementation = config._attn_implementation_internal
-    first = next(model.parameters())
+    check("layer_types: all are known", _layers_unknown(model, text_config, recurrent))
+    device = next(model.parameters()).device
     states = ProbedStates() if recurrent else None
-    watcher = _watch(model, first.device, {} if states is None else {recurrent.cache_argument: states})
+    cache = {} if states is None else {recurrent.cache_argument: states}
+    watcher, output, cause = _watch(model, device, cache) if signature else (_Watcher(), None, None)
+    if cause is not None:
+        missing.append(
+            f"{name}: module {_innermost(model, cause)!r} does not run with the engine's arguments "
+            f"({type(cause).__name__}: {cause}); the forward must take position_ids, logits_to_keep and keyword arguments "
+            "that reach its attention layers, and these must go through transformers' attention interface"
+        )
+    elif signature:
+        check("logits: of the positions that logits_to_keep names", _logits_missing(model, output))
     shapes = () if states is None else states.shapes
+    whole = output is not None
+    if not whole and not recurrent:
+        # Which layers go through the interface can be seen without the other arguments.
+        watcher, whole = _watch_ids_alone(model, device)
     names = {module: name for name, module in model.named_modules()}
-    _refuse_unwatched(model, text_config, watcher, names, shapes, recurrent)
-    for each in watcher.calls:
-        _refuse_arguments(names[each.module], each)
-    modules = [each.module for each in watcher.calls]
+    if whole:
+        what = f"{len(watcher.calls)} layers" + (f", and {len(shapes)} recurrent states" if shapes else "")
+        title = f"attention: {what} go through transformers' interfaces"
+        check(title, _attention_missing(model, text_config, watcher, names, shapes, recurrent))
+    check("attention: causal, with arguments that the engine knows", _arguments_unknown(names, watcher.calls))
     positions = getattr(text_config, "max_position_embeddings", None)
-    calls = tuple(each.asked for each in watcher.calls)
+    calls = [each.asked for each in watcher.calls]
     # FlashAttention gets the window as an argument and no mask.
-    if not str(implementation).startswith("flash"):
-        length = max_sequence_length or positions or DEFAULT_LENGTH
-        calls = tuple(_limited(names, watcher.calls, length, first.device))
+    if not str(config._attn_implementation_internal).startswith("flash"):
+        length, wrong = max_sequence_length or positions or DEFAULT_LENGTH, list[str]()
+        calls = _limited(names, watcher.calls, length, device, wrong)
+        check("masks: causal, in windows or chunks at most", wrong)
+    if missing:
+        return Examined(None, present, list(dict.fromkeys(missing)), cause)
+    layout = _layout(model, watcher, calls, shapes, recurrent, positions)
+    return Examined(layout, present, missing)
+
+
+def _layout(
+    model: nn.Module,
+    watcher: _Watcher,
+    calls: Sequence[AttentionCall],
+    shapes: Sequence[StateShape],
+    recurrent: RecurrentLayers,
+    positions: int | None,
+) -> ModelLayout:
+    first = next(model.parameters())
+    text_config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    modules = [each.module for each in watcher.calls]
     layers = {getattr(module, "layer_idx", None) for module in modules} | {each.key.layer for each in shapes}
     return ModelLayout(
         layers=tuple(each.shape for each in watcher.calls),
-        calls=calls,
+        calls=tuple(calls),
         layer_of={module: index for index, module in enumerate(modules)},
         mask_windows={
             each.module: call.window
@@ -198,35 +252,81 @@ def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> M
             f"{getattr(text_config, 'model_type', 'model')} of {len(layers) if shapes else len(modules)} layers, a width of "
             f"{getattr(text_config, 'hidden_size', None)} and {text_config.vocab_size} tokens"
         ),
-        states=shapes,
+        states=tuple(shapes),
         cache_argument=recurrent.cache_argument,
         continues=continues(model, first.device, shapes, recurrent.cache_argument),
     )
 
 
-def refuse_several_devices(model: nn.Module) -> None:
-    """Refuse a model whose parameters are on more than one device: its KV cache is on one.
+# --- what is missing --------------------------------------------------------------------------------------------------
 
-    Raises:
-        UnsupportedModelError: names two parameters and their devices.
-    """
+
+def _arguments_missing(model: nn.Module) -> Iterator[str]:
+    parameters = inspect.signature(model.forward).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return
+    name = type(model).__name__
+    for argument, use in (
+        ("position_ids", "rotate queries and keys by these positions: several sequences share one row"),
+        ("logits_to_keep", "compute logits at these positions alone: head(hidden[:, logits_to_keep])"),
+    ):
+        if argument not in parameters:
+            yield f"{name}.forward does not take {argument}: add it, and {use}"
+    yield f"{name}.forward does not take **kwargs: add it, and pass it on to every attention function"
+
+
+def _kind_missing(model: nn.Module) -> Iterator[str]:
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if not hasattr(config, "_attn_implementation_internal"):
+        yield (
+            f"{name} is no Hugging Face PreTrainedModel (it has no config with an attention implementation); pass the "
+            "model itself, not a wrapper, or derive the class from transformers.PreTrainedModel, with a PreTrainedConfig"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        yield f"{name} is an encoder-decoder; the engine serves decoder-only models"
+    if "diffusion" in str(getattr(config, "model_type", "")):
+        yield (
+            f"{name} makes whole blocks of tokens by denoising; the engine samples one token after the other, each with "
+            "the log-prob that it was drawn with"
+        )
+
+
+def _weights_missing(model: nn.Module) -> Iterator[str]:
+    name = next((name for name, each in model.named_parameters() if each.is_meta), None)
+    if name is not None:
+        yield (
+            f"{type(model).__name__}: {name} is on the meta device, which holds no weights; build the engine after they "
+            "are loaded (from_pretrained without device_map='meta', or to_empty() and load_state_dict())"
+        )
+    yield from devices_of(model)
+
+
+def devices_of(model: nn.Module) -> Iterator[str]:
+    """Say that the parameters are on more than one device, if they are: the KV cache is on one."""
     first: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
         first.setdefault(parameter.device, name)
     if len(first) > 1:
         (one, name), (other, other_name), *_ = first.items()
-        raise UnsupportedModelError(
+        yield (
             f"{type(model).__name__} is spread over devices ({name} on {one}, {other_name} on {other}; device_map?): load "
             "it on one device, or shard it by fully_shard"
         )
 
 
-def has_global_hooks() -> bool:
-    """Whether torch has hooks on every module's forward, so that only the module's own forward is correct."""
-    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+def _layers_unknown(model: nn.Module, config: Any, recurrent: RecurrentLayers) -> Iterator[str]:
+    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in LAYER_TYPES and index not in recurrent.stateful | recurrent.stateless:
+            yield (
+                f"{type(model).__name__} layer {index} is {kind!r}: the engine serves {', '.join(LAYER_TYPES)} layers, and "
+                f"recurrent ones behind the cache of transformers 5.21 or later (this is {transformers.__version__})"
+            )
 
 
-def _watch(model: nn.Module, device: torch.device, cache: Mapping[str, ProbedStates]) -> _Watcher:
+def _watch(
+    model: nn.Module, device: torch.device, cache: Mapping[str, ProbedStates]
+) -> tuple[_Watcher, Any, BaseException | None]:
+    """Run the engine's kind of forward; returns its output, or None and what it raised."""
     watcher = _Watcher()
     ids = torch.arange(PROBE_TOKENS, device=device)[None]
     keep = torch.tensor([PROBE_TOKENS - 1], device=device)
@@ -236,38 +336,104 @@ def _watch(model: nn.Module, device: torch.device, cache: Mapping[str, ProbedSta
         except torch.OutOfMemoryError:
             raise
         except (TypeError, AttributeError, ValueError, RuntimeError, LookupError, AssertionError) as exc:
-            _refuse_unseen(model, ids, cache)
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: module {_innermost(model, exc)!r} does not run with the engine's arguments "
-                f"({type(exc).__name__}: {exc}); the forward must take position_ids, logits_to_keep and keyword "
-                "arguments that reach its attention layers, and these must go through transformers' attention interface"
-            ) from exc
+            return watcher, None, exc
+    return watcher, output, None
+
+
+def _watch_ids_alone(model: nn.Module, device: torch.device) -> tuple[_Watcher, bool]:
+    """Run a forward of token ids without further arguments; returns whether it came to its end."""
+    watcher, done = _Watcher(), False
+    with Installation(model, implementation=PROBE).forward(), carried(watcher), suppress(Exception):
+        model(input_ids=torch.arange(PROBE_TOKENS, device=device)[None])
+        done = True
+    return watcher, done
+
+
+def _logits_missing(model: nn.Module, output: Any) -> Iterator[str]:
     logits = getattr(output, "logits", None)
     if logits is None or logits.ndim != 3 or logits.shape[1] != 1:
-        _refuse_unseen(model, ids, cache)
         shown = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
-        raise UnsupportedModelError(
+        yield (
             f"{type(model).__name__} gives {shown} where the last token's logits [1, 1, vocabulary] are wanted: it must "
             "be a causal language model with its head, as AutoModelForCausalLM.from_pretrained loads it, that honours "
             "logits_to_keep"
         )
-    return watcher
 
 
-def _refuse_unseen(model: nn.Module, ids: Tensor, cache: Mapping[str, ProbedStates]) -> None:
-    """Refuse a model that runs on token ids alone, and no layer of which goes through the attention interface."""
-    watcher = _Watcher()
-    with Installation(model, implementation=PROBE).forward(), carried(watcher):
-        try:
-            model(input_ids=ids)
-        except Exception:  # noqa: BLE001 - the caller tells of its own
-            return
-    if not watcher.calls and not cache:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: no layer of it goes through transformers' attention interface; layers that compute it "
-            "themselves (nn.TransformerEncoderLayer) are not supported: call ALL_ATTENTION_FUNCTIONS.get_interface() in "
-            "them, and take position_ids, logits_to_keep and **kwargs in the forward"
+def _attention_missing(
+    model: nn.Module,
+    config: Any,
+    watcher: _Watcher,
+    names: dict[nn.Module, str],
+    states: Sequence[StateShape],
+    recurrent: RecurrentLayers,
+) -> Iterator[str]:
+    modules, name = [each.module for each in watcher.calls], type(model).__name__
+    seen = set(modules)
+    if twice := next((module for module in modules if modules.count(module) > 1), None):
+        yield f"{name}: attention layer {names[twice]!r} runs twice in one forward; the engine keeps one KV per layer"
+    if watcher.lengths - {PROBE_TOKENS}:
+        yield (
+            f"{name}: attention sees {max(watcher.lengths)} positions for {PROBE_TOKENS} tokens, so the model prepends "
+            "positions (prompt tuning, prefix tuning); use an adapter inside the layers, such as LoRA"
         )
+    if states:
+        yield from recurrent.missing(model, seen, states)
+        return
+    expected = getattr(config, "num_hidden_layers", None)
+    if not modules or (expected is not None and len(seen) != expected):
+        yield (
+            f"{name}: {len(seen)} of {expected} layers go through transformers' attention interface "
+            f"(first seen: {names[modules[0]] if modules else 'none'!r}); layers that compute attention themselves "
+            "(nn.TransformerEncoderLayer) or keep other state are not supported: call "
+            "ALL_ATTENTION_FUNCTIONS.get_interface() in them"
+        )
+
+
+def _arguments_unknown(names: Mapping[nn.Module, str], calls: Iterable[_Call]) -> Iterator[str]:
+    for call in calls:
+        name, arguments, num_heads = names[call.module], call.arguments, call.asked.num_heads
+        if not getattr(call.module, "is_causal", True) or arguments.get("is_causal") is False:
+            yield f"attention layer {name!r} is bidirectional (is_causal=False); only causal is served"
+        for argument, value in arguments.items():
+            if argument == SINKS and isinstance(value, Tensor) and value.shape != (num_heads,):
+                yield (
+                    f"attention layer {name!r} passes {SINKS} of shape {tuple(value.shape)}; the engine serves one "
+                    f"attention sink per query head, [{num_heads}]"
+                )
+            if argument in HONOURED | HARMLESS | {"is_causal"} or value is None or value is False:
+                continue
+            shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            yield f"attention layer {name!r} passes {argument}={shown}, which the engine cannot honour"
+
+
+def _limited(
+    names: Mapping[nn.Module, str], calls: Sequence[_Call], length: int, device: torch.device, wrong: list[str]
+) -> list[AttentionCall]:
+    """The calls with the limits of their masks; without a mask, with the window that the layer passes."""
+    known: dict[MaskFunction, Limits] = {}
+    limited = []
+    for each in calls:
+        mask, asked = each.mask, each.asked
+        if mask is not None and mask not in known:
+            try:
+                known[mask] = limits_of(mask, length, device)
+            except OtherMask as exc:
+                known[mask] = Limits(asked.window)
+                wrong.append(
+                    f"attention layer {names[each.module]!r}: {exc}; the engine serves causal attention, also in a window "
+                    "or in chunks"
+                )
+        limits = Limits(asked.window) if mask is None else known[mask]
+        # A window of at least `length` equals no window.
+        same = (asked.window or length) >= length and (limits.window or length) >= length
+        limited.append(replace(asked, window=asked.window if same else limits.window, chunk=limits.chunk))
+    return limited
+
+
+def has_global_hooks() -> bool:
+    """Whether torch has hooks on every module's forward, so that only the module's own forward is correct."""
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
 def _innermost(model: nn.Module, exc: BaseException) -> str:
@@ -280,45 +446,6 @@ def _innermost(model: nn.Module, exc: BaseException) -> str:
             found = names.get(module) or found
         trace = trace.tb_next
     return found
-
-
-def _limited(
-    names: Mapping[nn.Module, str], calls: Sequence[_Call], length: int, device: torch.device
-) -> Iterator[AttentionCall]:
-    """The calls with the limits of their masks; without a mask, with the window that the layer passes."""
-    known: dict[MaskFunction, Limits] = {}
-    for each in calls:
-        mask, asked = each.mask, each.asked
-        if mask is not None and mask not in known:
-            try:
-                known[mask] = limits_of(mask, length, device)
-            except OtherMask as exc:
-                raise UnsupportedModelError(
-                    f"attention layer {names[each.module]!r}: {exc}; the engine serves causal attention, also in a window "
-                    "or in chunks"
-                ) from exc
-        limits = Limits(asked.window) if mask is None else known[mask]
-        # A window of at least `length` equals no window.
-        same = (asked.window or length) >= length and (limits.window or length) >= length
-        yield replace(asked, window=asked.window if same else limits.window, chunk=limits.chunk)
-
-
-def _refuse_without_weights(model: nn.Module) -> None:
-    name = next((name for name, each in model.named_parameters() if each.is_meta), None)
-    if name is not None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: {name} is on the meta device, which holds no weights; build the engine after they "
-            "are loaded (from_pretrained without device_map='meta', or to_empty() and load_state_dict())"
-        )
-
-
-def _refuse_unknown_layers(model: nn.Module, config: Any, recurrent: RecurrentLayers) -> None:
-    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in LAYER_TYPES and index not in recurrent.stateful | recurrent.stateless:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} layer {index} is {kind!r}: the engine serves {', '.join(LAYER_TYPES)} layers, and "
-                f"recurrent ones behind the cache of transformers 5.21 or later (this is {transformers.__version__})"
-            )
 
 
 def refuse_growing_rope(model: nn.Module, max_sequence_length: int) -> None:
@@ -374,56 +501,4 @@ def refuse_packed_temperature(model: nn.Module, longest: int) -> None:
             f"{type(model).__name__} scales queries by their place in a batch from {floor} on (attn_temperature_tuning); "
             f"a sequence or a step may have {longest} positions; set InferenceConfig.max_sequence_length and "
             f"max_tokens_per_step below {floor}, or attn_temperature_tuning=False in its configuration"
-        )
-
-
-def _refuse_unwatched(
-    model: nn.Module,
-    config: Any,
-    watcher: _Watcher,
-    names: dict[nn.Module, str],
-    states: Sequence[StateShape],
-    recurrent: RecurrentLayers,
-) -> None:
-    modules = [each.module for each in watcher.calls]
-    seen = set(modules)
-    if twice := next((module for module in seen if modules.count(module) > 1), None):
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: attention layer {names[twice]!r} runs twice in one forward; the engine keeps one KV "
-            "per layer"
-        )
-    if watcher.lengths - {PROBE_TOKENS}:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: attention sees {max(watcher.lengths)} positions for {PROBE_TOKENS} tokens, so the "
-            "model prepends positions (prompt tuning, prefix tuning); use an adapter inside the layers, such as LoRA"
-        )
-    if states:
-        recurrent.refuse_missing(model, seen, states)
-        return
-    expected = getattr(config, "num_hidden_layers", None)
-    if not modules or (expected is not None and len(seen) != expected):
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: {len(seen)} of {expected} layers go through transformers' attention interface "
-            f"(first seen: {names[modules[0]] if modules else 'none'!r}); layers that compute attention "
-            "themselves or keep other state (recurrent, convolutional) are not supported"
-        )
-
-
-def _refuse_arguments(name: str, call: _Call) -> None:
-    arguments, num_heads = call.arguments, call.asked.num_heads
-    if not getattr(call.module, "is_causal", True) or arguments.get("is_causal") is False:
-        raise UnsupportedModelError(
-            f"attention layer {name!r} is bidirectional (is_causal=False); only causal is served"
-        )
-    for argument, value in arguments.items():
-        if argument == SINKS and isinstance(value, Tensor) and value.shape != (num_heads,):
-            raise UnsupportedModelError(
-                f"attention layer {name!r} passes {SINKS} of shape {tuple(value.shape)}; the engine serves one attention "
-                f"sink per query head, [{num_heads}]"
-            )
-        if argument in HONOURED or argument in HARMLESS or argument == "is_causal" or value is None or value is False:
-            continue
-        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise UnsupportedModelError(
-            f"attention layer {name!r} passes {argument}={shown}, which the engine cannot honour"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from rollout.engine.memory.state_pool import StatePool, StateShape
 from rollout.engine.models.attention import Arguments, Installation, forward_with
 from rollout.engine.models.attention_masks import PROBE
 from rollout.engine.models.recurrent_states import StateRows
-from rollout.errors import UnsupportedModelError
 
 WITHOUT_STATE = ("mlp", "moe")
 """Types of layers to which the cache of transformers 5.21 and 5.22 gives a place for a state; later it is a `DummyLayer`."""
@@ -56,15 +55,12 @@ class RecurrentLayers:
     def __bool__(self) -> bool:
         return bool(self.stateful)
 
-    def refuse_missing(self, model: nn.Module, attention: Iterable[nn.Module], states: Sequence[StateShape]) -> None:
-        """Refuse a model with a layer whose attention or state a forward has not shown.
+    def missing(self, model: nn.Module, attention: Iterable[nn.Module], states: Sequence[StateShape]) -> Iterator[str]:
+        """Name layers whose attention or state a forward has not shown.
 
         Args:
             attention: the attention layers that were seen.
             states: the states that were seen.
-
-        Raises:
-            UnsupportedModelError: names the layer.
         """
         config = model.config.get_text_config()  # type: ignore[union-attr, operator]
         kept = {each.key.layer for each in states}
@@ -72,7 +68,7 @@ class RecurrentLayers:
         for index in range(config.num_hidden_layers):
             if (index in self.stateful and index not in kept) or (index not in seen and index not in self.stateless):
                 kind = (getattr(config, "layer_types", None) or {index: "?"})[index]
-                raise UnsupportedModelError(
+                yield (
                     f"{type(model).__name__} layer {index} ({kind}) goes neither through transformers' attention interface "
                     "nor through its cache's conv and recurrent states, so the engine cannot keep what it remembers"
                 )

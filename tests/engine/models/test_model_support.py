@@ -15,6 +15,7 @@ from transformers import cache_utils
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutput
 
+import rollout
 from rollout.config import Advanced, InferenceConfig
 from rollout.engine.build import step_tokens
 from rollout.engine.engine import DynamicInferenceEngine
@@ -363,10 +364,47 @@ class OfQwen(Own):
         return CausalLMOutput(logits=self.head(hidden[:, kept]))
 
 
-@pytest.mark.parametrize("kind", [OfTorch, OfTorchWithKwargs])
-def test_layers_of_torch_are_named_as_what_is_in_the_way(kind: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"no layer of it goes through .* attention interface.*Transformer"):
-        make_engine(kind(OwnConfig()))
+UNSEEN = "0 of 3 layers go through transformers' attention interface"
+
+
+@pytest.mark.parametrize(
+    ("make", "missing"),
+    [
+        (lambda: OfTorch(OwnConfig()), ["position_ids: add it", "logits_to_keep: add it", "**kwargs: add it", UNSEEN]),
+        (lambda: OfTorchWithKwargs(OwnConfig()), ["logits of shape (1, 4, 97)", UNSEEN]),
+        (lambda: nn.Linear(2, 2), ["position_ids", "logits_to_keep", "**kwargs", "no Hugging Face PreTrainedModel"]),
+        (lambda: changed(biased("alibi"), lambda layers: setattr(layers[2].self_attn, "is_causal", False)),
+         ["1.self_attn' passes position_bias='alibi'", "2.self_attn' is bidirectional"]),
+        (lambda: changed(lambda layers: setattr(layers[1], "mlp", Shifted(layers[1].mlp))), ["keeps state"]),
+        (lambda: make_model("qwen3"), []),
+    ],
+    ids=["torch", "torch with kwargs", "plain module", "two layers", "hidden state", "nothing"],
+)  # fmt: skip
+def test_everything_that_a_model_lacks_is_listed_and_construction_says_the_same(
+    make: Callable[[], nn.Module], missing: list[str]
+) -> None:
+    model = make()
+    found = rollout.inspect(model)
+    assert bool(found) is (not missing)
+    for line, wanted in zip(found.missing, missing, strict=True):
+        assert wanted in line
+    assert [line.split()[0] for line in str(found).splitlines()] == ["present"] * len(found.present) + [
+        "MISSING"
+    ] * len(missing)
+    if missing:
+        with pytest.raises(UnsupportedModelError) as refused:
+            build(model)
+        assert all(line in str(refused.value) for line in found.missing)
+    else:
+        assert "numbers: a forward in chunks equals the model's own" in found.present
+        assert found.present[-1] == "served by: fused"
+
+
+def changed(*changes: Callable[[Any], object]) -> hf.PreTrainedModel:
+    model = make_model("qwen3")
+    for change in changes:
+        change(model.model.layers)
+    return model
 
 
 def test_a_model_without_get_input_embeddings_is_served() -> None:
