@@ -14,11 +14,11 @@ from rollout.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class Support:
-    """What a model has of the things that the engine needs. `str()`: a line each; `bool()`: nothing is missing."""
+    """Things that the engine needs of a model. `str()`: a line each; `bool()`: nothing is missing."""
 
     present: tuple[str, ...]
     missing: tuple[str, ...]
-    """What construction refuses, each with its cure."""
+    """The reasons for which construction raises, each with its cure."""
 
     def __bool__(self) -> bool:
         return not self.missing

@@ -136,7 +136,7 @@ class _Watcher:
 
 
 class Examined(NamedTuple):
-    """What a model has of the things that the engine needs, a line each, and its layout if nothing is missing."""
+    """Things that the engine needs, a line each as present or missing, and the layout of a model that has them all."""
 
     layout: ModelLayout | None
     present: list[str]
