@@ -16,8 +16,8 @@ from rollout.distributed.job.meeting import Gathering
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import DeadlineError
 from rollout.manager.backend import Backend
+from rollout.manager.episodes.samples import OpenSamples
 from rollout.manager.groups import GroupJournal, GroupLedger
-from rollout.manager.open_samples import OpenSamples
 from rollout.manager.telemetry import RolloutMetrics
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest

@@ -30,38 +30,28 @@ def trace(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
         EngineStateError: a trace is being recorded already.
         ConfigError: the folder does not exist, or the file cannot be written.
     """
-    return _own(_own_path(Path(path)))
+    return traced(_own_path(Path(path)), None)
 
 
 @contextmanager
-def _own(path: Path) -> Iterator[Path]:
-    recorder = start(_checked(path))
-    try:
-        yield path
-    finally:
-        stop(recorder)
-        write(timeline(recorder, _torch_rank() or 0), path)
-
-
-@contextmanager
-def traced(path: str | os.PathLike[str], gather: Callable[[str, bytes], list[bytes] | None]) -> Iterator[Path]:
-    """See `RolloutManager.trace`; `gather` as a manager's `Backend` has it."""
+def traced(path: str | os.PathLike[str], gather: Callable[[str, bytes], list[bytes] | None] | None) -> Iterator[Path]:
+    """See `RolloutManager.trace`; `gather` as a manager's `Backend` has it. None: the path is this rank's own."""
     target = Path(path)
-    own, together = _own_path(target), False
+    own = target if gather is None else _own_path(target)
+    every: list[bytes] | None = []
     recorder = start(_checked(target))
     try:
         yield target
-        stop(recorder)
-        every = gather("trace", zlib.compress(json.dumps(timeline(recorder, _torch_rank() or 0)).encode(), 1))
-        together = True
+        if gather is not None:
+            stop(recorder)
+            every = gather("trace", zlib.compress(json.dumps(timeline(recorder, _torch_rank() or 0)).encode(), 1))
     finally:
         stop(recorder)
-        # After an exception the other ranks may not come to the end of their block.
-        if not together:
+        # Without a coordinator the ranks have nothing of each other; after an exception they may not come to their end.
+        if every is not None and len(every) < 2:
             write(timeline(recorder, _torch_rank() or 0), own)
-    if every is not None:
-        # Without a coordinator the ranks know nothing of each other.
-        write(merged([json.loads(zlib.decompress(each)) for each in every]), target if len(every) > 1 else own)
+    if every is not None and len(every) > 1:
+        write(merged([json.loads(zlib.decompress(each)) for each in every]), target)
 
 
 def of_rank(path: Path, rank: int) -> Path:

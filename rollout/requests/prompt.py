@@ -181,7 +181,6 @@ def _plain(items: list[Any], kind: str | None) -> Prompt:
 # --- chat messages --------------------------------------------------------------------------------------------------------
 
 Message = dict[str, Any]
-Tools = Sequence[Mapping[str, Any]]
 
 SHOWN = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """Keys of an HTTP message that are passed to the template."""
@@ -222,18 +221,6 @@ def known_roles(messages: list[Message], template: str) -> list[Message]:
     if "developer" in template:
         return messages
     return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
-
-
-def check_tools(tools: Tools | None) -> None:
-    """Check that every tool is a function with a name.
-
-    Raises:
-        InvalidRequestError: a tool is not.
-    """
-    for index, tool in enumerate(tools or ()):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise InvalidRequestError(f"tools[{index}]={tool!r:.80}: must be an object with a function that has a name")
 
 
 def _message(

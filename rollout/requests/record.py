@@ -23,13 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import SerializationError
-from rollout.requests.codec import FLOAT, OPAQUE, STR, Codec, decode_fields, encode_fields, list_of, optional, refuse
-from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
+from rollout.requests.codec import FLOAT, STR, decode_fields, encode_fields, list_of, optional
+from rollout.requests.request import REQUEST, DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
 from rollout.requests.token_columns import KeptTokens, Routes
 from rollout.state import Status
-
-_KINDS = {kind.__name__: kind for kind in (DynamicInferenceRequest, VLMInferenceRequest)}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -290,19 +288,8 @@ def set_routes(segments: Sequence[DynamicInferenceRequest], routes: Routes) -> N
     segments[-1].routing_indices = routes[start:]
 
 
-def _encode_segment(segment: DynamicInferenceRequest) -> dict[str, Any]:
-    return {"kind": type(segment).__name__, "request": segment.serialize()}
-
-
-def _decode_segment(plain: Any) -> DynamicInferenceRequest:
-    decoded = decode_fields("segment", plain, {"kind": STR, "request": OPAQUE})
-    if decoded["kind"] not in _KINDS:
-        refuse("segment.kind", decoded["kind"], f"one of {', '.join(_KINDS)}")
-    return _KINDS[decoded["kind"]].deserialize(decoded["request"])
-
-
 _WIRE = {
-    "segments": list_of(Codec(_encode_segment, _decode_segment)),
+    "segments": list_of(REQUEST),
     "latency": optional(FLOAT),
     "completion_text": optional(STR),
 }

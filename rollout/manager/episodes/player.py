@@ -24,8 +24,8 @@ from weakref import finalize
 from rollout.errors import EngineStateError
 from rollout.manager.episodes.environment import BrokenEnvironmentError, Play
 from rollout.manager.episodes.episode import Check, Episode, EpisodeGroup
+from rollout.manager.episodes.samples import OpenSamples
 from rollout.manager.episodes.saved import SavedEpisode, SavedGroup
-from rollout.manager.open_samples import OpenSamples
 from rollout.observe.recorder import EngineTap
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest

@@ -1,4 +1,4 @@
-"""Completions that are asked for one at a time from any thread, and computed by the thread that steps the engine.
+"""Completions that environments ask for one at a time, and the thread that steps the engine computes.
 
 Always true: every completion that was opened ends once, with its request or with an error, unless its caller has
 cancelled it; what happens to one touches no other.
