@@ -74,11 +74,11 @@ if TYPE_CHECKING:  # further public names
     from rollout.observe.run_log import RunLog as RunLog
     from rollout.observe.traces import trace as trace
     from rollout.requests.request import DynamicInferenceRequest as DynamicInferenceRequest
+    from rollout.sampling_params import StructuredOutput as StructuredOutput
     from rollout.state import EngineState as EngineState
     from rollout.state import FinishReason as FinishReason
     from rollout.state import KVCacheManagementMode as KVCacheManagementMode
     from rollout.state import StalenessPolicy as StalenessPolicy
-    from rollout.structured_output import StructuredOutput as StructuredOutput
 
 if TYPE_CHECKING:  # results, and parts of the engine and of a job, for tests and for ports of other engines
     from rollout.distributed.client.futures import Delta as Delta

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = [
     ["rollout.errors"],
-    ["rollout.state", "rollout.structured_output", "rollout.threads"],
+    ["rollout.state", "rollout.threads"],
     ["rollout.config", "rollout.sampling_params"],
     ["rollout.flags", "rollout.requests", "rollout.engine.blocks"],
     ["rollout.observe"],
@@ -54,7 +54,7 @@ LAYER_OF = {folder: level for level, folders in enumerate(LAYERS) for folder in 
 
 TORCH_FREE = [
     "rollout.errors", "rollout.state", "rollout.config", "rollout.sampling_params",
-    "rollout.structured_output", "rollout.threads", "rollout.flags", "rollout.requests", "rollout.journal",
+    "rollout.threads", "rollout.flags", "rollout.requests", "rollout.journal",
     "rollout.observe", "rollout.engine.blocks", "rollout.engine.scheduling", "rollout.distributed.protocol",
     "rollout.distributed.transport", "rollout.distributed.client", "rollout.distributed.coordinator", "rollout.__main__",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollout import ConfigError
-from rollout.manager.scoring import MOST_DISCARDED
+from rollout.manager.rounds import MOST_DISCARDED
 
 
 @dataclass(frozen=True)

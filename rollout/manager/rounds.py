@@ -6,6 +6,7 @@ optimizer hook until the next `generate`. What a caller stopped explicitly stays
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeVar
@@ -28,6 +29,8 @@ from rollout.state import EngineState, KVCacheManagementMode, Mode
 from rollout.threads.interrupts import interrupt_deferred
 
 OnError = Literal["raise", "mask"]
+MOST_DISCARDED = 4
+"""A call discards at most this many times the groups it returns, if `max_discarded` is None."""
 Batch = TypeVar("Batch", bound=RolloutBatch)
 
 
@@ -322,6 +325,19 @@ def check_on_error(on_error: str) -> None:
     """Raises: ConfigError: not a value of `OnError`."""
     if on_error not in ("raise", "mask"):
         raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'mask'")
+
+
+def most_discarded(groups: int | None, asked: int | None) -> float:
+    """How many groups a call may discard: `asked`, or four times the groups it returns.
+
+    Raises:
+        ConfigError: `asked` is neither None nor an integer of at least 0.
+    """
+    if asked is None:
+        return math.inf if groups is None else MOST_DISCARDED * groups
+    if type(asked) is not int or asked < 0:
+        raise ConfigError(f"max_discarded={asked!r}: must be None or an integer of at least 0")
+    return asked
 
 
 def _pad_token_id(*owners: Any) -> int:

@@ -23,8 +23,7 @@ from rollout.manager.episodes.environment import (
 )
 from rollout.manager.episodes.episode import Episode
 from rollout.manager.episodes.player import EpisodePlayer
-from rollout.manager.rounds import OnError, Rounds, check_on_error
-from rollout.manager.scoring import most_discarded
+from rollout.manager.rounds import OnError, Rounds, check_on_error, most_discarded
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams, one_each, takes_options, warn_of_equal_samples

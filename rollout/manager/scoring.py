@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,14 +16,11 @@ from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.episodes.environment import check_call
 from rollout.manager.generation import Generation, prompts_of, submit
 from rollout.manager.groups import GroupLedger
-from rollout.manager.rounds import OnError, Rounds, check_on_error
+from rollout.manager.rounds import OnError, Rounds, check_on_error, most_discarded
 from rollout.observe.recorder import span
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams, one_each, takes_options
-
-MOST_DISCARDED = 4
-"""A call discards at most this many times the groups it returns, if `max_discarded` is None."""
 
 
 class Scored(Protocol):
@@ -42,19 +38,6 @@ class Scored(Protocol):
 def rewards_differ(group: Sequence[Scored]) -> bool:
     """Whether a group teaches GRPO anything: what did not fail in it has different rewards. For `keep=`."""
     return len({each.reward for each in group if each.error is None}) > 1
-
-
-def most_discarded(groups: int | None, asked: int | None) -> float:
-    """How many groups a call may discard: `asked`, or four times the groups it returns.
-
-    Raises:
-        ConfigError: `asked` is neither None nor an integer of at least 0.
-    """
-    if asked is None:
-        return math.inf if groups is None else MOST_DISCARDED * groups
-    if type(asked) is not int or asked < 0:
-        raise ConfigError(f"max_discarded={asked!r}: must be None or an integer of at least 0")
-    return asked
 
 
 Reward = Callable[[Sequence[DynamicInferenceRequest]], Sequence[float] | Tensor]

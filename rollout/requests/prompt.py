@@ -181,6 +181,7 @@ def _plain(items: list[Any], kind: str | None) -> Prompt:
 # --- chat messages --------------------------------------------------------------------------------------------------------
 
 Message = dict[str, Any]
+Tools = Sequence[Mapping[str, Any]]
 
 SHOWN = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """Keys of an HTTP message that are passed to the template."""

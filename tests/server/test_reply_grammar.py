@@ -8,10 +8,10 @@ import pytest
 
 from rollout.engine.sampling.constraints import Constraints
 from rollout.errors import InvalidRequestError
+from rollout.sampling_params import StructuredOutput
 from rollout.server.chat_template.reply_grammar import reply_constraint
 from rollout.server.chat_template.reply_parser import ToolCallParser
 from rollout.server.chat_template.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat
-from rollout.structured_output import StructuredOutput
 from tests.server.chat_templates import byte_level
 from tests.server.test_tool_calls import ARGUMENTS, BLOCKS
 

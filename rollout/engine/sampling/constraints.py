@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rollout.errors import InvalidRequestError
 from rollout.requests.detokenizer import TokenBytes
-from rollout.structured_output import StructuredOutput, json_rule
+from rollout.sampling_params import StructuredOutput, json_rule
 
 KEPT = 128
 """Number of compiled constraints kept for later requests."""

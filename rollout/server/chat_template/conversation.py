@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from rollout.errors import InvalidRequestError
 from rollout.requests.prompt import SHOWN, Message, MessageImage, Tools, known_roles, plain_messages
+from rollout.sampling_params import StructuredOutput
 from rollout.server.chat_template.earlier_ids import (
     EarlierReplies,
     EarlierReply,
@@ -29,7 +30,6 @@ from rollout.server.chat_template.prompt_ids import PromptTokenizer, Stop
 from rollout.server.chat_template.reply_grammar import reply_constraint
 from rollout.server.chat_template.reply_parser import ToolCallParser, marks_reasoning, opens_reasoning, parser_for
 from rollout.server.chat_template.tool_formats import format_of
-from rollout.structured_output import StructuredOutput
 
 ToolChoice = str | Mapping[str, Any]
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rollout.errors import ConfigError, InvalidRequestError
+from rollout.sampling_params import MAX_CHARACTERS, StructuredOutput, json_rule
 from rollout.server.chat_template.reply_parser import CLOSE, OPEN
 from rollout.server.chat_template.tool_formats import HERMES, ToolFormat
-from rollout.structured_output import MAX_CHARACTERS, StructuredOutput, json_rule
 
 Tools = Sequence[Mapping[str, Any]]
 

@@ -22,10 +22,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rollout.errors import ConfigError
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import SamplingParams, StructuredOutput
 from rollout.server.bodies import Body
 from rollout.server.errors import bad_request, describe
-from rollout.structured_output import StructuredOutput
 
 MAX_N = 128
 """Maximum samples per prompt."""

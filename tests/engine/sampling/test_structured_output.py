@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from rollout.errors import ConfigError, InvalidRequestError
-from rollout.sampling_params import SamplingParams
+from rollout.sampling_params import MAX_CHARACTERS, SamplingParams, StructuredOutput
 from rollout.state import FinishReason
-from rollout.structured_output import MAX_CHARACTERS, StructuredOutput
 from tests.engines import finish, make_engine, pass_suspended, steps
 from tests.models import make_model, make_tokenizer
 from tests.server.chat_templates import byte_level, sentencepiece
