@@ -31,8 +31,8 @@ PROMPTS = [[5, 6, 7], [8, 9]]
 BRIEF = SamplingParams(max_tokens=2)
 
 
-@pytest.fixture
-def world(tmp_path) -> Iterator[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Iterator[dict[str, Any]]:
     """What a script has at hand: the names that mistakes and cures use."""
     model, tokenizer = make_model("qwen3"), make_tokenizer()
     manager = make_rollout(model, tokenizer)
@@ -44,7 +44,8 @@ def world(tmp_path) -> Iterator[dict[str, Any]]:
         "GenerationConfig": GenerationConfig, "AutoModelForCausalLM": AutoModelForCausalLM, "AutoTokenizer": AutoTokenizer,
         "config": InferenceConfig(kv_cache_blocks=64), "settings": {"kv_cache_blocks": 64}, "attach": optimizer_hook.attach,
         "attach_tree": tree_hook.attach,
-        "accelerate_attach": accelerate_hook.attach, "torch": torch, "folder": tmp_path / "nowhere", "update": update,
+        "accelerate_attach": accelerate_hook.attach, "torch": torch, "folder": tmp_path_factory.mktemp("empty") / "nowhere",
+        "update": update,
         "message": {"role": "user", "content": "abc"},
     }  # fmt: skip
     with warnings.catch_warnings():
@@ -143,8 +144,8 @@ def test_the_end_of_a_text_that_tokenizer_and_model_do_not_share_is_logged(caplo
     assert "the tokenizer's end-of-sequence token 'a' (68) is not among the model's [2]" in record.message
 
 
-def test_a_manager_shows_its_state_and_max_tokens_that_do_not_fit_are_warned_of(world):
-    manager = world["manager"]
+def test_a_manager_shows_its_state_and_max_tokens_that_do_not_fit_are_warned_of():
+    manager = make_rollout(make_model("qwen3"), make_tokenizer())
     assert repr(manager).startswith("RolloutManager(Qwen3ForCausalLM on cpu, running, policy version 0, 0 groups and 0")
     with pytest.warns(
         UserWarning, match=r"max_tokens=9999 is clamped to 509: .*SamplingParams\(max_tokens=509\)"

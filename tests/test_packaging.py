@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import io
-import os
 import re
 import shutil
 import subprocess
@@ -117,49 +115,6 @@ def test_every_module_parses_as_the_oldest_supported_python():
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
             ast.parse(path.read_text(encoding="utf-8"), str(path), feature_version=oldest)
-
-
-def test_the_version_is_that_of_the_latest_tag_and_the_commits_since(tmp_path):
-    """Without a tag, as in a shallow clone, and in an archive of git, the tree can still be installed."""
-    pytest.importorskip("setuptools_scm")
-    if shutil.which("git") is None:
-        pytest.skip("no git")
-    for name in ("pyproject.toml", ".gitattributes", ".git_archival.txt"):
-        shutil.copy(ROOT / name, tmp_path)
-    nobody = {
-        "GIT_AUTHOR_NAME": "a",
-        "GIT_AUTHOR_EMAIL": "a@b",
-        "GIT_COMMITTER_NAME": "a",
-        "GIT_COMMITTER_EMAIL": "a@b",
-    }
-    environment = {each: value for each, value in os.environ.items() if not each.startswith(("GIT_", "SETUPTOOLS_SCM"))}
-
-    def run(*command: str, folder: Path = tmp_path) -> str:
-        return subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=120, check=True, env=environment | nobody
-        ).stdout.strip()
-
-    def exported(commit: str) -> Path:
-        """The files of an archive, as hosts of git offer it for download."""
-        command = ["git", "archive", commit]
-        made = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120, check=True).stdout
-        with tarfile.open(fileobj=io.BytesIO(made)) as archive:
-            archive.extractall(tmp_path / commit, filter="data")
-        return tmp_path / commit
-
-    def version(folder: Path = tmp_path) -> str:
-        return run(sys.executable, "-m", "setuptools_scm", folder=folder)
-
-    run("git", "init", "-q")
-    run("git", "add", ".")
-    run("git", "commit", "-qm", "one")
-    assert re.fullmatch(r"0\.1\.dev\d+\+g[0-9a-f]+", version())
-    assert version(exported("HEAD")) == FALLBACK
-    run("git", "tag", "v1.2.3")
-    assert version() == "1.2.3"
-    run("git", "commit", "-qm", "two", "--allow-empty")
-    assert re.fullmatch(r"1\.2\.4\.dev1\+g[0-9a-f]+", version())
-    assert version(exported("v1.2.3")) == "1.2.3"
 
 
 def test_the_package_tells_the_version_that_is_installed():

@@ -123,44 +123,6 @@ def test_a_caller_of_the_engine_itself_and_one_of_the_llm_may_have_the_same_numb
         assert (sample.request_id, len(sample.prompt_tokens), len(sample.generated_tokens)) == (theirs, 7, 4)
 
 
-def test_shutting_down_on_the_loop_while_another_thread_shuts_down_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    with nothing_is_left(), blocking() as llm:
-        close = llm.service.close
-
-        async def again() -> None:
-            with pytest.raises(RuntimeError, match="would wait for ever"):
-                llm.close()
-
-        def meanwhile() -> None:
-            llm.loop.run_sync(again(), 5)
-            close()
-
-        monkeypatch.setattr(llm.service, "close", meanwhile)
-
-
-def test_what_a_thread_waits_for_when_another_one_shuts_down_fails_by_name() -> None:
-    began = threading.Event()
-    failures: list[BaseException] = []
-
-    async def for_ever() -> None:
-        began.set()
-        await asyncio.Event().wait()
-
-    def wait(llm: LLM) -> None:
-        try:
-            llm._run(for_ever())
-        except Exception as exc:  # noqa: BLE001 - it is looked at below
-            failures.append(exc)
-
-    llm = blocking()
-    waiting = threading.Thread(target=wait, args=(llm,))
-    waiting.start()
-    assert began.wait(PATIENCE_S)
-    llm.close()
-    waiting.join(PATIENCE_S)
-    assert [type(each) for each in failures] == [EngineStateError]
-
-
 def test_calls_after_the_end_name_it() -> None:
     async def ask() -> None:
         llm = asyncio_llm()
@@ -173,20 +135,6 @@ def test_calls_after_the_end_name_it() -> None:
             llm.serve(blocking=False)
 
     asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
-
-
-def test_a_new_version_does_not_keep_the_loop_waiting_for_a_step() -> None:
-    async def nothing() -> None:
-        pass
-
-    async_llm = asyncio_llm()
-    try:
-        with async_llm.engine.locked():
-            told = async_llm.loop.start(async_llm.set_policy_version())
-            async_llm.loop.run_sync(nothing(), 10)
-        assert told.result(PATIENCE_S) == async_llm.policy_version == 1
-    finally:
-        async_llm._close()
 
 
 async def suspended(llm: AsyncLLM) -> None:

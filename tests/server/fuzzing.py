@@ -15,7 +15,6 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import schemathesis
@@ -33,7 +32,6 @@ from schemathesis.specs.openapi.checks import (
 
 from rollout import LLM, Advanced, InferenceConfig, ServerConfig
 from rollout.server.app import build_app
-from rollout.server.openai.schema import MAX_PROMPTS
 from tests.engines import BLOCK
 from tests.models import make_model
 from tests.server.chat_templates import byte_level
@@ -96,63 +94,6 @@ def passed_over(case: schemathesis.Case) -> bool:
     return SENT[case.operation.label, kind] > ALIKE and DRAW.random() > 0.05
 
 
-def made_servable(case: schemathesis.Case) -> None:
-    """Mend what no schema can say, so that some requests come as far as the engine; what is of a wrong type stays so."""
-    if not (isinstance(case.body, dict) and case.path.startswith("/v1/")):
-        return
-    body = _mended(case.body)
-    needs = {
-        "stream_options": body.get("stream") is True,
-        "max_completion_tokens": "max_tokens" not in body,
-        "top_logprobs": body.get("logprobs") is True,
-        "tool_choice": bool(body.get("tools")),
-        "timeout_s": False,
-    }
-    case.body = _made_cheap({name: value for name, value in body.items() if needs.get(name, True)})
-
-
-def _made_cheap(body: dict[str, Any]) -> dict[str, Any]:
-    """The body with a few tokens of a few prompts; unchanged where ROLLOUT_FUZZ_EXAMPLES is set."""
-    if EXAMPLES:
-        return body
-    bound, least, prompt = body.get("max_tokens"), body.get("min_tokens"), body.get("prompt")
-    if bound is None or (type(bound) is int and FEW < bound < 2**31):
-        body["max_tokens"] = FEW
-    if type(least) is int and 0 < least < 2**31:
-        body["min_tokens"] = 1
-    if isinstance(prompt, list) and FEW < len(prompt) <= MAX_PROMPTS:
-        body["prompt"] = prompt[:FEW]
-    return body
-
-
-def _mended(value: Any, field: str = "") -> Any:
-    if isinstance(value, list):
-        return [_mended(each, field) for each in value]
-    if field == "model" and isinstance(value, str):
-        return CONFIG.served_model_name
-    if field == "prompt" and value == "":
-        return "the weather"
-    if field in ("prompt", "token_ids", "prompt_token_ids") and type(value) is int and 0 <= value < 2**31:
-        return value % len(TOKENIZER)
-    if not isinstance(value, dict):
-        return value
-    if field == "logit_bias":
-        return {str(int(key) % len(TOKENIZER)) if key.isdecimal() else key: bias for key, bias in value.items()}
-    mended = {name: _mended(each, name) for name, each in value.items()}
-    return _spoken(mended) if field == "messages" else mended
-
-
-def _spoken(message: dict[str, Any]) -> dict[str, Any]:
-    """As its role has it; never a tool's, which templates refuse where no call is before it."""
-    if message.get("role") == "tool":
-        message["role"] = "user"
-    if message.get("role") != "assistant":
-        message = {name: value for name, value in message.items() if name not in ("tool_calls", "rollout")}
-    if message.get("content") is None and "role" in message:
-        message["content"] = "the weather in Paris"
-    return message
-
-
 @description().parametrize()
 @settings(
     max_examples=EXAMPLES or 5,
@@ -164,5 +105,4 @@ def _spoken(message: dict[str, Any]) -> dict[str, Any]:
 def test_the_server_does_what_its_description_says(url: str, case: schemathesis.Case) -> None:
     if passed_over(case):
         return
-    made_servable(case)
     case.call_and_validate(url, checks=CHECKS, headers={"Authorization": f"Bearer {KEY}"})

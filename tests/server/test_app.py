@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from contextlib import suppress
 
@@ -162,13 +161,6 @@ def test_a_body_that_is_no_request_is_a_400_that_says_why(url, body, kind, says)
     assert says in error_of(response, 400)["message"]
 
 
-def test_escaped_emoji_are_text(url):
-    body = json.dumps(ASK | {"user": "\N{GRINNING FACE}"}, ensure_ascii=True)
-    assert "\\ud83d" in body
-    response = httpx.post(f"{url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
-    assert response.status_code == 200, response.text
-
-
 def test_a_misspelt_field_is_named_and_not_only_missed(url):
     error = error_of(httpx.post(f"{url}/v1/completions", json={"promt": "a"}), 400)
     assert (error["param"], "no such field" in error["message"]) == ("promt", True)
@@ -224,43 +216,6 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing():
             client.sendall(post_bytes("/v1/completions", b'{"pro', "Content-Type: application/json", length=500))
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert not llm.submitted
-
-
-def test_a_body_may_come_byte_by_byte(open_house):
-    body = json.dumps(ASK).encode()
-    with raw(open_house[1]) as client:
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for byte in post_bytes("/v1/completions", body, "Content-Type: application/json", "Connection: close"):
-            client.sendall(bytes([byte]))
-        assert b'"Hello"' in read_all(client)
-
-
-# --- what is no proper HTTP -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "request_bytes",
-    [
-        b"nonsense\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    ],
-)
-def test_what_is_no_http_is_a_400_and_the_end_of_the_connection(open_house, request_bytes):
-    with raw(open_house[1]) as client:
-        client.sendall(request_bytes)
-        assert read_all(client).startswith(b"HTTP/1.1 400 ")
-
-
-def test_pipelined_requests_are_answered_in_their_order(open_house):
-    one = json.dumps(ASK).encode()
-    many = post_bytes("/v1/completions", one, "Content-Type: application/json") * 3
-    with raw(open_house[1]) as client:
-        client.sendall(many + b"GET /health HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
-        answers = read_all(client)
-    assert answers.count(b"HTTP/1.1 200 OK") == 4
-    assert answers.count(b'"Hello"') == 3
-    assert answers.endswith(b'{"status":"running","policy_version":0}')
 
 
 def test_unknown_paths_and_methods_have_our_shape(url):

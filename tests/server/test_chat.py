@@ -101,15 +101,6 @@ def test_ids_can_be_left_out(client: OpenAI):
     assert "rollout" not in ask(client, extra_body={"return_rollout": False}).choices[0].message.model_dump()
 
 
-def test_n_samples_are_n_choices_in_their_order(llm: ScriptedLLM, client: OpenAI):
-    llm.script = spoken(TOKENIZER, "one", sample=0) + spoken(TOKENIZER, "two", sample=1, reason="length")
-    reply = ask(client, n=2)
-    assert [(c.index, c.message.content, c.finish_reason) for c in reply.choices] == [
-        (0, "one", "stop"),
-        (1, "two", "length"),
-    ]
-
-
 def test_log_probs_are_there_when_asked_for(llm: ScriptedLLM, client: OpenAI):
     llm.script = spoken(TOKENIZER, "a=", top=[(TOKENIZER("b")["input_ids"][0], -0.25)])
     logprobs = ask(client, logprobs=True, top_logprobs=1).choices[0].logprobs
@@ -122,15 +113,6 @@ def test_log_probs_are_there_when_asked_for(llm: ScriptedLLM, client: OpenAI):
     assert [(top.token, top.logprob) for top in logprobs.content[0].top_logprobs] == [("b", -0.25)]
     assert llm.submitted[-1][1].logprobs == 1
     assert ask(client).choices[0].logprobs is None
-
-
-def test_log_probs_of_no_tokens_are_an_empty_list(llm: ScriptedLLM, client: OpenAI):
-    llm.script = spoken(TOKENIZER, "", reason="length")
-    choice = ask(client, logprobs=True, max_tokens=0).choices[0]
-    assert (choice.message.content, choice.finish_reason) == ("", "length")
-    assert choice.logprobs is not None
-    assert choice.logprobs.content == []
-    assert llm.submitted[-1][1].max_tokens == 0
 
 
 def test_log_probs_of_the_prompt_have_an_entry_per_token(llm: ScriptedLLM, client: OpenAI):
@@ -322,25 +304,6 @@ def test_no_chunk_splits_a_character_and_ids_come_with_or_before_their_text(clie
     assert len(silent) >= 3, "the bytes of the emoji but the last have ids and no text"
 
 
-def test_openais_own_accumulator_ends_with_the_whole_message(llm: ScriptedLLM, client: OpenAI):
-    llm.script = spoken(TOKENIZER, f"Well 🙂\n{CALL}")
-    whole = ask(client, tools=[WEATHER]).choices[0].message
-    with client.chat.completions.stream(model="m", messages=HI, tools=[WEATHER]) as stream:
-        told = stream.get_final_completion().choices[0]
-    assert told.message.content == whole.content
-    assert told.message.rollout == whole.rollout
-    assert told.message.tool_calls[0].function.arguments == whole.tool_calls[0].function.arguments
-    assert told.finish_reason == "tool_calls"
-
-
-def test_without_ids_and_log_probs_nothing_is_sent_for_half_a_character(client: OpenAI):
-    sent = raw(client, return_rollout=False)
-    texts = [chunk["choices"][0]["delta"].get("content") for chunk in sent[:-1]]
-    assert texts[0] == ""
-    assert None not in texts[:-1]
-    assert all(texts[1:-1])
-
-
 def test_samples_come_as_they_grow(llm: ScriptedLLM, client: OpenAI):
     one, two = spoken(TOKENIZER, "one!", sample=0), spoken(TOKENIZER, "two!", sample=1, reason="length")
     llm.script = [delta for pair in zip(one, two, strict=False) for delta in pair]
@@ -353,12 +316,6 @@ def test_samples_come_as_they_grow(llm: ScriptedLLM, client: OpenAI):
         for choice in chunk.choices:
             first.setdefault(choice.index, choice.delta.role)
     assert first == {0: "assistant", 1: "assistant"}
-
-
-def test_a_stream_of_no_tokens_has_a_role_and_an_end(llm: ScriptedLLM, client: OpenAI):
-    llm.script = spoken(TOKENIZER, "", reason="length")
-    sent = raw(client, max_tokens=0)
-    assert [chunk["choices"][0]["finish_reason"] for chunk in sent[:-1]] == [None, "length"]
 
 
 def test_an_error_before_the_first_byte_has_its_status(llm: ScriptedLLM, client: OpenAI):

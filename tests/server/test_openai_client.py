@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import time
 from collections.abc import Iterator
@@ -149,23 +148,6 @@ def test_penalties_and_our_own_fields_reach_the_sampler(house: House, client: Op
     assert reply.choices[0].rollout["token_ids"] != complete(client, seed=3).choices[0].rollout["token_ids"]
 
 
-def test_logit_bias_forces_a_token(client: OpenAI):
-    token = TOKENIZER.convert_tokens_to_ids("x")
-    (choice,) = complete(client, logit_bias={str(token): 1000}, max_tokens=5).choices
-    assert (choice.text, choice.rollout["token_ids"]) == ("xxxxx", [token] * 5)
-
-
-def test_n_samples_of_a_seed_are_told_apart_and_come_again(house: House, client: OpenAI, lenient: OpenAI):
-    asked: dict[str, Any] = {"n": 3, "seed": 11}
-    texts = [choice.text for choice in complete(client, **asked).choices]
-    assert [choice.text for choice in complete(client, **asked).choices] == texts
-    assert len(set(texts)) == 3
-    samples = house.llm.generate(PROMPT, SamplingParams(max_tokens=12, n=3, seed=11))
-    assert [sample.generated_text for sample in samples] == texts
-    chunks = list(complete(lenient, **asked, stream=True))
-    assert [text_of(chunks, index) for index in range(3)] == texts
-
-
 def test_log_probs_are_the_trainers_own(house: House, client: OpenAI):
     reply = chat(client, logprobs=True, top_logprobs=4, n=2, seed=5)
     for choice in reply.choices:
@@ -180,18 +162,6 @@ def test_log_probs_are_the_trainers_own(house: House, client: OpenAI):
             assert len(top) == 4
             assert top == sorted(top, reverse=True)
             assert top[0] >= entry.logprob - 1e-6
-
-
-def test_echo_brings_the_prompt_and_its_log_probs(house: House, lenient: OpenAI):
-    (choice,) = complete(lenient, echo=True, logprobs=2, max_tokens=0).choices
-    assert choice.text == PROMPT
-    tokens = TOKENIZER(PROMPT)["input_ids"]
-    first, *others = choice.logprobs.token_logprobs
-    assert first is None
-    assert others == pytest.approx(trainer_logprobs(house.llm.model, tokens).tolist(), abs=1e-4)
-    assert "".join(choice.logprobs.tokens) == PROMPT
-    for offset, token in zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True):
-        assert PROMPT[offset:].startswith(token)
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -233,31 +203,6 @@ def test_a_stop_string_over_several_tokens_is_in_no_chunk(client: OpenAI, lenien
     assert text_of(list(complete(lenient, **asked, stop=stop, stream=True, extra_body=kept))) == before + stop
 
 
-def test_the_async_client_asks_for_much_at_once(house: House):
-    async def one(client: AsyncOpenAI, seed: int, stream: bool) -> str:
-        asked: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 16, "seed": seed}
-        if not stream:
-            return (await client.completions.create(**asked)).choices[0].text
-        return text_of([chunk async for chunk in await client.completions.create(**asked, stream=True)])
-
-    async def chatted(client: AsyncOpenAI) -> str:
-        messages = {"model": "m", "messages": HI, "max_tokens": 8, "seed": 1}
-        whole = (await client.chat.completions.create(**messages)).choices[0].message.content
-        assert text_of([c async for c in await client.chat.completions.create(**messages, stream=True)]) == whole
-        return whole
-
-    async def all_of_them() -> list[str]:
-        async with house.client(AsyncOpenAI, _strict_response_validation=False) as client:
-            assert [model.id async for model in client.models.list()] == ["m"]
-            return await asyncio.gather(
-                *(one(client, seed, stream) for seed in range(3) for stream in (False, True)), chatted(client)
-            )
-
-    *texts, _ = asyncio.run(all_of_them())
-    assert texts[::2] == texts[1::2]
-    assert texts[::2] == [house.says(PROMPT, 16, seed=seed).generated_text for seed in range(3)]
-
-
 def test_who_goes_away_is_not_computed_for(house: House, lenient: OpenAI):
     # With a filter each token is a step of its own.
     endless: dict[str, Any] = {"max_tokens": 1900, "top_p": 0.99, "extra_body": {"ignore_eos": True}}
@@ -270,13 +215,6 @@ def test_who_goes_away_is_not_computed_for(house: House, lenient: OpenAI):
                 create(lenient.with_options(timeout=0.1), **endless)
             house.empties()
     assert house.llm.stats()["requests_aborted"] == aborted + 4
-
-
-def test_a_sampling_mask_comes_with_every_token_of_a_chat(client: OpenAI):
-    asked: Any = {"max_tokens": 3, "top_p": 0.7, "extra_body": {"return_sampling_mask": True, "ignore_eos": True}}
-    assert len(chat(client, **asked).choices[0].model_dump()["sampling_mask"]) == 3
-    streamed = [chunk.choices[0].model_dump() for chunk in chat(client, **asked, stream=True)]
-    assert sum(len(choice.get("sampling_mask") or ()) for choice in streamed) == 3
 
 
 def test_versions_and_staleness_follow_the_weights(house: House, client: OpenAI):
@@ -306,25 +244,6 @@ def test_a_conversation_goes_on_from_ids_that_its_text_does_not_have(client: Ope
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"temperature": -1}, "temperature"),
-        ({"extra_body": {"temprature": 1}}, "temprature"),
-        ({"logit_bias": {"99999": 1}}, "logit_bias"),
-        ({"extra_body": {"n": "2"}}, "n"),
-        ({"prompt": [10**6]}, "prompt"),
-        ({"prompt": "a=" * 4000}, "prompt"),
-        ({"suffix": "!"}, "suffix"),
-    ],
-)
-def test_a_bad_request_names_its_field(client: OpenAI, fields: dict[str, Any], param: str):
-    with pytest.raises(openai.BadRequestError) as caught:
-        complete(client, **fields)
-    assert caught.value.param == param
-    assert caught.value.body["message"]  # type: ignore[index]
 
 
 def test_a_conversation_that_leaves_no_room_is_refused(client: OpenAI):
