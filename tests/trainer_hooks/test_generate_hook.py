@@ -103,8 +103,8 @@ def test_stop_strings_end_rows_where_transformers_ends_them(tokenizer, attached)
     assert hook.served == len(chosen)
 
 
-FAMILIES = ["llama", "gemma3", "qwen3_moe", "gpt2", "mistral", "gpt_oss", "qwen3_next", "falcon_h1"]
-"""Dense, windows, experts, absolute positions, sinks, and recurrent layers."""
+FAMILIES = ["gemma3", "gpt2", "gpt_oss", "qwen3_next"]
+"""Windows, absolute positions, sinks and experts, recurrent layers; `test_equals_generate` has all."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -147,7 +147,7 @@ def test_sampled_tokens_follow_transformers_distribution(options, attached):
     For d degrees of freedom it is about normal with mean d and variance 2d; the bound is 4.5 standard deviations, which a
     correct sampler exceeds in 1 of 300,000 runs. The seed is fixed.
     """
-    model, draws = make_model("qwen3"), 4000
+    model, draws = make_model("qwen3", num_hidden_layers=1), 4000
     options = {"top_k": 0, "do_sample": True, "min_new_tokens": 2} | options
     prompt = {"input_ids": torch.tensor([[5, 9, 17]])}
     shown = {"return_dict_in_generate": True, "output_scores": True}

@@ -20,15 +20,13 @@ from peft import (
 from torch import nn
 
 from rollout.config import Advanced, InferenceConfig
-from rollout.engine.blocks.allocator import BlockAllocator
-from rollout.engine.blocks.index import NO_BLOCK, CacheChanges
 from rollout.engine.scheduling import adapters
-from rollout.engine.scheduling.adapters import NO_ADAPTER, AdapterSwitches, described
+from rollout.engine.scheduling.adapters import AdapterSwitches, described
 from rollout.errors import EngineStateError, UnsupportedModelError
 from rollout.llm.llm import LLM
 from rollout.manager.manager import RolloutManager
-from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, steps, token_ids
-from tests.invariants import check_allocator, check_scheduler
+from tests.engines import assert_greedy, at_random, greedily, make_engine, steps, token_ids
+from tests.invariants import check_scheduler
 from tests.models import make_model
 from tests.rollouts import assert_nothing_leaked, completions, logprob_error, make_rollout
 from trainer_hooks.optimizer import attach
@@ -278,54 +276,6 @@ def test_a_cached_prompt_serves_its_own_adapter_only_and_is_found_again_when_tha
     assert cached() == 0
 
 
-def test_a_coordinator_is_told_of_the_present_adapters_blocks_only():
-    model = peft_model()
-    engine = make_engine(model)
-    changes = CacheChanges()
-    findable = set(engine.track_prefix_cache(changes))
-
-    def follow() -> set[int]:
-        nonlocal findable
-        taken = changes.take()
-        findable = (set() if taken.flushed else findable) - taken.removed | taken.added
-        assert findable == set(engine.context.allocator.index.current)
-        return findable
-
-    engine.generate([token_ids(16)], greedily(3))
-    mine = set(follow())
-    assert mine
-    with adapter(engine, None):
-        engine.generate([token_ids(12, seed=5)], greedily(3))
-        assert follow().isdisjoint(mine)
-    engine.generate([token_ids(16)], greedily(1))
-    assert follow() >= mine
-
-
-def test_shelves_of_several_variants_survive_eviction_and_a_resize():
-    allocator = BlockAllocator(6, 4)
-    allocator.index.changes = CacheChanges()
-    tokens = np.arange(4, dtype=np.int32)
-    held = {}
-    for variant in ("a", "b"):
-        allocator.index.switch(variant)
-        (block,) = allocator.allocate(1)
-        held[variant] = allocator.register(block, 77, NO_BLOCK, tokens)
-    assert held["a"] != held["b"]
-    allocator.release(np.array(list(held.values()), np.int32))
-    assert allocator.pages.resize(4) is not None
-    for variant in ("a", "b"):
-        allocator.index.switch(variant)
-        assert allocator.index.find([77], tokens[None]) == [held[variant]]
-        allocator.acquire(np.array([held[variant]], np.int32))
-    check_allocator(allocator, [[each] for each in held.values()])
-    allocator.release(np.array([held["a"]], np.int32))
-    allocator.allocate(3)
-    allocator.index.switch("a")
-    assert list(allocator.index.current) == []
-    allocator.index.switch("b")
-    assert list(allocator.index.current) == [77]
-
-
 # --- requests in flight -----------------------------------------------------------------------------------------------
 
 
@@ -380,17 +330,6 @@ def test_requests_in_flight_wait_while_another_adapter_acts_and_go_on_in_order(m
     assert ends == sorted(ends), "the order of arrival is lost"
 
 
-def test_a_look_at_the_reference_costs_requests_in_flight_nothing():
-    model = peft_model()
-    engine = make_engine(model)
-    engine.add_request(token_ids(9), at_random(8))
-    steps(engine, 3)
-    with adapter(engine, None), torch.no_grad():
-        model(torch.tensor([token_ids(9)]))
-    finish(engine)
-    assert engine.stats()["preemptions"] == 0
-
-
 def test_what_would_wait_for_ever_inside_the_block_is_an_error_and_nothing_is_lost():
     model = peft_model()
     rollout = make_rollout(model, max_requests=4)
@@ -427,7 +366,7 @@ def test_a_parked_request_is_aborted_grows_old_and_is_requeued_as_any_other():
     assert_nothing_leaked(rollout)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_order_of_switches_steps_and_updates_leaves_every_sample_with_its_adapter(seed):
     random = np.random.default_rng(seed)
     model = peft_model(lora_dropout=0.0)
@@ -536,25 +475,6 @@ def test_an_activated_lora_is_refused_while_it_is_active():
     engine.weights_updated()
     (request,) = engine.generate([prompt], greedily(4))
     assert_greedy(model, request)
-
-
-def test_a_variant_tells_layers_apart_and_says_its_names():
-    model = peft_model()
-    switches = AdapterSwitches(model)
-    assert described(switches.look(0)) == "'default'"
-    with model.disable_adapter():
-        assert switches.variant == NO_ADAPTER
-        assert described(NO_ADAPTER) == "none"
-    layers = [each for each in model.modules() if hasattr(each, "lora_A")]
-    variants = set()
-    for layer in layers:
-        layer.set_adapter("other")
-        variants.add(switches.variant)
-    assert len(variants) == len(layers)
-    assert described(switches.variant) == "'other'"
-    layers[0].enable_adapters(False)
-    assert described(switches.variant) == "'other'"
-    assert described(AdapterSwitches(make_model("qwen3")).look(0)) == "none"
 
 
 @pytest.mark.parametrize("of_peft", [True, False], ids=["peft", "another library"])

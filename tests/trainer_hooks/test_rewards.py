@@ -46,7 +46,7 @@ def test_groups_that_do_not_differ_are_replaced():
 
 def test_a_call_that_hangs_is_ended_and_others_are_not():
     manager = make_rollout(make_model("qwen3"))
-    with RewardPool(reward_functions.hangs, timeout_s=2.0, on_timeout=-1.0) as pool:
+    with RewardPool(reward_functions.hangs, timeout_s=1.0, on_timeout=-1.0) as pool:
         batch = manager.generate_scored(tasks(4), pool, PAIR, groups=4, keep=None)
         assert (batch.rewards.view(4, 2) == -1).all(1).tolist() == [False, True, False, True]
     with (

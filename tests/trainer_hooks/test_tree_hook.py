@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
-from tests.benchmarks.tree import METHODS, Step, made_up
 from tests.models import make_model
 from tests.ranks import run_together
 from tests.trainer_hooks import tree_jobs
@@ -106,16 +103,3 @@ def test_hf_trainer_steps_as_with_the_padded_batch(tmp_path):
         outcomes.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "grad_norm" in log])
     assert len(outcomes[0]) == 2
     assert outcomes[1] == [pytest.approx(each, rel=1e-4) for each in outcomes[0]]
-
-
-def test_the_benchmarks_methods_train_alike():
-    options = argparse.Namespace(size="tiny", dtype="float32", tokens=128, scale=0.05, checkpointing=False)
-    outcomes = {}
-    for method in METHODS:
-        step = Step(options)
-        outcomes[method] = step.train(method, made_up(step.workload, step.vocabulary))
-    right = outcomes["padded"]
-    assert right["gradient norm"] > 1e-3
-    for method, found in outcomes.items():
-        for name in ("loss", "gradient norm"):
-            assert found[name] == pytest.approx(right[name], rel=1e-4), method

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -257,13 +256,6 @@ def test_trees_are_refused_where_the_loss_would_not_be_trls(make_run):
     assert vars(run.trainer) == before
 
 
-def test_the_prompt_of_a_group_is_computed_once(make_run):
-    run = make_run("attach")
-    run.trainer.train()
-    once = [sum(len(prompt) for prompt in rows[::GROUP]) for rows in run.marker.prompts]
-    assert run.metric("rollout/prefill_tokens_computed") == once
-
-
 # --- the correction by log-probs --------------------------------------------------------------------------------------
 
 
@@ -319,18 +311,6 @@ def test_truncated_sampling_has_ratio_one_and_its_log_probs_are_those_drawn_from
     attachment.detach()
     assert "_compute_loss" not in vars(run.trainer)
     assert run.model.config._attn_implementation == "sdpa"
-
-
-def test_replayed_over_trees_loss_and_gradient_norm_are_those_of_padded_rows(make_run):
-    options = {"temperature": 0.8, "top_p": 0.7, "entropy_coef": 0.1}
-    trees, rows = make_run("default", **options), make_run("default", **options)
-    for run, tree in ((trees, True), (rows, False)):
-        end_more_often(run.model)
-        attach(run.trainer, run.rollout, tree=tree)
-        run.trainer.train()
-    assert trees.marker.ids == rows.marker.ids
-    for metric in ("loss", "grad_norm", "entropy"):
-        assert trees.metric(metric) == pytest.approx(rows.metric(metric), rel=1e-3, abs=1e-6)
 
 
 def test_replay_is_refused_where_it_would_have_no_effect_and_left_out_with_a_warning_where_it_is_impossible(make_run):
@@ -504,22 +484,6 @@ def test_the_version_is_the_number_of_optimizer_steps_and_the_cache_is_away_whil
     assert {state for *_, state in spy.seen} == {EngineState.SUSPENDED}
     assert run.metric("rollout/policy_version") == list(range(1, options["max_steps"] + 1))
     assert_nothing_leaked(run.rollout)
-
-
-def test_the_mode_reaches_every_suspension(make_run):
-    run, modes = make_run("default", max_steps=1), []
-    make_way = run.rollout.before_optimizer_step
-    run.rollout.before_optimizer_step = lambda mode: (modes.append(mode), make_way(mode))[1]
-    attach(run.trainer, run.rollout, mode="recompute")
-    run.trainer.train()
-    assert modes == ["recompute", "recompute"]
-
-
-def test_training_twice_counts_every_step_once(make_run):
-    run = make_run("attach", max_steps=1)
-    run.trainer.train()
-    run.trainer.train()
-    assert run.rollout.policy_version == 2
 
 
 def test_evaluation_generates_here_too_before_and_while_training(make_run):
@@ -803,17 +767,6 @@ def test_what_we_cannot_do_of_generation_kwargs_is_named(make_run, name):
 # --- the benchmark ----------------------------------------------------------------------------------------------------
 
 
-def test_the_benchmark_puts_a_step_beside_trls_own(tmp_path, capsys):
-    from tests.benchmarks.trl_step import main
-
-    small = "--size tiny --prompts 1 --group 2 --prompt-tokens 4 --new-tokens 4 --steps 1 --rounds 1 --cases even"
-    assert main([*small.split(), "--peers", "ours", "generate", "--json", str(tmp_path / "step.json")]) == 0
-    (row,) = json.loads((tmp_path / "step.json").read_text())["rows"]
-    assert set(row["peers"]) == {"ours", "generate"}
-    assert row["ratios"]["generate"] > 0
-    assert "ours / peer" in capsys.readouterr().out
-
-
 # --- groups that are worth training on --------------------------------------------------------------------------------
 
 
@@ -857,15 +810,6 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(make_run, options
     assert min(run.metric("grad_norm")) > 1e-3
     attachment.detach()
     assert "_calculate_rewards" not in vars(run.trainer)
-
-
-def test_after_four_batches_every_group_counts(make_run):
-    run = make_run("default", prompts=["even", "xy"], max_steps=1)
-    run.trainer.reward_funcs = [reward] = [EqualOnce()]
-    attachment = attach(run.trainer, run.rollout, keep=rewards_differ)
-    run.trainer.train()
-    assert (attachment.discarded, len(reward.rounds)) == (8, 5)
-    assert run.metric("grad_norm") == pytest.approx([0], abs=1e-6)
 
 
 @pytest.mark.parametrize(
