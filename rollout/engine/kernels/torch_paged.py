@@ -152,10 +152,6 @@ class TorchPagedAttention:
         self._workspace = workspace
         self._tiles: list[Tile] | None = None
 
-    def of(self, rows: PagedRows) -> TorchPagedAttention:
-        """Attention of other rows, with the same workspace."""
-        return TorchPagedAttention(rows, self._device, self._workspace)
-
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]
     ) -> Tensor:

@@ -27,7 +27,7 @@ class TritonPagedAttention:
         paged: the kernels.
         rows: the step's positions; the leading ones of one position each are *decoding*, the others are chunks.
         device: of the cache.
-        fallback: handles inputs that the kernels do not support (`serves`, `TritonPaged.chunks`).
+        fallback: handles inputs that the kernels do not support (`serves`).
     """
 
     def __init__(
@@ -46,9 +46,6 @@ class TritonPagedAttention:
             [array.astype(np.int32, copy=False) for array in arrays], device
         )
         self._parts = DecodeParts(self._positions, num_parts(rows.positions[:decodes]))
-        self._chunks = None
-        if not paged.chunks and decodes < len(rows):
-            self._chunks = fallback.of(rows.select(np.arange(decodes, len(rows)))[0])
         self._causal = rows.seen is None
 
     def __call__(
@@ -72,10 +69,7 @@ class TritonPagedAttention:
                 window, scaling, softcap=softcap, chunk=chunk, sinks=sinks, parts=self._parts,
             )  # fmt: skip
             parts.append(out)
-        if self._chunks is not None:
-            rest = query[decodes:], key[decodes:], value[decodes:]
-            parts.append(self._chunks(*rest, key_cache, value_cache, **rules))
-        elif decodes < len(query):
+        if decodes < len(query):
             out = self._paged.prefill(
                 query[decodes:], key_cache, value_cache, self._tables[decodes:], self._begins, self._starts, window, scaling,
                 softcap=softcap, chunk=chunk, sinks=sinks,

@@ -88,8 +88,6 @@ class TritonPaged:
     def __init__(self, kernels: _Kernels) -> None:
         self._kernels = kernels
         self._buffers: list[Tensor] = []
-        self.chunks = True
-        """Whether `prefill` may be called."""
 
     def with_own_workspace(self) -> TritonPaged:
         """The same kernels, for calls on another stream or in graphs."""

@@ -7,7 +7,7 @@ compiler may not know the dtype on this device. Found here, plain torch serves; 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -35,25 +35,21 @@ class Heads:
 def tried_out(
     paged: TritonPaged, kinds: Iterable[Heads], dtype: torch.dtype, block_size: int, device: torch.device
 ) -> TritonPaged | None:
-    """The kernels if they write and decode for all `kinds`, without the modes that alone do not work; else None.
-
-    Says in a warning what does not work, and why.
-    """
+    """The kernels if they work for all `kinds`; else None, and a warning says what does not work, and why."""
     for heads in kinds:
-        failed = dict(_Trial(paged, heads, dtype, block_size, device).failures())
-        paged.clear()
-        described = f"{heads.heads} heads of {heads.dim} in {dtype} on {device}"
-        if mode := next((mode for mode in ("write", "decode") if mode in failed), None):
-            _log.warning(
-                "attention of %s runs on plain torch: Triton's %s does not work (%s)", described, mode, failed[mode]
-            )
-            return None
-        if "prefill" in failed:
-            paged.chunks = False
-            _log.warning(
-                "attention of chunks of prompts, of %s, runs on plain torch: Triton's prefill does not work (%s)",
-                described, failed["prefill"],
-            )  # fmt: skip
+        trial = _Trial(paged, heads, dtype, block_size, device)
+        for mode, run in {"write": trial.write, "decode": trial.decode, "prefill": trial.prefill}.items():
+            try:
+                run()
+            except Exception as exc:  # noqa: BLE001 - compiler, driver or arithmetic may fail in any way
+                reason = f"{type(exc).__name__}: {exc}".partition("\n")[0]
+                _log.warning(
+                    "attention of %d heads of %d in %s on %s runs on plain torch: Triton's %s does not work (%s)",
+                    heads.heads, heads.dim, dtype, device, mode, reason,
+                )  # fmt: skip
+                return None
+            finally:
+                paged.clear()
     return paged
 
 
@@ -91,18 +87,7 @@ class _Trial:
             for size in (heads.dim, heads.value_dim)
         )
 
-    def failures(self) -> Iterator[tuple[str, str]]:
-        """Kernels that do not work, each with the reason."""
-        modes: dict[str, Callable[[], None]] = {
-            "write": self._write, "decode": self._decode, "prefill": self._prefill,
-        }  # fmt: skip
-        for mode, run in modes.items():
-            try:
-                run()
-            except Exception as exc:  # noqa: BLE001 - compiler, driver or arithmetic may fail in any way
-                yield mode, f"{type(exc).__name__}: {exc}".partition("\n")[0]
-
-    def _write(self) -> None:
+    def write(self) -> None:
         # The common beginning is the first sequence's: different slots, as in a step.
         own = [(0, slice(None)), (1, slice(self._prefix, None))]
         keys, values, slots = (
@@ -112,14 +97,14 @@ class _Trial:
         for pool, part in ((self._pool_keys, keys), (self._pool_values, values)):
             self._compare(pool.flatten(0, 1)[slots], part)
 
-    def _decode(self) -> None:
+    def decode(self) -> None:
         last = torch.full((2,), self._tokens - 1, dtype=torch.int32, device=self._device)
         found, _ = self._paged.decode_with_lse(
             self._query[:, 0].contiguous(), self._pool_keys, self._pool_values, self._tables, last, None, self._scale
         )
         self._compare(found, self._expected(0, 1)[:, 0])
 
-    def _prefill(self) -> None:
+    def prefill(self) -> None:
         begins = torch.tensor([0, _CHUNK, 2 * _CHUNK], dtype=torch.int32, device=self._device)
         starts = torch.full((2,), self._tokens - _CHUNK, dtype=torch.int32, device=self._device)
         out = self._paged.prefill(

@@ -65,8 +65,7 @@ def test_arrays_go_up_together_each_at_an_aligned_place() -> None:
 class Asked:
     """Stands in for the kernels and says what it was asked."""
 
-    def __init__(self, *, chunks: bool = True) -> None:
-        self.chunks = chunks
+    def __init__(self) -> None:
         self.calls: list[tuple[str, int, int]] = []
 
     def decode_with_lse(self, query, keys, values, table, positions, window, scaling, *, softcap, chunk, sinks, parts):
@@ -81,14 +80,14 @@ class Asked:
         return torch.ones_like(query)
 
 
-def asked(rows: PagedRows, *, dim: int = 16, chunks: bool = True, **rules: int) -> tuple[list[tuple], torch.Tensor]:
-    kernels, cpu = Asked(chunks=chunks), torch.device("cpu")
+def asked(rows: PagedRows, *, dim: int = 16) -> tuple[list[tuple], torch.Tensor]:
+    kernels, cpu = Asked(), torch.device("cpu")
     plain = TorchPagedAttention(rows, cpu, Workspace())
     attend = TritonPagedAttention(kernels, rows, cpu, plain)  # type: ignore[arg-type]
     query = torch.randn(len(rows.positions), 4, dim)
     cache = torch.randn(1000, BLOCK, 2, dim)
     own = cache.flatten(0, 1)[torch.from_numpy(rows.slots)]
-    return kernels.calls, attend(query, own, own, cache, cache, scaling=0.3, **rules)
+    return kernels.calls, attend(query, own, own, cache, cache, scaling=0.3)
 
 
 def test_leading_rows_of_one_position_decode_and_all_others_prefill() -> None:
@@ -98,20 +97,6 @@ def test_leading_rows_of_one_position_decode_and_all_others_prefill() -> None:
     assert (out[2:] == 1).all()
     assert asked(step([1, 1], [20, 100], [[]] * 2))[0] == [("decode", 2, TABLE_STEP)]
     assert asked(step([9], [20], [[]]))[0] == [("prefill", 9, TABLE_STEP)]
-
-
-def test_chunks_are_left_to_torch_where_prefill_does_not_work_and_decodes_are_not() -> None:
-    rows = step([1, 1, 40, 7, 1], [20, 100, 300, 7, 9], [[]] * 5)
-    torch.manual_seed(0)
-    calls, out = asked(rows, chunks=False)
-    assert calls == [("decode", 2, TABLE_STEP)]
-    torch.manual_seed(0)
-    query, cache = torch.randn(50, 4, 16), torch.randn(1000, BLOCK, 2, 16)
-    own = cache.flatten(0, 1)[torch.from_numpy(rows.slots)]
-    plain = TorchPagedAttention(rows, torch.device("cpu"), Workspace())(query, own, own, cache, cache, scaling=0.3)
-    assert (out[:2] == 0).all()
-    torch.testing.assert_close(out[2:], plain[2:])
-    assert asked(step([1, 1], [20, 100], [[]] * 2), chunks=False)[0] == [("decode", 2, TABLE_STEP)]
 
 
 def test_heads_the_kernels_do_not_take_are_left_to_torch() -> None:
