@@ -30,8 +30,7 @@ def combined(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     millisecond, each value beside the others in turn."""
     if not INTERPRETED:
         return list(product(*axes))
-    lengths = list(map(len, axes))
-    count = min(math.lcm(*lengths), 2 * max(lengths))
+    count = max(map(len, axes))
     return list(zip(*[islice(cycle(axis), count) for axis in axes], strict=True))
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from tests.gpu_first_run import __main__ as first_run
-from tests.gpu_first_run import exactness, report, supervisor
+from tests.gpu_first_run import exactness
 from tests.gpu_first_run.findings import Run
 from tests.gpu_first_run.gpu_tests import ROOT, gpu_tests
-from tests.gpu_first_run.limits import LIMITS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:transformers"),
@@ -51,34 +50,21 @@ def test_truth_fails_when_a_case_is_wrong_after_all_cases(monkeypatch: pytest.Mo
     assert not list(wrong)
 
 
-def test_a_stage_that_fails_is_a_finding_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def supervise(names: list[str], command: Any, out: Path, *_: Any) -> int:
-        interpreter, _, module, *arguments = command(names)
-        assert (interpreter, module) == (sys.executable, first_run.__package__)
-        failed = first_run.main(arguments)
-        report.write(out)
-        return failed
-
-    monkeypatch.setattr(first_run, "supervise", supervise)
-    assert first_run.main(["kernels", "truth", "--out", str(tmp_path), *ON_A_CPU]) == 1
-    failed, last = report.of(tmp_path)
+def test_a_stage_that_fails_is_a_finding_and_the_next_one_runs(tmp_path: Path) -> None:
+    assert first_run.main(["kernels", "truth", "--out", str(tmp_path), *ON_A_CPU, "--here"]) == 1
+    failed, last = (each for each in findings(tmp_path) if each["what"] == "stage")
     assert (failed["name"], failed["ok"]) == ("kernels", False)
     assert "do not load" in failed["why"]
     assert (last["name"], last["ok"]) == ("truth", True)
-    assert last["findings"]
-    assert json.loads((tmp_path / "findings.json").read_text(encoding="utf-8"))["stages"] == [failed, last]
-    text = (tmp_path / "findings.txt").read_text(encoding="utf-8")
-    assert "FAILED: RuntimeError: the Triton kernels do not load" in text
-    assert "sampled alone: dtype torch.bfloat16" in text
 
 
 def test_the_calls_of_the_documentation_have_all_stages_and_time_for_them() -> None:
     text = (ROOT / "docs" / "how-to" / "testing.md").read_text(encoding="utf-8")
     calls = [line.split()[3:] for line in text.splitlines() if "tests.gpu_first_run" in line and "--seconds" in line]
-    stages = [[word for word in call[: call.index("--out")] if word in LIMITS] for call in calls]
-    assert sorted(name for chosen in stages for name in chosen) == sorted(LIMITS)
+    stages = [[word for word in call[: call.index("--out")] if word in first_run.LIMITS] for call in calls]
+    assert sorted(name for chosen in stages for name in chosen) == sorted(first_run.LIMITS)
     for call, chosen in zip(calls, stages, strict=True):
-        assert sum(LIMITS[name] for name in chosen) <= float(call[call.index("--seconds") + 1])
+        assert sum(first_run.LIMITS[name] for name in chosen) <= float(call[call.index("--seconds") + 1])
 
 
 TESTS = """
@@ -108,51 +94,31 @@ def test_the_tests_for_a_gpu_are_a_stage_and_those_that_fill_it_run_alone(tmp_pa
 
 
 STAGE = """
-import json, os, sys, time
-failed = 0
-for name in sys.argv[1:]:
-    if name == "leaves":
-        sys.exit(0)
-    print(json.dumps({"what": "begins", "name": name}), flush=True)
-    if name == "hangs":
-        time.sleep(1000)
-    if name == "dies":
-        os._exit(9)
-    print("not a finding", flush=True)
-    ok = name not in ("fails", "loses")
-    print(json.dumps({"what": "stage", "name": name, "ok": ok, "seconds": 1.0, "why": ""}), flush=True)
-    failed += not ok
-    if name == "loses":
-        break
-sys.exit(failed)
+import os, sys, time
+from pathlib import Path
+name, out = sys.argv[1:]
+if name == "hangs":
+    time.sleep(1000)
+if name == "dies":
+    os._exit(9)
+with Path(out, "findings.jsonl").open("a") as file:
+    print('{"what": "stage", "name": "%s", "ok": %s}' % (name, "false" if name == "fails" else "true"), file=file)
 """
 
 
-def test_a_stage_that_hangs_dies_or_loses_the_device_costs_itself_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(supervisor, "GRACE_S", 0.0)
-    stages = ["one", "dies", "loses", "fails", "leaves", "hangs", "last"]
-    limits = dict.fromkeys(stages, 600.0) | {"hangs": 0.5}
-    command = [sys.executable, "-I", "-c", STAGE]
-    assert supervisor.supervise(stages, lambda left: [*command, *left], tmp_path, limits) == 5
-    printed = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
-    ended = {each["name"]: (each["ok"], each["why"]) for each in printed if each["what"] == "stage"}
-    assert list(ended) == stages
-    assert [ok for ok, _ in ended.values()] == [True, False, False, False, False, False, True]
-    assert "status 9" in ended["dies"][1]
-    assert [ended[name][1] for name in ("loses", "fails")] == ["", ""], "they ended by themselves"
-    assert "status 0" in ended["leaves"][1], "not started for ever"
-    assert "hung" in ended["hangs"][1]
+def test_a_stage_that_hangs_or_dies_or_is_not_reached_is_named_and_the_next_one_runs(tmp_path: Path) -> None:
+    def went_well(name: str, seconds: float = 60.0) -> bool:
+        command = [sys.executable, "-I", "-c", STAGE, name, str(tmp_path)]
+        return first_run.supervised(command, name, tmp_path, seconds)
 
-
-def test_what_the_time_of_a_call_does_not_reach_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-I", "-c", STAGE, "hangs"]
-    limits = {"hangs": 600.0, "never": 600.0}
-    assert supervisor.supervise(["hangs", "never"], lambda left: command, tmp_path, limits, seconds=0.2) == 2
-    told = report.of(tmp_path)
-    assert [(each["name"], each["ok"]) for each in told] == [("hangs", False), ("never", False)]
-    assert "not run: the 0.2 s of this call were over" in told[1]["why"]
+    well = [went_well("one"), went_well("dies"), went_well("fails"), went_well("hangs", 0.5), went_well("last")]
+    assert well == [True, False, False, False, True]
+    assert not went_well("never", -1.0)
+    said = {each["name"]: each.get("why", "") for each in findings(tmp_path)}
+    assert "status 9" in said["dies"]
+    assert said["fails"] == "", "it ended by itself"
+    assert "killed after" in said["hangs"]
+    assert "not run" in said["never"]
 
 
 @pytest.mark.parametrize(

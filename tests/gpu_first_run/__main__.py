@@ -3,25 +3,33 @@
     python -m tests.gpu_first_run [STAGE ...] [--out FOLDER] [--device cuda:0] [--sizes 0.6b,8b] [--seconds 570]
     python -m tests.gpu_first_run [STAGE ...] --rehearse
 
-Without names all stages run, in a good order. One JSON object per finding is printed and appended to FOLDER/findings.jsonl;
-findings.json has them by stage, findings.txt for reading, both also when the call is cut off. A stage that fails, hangs or
-loses the device does not harm the next. `--rehearse` runs every line of it without a GPU (`tests.pretended_cuda`).
+Without names all stages run, in a good order, each in a process of its own: a stage that fails, hangs or loses the device
+does not harm the next. One JSON object per finding is printed and appended to FOLDER/findings.jsonl. `--rehearse` runs every
+line of it without a GPU (`tests.pretended_cuda`).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from tests.gpu_first_run.findings import SHAPES, Run
-from tests.gpu_first_run.limits import LIMITS
-from tests.gpu_first_run.supervisor import supervise
+from tests.gpu_first_run.findings import FINDINGS, SHAPES, Run, say
+
+LIMITS = {"tests": 540, "kernels": 150, "truth": 200, "memory": 120, "speed": 270, "tune": 200}
+"""Names of the stages in a good order, and the seconds that each may take of a GPU's time, imports included."""
+GRACE_S = 20.0
+"""For a stage whose time is over, to tell what it has found."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,8 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         if unknown := [each for each in given if each not in known]:
             parser.error(f"{option} {unknown[0]}: must be of {', '.join(known)}")
-    if options.seconds <= 0 or options.workers < 0:
-        parser.error("--seconds must be above 0, and --workers 0 or more")
     if options.device.type == "cuda" and not options.rehearse and not torch.cuda.is_available():
         parser.error(
             f"--device {options.device}: torch sees no CUDA device; a CPU runs all stages but kernels and tune"
@@ -71,11 +77,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         passed.append("--rehearse")
         # Triton looks when it is imported.
         os.environ["TRITON_INTERPRET"] = "1"
-    limits = LIMITS if run.large else dict.fromkeys(LIMITS, math.inf)
-    return supervise(
-        names, lambda left: [sys.executable, "-m", "tests.gpu_first_run", *left, *passed], options.out, limits,
-        options.seconds,
-    )  # fmt: skip
+    end = time.monotonic() + options.seconds
+    command = [sys.executable, "-m", "tests.gpu_first_run"]
+    failed = 0
+    for name in names:
+        left = min(end - time.monotonic(), LIMITS[name] if run.large else math.inf)
+        failed += not supervised([*command, name, *passed], name, run.out, left)
+    return failed
+
+
+def supervised(command: Sequence[str], name: str, out: Path, seconds: float) -> bool:
+    """Run a stage in a process, killed after so many seconds; whether it has said that it went well."""
+    start = time.monotonic()
+    why = "not run: the time of this call was over"
+    if seconds > 0:
+        process = subprocess.Popen(command, start_new_session=True)
+        try:
+            status = process.wait(None if math.isinf(seconds) else seconds)
+            why = f"its process ended with status {status}"
+        except subprocess.TimeoutExpired:
+            why = f"killed after {seconds:.0f} s"
+            # It may still tell what it has found.
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    path = out / FINDINGS
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    if not found or (found[-1]["what"], found[-1].get("name")) != ("stage", name):
+        say(out, "stage", name=name, ok=False, seconds=time.monotonic() - start, why=why)
+        return False
+    return bool(found[-1]["ok"])
 
 
 if __name__ == "__main__":

@@ -45,7 +45,6 @@ class Run:
     Attributes:
         tests: folder or file of the tests for a GPU.
         workers: processes that run them.
-        lost: the device cannot be used any more in this process.
         rehearsed: the device is pretended, and all sizes are small.
     """
 
@@ -54,7 +53,6 @@ class Run:
     sizes: tuple[str, ...]
     tests: str = "tests"
     workers: int = 8
-    lost: bool = False
     rehearsed: bool = False
 
     @property

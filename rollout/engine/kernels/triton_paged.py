@@ -51,22 +51,6 @@ def serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over a union of keys from attention over its parts, in plain torch: the reference for the kernel.
-
-    Args:
-        outs: [S, B, H, D], attention over each part by itself.
-        lses: [S, B, H], natural log of the sum of exp(score) over each part; -inf: an empty part, whose `outs` are not read.
-
-    Returns:
-        [B, H, D] and its log-sum-exp [B, H]; zeros and -inf where every part is empty.
-    """
-    lse = lses.logsumexp(0)
-    empty = lses == -math.inf
-    weights = torch.where(empty, 0.0, (lses - lse).exp())
-    return (weights[..., None] * outs.masked_fill(empty[..., None], 0.0)).sum(0), lse
-
-
 def load(device: torch.device) -> TritonPaged | None:
     """The kernels, after a trial run on `device`; None if they do not work there."""
     kernels = _kernels(device)

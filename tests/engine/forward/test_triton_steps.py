@@ -125,7 +125,7 @@ def test_weights_changed_in_place_are_read_by_the_graphs_there_are() -> None:
 
 
 @on_the_device
-@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["qwen3"] if INTERPRETED else ["qwen3", "gemma2"])
 def test_under_autocast_logits_are_those_of_the_module_under_autocast(name) -> None:
     # The interpreter multiplies the bits of bfloat16 as integers.
     model, dtype = small(name), torch.float16 if INTERPRETED else torch.bfloat16

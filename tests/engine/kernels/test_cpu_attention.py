@@ -97,19 +97,13 @@ def group(shared: int, tails: list[int], **options: int) -> Case:
     return made
 
 
-@pytest.mark.parametrize("dim", [8, 16, 20, 32, 48, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 3), (9, 3), (8, 2), (14, 2), (7, 1)])
+@pytest.mark.parametrize("dim", [8, 20, 48, 64, 80, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (9, 3), (14, 2), (63, 1), (64, 1)])
 def test_the_kernel_equals_float64_for_every_head_size_and_grouping(dim: int, heads: int, kv_heads: int) -> None:
     made = case([1, 1, 1, 40, 7], [90, 1, 64, 90, 7], heads=heads, kv_heads=kv_heads, dim=dim, seed=dim + heads)
-    for window in (None, 1, 20, 1000):
-        ours = made.run(window, dim**-0.5)
-        torch.testing.assert_close(ours.double(), made.exactly(window, dim**-0.5), atol=2e-6, rtol=2e-6)
-
-
-@pytest.mark.parametrize("heads", [64, 63])
-def test_many_query_heads_may_share_one_kv_head(heads: int) -> None:
-    made = case([1, 5], [30, 90], heads=heads, kv_heads=1)
-    torch.testing.assert_close(made.run().double(), made.exactly(), atol=2e-6, rtol=2e-6)
+    for window, softcap in ((None, None), (1, None), (20, 1000.0), (1000, None)):
+        ours, exact = (run(window, dim**-0.5, softcap) for run in (made.run, made.exactly))
+        torch.testing.assert_close(ours.double(), exact, atol=2e-6, rtol=2e-6)
 
 
 def test_bfloat16_is_rounded_once_at_the_end() -> None:
@@ -119,34 +113,12 @@ def test_bfloat16_is_rounded_once_at_the_end() -> None:
     assert (ours == exact.bfloat16()).float().mean() > 0.98
 
 
-def test_one_position_is_its_own_value_and_large_scores_do_not_overflow() -> None:
-    made = decoding([1, 1, 1], heads=4)
-    first = made.values[torch.from_numpy(made.rows.tables[:, 0]), 0].repeat_interleave(2, 1)
-    torch.testing.assert_close(made.run(scaling=1.0), first)
-    large = decoding([40, 39, 70])
-    large.query.mul_(1e3)
-    torch.testing.assert_close(large.run(scaling=1.0).double(), large.exactly(scaling=1.0), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("softcap", [0.5, 50.0, 1000.0])
-def test_a_cap_far_above_the_scores_costs_no_precision(softcap: float) -> None:
-    made = case([1, 20], [100, 70])
-    torch.testing.assert_close(made.run(softcap=softcap).double(), made.exactly(softcap=softcap), atol=2e-6, rtol=2e-6)
-
-
-@pytest.mark.parametrize("softcap", [0.5, 30.0])
-def test_scores_are_capped_also_where_they_are_huge(softcap: float) -> None:
-    made = case([1, 20], [100, 70])
-    made.query[::2].mul_(1e4)
-    torch.testing.assert_close(made.run(softcap=softcap).double(), made.exactly(softcap=softcap), atol=1e-5, rtol=1e-5)
-
-
-def test_nan_stays_with_the_sequence_that_has_it() -> None:
-    made = case([1, 1, 1, 9], [40, 40, 40, 40])
-    made.keys[made.rows.tables[1, 0]] = float("nan")
-    ours = made.run()
-    assert ours[1].isnan().all()
-    assert ours[[0, *range(2, 12)]].isfinite().all()
+@pytest.mark.parametrize("softcap", [None, 0.5, 30.0])
+def test_large_scores_do_not_overflow(softcap: float | None) -> None:
+    large = case([1, 20, 1], [100, 70, 40])
+    large.query[::2].mul_(1e3)
+    ours, exact = (run(scaling=1.0, softcap=softcap) for run in (large.run, large.exactly))
+    torch.testing.assert_close(ours.double(), exact, atol=1e-4, rtol=1e-4)
 
 
 def test_a_sequence_gets_the_same_bits_alone_and_among_many() -> None:
@@ -206,15 +178,6 @@ def test_what_neighbours_share_is_read_once_for_all_of_them() -> None:
         two_groups.rows.tables[first : first + 3, :9] = two_groups.rows.tables[first, :9]
     assert tasks(two_groups) == 2, "each with its group, not all with the system prompt"
     assert tasks(group(8, [1] * 50)) == 3, "at most 64 query heads of one KV head to a task"
-
-
-def test_groups_side_by_side_with_one_system_prompt_stay_apart() -> None:
-    made = group(5, [20, 40, 60, 100, 120, 140, 90])
-    for first, last in ((1, 3), (4, 6)):
-        made.rows.tables[first:last, 5:6] = made.rows.tables[first, 5]
-    torch.testing.assert_close(made.run().double(), made.exactly(), atol=2e-6, rtol=2e-6)
-    windowed = made.run(window=70)
-    torch.testing.assert_close(windowed.double(), made.exactly(window=70), atol=2e-6, rtol=2e-6)
 
 
 def test_shapes_it_does_not_know_are_left_to_torch() -> None:

@@ -176,7 +176,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 def test_random_steps_equal_dense_attention(
     groups: int, window: int | None, softcap: float | None, plain: bool
 ) -> None:
-    for seed in range(6):
+    for seed in range(3):
         step = Step(seed, groups=groups)
         for kernel in (None, False, True):
             actual = step.run(step.tiles(3, plain=plain), 0.3, window, softcap, kernel=kernel)
@@ -187,7 +187,7 @@ def test_random_steps_equal_dense_attention(
 @pytest.mark.parametrize(
     ("window", "chunk", "softcap", "sunk"),
     [(None, None, None, True), (5, None, None, True), (None, 1, None, False), (None, 5, None, False),
-     (None, 100, None, False), (None, 4, 1.5, True)],
+     (None, 100, None, False), (None, 4, 1.5, True), (3, None, 2.0, True)],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sinks_and_chunks_equal_dense_attention(
@@ -201,6 +201,7 @@ def test_sinks_and_chunks_equal_dense_attention(
         for kernel in (None, False, True):
             tiles = step.tiles(3, plain=bool(seed % 2))
             actual = step.run(tiles, 0.3, window, softcap, kernel=kernel, chunk=chunk, sinks=sinks)
+            assert actual.dtype == dtype
             assert_close(actual, expected)
 
 
@@ -223,17 +224,6 @@ def test_any_head_size_and_any_number_of_heads_to_a_group(head_dim: int, value_d
     for kernel in (None, False, True):
         actual = step.run(step.tiles(3, plain=False), scaling, None, None, kernel=kernel)
         assert_close(actual, step.expected(scaling, None, None))
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 3])
-def test_bfloat16_is_right_to_its_precision(softcap: float | None, window: int | None) -> None:
-    for seed in range(4):
-        step = Step(seed, groups=2, head_dim=32, dtype=torch.bfloat16)
-        for kernel in (None, False, True):
-            actual = step.run(step.tiles(3, plain=False), 0.2, window, softcap, kernel=kernel)
-            assert actual.dtype == torch.bfloat16
-            assert_close(actual, step.expected(0.2, window, softcap))
 
 
 def test_nan_of_one_sequence_stays_in_it() -> None:

@@ -113,14 +113,6 @@ def test_heads_the_kernels_do_not_take_are_left_to_torch() -> None:
 def paged() -> TritonPaged:
     kernels = load(DEVICE)
     assert kernels is not None
-    if INTERPRETED:
-        one = torch.zeros(1, 1, 16)
-        try:
-            kernels.decode_with_lse(one, one[None], one[None], torch.zeros(1, 1), torch.zeros(1), None, 1.0)
-        except Exception as exc:
-            if "0-dimensional" in str(exc):
-                pytest.exit("this Triton's interpreter cannot loop with this numpy", 77)
-            raise
     return kernels
 
 
@@ -164,10 +156,10 @@ def test_a_paged_step_equals_float64(paged, layout, rules):
 
 
 @on_the_device
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4"] if INTERPRETED else ["qwen3", "gemma2", "gpt_oss", "llama4"])
 def test_an_engine_on_the_paged_kernels_gives_the_tokens_of_generate(paged, name):
     # One layer of each kind.
-    layers = {"num_hidden_layers": 1 if name == "qwen3" else 2} if INTERPRETED else {}
+    layers = {"num_hidden_layers": 2} if INTERPRETED else {}
     model = make_model(name, **layers).to(DEVICE)
     tokens = 2 if INTERPRETED else 40
     engine = make_engine(model, fused_forward=False, max_tokens_per_step=16, block_size_tokens=8)

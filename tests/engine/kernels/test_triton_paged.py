@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout.engine.kernels import decode_parts, triton_paged
+from rollout.engine.kernels import decode_parts, triton_paged, triton_trial
 from rollout.engine.kernels.decode_parts import SPLIT, DecodeParts, num_splits
-from rollout.engine.kernels.triton_paged import TritonPaged, load, merge, serves
+from rollout.engine.kernels.triton_paged import TritonPaged, load, serves
 from rollout.engine.kernels.triton_trial import Heads, tried_out
 from tests.gpu_first_run.findings import Run
 from tests.gpu_first_run.tune import tune
@@ -178,15 +178,11 @@ def test_decode_sees_its_window_alone_and_caps_its_scores(paged, window, softcap
 
 
 @on_the_device
-def test_decode_is_right_on_both_sides_of_every_edge_of_a_part(paged):
-    pool = Pool(1, kv_heads=1, num_blocks=320)
-    check_decode(paged, pool, [SPLIT - 2, SPLIT - 1, SPLIT, 2 * SPLIT - 1, 2 * SPLIT], None, 0.3, None)
-
-
-@on_the_device
-def test_decode_merges_more_parts_than_it_takes_at_once(paged):
-    pool = Pool(2, kv_heads=1, block_size=64)
-    check_decode(paged, pool, [9 * SPLIT + 5], None, 0.3, None)
+def test_decode_is_right_at_every_edge_of_a_part_and_merges_more_parts_than_it_takes_at_once(paged, monkeypatch):
+    split = 64 if INTERPRETED else SPLIT
+    monkeypatch.setattr(decode_parts, "SPLIT", split)
+    pool = Pool(1, kv_heads=1, num_blocks=20 * split // 16)
+    check_decode(paged, pool, [split - 2, split - 1, split, 2 * split - 1, 2 * split, 9 * split + 5], None, 0.3, None)
 
 
 @on_the_device
@@ -232,7 +228,7 @@ def test_nan_stays_with_the_sequence_that_has_it(paged):
 
 
 @on_the_device
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[-1:])
 def test_a_sequence_gets_the_same_bits_alone_and_among_many(paged, dtype):
     pool = Pool(6, dtype=dtype)
     positions = [300, 3, -1, 270, 255]
@@ -271,22 +267,6 @@ def test_a_table_may_be_int64_and_positions_a_column(paged):
     arguments = [query, pool.keys, pool.values, table.long(), torch.tensor([[19], [8]], dtype=torch.int32)]
     actual, _ = paged.decode_with_lse(*[argument.to(DEVICE) for argument in arguments], None, 0.3)
     assert torch.equal(actual, expected)
-
-
-@on_the_device
-def test_parts_attended_to_by_themselves_merge_into_the_whole(paged):
-    pool = Pool(8)
-    row = pool.row(48)
-    query = pool.query(2)
-    whole, whole_lse = decode(paged, pool, query, pool.table([row, row]), [47, 47])
-    first, first_lse = decode(paged, pool, query, pool.table([row[:1]] * 2), [15, 15])
-    rest, rest_lse = decode(paged, pool, query, pool.table([row[1:]] * 2), [31, 31])
-    nothing, nothing_lse = decode(paged, pool, query, pool.table([[], []]), [-1, -1])
-    merged, lse = merge(
-        torch.stack([first, nothing * torch.nan, rest]), torch.stack([first_lse, nothing_lse, rest_lse])
-    )
-    torch.testing.assert_close(merged, whole, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse, whole_lse, atol=1e-5, rtol=1e-5)
 
 
 # --- prefill ----------------------------------------------------------------------------------------------------------
@@ -361,7 +341,7 @@ def test_prefill_of_any_ragged_chunks_equals_float64(paged, seed, chunks, group,
 
 
 @on_the_device
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("window", [30] if INTERPRETED else [None, 30])
 def test_a_query_gets_the_same_bits_however_the_prompt_is_cut(paged, window):
     pool = Pool(9, group=3, kv_heads=1)
     row, other = pool.row(90), pool.row(30)
@@ -395,7 +375,7 @@ def test_prefill_leaves_what_is_behind_the_last_chunk_alone(paged):
 
 @on_the_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("kv_heads", "dim", "value_dim"), [(2, 16, 16), (3, 80, 96), (1, 128, 64)])
+@pytest.mark.parametrize(("kv_heads", "dim", "value_dim"), [(3, 80, 96), (1, 128, 64)])
 def test_the_write_fills_its_slots_in_the_type_of_the_cache_and_touches_no_other(
     paged, kv_heads, dim, value_dim, dtype
 ):
@@ -474,9 +454,11 @@ def test_a_captured_decode_follows_its_buffers(paged):
 
 
 @on_the_device
-@pytest.mark.parametrize(("kind", "dtype"), combined([Heads(4, 2, 16, 16), Heads(6, 2, 24, 40)], DTYPES))
-def test_a_trial_of_these_kernels_passes(kind, dtype, caplog):
-    own = load(DEVICE)
+@pytest.mark.parametrize("dtype", DTYPES[-1:])
+def test_a_trial_of_these_kernels_passes(dtype, caplog, monkeypatch):
+    if INTERPRETED:
+        monkeypatch.setattr(triton_trial, "SPLIT", 64)
+    own, kind = load(DEVICE), Heads(6, 2, 24, 40)
     assert own is not None
     assert tried_out(own, [kind], dtype, 7, DEVICE) is own
     assert not caplog.records
@@ -543,22 +525,6 @@ def test_every_size_the_kernels_serve_has_a_tile_that_holds_its_group_and_cuts_a
                 # Sums per thread. Twice as many, of float32 at dim 256, left 7 KB of registers per thread in memory.
                 sums = plan.rows * triton_paged.power_of_two(dim) // (32 * plan.warps)
                 assert sums <= (32 if dtype == torch.float32 else 64)
-
-
-def test_merging_skips_empty_parts_and_gives_zeros_for_nothing_but_empty_ones() -> None:
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(30, 2, 4, generator=generator, dtype=torch.float64)
-    values = torch.randn(30, 2, 4, 8, generator=generator, dtype=torch.float64)
-    parts = [slice(0, 7), slice(7, 29), slice(29, 30)]
-    outs = [torch.einsum("sbh,sbhd->bhd", scores[part].softmax(0), values[part]) for part in parts]
-    lses = [scores[part].logsumexp(0) for part in parts]
-    nothing, never = torch.full_like(outs[0], torch.nan), torch.full_like(lses[0], -math.inf)
-    merged, lse = merge(torch.stack([*outs, nothing]), torch.stack([*lses, never]))
-    torch.testing.assert_close(merged, torch.einsum("sbh,sbhd->bhd", scores.softmax(0), values))
-    torch.testing.assert_close(lse, scores.logsumexp(0))
-    merged, lse = merge(nothing[None], never[None])
-    assert not merged.any()
-    assert (lse == -math.inf).all()
 
 
 def test_shapes_it_does_not_know_are_left_to_torch() -> None:
