@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 
 from rollout.distributed.coordinator.core.heap import LazyHeap
 from rollout.distributed.coordinator.core.peers import Peers, shortened
-from rollout.distributed.coordinator.core.requests import NO_BARRIER, ClientPeer, RankPeer
+from rollout.distributed.coordinator.core.requests import MAX_NAMES, NO_BARRIER, ClientPeer, RankPeer
 from rollout.distributed.protocol.fields import GIVEN_UP, SET_VERSION, UPKEEP
 from rollout.distributed.protocol.messages import Barrier, BarrierDone, Command, CommandAck, Control, ControlDone
 from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState
 
-MAX_NAMES = 8
-"""Maximum number of names listed in a message."""
 MAX_CALLS = 64
 """Maximum open calls per client."""
 MAX_TIMEOUT_S = 30 * 86400.0

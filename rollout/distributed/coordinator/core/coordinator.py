@@ -4,8 +4,7 @@
      ├ Sessions                handshake, sequence numbers, heartbeats, ends of sessions
      ├ RequestTable            open requests from submission to their outcome; memory, texts, deadlines
      ├ Dispatcher ─ Router     queues of samples, and the choice of a rank
-     ├ ControlPlane, Barriers  calls to all engines; meetings of all members
-     └ GracePeriods            what is missing, and for how long that is borne
+     └ ControlPlane, Barriers  calls to all engines; meetings of all members
 
 Always true:
 - an accepted request ends once: with an outcome for each of its samples, or with one error that names it;
@@ -23,7 +22,6 @@ from typing import Any
 from rollout.config import CoordinatorConfig
 from rollout.distributed.coordinator.core.control import Barriers, ControlPlane
 from rollout.distributed.coordinator.core.dispatch import Dispatcher, ScheduleRecord
-from rollout.distributed.coordinator.core.grace_periods import GracePeriods
 from rollout.distributed.coordinator.core.peers import Peers
 from rollout.distributed.coordinator.core.request_table import RequestTable
 from rollout.distributed.coordinator.core.requests import ClientPeer, Peer, RankPeer, TextJob
@@ -48,9 +46,8 @@ class CoordinatorCore:
         self.barriers = Barriers(self.peers, config.data_parallel_size)
         self.dispatcher = Dispatcher(config, self.peers)
         self.requests = RequestTable(config, self.peers, self.dispatcher)
-        self._grace = GracePeriods(config, self.peers, self.dispatcher, self.requests)
         self.sessions = Sessions(
-            config, instance, self.peers, self.control, self.barriers, self.dispatcher, self.requests, self._grace
+            config, instance, self.peers, self.control, self.barriers, self.dispatcher, self.requests
         )
         self._shut_down = False
         self._now = 0.0
@@ -68,7 +65,7 @@ class CoordinatorCore:
         peer = self.peers.get(identity)
         if peer is None:
             self.sessions.greet(identity, sequence, message, now)
-            self._grace.look(now)
+            self.requests.look_for_ranks(now)
         elif self.sessions.is_next(peer, sequence, now):
             if isinstance(message, wire.Heartbeat):
                 # It changes nothing that is dispatched, and looking for room on 1,000 ranks costs more than the rest.
@@ -118,7 +115,7 @@ class CoordinatorCore:
         else:
             rank.resting, rank.waited_for_since, rank.ready = message.resting, None, True
         self.dispatcher.rank_moved(rank)
-        self._grace.look(self._now)
+        self.requests.look_for_ranks(self._now)
 
     def _progress(self, rank: RankPeer, message: wire.Progress) -> None:
         rank.running, rank.waiting, rank.progressed = message.running, message.waiting, self._now
@@ -177,10 +174,10 @@ class CoordinatorCore:
         self.control.expire(now)
         self.barriers.expire(now)
         self.requests.expire(now)
-        self._grace.look(now)
-        self._grace.give_up_requests(now)
+        self.requests.look_for_ranks(now)
+        self.requests.give_up(now)
         if self.control.state is not CoordinatorState.STOPPING:
-            self._grace.set_away(now)
+            self.dispatcher.look_for_away(now)
         self._go_on()
 
     def next_deadline(self) -> float:

@@ -36,6 +36,9 @@ MAX_BLOCKS = 1 << 13
 MAX_HASHES = 1 << 16
 """Maximum hashes processed per message, a tenth of a second of work; the first ones of a prompt matter most."""
 HASH_BYTES = 8
+AWAY_INTERVALS = 2
+"""Grace period, in heartbeat intervals, of a rank that is idle or has older weights while others compute. In
+deterministic mode it is `heartbeat_timeout_s`."""
 
 
 class ScheduleRecord(NamedTuple):
@@ -68,6 +71,9 @@ class Dispatcher:
         self.too_new: list[OpenRequest] = []
         """Requests that need a policy version that no rank has: none has reached it, or all are ahead of the asker."""
         self._deterministic = config.deterministic_mode
+        self._grace_s = AWAY_INTERVALS * config.heartbeat_interval_s
+        if config.deterministic_mode:
+            self._grace_s = config.heartbeat_timeout_s
         self._block_size = config.block_size_tokens
         self._peers = peers
         self._queues: dict[int, LazyHeap[OpenRequest]] = {}
@@ -148,9 +154,19 @@ class Dispatcher:
                     self.enqueue(assignment.request)
         return list(told.values())
 
-    def set_away(self, away: Iterable[RankPeer]) -> None:
-        """Set the ranks that are not waited for: held assignments, and all of idle ranks, move to ranks with room."""
-        self._away = {rank.name: rank for rank in away}
+    def look_for_away(self, now: float) -> None:
+        """Stop waiting for ranks that are idle or behind while others compute, for longer than the grace period: held
+        assignments, and all of idle ranks, move to ranks with room.
+        """
+        ranks = self._peers.by_name
+        computing = [rank.policy_version for rank in ranks.values() if rank.ready and not rank.resting]
+        newest = max(computing, default=0)
+        self._away = {}
+        for name, rank in ranks.items():
+            behind = rank.resting or rank.policy_version < newest
+            rank.waited_for_since = since(rank.waited_for_since, bool(computing) and behind, now)
+            if rank.waited_for_since is not None and rank.waited_for_since <= now - self._grace_s:
+                self._away[name] = rank
         refused: dict[int, int] = {}
         for rank in list(self._away.values()):
             for assignment in [each for each in rank.assignments.values() if rank.resting or each.held]:
@@ -351,6 +367,13 @@ class Dispatcher:
         del assignment.request.assignments[assignment.attempt]
         del assignment.rank.assignments[assignment.attempt]
         self.router.released(assignment.claim)
+
+
+def since(before: float | None, holds: bool, now: float) -> float | None:
+    """Time since when a condition holds without a break; None: it does not."""
+    if not holds:
+        return None
+    return now if before is None else before
 
 
 def _unpacked(packed: bytes) -> list[int]:

@@ -18,10 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout.config import CoordinatorConfig
-from rollout.distributed.coordinator.core.dispatch import Dispatcher
+from rollout.distributed.coordinator.core.dispatch import Dispatcher, since
 from rollout.distributed.coordinator.core.heap import LazyHeap
 from rollout.distributed.coordinator.core.peers import Peers, shortened
 from rollout.distributed.coordinator.core.requests import (
+    MAX_NAMES,
     MAX_SAMPLES,
     Assignment,
     ClientPeer,
@@ -84,6 +85,7 @@ class RequestTable:
         self._peers = peers
         self._dispatcher = dispatcher
         self._deadlines = LazyHeap[OpenRequest](lambda request: not request.closed)
+        self._without_rank_since: float | None = None
         self._next_request_id = 0
 
     def __iter__(self) -> Iterator[OpenRequest]:
@@ -292,6 +294,33 @@ class RequestTable:
         while (late := self._deadlines.head()) is not None and late.deadline <= now:
             self._deadlines.pop()
             self.fail(late, "RequestTimeoutError", "its timeout_s has passed")
+
+    def look_for_ranks(self, now: float) -> None:
+        """Start or end the period without a ready rank."""
+        self._without_rank_since = since(self._without_rank_since, not self._dispatcher.any_rank_ready, now)
+
+    def give_up(self, now: float) -> None:
+        """Fail the requests that have waited `no_rank_timeout_s` for any rank, or for one of a newer version."""
+        limit, ranks = self._config.no_rank_timeout_s, self._peers.by_name
+        if self._without_rank_since is not None and now - self._without_rank_since >= limit:
+            here = f"{len(ranks)} of data_parallel_size={self._config.data_parallel_size} are here"
+            why = f"there has been no rank that is ready for {limit} s (no_rank_timeout_s); {here}"
+            for request in self:
+                if request.queued:
+                    self.fail(request, "RequestTimeoutError", why)
+        for request in list(self._dispatcher.too_new):
+            if request.too_new_since is None:
+                request.too_new_since = now
+            if not request.closed and now - request.too_new_since >= limit:
+                version = request.newest_version
+                missing = f"no rank has reached policy version {version}, of its tokens or its asker,"
+                if any(rank.policy_version >= version for rank in ranks.values()):
+                    missing = f"all ranks are ahead of policy version {version} of its asker, which catches up,"
+                versions = [f"{name} has {ranks[name].policy_version}" for name in sorted(ranks)[:MAX_NAMES]]
+                more = f" and {len(ranks) - MAX_NAMES} more ranks have others" if len(ranks) > MAX_NAMES else ""
+                why = f"{missing} for {limit} s (no_rank_timeout_s); {', '.join(versions)}{more}"
+                self.fail(request, "RequestTimeoutError", why)
+        self._dispatcher.too_new = [request for request in self._dispatcher.too_new if not request.closed]
 
     def fail(self, request: OpenRequest, error: str, why: str) -> None:
         client = request.client

@@ -19,6 +19,8 @@ MAX_SAMPLES = 1 << 13
 MAX_KNOWN_BYTES = 16 << 20
 """Maximum size of known tokens, log-probs and top-n rows in one assignment, which must fit into a frame."""
 NO_BARRIER = -1
+MAX_NAMES = 8
+"""Maximum number of names listed in a message."""
 
 
 @dataclass(eq=False, slots=True)

@@ -12,7 +12,6 @@ from typing import cast
 from rollout.config import CoordinatorConfig
 from rollout.distributed.coordinator.core.control import Barriers, ControlPlane
 from rollout.distributed.coordinator.core.dispatch import Dispatcher
-from rollout.distributed.coordinator.core.grace_periods import GracePeriods
 from rollout.distributed.coordinator.core.peers import Peers, shortened
 from rollout.distributed.coordinator.core.request_table import RequestTable
 from rollout.distributed.coordinator.core.requests import ClientPeer, Peer, RankPeer
@@ -44,7 +43,6 @@ class Sessions:
         barriers: Barriers,
         dispatcher: Dispatcher,
         requests: RequestTable,
-        grace: GracePeriods,
     ) -> None:
         self._config = config
         self._instance = instance
@@ -53,7 +51,6 @@ class Sessions:
         self._barriers = barriers
         self._dispatcher = dispatcher
         self._requests = requests
-        self._grace = grace
         self.max_rank_losses = MAX_RANK_LOSSES
         self._last_beat: float | None = None
 
@@ -174,7 +171,7 @@ class Sessions:
                 self._barriers.expire(now)
         else:
             self._lose_rank(cast(RankPeer, peer), why, died)
-        self._grace.look(now)
+        self._requests.look_for_ranks(now)
 
     def _lose_rank(self, rank: RankPeer, why: str, died: bool) -> None:
         for request in self._dispatcher.remove_rank(rank):
