@@ -59,8 +59,6 @@ class Dealer:
         on_lost: Callable[[ConnectionLostError], None],
     ) -> None:
         self.address = address
-        self.unsent_bytes = 0
-        """Size of the queued frames."""
         self._name = identity_name
         self._keys = keys
         self._on_message = on_message
@@ -141,9 +139,7 @@ class Dealer:
     # --- both directions ----------------------------------------------------------------------------------------
 
     def _queue(self, message: Message) -> None:
-        frame = encode(self._sequencer.next(), message)
-        self._unsent.append(frame)
-        self.unsent_bytes += len(frame)
+        self._unsent.append(encode(self._sequencer.next(), message))
         self._said = self._loop.time()
 
     def _turn_soon(self) -> None:
@@ -192,7 +188,6 @@ class Dealer:
         except zmq.Again:
             self._unsent.extendleft(reversed(together))
             return False
-        self.unsent_bytes -= size
         return True
 
     def _take(self, frames: list[bytes]) -> None:
@@ -261,7 +256,6 @@ class Dealer:
         self._interval_s = self._timeout_s = float("inf")
         self._end = why
         self._unsent.clear()
-        self.unsent_bytes = 0
         self._close_socket(socket, 0 if tell is None else LINGER_MS)
 
     def _close_socket(self, socket: zmq.Socket[bytes], linger_ms: int) -> None:

@@ -20,7 +20,6 @@ from rollout.errors import (
     ConnectionLostError,
     ControlError,
     DeadlineError,
-    InvalidRequestError,
     RequestAbortedError,
 )
 from rollout.requests.spans import VersionSpans
@@ -175,16 +174,6 @@ async def test_calls_before_start_say_so():
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
-
-
-@asynchronous
-async def test_a_request_that_can_never_be_served_raises_at_once():
-    async with connected() as (client, _):
-        with pytest.raises(InvalidRequestError, match="prompt token -1"):
-            client.add_request([-1])
-        with pytest.raises(InvalidRequestError, match="interval=-1"):
-            client.add_request_streaming(PROMPT, interval=-1)
-        assert await client.add_request(PROMPT)
 
 
 @pytest.mark.parametrize("unknown", ["intervals", "wanted"])
@@ -386,22 +375,6 @@ async def test_stop_fails_what_is_open_by_name_and_is_harmless_when_repeated():
         await every_call(client)
         while not isinstance((await heard(fake))[2], wire.Disconnect):
             pass
-
-
-@asynchronous
-async def test_a_silent_coordinator_counts_as_dead_after_the_timeout_it_told():
-    def short(fake, peer, message):
-        if isinstance(message, wire.Connect):
-            fake.say(peer, welcome(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.2))
-
-    with FakeCoordinator(short, greet=False) as fake:
-        client = InferenceClient(fake.address)
-        await client.start()
-        future = client.add_request(PROMPT)
-        with pytest.raises(ConnectionLostError, match=r"no frame from the coordinator for 0\.2 s"):
-            await future
-        assert fake.heartbeats >= 1
-        await every_call(client)
 
 
 @asynchronous

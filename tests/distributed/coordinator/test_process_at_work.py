@@ -65,15 +65,6 @@ def test_completions_become_text_without_special_tokens_where_the_engine_gave_no
         assert stretch.columns["text"] == ["ab c", "ab c"]
 
 
-def test_tokens_that_are_none_cost_the_text_and_not_the_result():
-    with in_a_thread(tokenizer=lowercase_tokenizer()) as address:
-        client, rank = connect(address), register(address, "rank")
-        client.say(submit(0))
-        rank.say(finished(rank.hear(wire.Assign), [-1]))
-        (stretch,) = answer(client, 0)
-        assert stretch.columns["text"] == [None]
-
-
 @pytest.mark.parametrize("tokenizer", ['{"no": "tokenizer"}', "/no/such/tokenizer.json"])
 def test_a_tokenizer_that_is_none_fails_text_by_name_and_nothing_else(tokenizer):
     with in_a_thread(tokenizer=tokenizer) as address, echo_rank(address):

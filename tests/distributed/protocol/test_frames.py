@@ -193,10 +193,6 @@ def test_a_stretch_whose_columns_disagree_is_refused(field, changes):
         decode(encode(0, wire.Update([one(**changes)])))
 
 
-def test_every_optional_field_of_a_delta_has_a_column():
-    assert set(OPTIONAL) == set(COLUMNS)
-
-
 def test_a_sequencer_counts_ignores_repetitions_and_names_a_gap():
     numbers = Sequencer()
     assert [numbers.next() for _ in range(3)] == [0, 1, 2]

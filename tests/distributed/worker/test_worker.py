@@ -14,7 +14,7 @@ from rollout.distributed.protocol import messages as wire
 from rollout.distributed.worker.worker import EngineWorker
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.holds import COORDINATOR, PAUSE, HoldLevel
-from rollout.errors import ConnectionLostError, DeadlineError, EngineDeadError, EngineStateError
+from rollout.errors import ConnectionLostError, DeadlineError, EngineDeadError
 from tests.distributed.fake_coordinator import DEADLINE_S, FakeCoordinator
 from tests.distributed.worker.rank_sessions import assign, put_together
 from tests.engines import gated, greedily, make_engine, token_ids
@@ -148,21 +148,6 @@ def test_a_coordinator_of_another_protocol_version_is_refused_by_name() -> None:
         worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0")
         with pytest.raises(ConnectionLostError, match="upgrade this side"):
             worker.start(DEADLINE_S)
-
-
-def test_a_worker_that_was_not_started_refuses_to_run() -> None:
-    worker = EngineWorker(make_engine("qwen3"), "tcp://127.0.0.1:9", name="rank-0")
-    with pytest.raises(EngineStateError, match=r"run\(\) before start\(\): call worker.start\(\) first"):
-        worker.run()
-
-
-def test_a_worker_is_started_once() -> None:
-    with serving(run=False) as (_, worker), pytest.raises(EngineStateError, match="start"):
-        worker.start()
-    with pytest.raises(EngineStateError, match="start"):
-        worker.start()
-    with pytest.raises(EngineStateError, match="reconnect"):
-        worker.reconnect()
 
 
 # --- work -------------------------------------------------------------------------------------------------------------
@@ -346,16 +331,6 @@ def test_nothing_is_sent_for_a_session_that_is_over() -> None:
             if isinstance(message, wire.EngineMoved):
                 break
         assert heard == [(1, wire.Register), (1, wire.EngineMoved)]
-
-
-def test_a_silent_coordinator_is_noticed() -> None:
-    with Coordinator(heartbeat_interval_s=0.02, heartbeat_timeout_s=0.1) as coordinator:
-        worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0")
-        worker.start(DEADLINE_S)
-        wait_until(lambda: worker.lost is not None, worker)
-        assert isinstance(worker.lost, ConnectionLostError)
-        assert not worker.step()
-        worker.stop()
 
 
 def test_a_run_that_finds_no_coordinator_any_more_says_so() -> None:

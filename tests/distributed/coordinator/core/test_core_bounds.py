@@ -178,16 +178,6 @@ def test_of_very_many_hashes_the_first_are_looked_at(monkeypatch):
     assert sorted(held(router, "rank")) == list(range(60, 70))
 
 
-def test_of_a_very_long_prompt_the_first_blocks_decide_where_it_goes(monkeypatch):
-    monkeypatch.setattr(dispatch, "MAX_BLOCKS", 5)
-    job = Job()
-    client = job.client()
-    job.rank()
-    job.rank("another")
-    client.submit(range(400))
-    assert [each.num_hashes for each in job.core.take_decisions()] == [5]
-
-
 # --- errors -------------------------------------------------------------------------------------------------------------
 
 

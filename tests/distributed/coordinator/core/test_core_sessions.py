@@ -22,14 +22,6 @@ def test_a_stranger_is_told_to_connect_anew(message):
     assert stranger.numbers == [0]
 
 
-def test_a_session_does_not_begin_in_the_middle():
-    job = Job()
-    stranger = Line(job, b"stranger")
-    stranger.said = 1
-    stranger.say(wire.Connect(wire.PROTOCOL_VERSION, "x"))
-    assert stranger.hear(wire.Refused).code == "unknown_peer"
-
-
 @pytest.mark.parametrize(("version", "older"), [(wire.PROTOCOL_VERSION - 1, "this side"), (99, "the coordinator")])
 def test_another_protocol_version_is_told_which_side_to_upgrade(version, older):
     job = Job()
