@@ -14,7 +14,6 @@ import pytest
 from rollout.distributed.client import client as client_module
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.protocol import messages as wire
-from rollout.distributed.protocol.outcome import Outcome, pack
 from rollout.errors import (
     ConfigError,
     ConnectionLostError,
@@ -22,38 +21,17 @@ from rollout.errors import (
     DeadlineError,
     RequestAbortedError,
 )
-from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams
+from tests.distributed.client.lines import stretch
 from tests.distributed.fake_coordinator import FakeCoordinator, welcome
 from tests.distributed.transport.test_dealer import asynchronous, heard
 
 PROMPT = [3, 1, 4]
 
 
-def ended(made: int) -> bytes:
-    return pack(
-        Outcome("length", None, None, 0, VersionSpans([(0, len(PROMPT) + made)]),
-                VersionSpans([(0, len(PROMPT) + made - 1)]), [0.1] * (made - 1),
-                0.1, 0.2, 0, None, None, 256, 1)
-    )  # fmt: skip
-
-
-def part(request_id: int, samples: int, start: int, tokens: list[int], *, last: bool, version: int = 0) -> wire.Update:
-    return wire.Update(
-        [
-            wire.Stretch(
-                request_id,
-                0,
-                list(range(samples)),
-                [start] * samples,
-                [len(tokens)] * samples,
-                np.array(tokens * samples, "<i4").tobytes(),
-                np.full(len(tokens) * samples, -0.5, "<f4").tobytes(),
-                [[version, version, len(tokens)] if tokens else [version]] * samples,
-                columns={"outcome": [ended(start + len(tokens))] * samples} if last else {},
-            )
-        ]
-    )
+def part(request_id: int, samples: int, start: int, tokens: list[int], *, last: bool) -> wire.Update:
+    rows = dict.fromkeys(range(samples), (start, tokens))
+    return wire.Update([stretch(request_id, rows, ended=tuple(rows) if last else ())])
 
 
 def generous(fake: FakeCoordinator, peer: bytes, message: wire.Message) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import threading
@@ -26,7 +27,7 @@ from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Barrier, Bar
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, EngineStateError
 from rollout.manager.backend import LocalBackend
 from rollout.manager.manager import RolloutManager
-from rollout.observe.timeline import load, read
+from rollout.observe.timeline import read
 from rollout.sampling_params import SamplingParams
 from rollout.threads.diagnosis import THREAD_NAME
 from tests.distributed.job import rank_jobs
@@ -175,7 +176,7 @@ def test_a_trace_of_the_job_is_one_file_with_every_ranks_tracks(nursery, tmp_pat
     first, second = (engine.steps for engine in trace.engines)
     assert first[0]["start"] < second[-1]["end"]
     assert second[0]["start"] < first[-1]["end"]
-    events = load([tmp_path / "step.json"])["traceEvents"]
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     assigned = {event["pid"] for event in events if event.get("cat") == "coordinator" and "assign" in event["name"]}
     assert len(assigned) == 2
 
