@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -105,33 +105,6 @@ class OwnGroup:
         return request
 
 
-class EarlierTokens:
-    """Whether every rank has reached a policy version, and so has reported all tokens of earlier versions.
-
-    Args:
-        ask: requests the job's status after so many seconds; returns None without a connection.
-    """
-
-    def __init__(self, ask: Callable[[float], Future[dict[str, Any]] | None]) -> None:
-        self._ask = ask
-        self._asked: Future[dict[str, Any]] | None = None
-        self._known_before = 0
-
-    def are_known(self, version: int) -> bool:
-        """Return immediately. False: a status request is pending, or some rank is behind; call again later."""
-        if self._known_before == version:
-            return True
-        asked, self._asked = self._asked, None
-        if asked is None or not asked.done():
-            self._asked = asked or self._ask(0.0)
-            return False
-        if asked.exception() is None and _all_have_reached(version, asked.result()):
-            self._known_before = version
-            return True
-        self._asked = self._ask(ASK_AGAIN_S)
-        return False
-
-
 def _all_have_reached(version: int, status: dict[str, Any]) -> bool:
     awaited = status["barrier_waits_for"]
     behind = [rank["name"] for rank in status["ranks"] if rank["policy_version"] < version]
@@ -160,7 +133,9 @@ class DataParallelBackend:
         self._happened = False
         self._ended: deque[tuple[OwnGroup, int]] = deque()
         self._failed: deque[OwnGroup] = deque()
-        self._earlier_tokens = EarlierTokens(self._start_asking)
+        self._asked: Future[dict[str, Any]] | None = None
+        self._all_known_before = 0
+        """Policy version that every rank has reached: all tokens of earlier ones are known here."""
         self._closed = False
         name = f"rank-{world.rank:0{len(str(world.size - 1))}d}"
 
@@ -362,9 +337,24 @@ class DataParallelBackend:
         version = self._engine.policy_version
         if not self._groups:
             return []
-        if not self._earlier_tokens.are_known(version):
+        if not self._earlier_tokens_are_known(version):
             return None
-        return self._known_ages(version)
+        oldest = {group_id: group.oldest_version() for group_id, group in self._groups.items()}
+        return [(group_id, 0 if first is None else version - first) for group_id, first in oldest.items()]
+
+    def _earlier_tokens_are_known(self, version: int) -> bool:
+        """Return immediately. False: a status request is pending, or some rank is behind; call again later."""
+        if self._all_known_before == version:
+            return True
+        asked, self._asked = self._asked, None
+        if asked is None or not asked.done():
+            self._asked = asked or self._start_asking(0.0)
+            return False
+        if asked.exception() is None and _all_have_reached(version, asked.result()):
+            self._all_known_before = version
+            return True
+        self._asked = self._start_asking(ASK_AGAIN_S)
+        return False
 
     def _start_asking(self, after_s: float) -> Future[dict[str, Any]] | None:
         client = self._member.connected
@@ -378,11 +368,6 @@ class DataParallelBackend:
         asked = self._loop.start(ask())
         asked.add_done_callback(lambda _: self.wake())
         return asked
-
-    def _known_ages(self, version: int) -> Iterable[tuple[int, int]]:
-        for group in self._groups.values():
-            oldest = group.oldest_version()
-            yield group.group_id, 0 if oldest is None else version - oldest
 
     def snapshot(self) -> list[DynamicInferenceRequestRecord]:
         """Records of the unfinished samples of this rank's groups, with the tokens known here."""

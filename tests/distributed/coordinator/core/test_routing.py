@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 import random
-from collections import deque
 
 import pytest
 
-from rollout.distributed.coordinator.core.routing import Claim, Placement, Router
+from rollout.distributed.coordinator.core.routing import Placement, Router
 from rollout.state import PrefixCachingCoordinatorPolicy
 from tests.distributed.coordinator.core.routers import (
     BALANCED,
@@ -19,7 +17,6 @@ from tests.distributed.coordinator.core.routers import (
     ROBIN,
     check,
     chosen,
-    held,
     holds,
     make,
     send,
@@ -96,51 +93,6 @@ def test_groups_that_arrive_at_once_are_prefilled_once(as_groups: bool) -> None:
     samples = groups * n
     assert sum(router.pending(name) for name in router.ranks) == samples
     assert (samples - parts) / samples >= (n - 1) / n
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("policy", [LONGEST, BALANCED])
-def test_long_tailed_lengths_are_balanced_over_the_ranks(policy: PrefixCachingCoordinatorPolicy, seed: int) -> None:
-    """Ranks make one token of each of 32 samples at a time; a group that finds no room waits for the first that has."""
-    chance = random.Random(seed)
-    ranks, slots, n = 4, 32, 8
-    router = make(*[0] * ranks, policy=policy, slots=slots)
-    waiting = deque([0, *(1000 * (group + 1) + block for block in range(20))] for group in range(400))
-    tokens = dict.fromkeys(router.ranks, 0)
-    running = dict.fromkeys(router.ranks, 0)
-    behind: dict[str, deque[tuple[int, list[Claim]]]] = {name: deque() for name in router.ranks}
-    ends: list[tuple[int, int, str, list[Claim]]] = []
-    now = count = 0
-
-    def start(name: str) -> None:
-        nonlocal count
-        while behind[name] and running[name] < slots:
-            length, claims = behind[name].popleft()
-            running[name] += 1
-            count += 1
-            heapq.heappush(ends, (now + length, count, name, claims))
-
-    while waiting or ends:
-        while waiting and (placed := send(router, waiting[0], n)):
-            waiting.popleft()
-            for part, claim in placed:
-                # The claim is released with the last of these.
-                claims = [claim] * part.samples
-                for _ in range(part.samples):
-                    length = 1 + int(chance.lognormvariate(5.0, 1.0))
-                    tokens[part.rank] += length
-                    behind[part.rank].append((length, claims))
-                start(part.rank)
-        now, _, name, claims = heapq.heappop(ends)
-        running[name] -= 1
-        router.ended(name)
-        claim = claims.pop()
-        if not claims:
-            router.released(claim)
-        start(name)
-    check(router)
-    assert not any(router.pending(name) or held(router, name) for name in router.ranks)
-    assert max(tokens.values()) <= 1.2 * sum(tokens.values()) / ranks
 
 
 def test_without_ranks_everything_waits() -> None:
