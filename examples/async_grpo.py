@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from rollout import InferenceConfig, Journal, RolloutBatch, RolloutManager, SamplingParams
-from rollout.algorithms import effective_sample_size, group_advantages, masked_mean, rollout_kl, token_importance
+from rollout.algorithms import effective_sample_size, group_advantages, importance_weights, masked_mean, rollout_kl
 from trainer_hooks.optimizer import attach
 from trainer_hooks.wandb import WandbLogger
 
@@ -104,7 +104,7 @@ def async_grpo(run: Run, options: argparse.Namespace) -> Iterator[Update]:
         with run.manager.suspended():
             logprobs = batch.logprobs_of(run.model)
             run.manager.observe_logprobs(batch, logprobs)
-            weights = token_importance(logprobs, batch.logprobs, mask, cap=HIGHEST_WEIGHT)
+            weights = importance_weights(logprobs, batch.logprobs, mask, cap=HIGHEST_WEIGHT)
             loss = -masked_mean(weights * advantages * logprobs, mask)
             run.optimizer.zero_grad()
             loss.backward()

@@ -2,7 +2,7 @@
 
     advantages = group_advantages(rewards, batch.group_ids, valid=batch.response_mask.any(1))
     keep = staleness_mask(batch.policy_staleness, batch.response_mask, max_staleness=2)
-    weights = token_importance(logprobs, batch.logprobs, keep)
+    weights = importance_weights(logprobs, batch.logprobs, keep)
     loss = -masked_mean(weights * advantages[:, None] * logprobs, keep)
 
 Shapes: per-token values are [N, T], as in `RolloutBatch`; per-row values are [N] and broadcast with `[:, None]`.
@@ -22,20 +22,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollout.algorithms.advantages import group_advantages as group_advantages
     from rollout.algorithms.importance import effective_sample_size as effective_sample_size
-    from rollout.algorithms.importance import geometric_importance as geometric_importance
+    from rollout.algorithms.importance import importance_weights as importance_weights
     from rollout.algorithms.importance import masked_mean as masked_mean
     from rollout.algorithms.importance import ratio_mask as ratio_mask
     from rollout.algorithms.importance import reverse_kl as reverse_kl
     from rollout.algorithms.importance import rollout_kl as rollout_kl
-    from rollout.algorithms.importance import sequence_importance as sequence_importance
     from rollout.algorithms.importance import staleness_mask as staleness_mask
     from rollout.algorithms.importance import substitute as substitute
-    from rollout.algorithms.importance import token_importance as token_importance
     from rollout.algorithms.replay import replay_logprobs as replay_logprobs
 
 __all__ = [
-    "effective_sample_size", "geometric_importance", "group_advantages", "masked_mean", "ratio_mask", "replay_logprobs",
-    "reverse_kl", "rollout_kl", "sequence_importance", "staleness_mask", "substitute", "token_importance",
+    "effective_sample_size", "group_advantages", "importance_weights", "masked_mean", "ratio_mask", "replay_logprobs",
+    "reverse_kl", "rollout_kl", "staleness_mask", "substitute",
 ]  # fmt: skip
 
 

@@ -30,10 +30,6 @@ def log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, detach: 
     return (ours - theirs).detach() if detach else ours - theirs
 
 
-def row_mean(delta: Tensor, mask: Tensor) -> Tensor:
-    return delta.sum(1) / mask.sum(1).clamp(min=1)
-
-
 def check_above_zero(name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{name}={value!r}: must be a number above 0")
@@ -65,17 +61,28 @@ Level = Literal["token", "sequence", "geometric"]
 # --- importance weights -------------------------------------------------------------------------------------------------
 
 
-def token_importance(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0, detach: bool = True
+def importance_weights(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    level: Level = "token",
+    cap: float = 2.0,
+    detach: bool = True,
 ) -> Tensor:
-    """Truncated importance weights per token, min(exp Δ, cap).
+    """Truncated importance weights min(ρ, cap) of every token.
 
-    Espeholt et al. 2018, IMPALA, arXiv:1802.01561 (ρ̄); for the gap between trainer and sampler: Yao et al. 2025, "Your
-    Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS).
+        token      ρ = exp Δ. Espeholt et al. 2018, IMPALA, arXiv:1802.01561 (ρ̄); for the gap between trainer and sampler:
+                   Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS)
+        sequence   ρ = exp ΣΔ, the probability ratio of the whole row. Liu, Li et al. 2025, "When Speed Kills Stability:
+                   Demystifying RL Collapse from the Training-Inference Mismatch"; verl `rollout_is="sequence"`
+        geometric  ρ = exp(ΣΔ / number of tokens). Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7. As GSPO's policy
+                   ratio (current against old log-probs): `cap=math.inf, detach=False`, and clip it in the loss
 
     Args:
         logprobs, rollout_logprobs: floating [N, T].
         mask: bool [N, T], `RolloutBatch.response_mask`.
+        level: of ρ; all tokens of a row have the row's weight, unless it is "token".
         cap: largest weight; math.inf: no truncation. TRL has 3, verl 2.
         detach: weights are constants. False: gradients flow to both log-probs, where a weight was not truncated.
 
@@ -83,44 +90,23 @@ def token_importance(
         float32 [N, T], 0 where masked out.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or `cap` is not a number above 0.
+        ValueError: shapes or dtypes do not fit, `cap` is not a number above 0, or there is no such level.
     """
-    delta = log_ratio(logprobs, rollout_logprobs, mask, detach)
-    return torch.where(mask, _truncated(delta, cap), 0)
+    check_above_zero("cap", cap)
+    delta = _of_level(log_ratio(logprobs, rollout_logprobs, mask, detach), mask, level)
+    # Clamped before exp as well: a gradient through an infinity would be NaN.
+    return torch.where(mask, delta.clamp(max=math.log(cap) + 1).exp().clamp(max=cap), 0)
 
 
-def sequence_importance(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0, detach: bool = True
-) -> Tensor:
-    """Truncated importance weights per sequence, min(exp ΣΔ, cap): the probability ratio of the whole row.
-
-    Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"; verl
-    `rollout_is="sequence"`.
-
-    Arguments and errors as of `token_importance`.
-
-    Returns:
-        float32 [N], 0 for a row without a token.
-    """
-    delta = log_ratio(logprobs, rollout_logprobs, mask, detach)
-    return torch.where(mask.any(1), _truncated(delta.sum(1), cap), 0)
-
-
-def geometric_importance(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = math.inf, detach: bool = True
-) -> Tensor:
-    """Length-normalised sequence ratio: geometric mean of the token ratios, min(exp(ΣΔ / number of tokens), cap).
-
-    Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7. As GSPO's policy ratio (current against old log-probs):
-    `detach=False`, and clip it in the loss.
-
-    Arguments and errors as of `token_importance`.
-
-    Returns:
-        float32 [N], 0 for a row without a token.
-    """
-    delta = log_ratio(logprobs, rollout_logprobs, mask, detach)
-    return torch.where(mask.any(1), _truncated(row_mean(delta, mask), cap), 0)
+def _of_level(delta: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """[N, T] or [N, 1] log-ratios of tokens, or of rows."""
+    if level == "token":
+        return delta
+    if level == "sequence":
+        return delta.sum(1, keepdim=True)
+    if level == "geometric":
+        return delta.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    raise ValueError(f"level={level!r}: must be 'token', 'sequence' or 'geometric'")
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor | None = None, *, normalized: bool = False) -> Tensor:
@@ -162,24 +148,17 @@ def ratio_mask(
 
         token      ρ = exp Δ, drops the token. IcePop: 0.5 and 5; Ling Team 2025, arXiv:2510.18855
         sequence   ρ = exp ΣΔ, drops the row. Masked importance sampling (MIS): low = 0; Liu, Li et al. 2025,
-                   see `sequence_importance`; TRL `sequence_mask` has high = 3
+                   see `importance_weights`; TRL `sequence_mask` has high = 3
         geometric  ρ = exp(ΣΔ / number of tokens), drops the row. verl `rollout_rs="geometric"`: within 1e-3 of 1
 
-    Arguments and errors as of `token_importance`, and ValueError unless 0 <= low < high.
+    Arguments and errors as of `importance_weights`, and ValueError unless 0 <= low < high.
 
     Returns:
         bool [N, T]. Entries with a NaN ratio are kept.
     """
     if not 0 <= low < high:
         raise ValueError(f"low={low!r}, high={high!r}: must be 0 <= low < high; 1 is agreement")
-    delta = log_ratio(logprobs, rollout_logprobs, mask, detach=True)
-    if level == "sequence":
-        delta = delta.sum(1, keepdim=True)
-    elif level == "geometric":
-        delta = row_mean(delta, mask)[:, None]
-    elif level != "token":
-        raise ValueError(f"level={level!r}: must be 'token', 'sequence' or 'geometric'")
-    ratio = delta.exp()
+    ratio = _of_level(log_ratio(logprobs, rollout_logprobs, mask, detach=True), mask, level).exp()
     return mask & ~((ratio < low) | (ratio > high))
 
 
@@ -231,7 +210,7 @@ def rollout_kl(
 
     Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html, with r = exp Δ.
 
-    Arguments and errors as of `token_importance`.
+    Arguments and errors as of `importance_weights`.
 
     Returns:
         float32 [N, T], 0 where masked out.
@@ -303,12 +282,6 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     check_floating("values", values)
     check_mask(mask, values=values)
     return torch.where(mask, wide(values), 0).sum() / mask.sum().clamp(min=1)
-
-
-def _truncated(delta: Tensor, cap: float) -> Tensor:
-    check_above_zero("cap", cap)
-    # Clamped before exp as well: a gradient through an infinity would be NaN.
-    return delta.clamp(max=math.log(cap) + 1).exp().clamp(max=cap)
 
 
 def substitute(logprobs: Tensor, exact: Tensor, mask: Tensor) -> Tensor:
