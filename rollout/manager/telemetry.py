@@ -28,21 +28,20 @@ if TYPE_CHECKING:
     from rollout.engine.parts.context import MemoryMove
     from rollout.manager.batch.batch import RolloutBatch
 
-RESERVOIR_SIZE = 8192
+NEWEST = 8192
+"""Number of values, the newest of an interval, that percentiles are of."""
 
 
 class _Summary:
     """Statistics of a stream of numbers in bounded memory.
 
-    Mean, maximum and share of non-zeros are exact (float64). Percentiles are exact up to `RESERVOIR_SIZE` values and
-    estimated beyond, from a uniform sample of that size (Vitter's algorithm R, batched). A NaN value makes mean and
-    maximum NaN, and the percentiles while it is in the sample.
+    Mean, maximum and share of non-zeros are of all values (float64), percentiles of the `NEWEST` ones. A NaN value makes
+    mean and maximum NaN, and the percentiles while it is among those.
     """
 
-    def __init__(self, stats: tuple[Statistic, ...], rng: np.random.Generator) -> None:
+    def __init__(self, stats: tuple[Statistic, ...]) -> None:
         self._stats = stats
-        self._rng = rng
-        self._sample = np.empty(RESERVOIR_SIZE if {"p50", "p99"} & set(stats) else 0)
+        self._keeps = NEWEST if {"p50", "p99"} & set(stats) else 0
         self.clear()
 
     def clear(self) -> None:
@@ -50,38 +49,28 @@ class _Summary:
         self._nonzero = 0
         self._sum = 0.0
         self._max = -math.inf
+        self._newest = np.empty(0)
 
     def extend(self, values: NDArray[np.float64]) -> None:
         """Add values, float64 [n] with n ≥ 1."""
-        if self._sample.size:
-            self._keep(values)
+        if self._keeps:
+            self._newest = np.concatenate([self._newest, values])[-self._keeps :]
         self._count += values.size
         self._nonzero += int(np.count_nonzero(values))
         self._sum += float(values.sum())
         self._max = float(np.maximum(self._max, values.max()))
 
-    def _keep(self, values: NDArray[np.float64]) -> None:
-        room = max(0, self._sample.size - self._count)
-        self._sample[self._count : self._count + room][: values.size] = values[:room]
-        late = values[room:]
-        if late.size:
-            seen = np.arange(self._count + room, self._count + values.size) + 1
-            slots = (self._rng.random(late.size) * seen).astype(np.int64)
-            kept = slots < self._sample.size
-            self._sample[slots[kept]] = late[kept]
-
     def statistics(self) -> Iterator[tuple[Statistic, float]]:
         if not self._count:
             return
-        sample = self._sample[: self._count]
         for stat in self._stats:
             match stat:
                 case "mean":
                     yield stat, self._sum / self._count
                 case "p50":
-                    yield stat, float(np.percentile(sample, 50))
+                    yield stat, float(np.percentile(self._newest, 50))
                 case "p99":
-                    yield stat, float(np.percentile(sample, 99))
+                    yield stat, float(np.percentile(self._newest, 99))
                 case "max":
                     yield stat, self._max
                 case "nonzero_share":
@@ -96,12 +85,10 @@ class MetricsRecorder:
 
     Args:
         clock: monotonic clock, in seconds.
-        seed: seed of the reservoir sampling used for percentiles.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, seed: int = 0) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._rng = np.random.default_rng(seed)
         self._lock = threading.Lock()
         self._counters = {name: 0.0 for name, metric in METRICS.items() if metric.kind is Kind.COUNTER}
         self._totals = {name: 0.0 for name, metric in METRICS.items() if metric.total}
@@ -150,7 +137,7 @@ class MetricsRecorder:
             return
         with self._lock:
             if name not in self._summaries:
-                self._summaries[name] = _Summary(metric.stats, self._rng)
+                self._summaries[name] = _Summary(metric.stats)
             self._summaries[name].extend(flat)
 
     def enter_phase(self, phase: str | None) -> None:
