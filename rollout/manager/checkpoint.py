@@ -14,7 +14,7 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, SerializationError
 from rollout.manager.backend import Backend
 from rollout.manager.episodes.player import EpisodePlayer
-from rollout.manager.episodes.saved import SAVED_GROUPS, portable
+from rollout.manager.episodes.saved import PLAYED
 from rollout.manager.groups import GroupJournal, GroupLedger
 from rollout.requests.codec import INT, OPAQUE, STR, Codec, decode_fields, list_of, refuse, unpack_msgpack
 from rollout.requests.record import DynamicInferenceRequestRecord
@@ -32,7 +32,6 @@ def save(
     player: EpisodePlayer,
 ) -> dict[str, Any]:
     """The state of a rollout: versions, the groups, their samples that have come back, records of the others, episodes."""
-    number, played = player.save()
     fields = {
         "model": engine.controller.layout.described,
         "policy_version": engine.policy_version,
@@ -41,8 +40,7 @@ def save(
         "groups": [[group_id, groups[group_id].size] for group_id in groups],
         "finished": [result.serialize() for result in groups.results(groups)],
         "unfinished": [record.serialize() for record in backend.snapshot() if record.request_id in groups],
-        "next_episode": number,
-        "episodes": SAVED_GROUPS.encode(portable(played)),
+        "episodes": player.save(),
     }
     # Last: a checkpoint that failed must not count among those for which the journal keeps its files.
     fields["journal"] = journal.checkpoint(engine.policy_version)
@@ -85,7 +83,7 @@ def load(
         # Groups finished after a checkpoint that failed to load must not be given out.
         journal.restore("", 0)
         raise
-    player.load(loaded["next_episode"], loaded["episodes"])
+    player.load(loaded["episodes"])
     return groups, int(loaded["updates_per_round"])
 
 
@@ -154,8 +152,7 @@ _FIELDS = {
     "updates_per_round": INT,
     "journal": STR,
     "groups": OPAQUE,
-    "next_episode": INT,
-    "episodes": SAVED_GROUPS,
+    "episodes": PLAYED,
     "finished": list_of(REQUEST),
     "unfinished": list_of(_RECORD),
 }

@@ -220,25 +220,20 @@ class EpisodeRuns:
         """Let the episodes that `load_state_dict` brought go on; all of them or none."""
         player, tokenizer = self._rounds.player, self._rounds.engine.controller.tokenizer
         plays: dict[int, Play] = {}
-        for number, saved in player.restored.items():
-            played_by = named.get(saved.environment) if environment is None else environment
+        for number, name in player.restored.items():
+            played_by = named.get(name) if environment is None else environment
             if played_by is None:
                 raise ConfigError(
                     f"{len(player.restored)} groups of episodes of before the restart go on, the first by "
-                    f"{saved.environment!r}: pass environments={{{saved.environment!r}: ...}}, or environment="
+                    f"{name!r}: pass environments={{{name!r}: ...}}, or environment="
                 )
             plays[number] = as_play(played_by, tokenizer, max_turns)
         for number, play in plays.items():
             player.resume(number, play)
 
     def _too_old(self) -> set[int] | None:
-        owners = self._rounds.loop.samples.owners()
-
-        def group(number: int) -> int | None:
-            owner = owners.get(number)
-            return owner if isinstance(owner, int) else None
-
-        return self._rounds.too_old(self._pacer, self._rounds.player, group)
+        rounds = self._rounds
+        return rounds.too_old(self._pacer, rounds.player, rounds.loop.samples.owners().get)
 
     def _hand_out(self, on_error: OnError) -> EpisodeBatch:
         rounds, player = self._rounds, self._rounds.player

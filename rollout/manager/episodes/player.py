@@ -13,7 +13,7 @@ import asyncio
 import heapq
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar
 from itertools import count
@@ -25,8 +25,9 @@ from rollout.errors import EngineStateError
 from rollout.manager.episodes.environment import BrokenEnvironmentError, Play
 from rollout.manager.episodes.episode import Check, Episode, EpisodeGroup
 from rollout.manager.episodes.samples import OpenSamples
-from rollout.manager.episodes.saved import SavedEpisode, SavedGroup
+from rollout.manager.episodes.saved import GROUP, portable
 from rollout.observe.recorder import EngineTap
+from rollout.requests.codec import encode_fields
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -53,14 +54,15 @@ class EpisodePlayer:
 
     Attributes:
         unfinished: ids of groups of which episodes have not ended.
-        restored: groups of before a restart by id, until `resume` starts their episodes that have not ended.
+        restored: groups of before a restart, id → name of the environment, until `resume` starts their episodes that have
+            not ended.
     """
 
     def __init__(
         self, samples: OpenSamples, check: Check, seed: int, clock: Callable[[], float], tap: EngineTap
     ) -> None:
         self.unfinished: set[int] = set()
-        self.restored: dict[int, SavedGroup] = {}
+        self.restored: dict[int, str] = {}
         self._samples = samples
         self._check = check
         self._seed = seed
@@ -174,35 +176,30 @@ class EpisodePlayer:
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
-    def save(self) -> tuple[int, list[SavedGroup]]:
-        """The next group id, and every group as it is now; completions that are open are not in it."""
-        saved = []
-        for number, group in self._groups.items():
+    def save(self) -> dict[str, Any]:
+        """Every group as it is now, as plain values that `PLAYED` decodes; completions that are open are not in it."""
+        groups = []
+        for group in self._groups.values():
             with self._ending:
-                episodes = [
-                    # First the answers: each is to a turn that had ended before.
-                    SavedEpisode(list(each.answers), each.all_turns, each.ended, each.reward, each.error, each.info)
-                    for each in group.episodes
-                ]
-            left = None if group.due is None else max(0.0, group.due - self._played_s)
-            saved.append(SavedGroup(number, group.environment, group.task, group.params, left, episodes))
-        return self._next_number, saved
+                groups.append(encode_fields(group, GROUP))
+        return {"next": self._next_number, "played_s": self._played_s, "groups": portable(groups)}
 
-    def load(self, next_number: int, groups: Iterable[SavedGroup]) -> None:
-        """Take over what `save` gave, where nothing is in play. Its episodes go on with `resume`."""
-        self._next_number = next_number
-        for saved in groups:
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `save` gave, decoded, where nothing is in play. Its episodes go on with `resume`."""
+        self._next_number = saved["next"]
+        for each in saved["groups"]:
+            left = None if each["due"] is None else max(0.0, each["due"] - saved["played_s"])
             group = self._book(
-                saved.group_id, saved.task, len(saved.episodes), saved.params, saved.seconds_left, saved.environment
+                each["group_id"], each["task"], len(each["episodes"]), each["params"], left, each["environment"]
             )
-            for episode, was in zip(group.episodes, saved.episodes, strict=True):
-                episode.recorded(was.turns, was.answers)
-                episode.info.update(was.info)
-                if was.ended:
+            for episode, was in zip(group.episodes, each["episodes"], strict=True):
+                episode.recorded(was["all_turns"], was["answers"])
+                episode.info.update(was["info"])
+                if was["ended"]:
                     episode.stand()
-                    self._end(episode, was.reward, was.error)
+                    self._end(episode, was["reward"], was["error"])
             if group.missing:
-                self.restored[saved.group_id] = saved
+                self.restored[group.group_id] = group.environment
 
     def resume(self, number: int, play: Play) -> None:
         """Start the episodes of a restored group that have not ended."""

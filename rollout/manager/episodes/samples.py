@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class OpenSample:
 
     tokens: list[int]
     params: SamplingParams
-    owner: Hashable
+    owner: int | None
     """Group whose staleness includes its tokens; None: staleness is not tracked."""
     future: Future[DynamicInferenceRequest]
     request_id: int | None = None
@@ -67,7 +67,7 @@ class OpenSamples:
         tokens: list[int],
         params: SamplingParams,
         keep: Callable[[DynamicInferenceRequest], None] | None = None,
-        owner: Hashable = None,
+        owner: int | None = None,
     ) -> DynamicInferenceRequest:
         """Wait for the completion of a prompt that `check_request` has accepted. Cancelling ends the request.
 
@@ -145,6 +145,6 @@ class OpenSamples:
             sample.end(result)
         return sample
 
-    def owners(self) -> dict[int, Hashable]:
+    def owners(self) -> dict[int, int | None]:
         """Request id → owner of the completions that are queued in the backend."""
         return {request_id: sample.owner for request_id, sample in self._queued.items()}

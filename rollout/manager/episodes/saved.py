@@ -1,10 +1,9 @@
-"""Episodes in play as plain values, for a checkpoint."""
+"""Episodes in play as plain values, for a checkpoint: attributes of `EpisodeGroup` and `Episode`, and how each travels."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -24,46 +23,17 @@ from rollout.requests.codec import (
     list_of,
     optional,
 )
-from rollout.requests.request import REQUEST, DynamicInferenceRequest
-from rollout.sampling_params import SamplingParams
+from rollout.requests.request import REQUEST
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class SavedEpisode:
-    """One episode of a group."""
-
-    answers: list[StepResult]
-    """To the first of its turns."""
-    turns: dict[int, DynamicInferenceRequest]
-    """Turns by number; their seeds are derived from it."""
-    ended: bool
-    reward: float | None
-    error: str | None
-    info: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class SavedGroup:
-    """A group that was in play, or had ended and was not handed out."""
-
-    group_id: int
-    environment: str
-    """Its name."""
-    task: Any
-    params: SamplingParams
-    seconds_left: float | None
-    """Seconds left of `episode_timeout_s`; None: no limit."""
-    episodes: list[SavedEpisode]
-
-
-def portable(groups: Sequence[SavedGroup]) -> list[SavedGroup]:
-    """Those whose task and `info` a checkpoint can hold; a warning names the first of the others."""
+def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Saved groups whose task and `info` a checkpoint can hold; a warning names the first of the others."""
     kept, left_out = [], []
     for group in groups:
         try:
-            msgpack.packb([group.task, [episode.info for episode in group.episodes]])
+            msgpack.packb([group["task"], [episode["info"] for episode in group["episodes"]]])
             kept.append(group)
         except (TypeError, ValueError, OverflowError) as exc:
             left_out.append((group, exc))
@@ -72,12 +42,9 @@ def portable(groups: Sequence[SavedGroup]) -> list[SavedGroup]:
         _log.warning(
             "%d of %d groups of episodes are not in this checkpoint, so that their tasks begin again after a restart: "
             "task %.80r or an Episode.info is not made of None, bool, int, float, str, bytes, list and dict (%s)",
-            len(left_out), len(groups), group.task, why,
+            len(left_out), len(groups), group["task"], why,
         )  # fmt: skip
     return kept
-
-
-# --- codecs -------------------------------------------------------------------------------------------------------------
 
 
 def _encode_answer(answer: StepResult) -> list[Any]:
@@ -91,8 +58,9 @@ def _decode_answer(plain: list[Any]) -> StepResult:
 
 
 _EPISODE = {
+    # First the answers: each is to a turn that had ended before.
     "answers": list_of(Codec(_encode_answer, _decode_answer)),
-    "turns": Codec(
+    "all_turns": Codec(
         lambda turns: {number: turn.serialize() for number, turn in turns.items()},
         lambda plain: {number: REQUEST.decode(turn) for number, turn in plain.items()},
     ),
@@ -101,23 +69,20 @@ _EPISODE = {
     "error": optional(STR),
     "info": OPAQUE,
 }
-_GROUP = {
+GROUP = {
     "group_id": INT,
     "environment": STR,
     "task": OPAQUE,
     "params": SAMPLING_PARAMS,
-    "seconds_left": optional(FLOAT),
+    "due": optional(FLOAT),
     "episodes": list_of(
-        Codec(
-            lambda episode: encode_fields(episode, _EPISODE),
-            lambda plain: SavedEpisode(**decode_fields("episode", plain, _EPISODE)),
-        )
+        Codec(partial(encode_fields, codecs=_EPISODE), partial(decode_fields, "episode", codecs=_EPISODE))
     ),
 }
-SAVED_GROUPS = list_of(
-    Codec(
-        lambda group: encode_fields(group, _GROUP),
-        lambda plain: SavedGroup(**decode_fields("group", plain, _GROUP)),
-    )
-)
-"""Codec of the groups that `EpisodePlayer.save` returns."""
+_PLAYED = {
+    "next": INT,
+    "played_s": FLOAT,
+    "groups": list_of(Codec(OPAQUE.encode, partial(decode_fields, "group", codecs=GROUP))),
+}
+PLAYED = Codec(OPAQUE.encode, partial(decode_fields, "episodes", codecs=_PLAYED))
+"""Codec of what `EpisodePlayer.save` returns, which is plain, into what its `load` takes."""
