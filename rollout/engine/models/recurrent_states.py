@@ -23,7 +23,7 @@ from rollout.engine.memory.state_pool import StateKey, StatePool, StateShape
 
 
 class _NoKV(Cache):  # type: ignore[misc]
-    """A cache without K, V and earlier states."""
+    """A cache that keeps no K and V, and has no states before a forward: masks are over the forward alone."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -31,23 +31,18 @@ class _NoKV(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """K and V of this forward alone."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions before this forward as masks count them; 0, since the paged attention makes the masks."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(keys, offset) of a mask over this forward alone."""
         return query_length, 0
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether earlier states are kept to return to."""
         return False
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether there is a state before this forward."""
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -63,7 +58,6 @@ class _NoKV(Cache):  # type: ignore[misc]
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Replace the state [B, heads, head size, head size]."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
 
@@ -82,13 +76,11 @@ class ProbedStates(_NoKV):
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """Record a convolution of `conv_states` [1, channels, L]."""
         width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         self._record(StateKey(layer_idx, "conv", state_idx), (*conv_states.shape[1:-1], width), conv_states.dtype)
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Record a recurrence of state `recurrent_states` [1, ...]."""
         key = StateKey(layer_idx, "recurrent", state_idx)
         self._record(key, tuple(recurrent_states.shape[1:]), recurrent_states.dtype)
         return recurrent_states
@@ -136,7 +128,6 @@ class StateRows(_NoKV):
         return full
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Replace the state [B, heads, ...]; returns it."""
         return self._row(StateKey(layer_idx, "recurrent", state_idx)).copy_(recurrent_states)
 
     def flush(self) -> None:

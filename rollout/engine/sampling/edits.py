@@ -35,7 +35,9 @@ def edited(
         return raw
     scores = rows.scratch.take("edited", raw).copy_(raw)
     if rows.any_bias:
-        _add_biases(scores, rows)
+        row, token, bias = rows.bias
+        flat, index = scores.view(-1), upload(row * scores.shape[1] + token, scores.device)
+        flat[index] = flat[index] + upload(bias, scores.device)
     if banned:
         _, index = _places([row for row, _ in banned], [np.asarray(ids, np.int64) for _, ids in banned], scores)
         scores.view(-1).index_fill_(0, index, -torch.inf)
@@ -58,13 +60,6 @@ def removed(allowed: Allowed, start: int, end: int, scores: Tensor) -> tuple[Ten
     # Made on the device: a list would be copied there while the host waits for the forward.
     bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
     return rows, packed[:, :, None].bitwise_right_shift(bits).bitwise_and(1).eq(0).flatten(1)[:, : scores.shape[1]]
-
-
-def _add_biases(scores: Tensor, rows: SamplingRows) -> None:
-    row, token, bias = rows.bias
-    vocabulary = scores.shape[1]
-    flat, index = scores.view(-1), upload(row * vocabulary + token, scores.device)
-    flat[index] = flat[index] + upload(bias, scores.device)
 
 
 def _penalize(scores: Tensor, rows: SamplingRows, histories: Sequence[History]) -> None:
