@@ -232,7 +232,7 @@ class DecodeRuns:
             return False
         if table.position_shift[rows].any() or runner.adapters.of(rows) is not None:
             return False
-        if self._forward.has_states and not table.plain[rows].all():
+        if runner.states is not None and not table.plain[rows].all():
             # If a row's text ended it within a run, its state would be ahead of its tokens.
             return False
         if constraints is not None and constraints.constrains(rows):

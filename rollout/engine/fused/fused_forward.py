@@ -73,11 +73,6 @@ class FusedForward:
         return self._bound is not None and not self._given_up and bypassed(self._layout.device) is None
 
     @property
-    def has_states(self) -> bool:
-        """Whether the model has recurrent layers."""
-        return self._states is not None
-
-    @property
     def why_not(self) -> str:
         """Why the last `ready` was False."""
         return self._given_up or self._why or bypassed(self._layout.device) or ""

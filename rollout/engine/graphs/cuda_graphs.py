@@ -62,7 +62,6 @@ _Precision = torch.dtype | None
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
-    rows: int
     replay: Callable[[], None]
     dtype: torch.dtype
     """Dtype of the logits."""
@@ -182,12 +181,17 @@ class GraphedDecode:
 
     def release(self) -> None:
         """Free the memory of all graphs; they are captured again when they are needed."""
-        self._forget()
+        self._graphs.clear()
+        self._waits.clear()
+        self._state = None
+        self._logits.clear()
+        self._device.forget()
+        self._kernels.release()
 
     def give_up(self, why: str) -> None:
         """Capture and replay nothing any more."""
         self._given_up = why
-        self._forget()
+        self.release()
         self._say_why_not(why)
 
     def _ready(self, module_epoch: int) -> bool:
@@ -195,7 +199,7 @@ class GraphedDecode:
             return False
         if self._cache.addresses != self._fixed:
             self._fixed = self._cache.addresses
-            self._forget()
+            self.release()
         if module_epoch != self._module_epoch:
             self._module_epoch = module_epoch
             signature = self.watched(), _addresses_of(self._model)
@@ -213,7 +217,7 @@ class GraphedDecode:
         columns, parts = table_columns(int(positions.max()) + 1, self._cache.block_size), num_parts(positions)
         if columns > self._columns or parts > self._parts:
             # Graphs read the state that there was.
-            self._forget()
+            self.release()
             if columns > self._columns:
                 self._columns = max(columns, 2 * self._columns)
             self._parts = max(self._parts, power_of_two(parts))
@@ -270,13 +274,13 @@ class GraphedDecode:
         elif not failed and wait < 0:
             self._expected = self.graph_bytes
         if precision in self._refused:
-            self._forget()
+            self.release()
             self._say_why_not(self._refused[precision])
 
     def _capture(self, rows: int) -> _Graph:
         written: list[torch.dtype] = []
         replay = self._device.capture(lambda: written.append(self._run(rows)))
-        return _Graph(rows, replay, written[-1])
+        return _Graph(replay, written[-1])
 
     def _run(self, rows: int) -> torch.dtype:
         """Run the forward and keep its logits; returns their dtype."""
@@ -306,7 +310,7 @@ class GraphedDecode:
         if self.captured:
             self._wasted = self._wasted + 1 if self._replays < WORTHWHILE else 0
         self._replays = 0
-        self._forget()
+        self.release()
         if self._wasted >= MAX_WASTED:
             self.give_up("its parameters or modules change every few steps, or may: code of other packages runs in it")
 
@@ -317,14 +321,6 @@ class GraphedDecode:
             type(self._model).__name__,
             why,
         )
-
-    def _forget(self) -> None:
-        self._graphs.clear()
-        self._waits.clear()
-        self._state = None
-        self._logits.clear()
-        self._device.forget()
-        self._kernels.release()
 
 
 def _addresses_of(model: nn.Module) -> list[object]:

@@ -133,18 +133,8 @@ class Decode(ctypes.Structure):
     """`Decode` in cpu_decode.h."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "ids",
-                "positions",
-                "slots",
-                "counters",
-                "stop_ids",
-                "asked",
-                "tokens",
-                "logprobs",
-            )
-        ),
+        *((name, ctypes.c_void_p) for name in (
+            "ids", "positions", "slots", "counters", "stop_ids", "asked", "tokens", "logprobs",
+        )),
         *((name, ctypes.c_int64) for name in ("groups", "stops", "steps")),
-    )
+    )  # fmt: skip

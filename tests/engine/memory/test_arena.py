@@ -22,13 +22,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.memory import arena as arena_module
 from rollout.engine.memory.arena import Arena, CudaVirtualMemory, pool_memory
 from rollout.engine.memory.kv_cache import KVCache, LayerShape
 from rollout.engine.memory.streams import StreamOrder, wait_for_steps
 from tests.engines import assert_greedy, finish, greedily, in_one_piece, make_engine, steps, token_ids
-from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -502,33 +500,3 @@ def test_on_a_device_a_suspended_pool_is_with_the_driver_and_comes_back_bit_for_
         cache.restore(blocks)
         after = [[part[index].cpu() for part in cache.layer(layer)] for layer in range(12)]
         assert all(torch.equal(*pair) for pairs in zip(before, after, strict=True) for pair in zip(*pairs, strict=True))
-
-
-@on_a_gpu
-@pytest.mark.whole_device
-def test_on_a_device_three_steps_with_adam_leave_the_pool_whole() -> None:
-    model = make_model("qwen3").cuda()
-    share = int(0.6 * driver_free())
-    engine: DynamicInferenceEngine = make_engine(model, kv_cache_blocks=None, kv_cache_memory_gb=share / 2**30,
-                                                 block_size_tokens=16, max_requests=4096, max_tokens_per_step=4096,
-                                                 max_sequence_length=10**7)  # fmt: skip
-    whole = engine.cache.device_bytes
-    assert whole > 0.95 * share
-    optimizer_states: list[Tensor] = []
-    for step in range(3):
-        for seed in range(4):
-            engine.add_request(token_ids(5 + seed, seed), greedily(8))
-        steps(engine, 3)
-        engine.pause()
-        held = driver_free()
-        engine.suspend("offload")
-        torch.cuda.empty_cache()
-        assert driver_free() - held >= 0.98 * whole
-        if step == 0:
-            optimizer_states = [torch.zeros(share // 16, dtype=torch.uint8, device="cuda") for _ in range(2)]
-        torch.empty(share // 2, dtype=torch.uint8, device="cuda").fill_(255)
-        assert engine.resume().shrunk_by_blocks == 0
-        engine.unpause()
-        for request in finish(engine).values():
-            assert_greedy("qwen3", request, tolerance=1e-3)
-    assert len(optimizer_states) == 2

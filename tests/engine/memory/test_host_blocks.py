@@ -26,7 +26,6 @@ from tests.engines import assert_greedy, finish, greedily, make_engine, steps, t
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 WIDTHS = [3, 1, 5]
 
 
@@ -365,33 +364,3 @@ def test_routes_are_read_from_the_host_while_the_pool_is_away() -> None:
     before = cache.read_routes(blocks, 1, 5)
     cache.save(blocks)
     assert np.array_equal(cache.read_routes(blocks, 1, 5), before)
-
-
-# --- on a device ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("marked", [pytest.param(None, marks=[*gpu, pytest.mark.whole_device])])
-def test_on_a_device_the_pool_comes_back_bit_for_bit_and_its_memory_is_free_meanwhile(marked: None) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    shapes = [LayerShape(2, 64, 64)] * 12
-    torch.cuda.synchronize()
-    empty = torch.cuda.memory_allocated(device)
-    cache = KVCache(shapes, 2000, 16, torch.bfloat16, device)
-    whole = cache.device_bytes
-    for index in range(12):
-        for part in cache.layer(index):
-            part.copy_(torch.randn(part.shape, device=device))
-    blocks = np.sort(np.random.default_rng(0).permutation(2000)[:1500]).astype(np.int32)
-    index = torch.from_numpy(blocks.astype(np.int64)).to(device)
-    before = [[part[index].cpu() for part in cache.layer(layer)] for layer in range(12)]
-    held = torch.cuda.memory_allocated(device) - empty
-    for _ in range(3):
-        cache.save(blocks)
-        given_back = held - (torch.cuda.memory_allocated(device) - empty)
-        assert given_back >= 0.98 * whole
-        # The training step writes over what it is given.
-        torch.full((whole // 2,), torch.nan, dtype=torch.bfloat16, device=device)
-        cache.materialize(2000)
-        cache.restore(blocks)
-        after = [[part[index].cpu() for part in cache.layer(layer)] for layer in range(12)]
-        assert all(torch.equal(*pair) for pairs in zip(before, after, strict=True) for pair in zip(*pairs, strict=True))
