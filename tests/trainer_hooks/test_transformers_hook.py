@@ -233,13 +233,6 @@ def test_another_model_than_the_trainers_is_refused_with_the_cure(model, tmp_pat
         assert hooks(trainer) == 0
 
 
-def test_a_trainer_without_an_optimizer_is_refused(model, rollout, tmp_path):
-    trainer = a_trainer(model, tmp_path)
-    callback = RolloutCallback(rollout)
-    with pytest.raises(TypeError, match="pass the torch optimizer"):
-        callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=model, optimizer=None)
-
-
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 

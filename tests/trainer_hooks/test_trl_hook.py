@@ -559,31 +559,6 @@ def test_a_callback_of_ones_own_that_follows_the_optimizer_is_left_to_it(make_ru
     assert run.rollout.policy_version == 2
 
 
-class Attaches(TrainerCallback):
-    """Calls `attach` as soon as training begins; how often it was told so."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.began = 0
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.began += 1
-        attach(self.run.trainer, self.run.rollout)
-
-
-@pytest.mark.parametrize("others", [0, 1])
-def test_attached_when_training_begins_it_follows_from_the_first_step_on(make_run, others):
-    """The door put its callback into the list that the trainer was going through: the one before was called again."""
-    run = make_run("default")
-    callbacks = [Attaches(run), *(TrainerCallback() for _ in range(others))]
-    for callback in callbacks:
-        run.trainer.add_callback(callback)
-    run.trainer.train()
-    assert callbacks[0].began == 1
-    assert run.rollout.policy_version == 2
-    assert run.metric("rollout/policy_version") == [1, 2]
-
-
 @pytest.mark.parametrize("kind", ["rollout_func", "attach"])
 def test_a_resumed_training_goes_on_with_version_and_random_streams(make_run, tmp_path, kind):
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
