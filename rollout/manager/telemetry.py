@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rollout.observe.metric_table import ENGINE_STATS, LOGGED, METRICS, PHASES, Kind, Metric, Statistic, unknown_name
 from rollout.observe.recorder import active
+from rollout.observe.run_log import flat_array
 from rollout.requests.events import DynamicInferenceEventType
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.state import FinishReason
@@ -132,7 +133,7 @@ class MetricsRecorder:
             KeyError: unknown metric. TypeError: not a summary.
         """
         metric = self._metric(name, Kind.SUMMARY)
-        flat = _flat(values)
+        flat = flat_array(values)
         if not flat.size:
             return
         with self._lock:
@@ -226,13 +227,6 @@ _VERBS = {
     Kind.SUMMARY: "use observe()",
     Kind.RATIO: "it is derived when a snapshot is taken, record its parts",
 }
-
-
-def _flat(values: Any) -> NDArray[np.float64]:
-    # Tensors on a device, in bfloat16 or with a gradient cannot be read by numpy. Duck-typed: this module avoids torch.
-    if hasattr(values, "detach"):
-        values = values.detach().double().cpu().numpy()
-    return np.asarray(values, dtype=np.float64).reshape(-1)
 
 
 _COUNTERS = [name for name, metric in ENGINE_STATS.items() if metric.kind is Kind.COUNTER]

@@ -70,7 +70,7 @@ class RunLog:
             OSError: the file cannot be written.
         """
         row: dict[str, Any] = {"step": int(number), "metrics": {k: _number(v) for k, v in metrics.items()}}
-        reward = None if rewards is None else _flat(rewards)
+        reward = None if rewards is None else flat_array(rewards)
         if reward is not None:
             if batch is None or reward.size != len(batch):
                 count = "no batch" if batch is None else f"{len(batch)} samples"
@@ -165,7 +165,9 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _flat(values: Any) -> NDArray[np.float64]:
+def flat_array(values: Any) -> NDArray[np.float64]:
+    """float64 [n] of a number, a sequence, an array, or a torch tensor on any device and with any dtype."""
+    # Duck-typed, since this module avoids torch: numpy reads no tensor on a device, in bfloat16 or with a gradient.
     if hasattr(values, "detach"):
         values = values.detach().double().cpu().numpy()
     return np.asarray(values, dtype=np.float64).reshape(-1)

@@ -8,10 +8,6 @@ import torch
 from rollout.manager.run_loop import LengthBook, length_key
 
 
-def test_without_knowledge_the_order_stays():
-    assert LengthBook().longest_first(["a", "b", "c"]) == [0, 1, 2]
-
-
 def test_the_longest_expected_starts_first_and_equal_ones_keep_their_order():
     book = LengthBook()
     for prompt, length in (("short", 5), ("long", 500), ("longer", 900), ("short too", 5)):

@@ -263,18 +263,6 @@ def test_a_group_that_ended_before_the_update_ages_until_it_is_handed_out(model)
     assert batch.response_mask.sum() == 0
 
 
-def test_a_sample_comes_back_once_and_only_to_who_waits_for_it():
-    groups = GroupLedger()
-    groups.add(4, 2)
-    sample = DynamicInferenceRequest(request_id=4, sample_index=1, prompt_tokens=[5])
-    assert groups.take(sample)
-    assert not groups.take(sample)
-    assert not groups.take(DynamicInferenceRequest(request_id=5, prompt_tokens=[5]))
-    assert (groups.samples_missing, groups.complete()) == (1, [])
-    groups.drop([4, 5])
-    assert (groups.samples_missing, len(groups), groups.unfinished) == (0, 0, set())
-
-
 def test_the_pacer_counts_samples_that_have_come_back_and_learns_the_updates_of_a_round():
     groups = GroupLedger()
     for group_id in (1, 2, 3):
