@@ -75,6 +75,8 @@ class CoordinatorCore:
 
     def _take(self, peer: Peer, message: wire.Message) -> None:
         match peer, message:
+            case RankPeer(), wire.Progress():
+                self._progress(peer, message)
             case _, wire.Disconnect():
                 self.sessions.leave(peer, message.reason or "it has disconnected", self._now, died=False)
             case ClientPeer(), wire.Submit():
@@ -92,8 +94,6 @@ class CoordinatorCore:
                 self.barriers.come(peer, message)
             case ClientPeer(), wire.StatusQuery():
                 self.peers.say(peer, wire.Status(message.call_id, self.status()))
-            case RankPeer(), wire.Progress():
-                self._progress(peer, message)
             case RankPeer(), wire.Decline():
                 assignment = peer.assignments.get(message.attempt)
                 if assignment and not assignment.held and assignment.request.request_id == message.request_id:
