@@ -12,7 +12,7 @@ from typing import Any, Self
 import zmq
 
 from rollout.distributed.protocol.frames import Sequencer, decode, encode
-from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Connect, ConnectAck, Heartbeat, Message
+from rollout.distributed.protocol.messages import Connect, ConnectAck, Heartbeat, Message
 
 DEADLINE_S = 120.0
 Answer = Callable[["FakeCoordinator", bytes, Message], object]
@@ -21,7 +21,6 @@ Answer = Callable[["FakeCoordinator", bytes, Message], object]
 def welcome(**changes: Any) -> ConnectAck:
     """A handshake's answer, with heartbeats too rare to matter."""
     values = {
-        "protocol_version": PROTOCOL_VERSION,
         "instance": "life-1",
         "state": "running",
         "policy_version": 0,

@@ -362,9 +362,6 @@ class InferenceClient:
                 f"{type(message).__name__} arrived instead of ConnectAck: this is not a coordinator"
             )
         else:
-            mismatch = wire.version_mismatch(message.protocol_version, wire.PROTOCOL_VERSION)
-            if mismatch is not None:
-                raise SerializationError(mismatch)
             self._greeting.set_result(message)
 
     def _lost(self, error: ConnectionLostError) -> None:

@@ -159,7 +159,6 @@ class Connect(Message):
 class ConnectAck(Message):
     """Handshake reply to a client: state of the job and heartbeat intervals."""
 
-    protocol_version: wire.Count
     instance: wire.Name
     """Unique id of this run of the coordinator."""
     state: wire.CoordinatorStateName
@@ -189,7 +188,6 @@ class Register(Message):
 class RegisterAck(Message):
     """Handshake reply to a rank: state and version to reach before any work; a `Command` follows for each step."""
 
-    protocol_version: wire.Count
     instance: wire.Name
     state: wire.CoordinatorStateName
     policy_version: wire.Count
@@ -329,11 +327,3 @@ def session_end(message: Message) -> ConnectionLostError | None:
     if isinstance(message, Disconnect):
         return ConnectionLostError(f"the peer has disconnected ({message.reason or 'no reason given'})")
     return None
-
-
-def version_mismatch(coordinator: int, peer: int) -> str | None:
-    """Return why a peer of another protocol version is refused, in words for the peer; None: the versions agree."""
-    if coordinator == peer:
-        return None
-    older = "the coordinator" if coordinator < peer else "this side"
-    return f"the coordinator speaks protocol version {coordinator} and this side {peer}; upgrade {older}"

@@ -67,10 +67,6 @@ class Link:
                 foreign += self._receive(item)
 
     def _receive(self, message: wire.Message) -> list[DynamicInferenceRequestRecord]:
-        if isinstance(message, wire.RegisterAck):
-            mismatch = wire.version_mismatch(message.protocol_version, wire.PROTOCOL_VERSION)
-            if mismatch is not None:
-                raise ConnectionLostError(f"{self.address}: {mismatch}")
         if isinstance(message, wire.Refused):
             raise ConnectionLostError(
                 f"{self.address}: the coordinator could not take a frame of worker {self.name!r} ({message.code}): "

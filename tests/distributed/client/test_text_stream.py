@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.client.text_stream import GroupText, TextDelta
-from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Assign, Message, Progress, RegisterAck, Stretch
+from rollout.distributed.protocol.messages import Assign, Message, Progress, RegisterAck, Stretch
 from rollout.distributed.protocol.outcome import Outcome, pack
 from rollout.distributed.worker.session import RankSession
 from rollout.engine.engine import DynamicInferenceEngine
@@ -329,7 +329,7 @@ class Rank:
         self.engine = engine
         self.listener = listener
         self.session = RankSession(engine, self._hear, progress_interval=1)
-        self.session.receive(RegisterAck(PROTOCOL_VERSION, "life", "running", engine.policy_version, 1.0, 30.0, 1))
+        self.session.receive(RegisterAck("life", "running", engine.policy_version, 1.0, 30.0, 1))
         group = listener.group
         params = msgpack.packb(group.params.serialize())
         samples = group.open_samples()

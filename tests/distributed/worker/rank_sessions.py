@@ -8,7 +8,7 @@ import msgpack
 import numpy as np
 
 from rollout.distributed.protocol.frames import decode, encode
-from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Assign, Message, Progress, RegisterAck, Stretch
+from rollout.distributed.protocol.messages import Assign, Message, Progress, RegisterAck, Stretch
 from rollout.distributed.protocol.outcome import Outcome, unpack
 from rollout.distributed.worker.session import RankSession
 from rollout.engine.engine import DynamicInferenceEngine
@@ -41,7 +41,7 @@ def assign(prompt: list[int], params: SamplingParams, *, attempt: int = 1, **cha
 
 
 def welcome(state: str = "running", version: int = 0, interval: int = 4) -> RegisterAck:
-    return RegisterAck(PROTOCOL_VERSION, "life", state, version, 1.0, 30.0, interval)
+    return RegisterAck("life", state, version, 1.0, 30.0, interval)
 
 
 class Rank:

@@ -26,9 +26,7 @@ class Coordinator(FakeCoordinator):
     """Welcomes ranks with what `ack` says; None: does not answer."""
 
     def __init__(self, **ack: Any) -> None:
-        self.ack: wire.RegisterAck | wire.Refused | None = wire.RegisterAck(
-            wire.PROTOCOL_VERSION, "life", "running", 0, 100.0, 1000.0, 4
-        )
+        self.ack: wire.RegisterAck | wire.Refused | None = wire.RegisterAck("life", "running", 0, 100.0, 1000.0, 4)
         for name, value in ack.items():
             setattr(self.ack, name, value)
         self.ranks: list[bytes] = []
@@ -143,8 +141,9 @@ def test_a_coordinator_that_does_not_answer_is_named_with_its_address() -> None:
             worker.start(0.05)
 
 
-def test_a_coordinator_of_another_protocol_version_is_refused_by_name() -> None:
-    with Coordinator(protocol_version=wire.PROTOCOL_VERSION + 1) as coordinator:
+def test_a_coordinator_that_refuses_says_why() -> None:
+    with Coordinator() as coordinator:
+        coordinator.ack = wire.Refused("version", "the coordinator speaks 7; upgrade this side", True)
         worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0")
         with pytest.raises(ConnectionLostError, match="upgrade this side"):
             worker.start(DEADLINE_S)

@@ -62,8 +62,10 @@ class Sessions:
             if not isinstance(message, wire.Disconnect):
                 text = "no session at this coordinator: reconnect (it was restarted, or has closed the session)"
                 self._peers.refuse(identity, "unknown_peer", text)
-        elif (mismatch := wire.version_mismatch(wire.PROTOCOL_VERSION, message.protocol_version)) is not None:
-            self._peers.refuse(identity, "version", mismatch)
+        elif (theirs := message.protocol_version) != (ours := wire.PROTOCOL_VERSION):
+            older = "the coordinator" if ours < theirs else "this side"
+            text = f"the coordinator speaks protocol version {ours} and this side {theirs}; upgrade {older}"
+            self._peers.refuse(identity, "version", text)
         elif self._control.state is CoordinatorState.STOPPING:
             self._peers.refuse(identity, "stopping", "the job is stopping; start another coordinator")
         elif len(self._peers) >= MAX_PEERS:
@@ -111,11 +113,11 @@ class Sessions:
         self._control.policy_version = max(self._control.policy_version, rank.policy_version)
         self._peers.say(rank, wire.RegisterAck(*self._terms(), self._config.progress_interval))
 
-    def _terms(self) -> tuple[int, str, str, int, float, float]:
+    def _terms(self) -> tuple[str, str, int, float, float]:
         """Fields that `ConnectAck` and `RegisterAck` begin with."""
         config, control = self._config, self._control
         return (
-            wire.PROTOCOL_VERSION, self._instance, control.state.value, control.policy_version, config.heartbeat_interval_s,
+            self._instance, control.state.value, control.policy_version, config.heartbeat_interval_s,
             config.heartbeat_timeout_s,
         )  # fmt: skip
 
