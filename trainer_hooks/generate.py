@@ -40,6 +40,7 @@ from rollout import (
     SamplingParams,
     WeightsChangedError,
 )
+from rollout.engine.models.attention import in_eval_mode
 from rollout.errors import warn_caller
 from trainer_hooks.generate_options import NotServed, check_arguments, sampling_params
 from trainer_hooks.generate_prompts import Pixels, Row, grouped, rows_of
@@ -241,14 +242,8 @@ class GenerateHook:
         options: dict[str, Any] = {"attention_mask": mask, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
         if model._supports_logits_to_keep():
             options["logits_to_keep"] = count
-        training = [module for module in model.modules() if module.training]
-        try:
-            model.eval()
-            with torch.no_grad():
-                logits = model(input_ids=sequences[:, :-1], use_cache=False, **options).logits[:, -count:]
-        finally:
-            for module in training:
-                module.training = True
+        with in_eval_mode(model.modules()), torch.no_grad():
+            logits = model(input_ids=sequences[:, :-1], use_cache=False, **options).logits[:, -count:]
         return list(logits.to(sequences.device, torch.float32).unbind(1))
 
     def fall_back(self, reason: str) -> None:

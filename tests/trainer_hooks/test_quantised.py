@@ -1,4 +1,4 @@
-"""Policies whose weights are quantised: sampled as the module computes, and trained beside (the head)."""
+"""Policies whose weights are quantised: sampled as the module computes, and trained beside (the head, an adapter)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -63,10 +64,17 @@ def _int8(model: nn.Module) -> nn.Module:
     return _replaced(model, quantised)
 
 
-def _torchao(name: str) -> Callable[[nn.Module], nn.Module]:
+def _qlora(model: nn.Module) -> nn.Module:
+    base = _nf4(model)
+    base.is_loaded_in_4bit = True
+    return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+def _torchao(name: str, **options: Any) -> Callable[[nn.Module], nn.Module]:
     def quantise(model: nn.Module) -> nn.Module:
         torchao = pytest.importorskip("torchao.quantization")
-        torchao.quantize_(model.model, getattr(torchao, name)())
+        given = {name: value(torchao) if callable(value) else value for name, value in options.items()}
+        torchao.quantize_(model.model, getattr(torchao, name)(**given))
         return model
 
     return quantise
@@ -84,8 +92,14 @@ def _replaced(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn.Mo
 KINDS: dict[str, tuple[Callable[[Any], Any], torch.dtype, float]] = {
     "gptq": (_gptq, torch.float32, 1e-5),
     "nf4": (_nf4, torch.float32, 2e-3),
+    "qlora": (_qlora, torch.float32, 2e-3),
     "int8": (_int8, torch.bfloat16, 0.06),
     "torchao int8": (_torchao("Int8WeightOnlyConfig"), torch.bfloat16, 0.06),
+    "torchao int4": (
+        _torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4, granularity=lambda ao: ao.PerGroup(32)),
+        torch.bfloat16,
+        0.06,
+    ),
     "torchao float8": (_torchao("Float8WeightOnlyConfig"), torch.bfloat16, 0.06),
 }
 """Kind → how a model is quantised, the dtype of its activations, and how far log-probs may be from the module's forward:
@@ -97,8 +111,9 @@ def test_quantised_policies_are_sampled_as_they_compute_and_trained(kind):
     quantise, dtype, tolerance = KINDS[kind]
     model = quantise(make_model("qwen3", dtype=dtype, **SIZE))
     manager = make_rollout(model)
-    head = torch.optim.SGD([model.lm_head.weight], lr=0.5)
-    attach_optimizer(head, manager)
+    trained = [each for name, each in model.named_parameters() if "lm_head" in name or "lora" in name]
+    optimizer = torch.optim.SGD(trained, lr=0.5)
+    attach_optimizer(optimizer, manager)
     losses = []
     for step in range(3):
         batch = manager.generate(PROMPTS, SamplingParams(n=4, max_tokens=8, seed=1, ignore_eos=True))
@@ -108,8 +123,8 @@ def test_quantised_policies_are_sampled_as_they_compute_and_trained(kind):
         assert batch.policy_versions[batch.response_mask].unique().tolist() == [step]
         losses.append(-logprobs[batch.response_mask].mean())
         losses[-1].backward()
-        head.step()
-        head.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     assert losses[-1] < losses[0]
     assert manager.policy_version == 3
     assert_nothing_leaked(manager)

@@ -23,7 +23,7 @@ from rollout.engine.kernels.triton_trial import Heads, tried_out
 from rollout.engine.memory.buffers import upload, upload_together
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.memory.state_pool import StatePool
-from rollout.engine.models.attention import Installation, PagedBatch, forward_with
+from rollout.engine.models.attention import Installation, PagedBatch, forward_with, in_eval_mode
 from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.models.recurrent_states import StateRows
 from rollout.engine.models.routers import Routers
@@ -139,17 +139,10 @@ class ModuleForward:
     def own_logits(self, tokens: Sequence[int]) -> Tensor:
         """[V] logits after `tokens`, by the model's own unpaged attention, in eval mode."""
         ids = torch.tensor([list(tokens)], device=self.layout.device)
-        training = [module for module in self.model.modules() if module.training]
-        try:
-            for module in training:
-                module.training = False
-            with torch.no_grad():
-                # A short one computes all positions, which verifies the code that honours `logits_to_keep` too.
-                kept = {} if len(tokens) <= VERIFY_TOKENS else {"logits_to_keep": ids.new_tensor([len(tokens) - 1])}
-                logits: Tensor = self.model(input_ids=ids, use_cache=False, **kept).logits[0, -1]
-        finally:
-            for module in training:
-                module.training = True
+        with in_eval_mode(self.model.modules()), torch.no_grad():
+            # A short one computes all positions, which verifies the code that honours `logits_to_keep` too.
+            kept = {} if len(tokens) <= VERIFY_TOKENS else {"logits_to_keep": ids.new_tensor([len(tokens) - 1])}
+            logits: Tensor = self.model(input_ids=ids, use_cache=False, **kept).logits[0, -1]
         return logits
 
     def release(self) -> None:

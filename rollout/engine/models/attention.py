@@ -8,7 +8,7 @@ only to its thread, the configuration names our attention: any other forward fin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -245,9 +245,7 @@ class Installation:
         if any(_is_compiled(module) for module in self._modules):
             # Dynamo would break the graph in every layer, and compile for every shape.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        training = [module for module in self._modules if module.training]
-        stack.callback(_set_training, training, True)
-        _set_training(training, False)
+        stack.enter_context(in_eval_mode(self._modules))
 
 
 class _Switched(str):
@@ -296,10 +294,20 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
-def _set_training(modules: list[nn.Module], value: bool) -> None:
-    for module in modules:
-        # A tenth of the time of `nn.Module.__setattr__`, in every forward.
-        vars(module)["training"] = value
+@contextmanager
+def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A block in which the modules do not behave as in training."""
+    # In eval mode bitsandbytes repacks 4-bit weights for some CPUs, for good, and a packed layer has no gradient.
+    training = [module for module in modules if module.training and type(module).__name__ != "Linear4bit"]
+    # A tenth of the time of `nn.Module.__setattr__`, in every forward.
+    flags = [vars(module) for module in training]
+    for each in flags:
+        each["training"] = False
+    try:
+        yield
+    finally:
+        for each in flags:
+            each["training"] = True
 
 
 def configs_of(model: nn.Module) -> list[Any]:
