@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from safetensors.torch import save_file
 from rollout import SamplingParams
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from tests.adapters import adapted, saved_adapter
-from tests.engines import assert_greedy, finish, greedily, make_engine, pass_suspended, steps, token_ids
+from tests.engine.cuts import CUTS, lived
+from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids
 from tests.models import make_model
 
 PROMPT = token_ids(9)
@@ -70,26 +72,20 @@ def test_requests_of_one_batch_get_what_the_trainer_computes_with_their_adapter(
     assert all("forward" not in vars(module) for module in engine.model.modules())
 
 
-@pytest.mark.parametrize("how", ["little memory", "suspended", "long prompts"])
+@pytest.mark.parametrize("cut", ["little memory", "chunks", "offload", "recompute"])
 def test_an_adapter_stays_with_its_request_when_it_moves(
-    folders: dict[str, str], trained: dict[str | None, Any], how: str
+    folders: dict[str, str], trained: dict[str | None, Any], cut: str
 ) -> None:
-    options = {"little memory": {"kv_cache_blocks": 12}, "long prompts": {"max_tokens_per_step": 8}}
-    engine = engine_with(folders, **options.get(how, {}))
-    if how == "suspended":
-        numbers = {name: engine.add_request(PROMPT, greedily(12, adapter=name)) for name in (None, "a", "b")}
-        steps(engine, 4)
-        pass_suspended(engine, "offload")
-        steps(engine, 2)
-        pass_suspended(engine, "recompute")
-        ended = finish(engine)
-        found = {name: ended[number, 0] for name, number in numbers.items()}
-    else:
-        found = answers(engine, 12)
-    for name, request in found.items():
-        assert_greedy(trained[name], request)
-    if how == "little memory":
-        assert engine.stats()["preemptions"] > 0
+    names = [None, *folders]
+
+    def ask(engine: Any) -> None:
+        for name in names:
+            engine.add_request(PROMPT, greedily(20, adapter=name))
+
+    done, engine = lived(partial(engine_with, folders), ask, CUTS[cut])
+    assert engine.stats()[CUTS[cut].counter] > 0
+    for number, name in enumerate(names):
+        assert_greedy(trained[name], done[number, 0])
 
 
 def test_cached_prefixes_are_of_one_adapter_only(folders: dict[str, str], trained: dict[str | None, Any]) -> None:

@@ -1,4 +1,7 @@
-"""Tests that tokens equal `model.generate` and log-probs the trainer's forward, however the work is scheduled."""
+"""Tests that tokens equal `model.generate` and log-probs the trainer's forward, however the work is scheduled.
+
+`test_cuts.py` has the table of what may happen to requests before they end.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +84,8 @@ def test_other_ways_to_keep_prefixes_change_nothing(name: str, options: dict[str
     assert engine.stats()["kv_blocks_cached"] == 0
 
 
-@chunks_too
-@pytest.mark.parametrize(("budget", "requests"), [(1, 1), (2, 2), (3, 2), (5, 4), (7, 4), (11, 8)])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "llama4", "qwen3_next", "falcon_h1", "lfm2", "minimax"])
+@pytest.mark.parametrize(("budget", "requests"), [(1, 1), (3, 2), (11, 8)])
 def test_chunked_prefill_changes_nothing(name: str, budget: int, requests: int) -> None:
     engine = make_engine(name, max_tokens_per_step=budget, max_requests=requests)
     for request in serve(engine, RAGGED, 6):
@@ -96,28 +99,6 @@ def test_the_block_size_changes_nothing(name: str, block_size: int) -> None:
     engine = make_engine(name, block_size_tokens=block_size, max_tokens_per_step=13)
     for request in serve(engine, RAGGED, 6):
         assert_greedy(name, request)
-
-
-@chunks_too
-@pytest.mark.parametrize("budget", [8, 64])
-def test_a_pool_too_small_for_all_evicts_some_and_changes_nothing(name: str, budget: int) -> None:
-    engine = make_engine(name, kv_cache_blocks=10, max_tokens_per_step=budget, max_requests=6)
-    for request in serve(engine, RAGGED, 12):
-        assert_greedy(name, request)
-    assert engine.stats()["preemptions"] > 0
-
-
-@both
-def test_evicted_samples_of_a_group_are_what_they_would_have_been(name: str) -> None:
-    samples = {}
-    for blocks in (64, 12):
-        engine = make_engine(name, kv_cache_blocks=blocks)
-        engine.add_request(RAGGED[3], at_random(16, n=5))
-        samples[blocks] = finish(engine)
-    assert engine.stats()["preemptions"] > 0
-    for key, request in samples[12].items():
-        assert request.generated_tokens == samples[64][key].generated_tokens
-        assert logprob_error(name, request) <= 1e-5
 
 
 @chunks_too
@@ -196,8 +177,7 @@ def test_groups_with_a_common_prefix_compute_each_distinct_token_once(name: str)
 
 @chunks_too
 @modes
-@pytest.mark.parametrize("keep_prefix_cache", [True, False])
-def test_suspend_and_resume_at_any_step_changes_nothing(name: str, mode: str, keep_prefix_cache: bool) -> None:
+def test_suspend_and_resume_at_any_step_changes_nothing(name: str, mode: str) -> None:
     prompts = RAGGED[1:5]
     last = 1
     at = 0
@@ -206,45 +186,12 @@ def test_suspend_and_resume_at_any_step_changes_nothing(name: str, mode: str, ke
         for prompt in prompts:
             engine.add_request(prompt, greedily(6))
         ended = steps(engine, at)
-        pass_suspended(engine, mode, keep_prefix_cache=keep_prefix_cache)
+        pass_suspended(engine, mode, keep_prefix_cache=at % 2 == 0)
         for request in finish(engine, ended).values():
             assert_greedy(name, request)
         last = engine.stats()["steps"]
         at += 1
     assert at >= 6
-
-
-@both
-@modes
-def test_suspend_and_resume_at_every_step_changes_nothing(name: str, mode: str) -> None:
-    # In mode recompute a step must hold a whole prompt, or nothing would ever get done.
-    engine = make_engine(name, max_tokens_per_step=48 if mode == "recompute" else 12)
-    for prompt in RAGGED:
-        engine.add_request(prompt, greedily(8))
-    ended = []
-    while engine.has_unfinished:
-        ended += steps(engine, 1)
-        pass_suspended(engine, mode)
-    for request in finish(engine, ended).values():
-        assert_greedy(name, request)
-
-
-@both
-@pytest.mark.parametrize("block_size", [BLOCK, 7])
-def test_a_snapshot_of_any_step_goes_on_in_another_engine(name: str, block_size: int) -> None:
-    prompts = RAGGED[1:5]
-    for at in range(9):
-        first = make_engine(name, max_tokens_per_step=12)
-        for prompt in prompts:
-            first.add_request(prompt, greedily(7))
-        ended = steps(first, at)
-        second = make_engine(name, block_size_tokens=block_size)
-        for record in first.snapshot():
-            second.add_record(record)
-        moved = finish(second, ended)
-        assert sorted(moved) == [(number, 0) for number in range(len(prompts))]
-        for request in (*moved.values(), *finish(first, ended).values()):
-            assert_greedy(name, request)
 
 
 @both

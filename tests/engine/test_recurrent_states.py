@@ -1,4 +1,4 @@
-"""Tests of models with recurrent and convolutional layers: equal to `generate` and the trainer's forward in every cut."""
+"""Tests of models with recurrent and convolutional layers: lives, snapshots and memory of their states."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import torch
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.memory.block_pool import zeros
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, UnsupportedModelError
-from rollout.requests.request import DynamicInferenceRequest
-from rollout.state import KVCacheManagementMode
 from tests.engines import (
     BLOCK,
     assert_greedy,
@@ -17,9 +15,7 @@ from tests.engines import (
     finish,
     greedily,
     in_one_piece,
-    logprob_error,
     make_engine,
-    pass_suspended,
     shared_model,
     steps,
     token_ids,
@@ -29,58 +25,12 @@ from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore:.*is clamped to:UserWarning")
 
-modes = pytest.mark.parametrize("mode", [mode.value for mode in KVCacheManagementMode])
-families = pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2", "minimax"])
-"""Gated delta rule; state space and attention in every layer; short convolutions; lightning attention."""
 RAGGED = [token_ids(length, seed) for seed, length in enumerate((1, 3, 4, 9, 17, 26))]
-
-
-def serve(engine: DynamicInferenceEngine, prompts: list[list[int]], length: int) -> list[DynamicInferenceRequest]:
-    for prompt in prompts:
-        engine.add_request(prompt, greedily(length))
-    return list(finish(engine).values())
 
 
 def computed(engine: DynamicInferenceEngine) -> int:
     """Prompt positions computed so far."""
     return int(engine.stats()["prefill_tokens_computed"])
-
-
-# --- cuts -------------------------------------------------------------------------------------------------------------
-
-
-@families
-@pytest.mark.parametrize(("budget", "requests"), [(1, 1), (5, 4), (11, 8)])
-def test_chunked_prefill_changes_nothing(name: str, budget: int, requests: int) -> None:
-    engine = make_engine(name, max_tokens_per_step=budget, max_requests=requests)
-    for request in serve(engine, RAGGED, 6):
-        assert_greedy(name, request)
-    assert computed(engine) == sum(map(len, RAGGED))
-
-
-@families
-def test_samples_of_a_group_go_on_from_one_prefill_each_with_a_state_of_its_own(name: str) -> None:
-    engine = make_engine(name)
-    engine.add_request(token_ids(10, 7), at_random(10, n=4))
-    samples = finish(engine)
-    assert len({tuple(request.generated_tokens) for request in samples.values()}) == 4
-    assert max(logprob_error(name, request) for request in samples.values()) <= 1e-5
-    assert computed(engine) == 10
-
-
-@families
-@modes
-def test_suspend_and_resume_at_every_step_changes_nothing(name: str, mode: str) -> None:
-    # In mode recompute a step must hold a whole prompt, or nothing would ever get done.
-    engine = make_engine(name, max_tokens_per_step=48 if mode == "recompute" else 12)
-    for prompt in RAGGED:
-        engine.add_request(prompt, greedily(4))
-    ended = []
-    while engine.has_unfinished:
-        ended += steps(engine, 1)
-        pass_suspended(engine, mode)
-    for request in finish(engine, ended).values():
-        assert_greedy(name, request)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from transformers import (
 
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
+from tests.engine.cuts import CUTS, lived
 from tests.engines import (
     at_random,
     finish,
@@ -119,38 +121,29 @@ def assert_top(rows: list[list[tuple[int, float]]], logits: torch.Tensor, k: int
 
 
 @both
-@pytest.mark.parametrize("how", ["plain", "chunked", "prefix hit", "evicted", "suspended", "one of a group"])
-def test_top_logprobs_of_prompt_and_completion_are_the_trainers(name: str, how: str) -> None:
-    options = {"chunked": {"max_tokens_per_step": 5, "max_requests": 4},
-               "evicted": {"kv_cache_blocks": 7, "max_requests": 4}}.get(how, {})  # fmt: skip
-    engine = make_engine(name, **options)
+@pytest.mark.parametrize("cut", ["chunks", "little memory", "prefix hits", "recompute"])
+def test_top_logprobs_of_prompt_and_completion_are_the_trainers(name: str, cut: str) -> None:
     prompt = token_ids(13, 5)
-    if how == "prefix hit":
-        engine.generate([[*prompt, 5, 6, 7]], greedily(2))
-    for seed in range(2 if how == "evicted" else 0):
-        engine.add_request(token_ids(6, 60 + seed), at_random(14))
-    number = engine.add_request(
-        prompt, at_random(9, logprobs=3, prompt_logprobs=2, n=3 if how == "one of a group" else 1)
-    )
-    ended = []
-    while engine.has_unfinished:
-        ended += steps(engine, 1)
-        if how == "suspended":
-            pass_suspended(engine, "recompute")
-    if how == "evicted":
-        assert engine.stats()["preemptions"] > 0
-    for (owner, _), request in finish(engine, ended).items():
-        if owner != number:
+
+    def ask(engine: Any) -> None:
+        engine.add_request([*prompt, 5, 6, 7], at_random(16))
+        engine.add_request(prompt, at_random(16, logprobs=3, prompt_logprobs=2))
+        engine.add_request(token_ids(6), at_random(16, logprobs=3, prompt_logprobs=2, n=2))
+
+    done, engine = lived(partial(make_engine, name), ask, CUTS[cut])
+    assert engine.stats()[CUTS[cut].counter] > 0
+    for request in done.values():
+        if request.sampling_params.prompt_logprobs is None:
             continue
         assert request.num_cached_tokens == 0, "logits are needed at every position of the prompt"
-        tokens = prompt + request.generated_tokens
+        tokens, last = request.prompt_tokens + request.generated_tokens, len(request.prompt_tokens) - 1
         logits = logits_of(name, tokens)
         reference = trainer_logprobs(shared_model(name), tokens)
-        assert np.allclose(request.prompt_log_probs, reference[:12], atol=1e-5)
-        assert np.allclose(request.generated_log_probs, reference[12:], atol=1e-5)
+        assert np.allclose(request.prompt_log_probs, reference[:last], atol=1e-5)
+        assert np.allclose(request.generated_log_probs, reference[last:], atol=1e-5)
         assert request.prompt_top_n_logprobs is not None
-        assert_top(request.prompt_top_n_logprobs, logits[:12], 2)
-        assert_top(request.generated_top_n_logprobs, logits[12:-1], 3)
+        assert_top(request.prompt_top_n_logprobs, logits[:last], 2)
+        assert_top(request.generated_top_n_logprobs, logits[last:-1], 3)
 
 
 @both

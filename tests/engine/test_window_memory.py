@@ -15,12 +15,9 @@ from rollout.errors import InvalidRequestError
 from tests.engines import (
     BLOCK,
     assert_greedy,
-    at_random,
     finish,
     greedily,
-    logprob_error,
     make_engine,
-    pass_suspended,
     steps,
     token_ids,
 )
@@ -134,23 +131,6 @@ def test_a_prefix_whose_window_was_evicted_is_used_as_far_as_its_kv_goes(name):
     assert [done[each, 0].num_cached_tokens for each in (short, whole)] == [20, 39]
     for request in (*first.values(), *done.values()):
         assert_greedy(model, request)
-
-
-@mixed
-@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
-def test_a_mixed_model_is_suspended_at_every_step_and_goes_on(name, mode):
-    model = mixed_model(name)
-    # What is computed again at every step has to be prefilled in one.
-    engine = make_engine(model, kv_cache_blocks=24, max_tokens_per_step=64 if mode == "recompute" else 8)
-    engine.add_request(token_ids(13, 1), greedily(14, n=2))
-    engine.add_request(token_ids(21, 2), at_random(9))
-    ended = []
-    while engine.has_unfinished:
-        ended += engine.step()
-        pass_suspended(engine, mode)
-        check_scheduler(engine.context.scheduler)
-    for request in finish(engine, ended).values():
-        assert logprob_error(model, request) <= 1e-5
 
 
 def test_a_pool_sized_by_what_can_run_is_smaller_by_what_windows_do_not_keep():

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import time
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -16,7 +12,7 @@ from rollout.requests.request import DynamicInferenceRequest
 from tests.models import require_recurrent_cache
 from tests.zoo import __main__ as command
 from tests.zoo.small_models import WINDOW, small_config
-from tests.zoo.verdicts import EQUAL, ERROR, LATE, LENGTHS, NOT_BUILT, REFUSED, WRONG, Verdict, judge, survey
+from tests.zoo.verdicts import EQUAL, ERROR, LENGTHS, NOT_BUILT, REFUSED, WRONG, Verdict, judge
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -73,27 +69,6 @@ def test_other_log_probs_other_tokens_and_other_errors_are_failures(monkeypatch:
     verdict = judge("llama")
     assert (verdict.outcome, verdict.failed) == (ERROR, True)
     assert "ZeroDivisionError" in verdict.detail
-
-
-def report(link: Connection, architecture: str) -> None:
-    """Stands for the judge in a survey's processes."""
-    if architecture == "hangs":
-        time.sleep(1000)
-    if architecture == "dies":
-        os._exit(7)
-    link.send(Verdict(architecture, EQUAL, ""))
-
-
-def test_a_process_that_hangs_or_dies_is_a_failure_and_the_others_go_on() -> None:
-    context = multiprocessing.get_context("fork")
-    verdicts = {each.architecture: each for each in survey(["hangs", "dies", "a", "b"], 2, 3.0, report, context)}
-    assert {name: each.outcome for name, each in verdicts.items()} == {
-        "a": EQUAL,
-        "b": EQUAL,
-        "dies": ERROR,
-        "hangs": LATE,
-    }
-    assert verdicts["dies"].detail == "the process ended with 7"
 
 
 def test_the_command_prints_a_table_with_counts_and_fails_when_one_failed(
