@@ -29,6 +29,7 @@ struct Attention {
     const int32_t *ends, *positions;  // [L]
     int64_t length, heads, kv_heads, head_dim, value_dim;
     int64_t window;                   // 0: none
+    int64_t first;                    // token of the first query, a multiple of BLOCK; the rows of queries begin with it
     float scaling, softcap;           // softcap 0: none
 };
 
@@ -208,7 +209,7 @@ struct Plan {
             range(ends, end_low[b], end_high[b]);
             range(positions, low[b], high[b]);
         }
-        for (int64_t q = 0; q < blocks; q++)
+        for (int64_t q = a.first / BLOCK; q < blocks; q++)
             for (int64_t k = 0; k <= q; k++) {
                 if (end_high[k] <= q * BLOCK || (a.window && low[q] - high[k] >= a.window)) continue;
                 const bool whole = k < q && end_low[k] >= q * BLOCK + rows(q) && (!a.window || high[q] - low[k] < a.window);
@@ -258,8 +259,8 @@ static void forward_block(const Attention& a, const Plan& plan, int64_t head, in
     std::fill(peak, peak + BLOCK, -INFINITY);
     std::fill(total, total + BLOCK, 0.0f);
     std::fill(mixed + 0, mixed + BLOCK * V, 0.0f);
-    copy_rows(query + 0, static_cast<const T*>(a.query.at) + head * a.query.head + first * a.query.row, a.query.row, rows,
-              a.head_dim, D);
+    copy_rows(query + 0, static_cast<const T*>(a.query.at) + head * a.query.head + (first - a.first) * a.query.row, a.query.row,
+              rows, a.head_dim, D);
     for (const Pair& pair : plan.of_query[block]) {
         gemm(query + 0, BLOCK, keys + pair.key * BLOCK * D, BLOCK, D, scores + 0, false);
         for (int64_t r = 0; r < BLOCK; r++) {
@@ -280,7 +281,7 @@ static void forward_block(const Attention& a, const Plan& plan, int64_t head, in
         gemm(weights + 0, BLOCK, values + pair.key * BLOCK * V, V, BLOCK, mixed + 0, true);
     }
     for (int64_t r = 0; r < rows; r++) {
-        T* out = static_cast<T*>(a.out.at) + head * a.out.head + (first + r) * a.out.row;
+        T* out = static_cast<T*>(a.out.at) + head * a.out.head + (first - a.first + r) * a.out.row;
         for (int64_t d = 0; d < a.value_dim; d++) store_one(out + d, (mixed + r * V)[d] / total[r]);
         a.sums[head * a.length + first + r] = peak[r] + std::log(total[r]);
     }
@@ -301,9 +302,10 @@ static void forward(const Attention& a, const team::Crew& crew) {
                   a.value_dim, V);
         pairs(values + (head * size + first) * V, some + 0, V);
     });
-    crew.share(a.heads * plan.blocks, [&](int64_t job) {
-        const int64_t head = job / plan.blocks, kv_head = head / (a.heads / a.kv_heads);
-        forward_block<T, C>(a, plan, head, job % plan.blocks, keys + kv_head * size * D, values + kv_head * size * V);
+    const int64_t before = a.first / BLOCK, blocks = plan.blocks - before;
+    crew.share(a.heads * blocks, [&](int64_t job) {
+        const int64_t head = job / blocks, kv_head = head / (a.heads / a.kv_heads);
+        forward_block<T, C>(a, plan, head, before + job % blocks, keys + kv_head * size * D, values + kv_head * size * V);
     });
 }
 
@@ -353,10 +355,11 @@ static void backward_head(const Attention& a, const Plan& plan, int64_t head, co
     std::fill(sums + 0, sums + size, INFINITY);
     std::fill(deltas + 0, deltas + size, 0.0f);
     std::copy(a.sums + head * a.length, a.sums + (head + 1) * a.length, sums + 0);
-    for (int64_t b = 0, first = 0; b < plan.blocks; b++, first += BLOCK) {
-        const T* gradient = static_cast<const T*>(a.out_gradient.at) + head * a.out_gradient.head + first * a.out_gradient.row;
-        const T* given = static_cast<const T*>(a.out.at) + head * a.out.head + first * a.out.row;
-        copy_rows(query + first * D, static_cast<const T*>(a.query.at) + head * a.query.head + first * a.query.row, a.query.row,
+    for (int64_t first = a.first, b = first / BLOCK; b < plan.blocks; b++, first += BLOCK) {
+        const int64_t row = first - a.first;
+        const T* gradient = static_cast<const T*>(a.out_gradient.at) + head * a.out_gradient.head + row * a.out_gradient.row;
+        const T* given = static_cast<const T*>(a.out.at) + head * a.out.head + row * a.out.row;
+        copy_rows(query + first * D, static_cast<const T*>(a.query.at) + head * a.query.head + row * a.query.row, a.query.row,
                   plan.rows(b), a.head_dim, D);
         transpose(query_columns + first * D, query + first * D, D);
         copy_rows(out + first * V, gradient, a.out_gradient.row, plan.rows(b), a.value_dim, V);
@@ -386,8 +389,8 @@ static void backward_head(const Attention& a, const Plan& plan, int64_t head, co
             gemm(gradient_rows + 0, BLOCK, key_rows + keys * D, D, BLOCK, query_sum + first * D, true);
         }
     }
-    for (int64_t r = 0; r < a.length; r++) {
-        T* to = static_cast<T*>(a.query_gradient.at) + head * a.query_gradient.head + r * a.query_gradient.row;
+    for (int64_t r = a.first; r < a.length; r++) {
+        T* to = static_cast<T*>(a.query_gradient.at) + head * a.query_gradient.head + (r - a.first) * a.query_gradient.row;
         for (int64_t d = 0; d < a.head_dim; d++) store_one(to + d, (query_sum + r * D)[d]);
     }
 }

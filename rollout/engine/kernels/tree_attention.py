@@ -3,6 +3,8 @@
 A tree's tokens are in depth-first order; query q attends to key k iff k <= q < ends[k] and, with a window, positions[q] -
 positions[k] < window. In a tree with images that see themselves in both directions, k <= lasts[q] instead of k <= q, where
 lasts[q] is the last token of q's image, and q itself elsewhere; the C++ does not know these.
+
+Queries may be those of the last tokens alone: the first of them is token L - S, a multiple of `ALIGNMENT`.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scor
     """Attention of every token to its ancestors and itself; differentiable.
 
     Args:
-        query: [1, H, L, D].
+        query: [1, H, S, D], of the last S tokens.
         key: [1, Hkv, L, D]; H is a multiple of Hkv.
         value: [1, Hkv, L, Dv].
         tree: int32 [1, 1, 2 or 3, L]: the index behind each token's subtree, its position, and the last token of its image.
         scores: see `Scores`.
 
     Returns:
-        [1, L, H, Dv].
+        [1, S, H, Dv].
     """
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -72,18 +74,18 @@ QUERIES = 512
 def torch_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
     """`tree_attention` for every device and dtype: blocks of queries over the keys that some query of the block sees."""
     ends, positions = tree[0, 0, :2].to(torch.int64)
-    index = torch.arange(query.shape[2], device=query.device)
+    index = torch.arange(key.shape[2], device=query.device)
     found = scores.lasts(tree)
     lasts = index if found is None else found.to(torch.int64)
-    groups, out = query.shape[1] // key.shape[1], []
-    for rows in torch.split(index, QUERIES):
+    groups, out, first = query.shape[1] // key.shape[1], [], key.shape[2] - query.shape[2]
+    for rows in torch.split(index[first:], QUERIES):
         keys = index[: int(lasts[rows].max()) + 1]
         keys = keys[ends[keys] > rows[0]]
         seen = (keys <= lasts[rows, None]) & (rows[:, None] < ends[keys])
         if scores.window is not None:
             seen &= positions[rows, None] - positions[keys] < scores.window
         some_keys, some_values = (part[:, :, keys].repeat_interleave(groups, 1) for part in (key, value))
-        products = (query[:, :, rows] @ some_keys.transpose(2, 3)) * scores.scaling
+        products = (query[:, :, rows - first] @ some_keys.transpose(2, 3)) * scores.scaling
         if scores.softcap is not None:
             products = (products / scores.softcap).tanh() * scores.softcap
         weights = products.masked_fill(~seen, float("-inf")).softmax(
@@ -97,6 +99,8 @@ def torch_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor
 
 
 FLEX_BLOCK = 128
+ALIGNMENT = FLEX_BLOCK
+"""The first query is at a multiple of this, where the blocks of every kernel begin."""
 
 
 def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
@@ -112,7 +116,7 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor,
         key,
         value,
         score_mod=None if scores.softcap is None else soften,
-        block_mask=block_mask(tree, scores.window, scores.lasts(tree) is None),
+        block_mask=block_mask(tree, scores.window, scores.lasts(tree) is None, key.shape[2] - query.shape[2]),
         scale=scores.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -123,21 +127,22 @@ _MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Masks of every living tree, by window and whether it is causal: made once for all layers and passes."""
 
 
-def block_mask(tree: Tensor, window: int | None, causal: bool = True) -> BlockMask:
-    """The tree's mask for FlexAttention, from the extremes of each block: no [L, L] array is made."""
+def block_mask(tree: Tensor, window: int | None, causal: bool = True, start: int = 0) -> BlockMask:
+    """FlexAttention's mask of queries from token `start` on, from the extremes of each block: no [L, L] array is made."""
     if tree not in _MASKS:
         _MASKS[tree] = {}
     known: dict[tuple[int | None, bool], BlockMask] = _MASKS[tree]
     if (window, causal) not in known:
-        known[window, causal] = _block_mask(tree, window, causal)
+        known[window, causal] = _block_mask(tree, window, causal, start)
     return known[window, causal]
 
 
-def _block_mask(tree: Tensor, window: int | None, causal: bool) -> BlockMask:
+def _block_mask(tree: Tensor, window: int | None, causal: bool, start: int) -> BlockMask:
     ends, positions = tree[0, 0, :2].to(torch.int64)
     lasts = torch.arange(len(ends), device=tree.device) if causal else tree[0, 0, 2].to(torch.int64)
 
-    def sees(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def sees(_batch: Tensor, _head: Tensor, row: Tensor, k: Tensor) -> Tensor:
+        q = row + start
         seen: Tensor = (k <= lasts[q]) & (q < ends[k])
         if window is not None:
             seen = seen & (positions[q] - positions[k] < window)
@@ -159,11 +164,16 @@ def _block_mask(tree: Tensor, window: int | None, causal: bool) -> BlockMask:
         every &= position.amax(1)[:, None] - position.amin(1) < window
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = blocks[start // FLEX_BLOCK :]
         order = blocks.int().argsort(dim=1, descending=True, stable=True)
         return blocks.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
 
     return BlockMask.from_kv_blocks(
-        *listed(some & ~every), *listed(every), BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=(length, length)
+        *listed(some & ~every),
+        *listed(every),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=sees,
+        seq_lengths=(length - start, length),
     )
 
 
@@ -192,7 +202,7 @@ class _Attention(ctypes.Structure):
             "query", "key", "value", "out", "out_gradient", "query_gradient", "key_gradient", "value_gradient",
         )),
         *((name, ctypes.c_void_p) for name in ("sums", "ends", "positions")),
-        *((name, ctypes.c_int64) for name in ("length", "heads", "kv_heads", "head_dim", "value_dim", "window")),
+        *((name, ctypes.c_int64) for name in ("length", "heads", "kv_heads", "head_dim", "value_dim", "window", "first")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )  # fmt: skip
 
@@ -214,7 +224,7 @@ class _CpuTreeAttention(torch.autograd.Function):
         query, key, value = _rows(query), _rows(key), _rows(value)
         heads, length = query.shape[1:3]
         out = query.new_empty(1, length, heads, value.shape[3])
-        sums = query.new_empty(heads, length, dtype=torch.float32)
+        sums = query.new_empty(heads, key.shape[2], dtype=torch.float32)
         arguments = _arguments(query, key, value, out, sums, tree, scores)
         _call("rollout_tree_forward", arguments, query)
         ctx.save_for_backward(query, key, value, out, sums, tree)
@@ -247,12 +257,13 @@ def _arguments(
         sums=sums.data_ptr(),
         ends=tree[0].data_ptr(),
         positions=tree[1].data_ptr(),
-        length=query.shape[2],
+        length=key.shape[2],
         heads=query.shape[1],
         kv_heads=key.shape[1],
         head_dim=query.shape[3],
         value_dim=value.shape[3],
         window=scores.window or 0,
+        first=key.shape[2] - query.shape[2],
         scaling=scores.scaling,
         softcap=scores.softcap or 0.0,
     )

@@ -377,6 +377,8 @@ class _Read(torch.autograd.Function):
         _, of_single, of_sums, of_entropies, _, of_top = given
         states, sums, entropies, top_ids, *parameters = ctx.saved_tensors
         asked, post = ctx.asked, ctx.post
+        if not len(states):
+            return None, None, None, torch.zeros_like(states), *(None for _ in parameters)
         if of_single is None:
             of_single = sums.new_zeros(len(asked.ids))
         if of_top is not None:

@@ -5,10 +5,15 @@ the `attention_mask`, int32 [1, 1, 2 or 3, L] (see `manager.batch.tree`). Transf
 to every layer as it is, and so do gradient checkpointing (also to the recomputation in the backward), DDP, FSDP and PEFT.
 With any other mask the model's own implementation runs on the mask made for it. The model gets no hooks, and its modules are
 not changed.
+
+Inside of `paths_of(model)` the tokens of a forward continue a path: earlier tokens whose keys and values are kept, and whose
+gradients collect there until the backward of their own forward takes them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -35,6 +40,73 @@ class _Layer(NamedTuple):
     window: int | None
     causal: bool
     """Whether also in an image."""
+
+
+class _Path:
+    """Keys and values of one layer for the tokens of a path, and what later forwards add to their gradients."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._kept: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+
+    def extended(self, key: Tensor, value: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the path [1, H, start + S, D], of which the given ones are the last."""
+        if not self._kept:
+            self._kept = [each.new_zeros(*each.shape[:2], self._capacity, each.shape[3]) for each in (key, value)]
+            # Many branches add to them.
+            self._gradients = [
+                each.to(torch.promote_types(each.dtype, torch.float32), copy=True) for each in self._kept
+            ]
+        found: tuple[Tensor, Tensor] = _Extend.apply(key, value, self, start)  # type: ignore[no-untyped-call]
+        return found
+
+    def write(self, parts: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, ...]:
+        """Store the keys and values from token `start` on; returns those of all tokens so far."""
+        end = start + parts[0].shape[2]
+        for kept, part in zip(self._kept, parts, strict=True):
+            kept[:, :, start:end] = part
+        # Later forwards write behind the end alone, of which autograd is not told.
+        return tuple(kept.data[:, :, :end] for kept in self._kept)
+
+    def take(self, gradients: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, ...]:
+        """Add gradients of all tokens; returns those from `start` on, which are complete, and forgets them."""
+        taken = []
+        for kept, gradient in zip(self._gradients, gradients, strict=True):
+            end = gradient.shape[2]
+            kept[:, :, :end] += gradient
+            taken.append(kept[:, :, start:end].to(gradient.dtype, copy=True))
+            kept[:, :, start:end] = 0
+        return tuple(taken)
+
+
+class _Extend(torch.autograd.Function):
+    """`_Path.extended`."""
+
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, value: Tensor, path: _Path, start: int) -> tuple[Tensor, ...]:
+        ctx.path, ctx.start = path, start
+        return path.write((key, value), start)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return *ctx.path.take(gradients, ctx.start), None, None
+
+
+_paths: WeakKeyDictionary[nn.Module, _Path] = WeakKeyDictionary()
+"""Inside of `paths_of`: the path of each attention module."""
+
+
+@contextmanager
+def paths_of(model: nn.Module, capacity: int) -> Iterator[None]:
+    """A block in which forwards of trees continue a path of up to `capacity` tokens."""
+    own = [module for module in model.modules() if module in _layers]
+    _paths.update({module: _Path(capacity) for module in own})
+    try:
+        yield
+    finally:
+        for module in own:
+            del _paths[module]
 
 
 class TreeAttachment:
@@ -140,14 +212,16 @@ def _attention(
             f"{type(module).__name__} ran with output_router_logits=True: the load-balancing loss of a tree would count a "
             "shared token once, not once per row; set output_router_logits to False"
         )
-    if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == attention_mask.shape[3]:
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if module in _paths and query.shape[2] == key.shape[2]:
+        key, value = _paths[module].extended(key, value, attention_mask.shape[3] - key.shape[2])
+    elif query.shape[0] != 1 or not query.shape[2] == key.shape[2] == attention_mask.shape[3]:
         raise ValueError(
             f"queries {tuple(query.shape)} and keys {tuple(key.shape)} do not fit a tree of {attention_mask.shape[3]} "
             "tokens: pass all of packed.inputs, with use_cache=False"
         )
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scaling = arguments.get("scaling")
     scores = Scores(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),

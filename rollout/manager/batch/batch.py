@@ -22,6 +22,7 @@ from rollout.errors import unknown_attribute
 from rollout.manager.batch.columns import KeptSets, kept_sets, padded_routes, padded_values
 from rollout.manager.batch.forward import LogitScores, Part, distribution, read_scores
 from rollout.manager.batch.images import BatchImages, ImageLayout
+from rollout.manager.batch.paths import PathRows, along_paths
 from rollout.manager.batch.tree import PackedTree, pack_tree
 from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
 
@@ -373,19 +374,59 @@ class RolloutBatch:
             UnsupportedModelError: log-probs cannot be read from the model's head.
         """
         computed, rows = self._part(part)
-        columns = computed.input_ids.shape[1]
-        if temperature is None:
-            kept = None if self.kept_tokens is None else self.kept_tokens.of_rows(rows, columns)
-            requests = [self.requests[row] for row in rows.tolist()]
-            shaping, kept = distribution(requests, kept, self.input_ids.device)
-        else:
-            shaping, kept = {"temperature": temperature}, None
+        shaping, kept = self._distribution(rows, computed.input_ids.shape[1], temperature)
         found = read_scores(model, computed, shaping, kept, hidden=hidden, entropy=entropy, top_k=top_k)
         if not isinstance(part, PackedRollouts):
             return found
         return found.at(
             self.attention_mask[rows].flatten().nonzero()[:, 0], len(part.input_ids) - int(part.cu_seqlens[-1])
         )
+
+    def paths(
+        self,
+        model: nn.Module,
+        max_tokens: int,
+        rows: Tensor | slice | None = None,
+        *,
+        temperature: float | None = None,
+        entropy: bool = False,
+    ) -> Iterator[PathRows]:
+        """Train on the tree of rows in the memory of one path, for trees that are too large for one forward.
+
+            for rows, scores in batch.paths(model, max_tokens=4096):
+                loss_of(scores.logprobs, batch.logprobs[rows], advantages[rows]).backward()
+
+        Each row comes once, together with those that end near it, when its tokens are computed; rows without tokens in
+        `response_mask` do not come. Call backward before the next rows come: a shared prefix takes the gradients of all of
+        its branches, and its own backward runs once. Gradients are complete when the loop ends. A loss may use a row as a
+        whole, but not rows that come apart.
+
+        Args:
+            model: `trainer_hooks.tree` is attached to it. Under DDP or FSDP, whose backward belongs to one forward, use
+                `trees`.
+            max_tokens: tokens of a forward, at most.
+            rows: int64 or a slice: the rows to train on. None: all.
+            temperature, entropy: see `scores_of`.
+
+        Raises:
+            ValueError: see `scores_of`; or the batch has images or recorded routes.
+        """
+        tree = self.tree(rows)
+        part, numbers = self._part(tree)
+        shaping, kept = self._distribution(numbers, part.input_ids.shape[1], temperature)
+
+        def read(segment: Part) -> LogitScores:
+            return read_scores(model, segment, shaping, kept, entropy=entropy)
+
+        yield from along_paths(model, tree, part, max_tokens, read)
+
+    def _distribution(
+        self, rows: Tensor, columns: int, temperature: float | None
+    ) -> tuple[dict[str, Any], KeptSets | None]:
+        if temperature is not None:
+            return {"temperature": temperature}, None
+        kept = None if self.kept_tokens is None else self.kept_tokens.of_rows(rows, columns)
+        return distribution([self.requests[row] for row in rows.tolist()], kept, self.input_ids.device)
 
     def _part(self, part: PackedTree | PackedRollouts | Tensor | slice | None) -> tuple[Part, Tensor]:
         """The part as a forward computes it, and its rows."""

@@ -1,0 +1,168 @@
+"""Trees that are too large for one forward: segment by segment in depth-first order, in the memory of one path.
+
+A segment is a stretch of the tree's tokens: a chain that later segments continue, or small whole subtrees. Its forward
+attends to the keys and values of the segments on its path. Its backward runs once no later segment continues it. It takes
+the gradients that all of its branches have added to its keys, values and log-probs. Every token is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rollout.engine.kernels.tree_attention import ALIGNMENT
+from rollout.engine.training.tree_forward import paths_of
+from rollout.manager.batch.forward import LogitScores, Part
+from rollout.manager.batch.tree import PackedTree
+
+
+class PathRows(NamedTuple):
+    """Rows of a batch whose forward is complete."""
+
+    rows: Tensor
+    """int64 [n]: their numbers in the batch."""
+    scores: LogitScores
+    """[n, T]; call backward on a loss of them before the next rows are computed."""
+
+
+@dataclass(eq=False)
+class _Segment:
+    """Tokens [start, stop) of a tree on the path of what is computed next."""
+
+    start: int
+    stop: int
+    place: int
+    """Index of its first token in the keys of the path."""
+    last: int
+    """Index behind the subtrees of its tokens: while it is not reached, later tokens continue this segment."""
+    places: Tensor
+    """int64 [m]: its wanted tokens, flat in [N, T]."""
+    values: tuple[Tensor, ...]
+    """Log-probs [m], and entropies if asked for."""
+    leaves: tuple[Tensor, ...]
+    """The same, handed out: gradients collect there."""
+
+    def backward(self) -> None:
+        """The backward of its forward. Runs even if no gradient reached a log-prob: keys and values may have some."""
+        if self.values[0].requires_grad:
+            torch.autograd.backward(
+                self.values,
+                [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves],
+            )
+
+
+def along_paths(
+    model: nn.Module, tree: PackedTree, part: Part, max_tokens: int, read: Callable[[Part], LogitScores]
+) -> Iterator[PathRows]:
+    """Run a tree segment by segment; yields rows when all of their wanted tokens are computed, and runs backwards between.
+
+    Args:
+        part: the tree as one forward would compute it.
+        max_tokens: tokens of a segment, at most.
+        read: the forward of a part.
+
+    Raises:
+        ValueError: `max_tokens` is below 1; or the tree has images or routes.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens!r}: must be at least 1, which makes a segment of every token")
+    if tree.image_inputs or tree.routed_experts is not None:
+        raise ValueError("paths are of text without recorded routes: train on batch.trees(max_tokens)")
+    ends, depths = tree.attention_mask[0, 0].cpu().numpy().astype(np.int64)
+    device, mask = tree.nodes.device, part.mask
+    final = torch.where(mask, part.predictors, -1).amax(1) if mask.numel() else mask.new_zeros(0, dtype=torch.int64)
+    segments = list(_segments(ends, depths, max_tokens))
+    stack: list[_Segment] = []
+    with paths_of(model, _capacity(segments, ends)):
+        for start, stop in segments:
+            while stack and stack[-1].last <= start:
+                stack.pop().backward()
+            place = _after(stack)
+            inside = mask & (part.predictors >= start) & (part.predictors < stop)
+            keys = torch.from_numpy(_keys(stack, ends, depths, start, stop, place)).to(device)
+            inputs = {
+                "input_ids": tree.input_ids[:, start:stop],
+                "position_ids": tree.position_ids[:, start:stop],
+                "attention_mask": keys,
+                "use_cache": False,
+            }
+            found = read(Part(inputs, part.input_ids, inside, part.predictors - start))
+            values = tuple(each[inside] for each in (found.logprobs, found.entropies) if each is not None)
+            leaves = tuple(each.detach().requires_grad_(each.requires_grad) for each in values)
+            places = inside.flatten().nonzero()[:, 0]
+            del found, inside
+            stack.append(_Segment(start, stop, place, int(ends[start:stop].max()), places, values, leaves))
+            done = ((final >= start) & (final < stop)).nonzero()[:, 0]
+            if len(done):
+                yield PathRows(tree.rows[done], _of_rows(stack, done, mask.shape))
+        while stack:
+            stack.pop().backward()
+
+
+def _segments(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
+    """Segments [start, stop) in order: small subtrees share one; a chain ends where it branches, or at the limit."""
+    start, token, chain = 0, 0, False
+    while token < len(ends):
+        small = ends[token] - token <= limit
+        following = int(ends[token]) if small else token + 1
+        continued = chain and token > 0 and depths[token] == depths[token - 1] + 1
+        if token > start and (small == chain or (not small and not continued) or following - start > limit):
+            yield start, token
+            start = token
+        token, chain = following, not small
+    if token > start:
+        yield start, token
+
+
+def _after(stack: list[_Segment]) -> int:
+    """Index of the next segment's first token in the keys of the path: blocks of the kernels begin there."""
+    end = stack[-1].place + stack[-1].stop - stack[-1].start if stack else 0
+    return -(-end // ALIGNMENT) * ALIGNMENT
+
+
+def _capacity(segments: list[tuple[int, int]], ends: NDArray[np.int64]) -> int:
+    """Most keys of a path."""
+    most = 0
+    stack: list[tuple[int, int]] = []
+    for start, stop in segments:
+        while stack and stack[-1][0] <= start:
+            stack.pop()
+        place = -(-stack[-1][1] // ALIGNMENT) * ALIGNMENT if stack else 0
+        stack.append((int(ends[start:stop].max()), place + stop - start))
+        most = max(most, stack[-1][1])
+    return most
+
+
+def _keys(
+    stack: list[_Segment], ends: NDArray[np.int64], depths: NDArray[np.int64], start: int, stop: int, place: int
+) -> NDArray[np.int32]:
+    """The attention mask of a segment [1, 1, 2, place + S]: end of the subtree and position of every key of its path."""
+    keys = np.zeros((2, place + stop - start), np.int32)
+    for first, last, at in [*((each.start, each.stop, each.place) for each in stack), (start, stop, place)]:
+        # Counted as the segment's own tokens are; subtrees that ended before are seen by none of them.
+        keys[0, at : at + last - first] = np.maximum(ends[first:last] - start + place, 0)
+        keys[1, at : at + last - first] = depths[first:last]
+    return keys[None, None]
+
+
+def _of_rows(stack: list[_Segment], rows: Tensor, shape: torch.Size) -> LogitScores:
+    """Values of rows, from the segments of their path."""
+    columns = shape[1]
+    number = torch.full((shape[0],), -1, device=rows.device)
+    number[rows] = torch.arange(len(rows), device=rows.device)
+    found = []
+    for kind in range(len(stack[0].leaves)):
+        out = stack[0].leaves[kind].new_zeros(len(rows) * columns)
+        for each in stack:
+            row = number[each.places // columns]
+            own = (row >= 0).nonzero()[:, 0]
+            if len(own):
+                out = out.index_put((row[own] * columns + each.places[own] % columns,), each.leaves[kind][own])
+        found.append(out.view(len(rows), columns))
+    return LogitScores(*found)
