@@ -66,6 +66,8 @@ ATTENTION = (
     Heads(torch.float32, 256, 2, 4),
 )
 """Every dtype, size of a head and rule once, mostly as Qwen3, gpt-oss, Llama 4, Gemma 2 and Gemma 4 combine them."""
+LARGEST = tuple(heads for heads in ATTENTION if heads.dim >= 256)
+"""Those that need most registers and shared memory."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class _Launcher:
         return launch
 
 
-def compile_all(architecture: int, folder: Path) -> Iterator[Compiled]:
+def compile_all(architecture: int, folder: Path, attention: Sequence[Heads] = ATTENTION) -> Iterator[Compiled]:
     """Every kernel in every variant, compiled for an architecture (90: sm_90).
 
     Args:
@@ -146,18 +148,17 @@ def compile_all(architecture: int, folder: Path) -> Iterator[Compiled]:
             found[kernel.hash] = _measured(name, variant[0], architecture, kernel, folder)
 
     with _pretended(architecture):
-        for label, launch in _attention(told):
-            variant[0], before = label, len(found)
-            launch()
+        paged = _launching(told)
+        for heads in attention:
+            variant[0], before = str(heads), len(found)
+            _attend(paged, heads)
             yield from list(found.values())[before:]
 
 
-def _attention(told: Callable[[str, Any], None]) -> Iterator[tuple[str, Callable[[], object]]]:
+def _launching(told: Callable[[str, Any], None]) -> TritonPaged:
     kernels = triton_paged._kernels.__wrapped__(CPU)
     assert kernels is not None
-    paged = TritonPaged(_launchers(kernels, told))
-    for heads in ATTENTION:
-        yield str(heads), lambda heads=heads: _attend(paged, heads)  # type: ignore[misc]
+    return TritonPaged(_launchers(kernels, told))
 
 
 def _attend(paged: TritonPaged, heads: Heads) -> None:

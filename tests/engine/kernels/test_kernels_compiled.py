@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels_compiled import ATTENTION, compile_all
+from tests.kernels_compiled import ATTENTION, LARGEST, Heads, compile_all
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton"),
@@ -19,10 +19,12 @@ KERNELS = {"attend_chunks", "attend_parts", "merge", "write"}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_every_kernel_fits_the_device(architecture: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("architecture", "attention"), [(80, LARGEST), (90, ATTENTION)], ids=["sm_80", "sm_90"])
+def test_every_kernel_fits_the_device(
+    architecture: int, attention: tuple[Heads, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = list(compile_all(architecture, tmp_path))
+    found = list(compile_all(architecture, tmp_path, attention))
     assert {each.name for each in found} == KERNELS
-    assert len(found) > 3 * len(ATTENTION)
+    assert len(found) > 3 * len(attention)
     assert [str(each) for each in found if each.above] == []
