@@ -379,10 +379,6 @@ def test_the_gradient_of_the_geometric_ratio_is_gspos():
         (lambda: group_advantages(torch.ones(2, 2), torch.ones(4).long()), "rewards have shape [2, 2]: must be [N]"),
         (lambda: group_advantages(torch.ones(3), torch.ones(4).long()), "group_ids have shape [4], rewards [3]"),
         (
-            lambda: group_advantages(torch.ones(3), torch.ones(3)),
-            "group_ids has dtype torch.float32: must be an integer",
-        ),
-        (
             lambda: group_advantages(torch.ones(2), torch.ones(2).long(), valid=torch.ones(2)),
             "valid is torch.float32 [2]",
         ),
@@ -394,22 +390,18 @@ def test_the_gradient_of_the_geometric_ratio_is_gspos():
             lambda: pair(importance_weights, new=torch.ones(2, 2)),
             "logprobs has shape [2, 2], mask [2, 3]: must be equal",
         ),
-        (lambda: pair(importance_weights, old=torch.ones(2, 4)), "rollout_logprobs has shape [2, 4], mask [2, 3]"),
         (lambda: pair(rollout_kl, new=torch.ones(2, 3).long()), "logprobs has dtype torch.int64: must be floating"),
         (lambda: pair(importance_weights, mask=torch.ones(3).bool()), "mask has shape [3]: must be [N, T]"),
         (lambda: pair(importance_weights, cap=0), "cap=0: must be a number above 0"),
-        (lambda: pair(importance_weights, cap=NAN), "cap=nan: must be a number above 0"),
         (lambda: pair(rollout_kl, estimator="k4"), "estimator='k4': must be 'k1', 'k2' or 'k3'"),
         (lambda: pair(ratio_mask, low=2.0, high=1.0), "low=2.0, high=1.0: must be 0 <= low < high"),
         (lambda: pair(ratio_mask, low=0.5, high=2.0, level="row"), "level='row': must be 'token', "),
         (lambda: stale(max_staleness=-1), "max_staleness=-1: must be an integer of at least 0"),
-        (lambda: stale(max_staleness=1, level="row"), "level='row': must be 'token' or 'sequence'"),
         (
             lambda: stale(torch.ones(2, 3), max_staleness=1),
             "policy_staleness has dtype torch.float32: must be an integer",
         ),
         (lambda: effective_sample_size(torch.ones(3), torch.ones(2).bool()), "weights has shape [3], mask [2]"),
-        (lambda: masked_mean(torch.ones(3), torch.ones(2).bool()), "values has shape [3], mask [2]"),
     ],
 )
 def test_an_argument_that_does_not_fit_is_named_with_the_rule(call, message):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Literal
 
 from rollout.errors import did_you_mean
@@ -47,24 +48,24 @@ class Metric:
         kind: how it is recorded.
         unit: unit of the value; statistics of a summary have the same unit, except `nonzero_share`, in [0, 1].
         help: meaning, one line.
+        read: counters and gauges of an engine: where `engine.stats()` reads them, below scheduler, allocator, cache or
+            ledger; "": not of an engine.
         stats: summaries: the statistics logged, as `<name>_<statistic>`.
         total: counters: also log `<name>_total`.
         peak: gauges: also log `<name>_peak`.
         numerator, denominator: ratios: the logged names that are summed.
-        read: counters and gauges of an engine: where `engine.stats()` reads them, below scheduler, allocator, cache or
-            ledger; "": not of an engine.
         logged: whether it is recorded and in snapshots; False: it is in `engine.stats()` only.
     """
 
     kind: Kind
     unit: str
     help: str
+    read: str = ""
     stats: tuple[Statistic, ...] = ()
     total: bool = False
     peak: bool = False
     numerator: tuple[str, ...] = ()
     denominator: tuple[str, ...] = ()
-    read: str = ""
     logged: bool = True
 
     def logged_as(self, name: str) -> tuple[str, ...]:
@@ -76,16 +77,9 @@ class Metric:
         return (name, *[f"{name}_total"] * self.total, *[f"{name}_peak"] * self.peak)
 
 
-def _counter(unit: str, text: str, read: str = "", *, total: bool = False) -> Metric:
-    return Metric(Kind.COUNTER, unit, text, read=read, total=total)
-
-
-def _timer(text: str) -> Metric:
-    return Metric(Kind.TIMER, "s", text)
-
-
-def _gauge(unit: str, text: str, read: str = "", *, peak: bool = False, logged: bool = True) -> Metric:
-    return Metric(Kind.GAUGE, unit, text, read=read, peak=peak, logged=logged)
+_counter = partial(Metric, Kind.COUNTER)
+_gauge = partial(Metric, Kind.GAUGE)
+_timer = partial(Metric, Kind.TIMER, "s")
 
 
 def _summary(unit: str, text: str, *stats: Statistic) -> Metric:
