@@ -140,7 +140,7 @@ def test_chunks_of_equal_size_at_unequal_depths_share_one_tile_in_the_right_orde
         assert_greedy(name, request)
 
 
-@chunks_too
+@both
 @pytest.mark.parametrize("length", [3, 8, 10], ids=["shorter than a block", "whole blocks", "inside a block"])
 @pytest.mark.parametrize("budget", [8, 64])
 def test_n_samples_are_one_prefill_and_each_writes_only_its_own_blocks(name: str, length: int, budget: int) -> None:

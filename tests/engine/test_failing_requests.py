@@ -167,8 +167,8 @@ def ctrl_c_at_lines(*numbers: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("line", [*range(3, 1500, 149), *range(1500, 11000, 977)])
-@pytest.mark.parametrize("after", [(), (5, 40)], ids=["once", "three times"])
-def test_ctrl_c_at_any_line_of_the_engine_loses_nothing(line: int, after: tuple[int, ...]) -> None:
+def test_ctrl_c_at_any_line_of_the_engine_loses_nothing(line: int) -> None:
+    after = (5, 40) if line % 2 else ()
     engine = make_engine("qwen3", kv_cache_blocks=14, max_tokens_per_step=16)
     ended, handler = [], signal.getsignal(signal.SIGINT)
     with suppress(KeyboardInterrupt), ctrl_c_at_lines(line, *(line + more for more in after)):
