@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # what a training loop uses
     from rollout.current import suspend as suspend
     from rollout.current import suspended as suspended
     from rollout.current import weights_updated as weights_updated
-    from rollout.engine.support import inspect as inspect
+    from rollout.engine.engine import inspect as inspect
     from rollout.llm.llm import LLM as LLM
     from rollout.manager.batch.batch import RolloutBatch as RolloutBatch
     from rollout.manager.manager import RolloutManager as RolloutManager
@@ -41,7 +41,6 @@ if TYPE_CHECKING:  # further public names
     from rollout.engine.training.replay import replay as replay
     from rollout.errors import ConfigError as ConfigError
     from rollout.errors import ConnectionLostError as ConnectionLostError
-    from rollout.errors import ControlError as ControlError
     from rollout.errors import DeadlineError as DeadlineError
     from rollout.errors import EngineDeadError as EngineDeadError
     from rollout.errors import EngineStateError as EngineStateError
@@ -97,6 +96,7 @@ if TYPE_CHECKING:  # results, and parts of the engine and of a job, for tests an
     from rollout.engine.engine import DynamicInferenceEngine as DynamicInferenceEngine
     from rollout.engine.parts.context import DynamicInferenceContext as DynamicInferenceContext
     from rollout.engine.parts.controller import TextGenerationController as TextGenerationController
+    from rollout.errors import ControlError as ControlError
     from rollout.errors import SerializationError as SerializationError
     from rollout.llm.job_llm import JobLLM as JobLLM
     from rollout.manager.batch.batch import PackedRollouts as PackedRollouts

@@ -150,9 +150,8 @@ def _doctor(arguments: Sequence[str]) -> None:
     options, config = parse_doctor(arguments)
     _check_folder(options.model_dir)
     model, _ = _load(options.model_dir, None, options.dtype, options.device)
-    from rollout.engine.engine import DynamicInferenceEngine
+    from rollout.engine.engine import DynamicInferenceEngine, inspect
     from rollout.engine.parts.explain import decode_trial
-    from rollout.engine.support import inspect
 
     try:
         engine = DynamicInferenceEngine(model, None, config)
