@@ -218,30 +218,6 @@ def test_gradients_of_a_graph_built_before_the_block_arrive_after_it():
         assert torch.equal(expected, found)
 
 
-def test_live_and_disabled_lora_run_through_the_fused_forward_and_a_hook_in_it_does_not():
-    model = peft_model(task_type="CAUSAL_LM")
-    rollout = make_rollout(model)
-    fused = rollout.engine.controller.runner.fused
-    if fused is None:
-        pytest.skip("the C++ forward is not built here")
-    ran: list[str] = []
-    run = fused.run
-    fused.run = lambda *arguments: ran.append("fused") or run(*arguments)
-    live = rollout.generate([token_ids(9)], greedily(8))
-    assert ran
-    assert error_of(model, live) <= 1e-5
-    with adapter(rollout, None):
-        ran.clear()
-        assert completions(rollout.generate([token_ids(9)], greedily(8))) != completions(live)
-        assert ran
-        layer = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj")
-        hook = layer.register_forward_hook(lambda module, inputs, output: None)
-        ran.clear()
-        rollout.generate([token_ids(9)], greedily(2))
-        assert not ran
-        hook.remove()
-
-
 # --- the prefix cache -------------------------------------------------------------------------------------------------
 
 

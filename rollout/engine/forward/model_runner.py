@@ -27,7 +27,7 @@ from rollout.engine.models.adapters import LoraAdapters, Names
 from rollout.engine.multimodal.family import ImageItem, StepImages
 from rollout.engine.parallel.leading import ForwardWork, Together
 from rollout.engine.sampling.constraints import Constraints
-from rollout.engine.sampling.sampling_table import DecodeRun, SamplingTable
+from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.engine.scheduling.sequences import SequenceTable
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.errors import UnsupportedModelError
@@ -213,7 +213,7 @@ class ModelRunner:
 
 
 class DecodeRuns:
-    """Makes runs of decode steps, between which nothing needs the scheduler. `asked`: see `DecodeRun`."""
+    """Makes runs of decode steps, between which nothing needs the scheduler. `asked`: see `FusedForward.decode`."""
 
     def __init__(self, forward: FusedForward, runner: ModelRunner, asked: ctypes.c_int32) -> None:
         self._forward = forward
@@ -256,10 +256,8 @@ class DecodeRuns:
         with runner.installation.inference():
             with runner.values.collecting():
                 tokens, logprobs = self._forward.decode(
-                    DecodeRun(
-                        ids, packed, table.state[rows], runner.sampling.select(rows), counters, table.stop_ids[rows],
-                        step.ahead, self._asked,
-                    )
+                    ids, packed, table.state[rows], runner.sampling.select(rows), counters=counters,
+                    stop_ids=table.stop_ids[rows], steps=step.ahead, asked=self._asked,
                 )  # fmt: skip
             if runner.values.width:
                 values = runner.values.take(np.arange(tokens.size))

@@ -25,7 +25,7 @@ from rollout.engine.memory.state_pool import StatePool
 from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.models.originals import Unfusable, bypassed
 from rollout.engine.models.routers import Record
-from rollout.engine.sampling.sampling_table import DecodeRun
+from rollout.engine.sampling.sampling_table import SamplingRows
 from rollout.engine.sampling.token_values import TokenValues
 
 _log = logging.getLogger(__name__)
@@ -108,28 +108,52 @@ class FusedForward:
                 self.record(index, torch.from_numpy(experts[: len(ids) * mixture.chosen]).view(-1, mixture.chosen))
         return self._logits[: len(keep) * bound.model.vocabulary].view(len(keep), bound.model.vocabulary)
 
-    def decode(self, run: DecodeRun) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Make decode steps in one call of C++: tokens and log-probs [R, M] of the M steps made.
+    def decode(
+        self,
+        ids: NDArray[np.int64],
+        rows: PagedRows,
+        states: NDArray[np.int32],
+        params: SamplingRows,
+        *,
+        counters: NDArray[np.int64],
+        stop_ids: NDArray[np.int32],
+        steps: int,
+        asked: ctypes.c_int32,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Make decode steps in one call of C++, each with the tokens that the step before has drawn.
 
-        A step in which a row ends or fails is the last. NaN is the log-prob of a row without a finite logit.
+        No further step begins once a row is seen to have drawn a token that ends it, or to have no finite logit.
+
+        Args:
+            ids: [R] token ids of the first step; may be overwritten, like `rows` and `counters`.
+            rows: one position per row, and block tables wide enough for all steps.
+            states: [R] state slot of each row; not read if the model has no recurrent layers.
+            params: sampling parameters of the R rows, which are `plain`.
+            counters: [R] positions in the rows' random streams.
+            stop_ids: [R, S] token ids that end a row, padded with negatives.
+            steps: most steps to make.
+            asked: no further step begins once it is not 0; another thread may set it at any time.
+
+        Returns:
+            Tokens and log-probs [R, M] of the M steps made; NaN is the log-prob of a row without a finite logit.
         """
-        bound, count, params = self._bound, len(run.ids), run.params
+        bound, count = self._bound, len(ids)
         assert bound is not None
         keep, vocabulary = np.arange(count), bound.model.vocabulary
-        step, (slots, *held) = self._step(bound, run.ids, run.rows, keep, run.states, run.steps)
-        hidden = self._hidden_of(step, bound, run.steps)
+        step, (slots, *held) = self._step(bound, ids, rows, keep, states, steps)
+        hidden = self._hidden_of(step, bound, steps)
         temperature, keys, greedy = (each.contiguous() for each in (params.temperature, params.key, params.greedy))
         token, peak, log_sum, score = (np.empty(count, dtype) for dtype in ("q", "f", "d", "f"))
         draw = Draw(
-            step.logits, temperature.data_ptr(), keys.data_ptr(), run.counters.ctypes.data, greedy.data_ptr(),
+            step.logits, temperature.data_ptr(), keys.data_ptr(), counters.ctypes.data, greedy.data_ptr(),
             token.ctypes.data, peak.ctypes.data, log_sum.ctypes.data, score.ctypes.data,
             None, None, None, count, vocabulary, vocabulary,
         )  # fmt: skip
-        tokens, logprobs = np.empty((count, run.steps), np.int64), np.empty((count, run.steps), np.float32)
+        tokens, logprobs = np.empty((count, steps), np.int64), np.empty((count, steps), np.float32)
         ahead = Decode(
-            run.ids.ctypes.data, run.rows.positions.ctypes.data, slots.ctypes.data, run.counters.ctypes.data,
-            run.stop_ids.ctypes.data, ctypes.addressof(run.asked), tokens.ctypes.data, logprobs.ctypes.data,
-            slots.size // count, run.stop_ids.shape[1], run.steps,
+            ids.ctypes.data, rows.positions.ctypes.data, slots.ctypes.data, counters.ctypes.data,
+            stop_ids.ctypes.data, ctypes.addressof(asked), tokens.ctypes.data, logprobs.ctypes.data,
+            slots.size // count, stop_ids.shape[1], steps,
         )  # fmt: skip
         made = self._library.rollout_decode(*map(ctypes.byref, (bound.model, step, draw, ahead)), bound.narrow)
         del held  # `step` points to them.

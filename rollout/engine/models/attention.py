@@ -277,11 +277,8 @@ class _Switched(str):
     def __contains__(self, part: object) -> bool:
         return str(part) in self._now()
 
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)
-
     def __reduce_ex__(self, protocol: Any) -> tuple[type[str], tuple[str]]:
-        return self.__reduce__()
+        return str, (str(self),)
 
 
 _IMPLEMENTATION_FIELD = "_attn_implementation_internal"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import Scratch, upload
 from rollout.sampling_params import FILTERS, PENALTIES, SamplingParams
 
@@ -107,31 +104,6 @@ class SamplingRows:
         rows, columns, keys, biases = self._source
         cut, device = slice(start, end), self.key.device
         return SamplingRows(rows[cut], columns[:, cut], keys[cut], biases, self.scratch, device)
-
-
-@dataclass(frozen=True, eq=False)
-class DecodeRun:
-    """Several decode steps in one call, each with the tokens that the step before has drawn.
-
-    No further step begins once a row is seen to have drawn a token that ends it, or to have no finite logit.
-    """
-
-    ids: NDArray[np.int64]
-    """[R] token ids of the first step; may be overwritten, like `rows` and `counters`."""
-    rows: PagedRows
-    """One position per row, and block tables wide enough for all steps."""
-    states: NDArray[np.int32]
-    """[R] state slot of each row; not read if the model has no recurrent layers."""
-    params: SamplingRows
-    """Sampling parameters of the R rows, which are `plain`."""
-    counters: NDArray[np.int64]
-    """[R] positions in the rows' random streams."""
-    stop_ids: NDArray[np.int32]
-    """[R, S] token ids that end a row, padded with negatives."""
-    steps: int
-    """Most steps to make."""
-    asked: ctypes.c_int32
-    """No further step begins once it is not 0; another thread may set it at any time."""
 
 
 class SamplingTable:
