@@ -1,4 +1,4 @@
-"""Processes killed by `tests.manager.test_restart`: a tiny loop of `examples/async_grpo.py`, and its ledger.
+"""Processes killed by `tests.manager.test_restart`: a tiny asynchronous training loop, and its ledger.
 
 Always true: a line of the ledger is a batch that was handed out and trained on; it is there, whole, before the loop goes
 on. Everything that a child needs is imported here, so that one that is forked begins at once.
@@ -7,9 +7,9 @@ on. Everything that a child needs is imported here, so that one that is forked b
 from __future__ import annotations
 
 import os
-import sys
-from argparse import Namespace
+import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,20 +17,14 @@ from typing import Any, NamedTuple
 import msgpack
 import torch
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import ConstantLR
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3ForCausalLM
 
 from rollout.config import Advanced, InferenceConfig
 from rollout.journal import Journal
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
-from tests.distributed.job.nursery import ROOT
+from rollout.sampling_params import SamplingParams
 from trainer_hooks.optimizer import attach
-
-sys.path.insert(0, str(ROOT / "examples"))
-import async_grpo
-from arithmetic import Problems, repeated_sums
-from policy import character_tokenizer
 
 GROUP = 2
 SAVE_EVERY = 2
@@ -43,6 +37,7 @@ class Sample(NamedTuple):
     """A row of a batch, as the ledger has it."""
 
     prompt: str
+    """Its token ids as text."""
     group_id: int
     sample_index: int
     tokens: list[int]
@@ -62,9 +57,6 @@ class Life(NamedTuple):
 def train(pipe: Connection, *, folder: Path, life: int, steps: int, with_journal: bool) -> None:
     """Train up to `steps`, from the last checkpoint in the folder; says a word before everything it does."""
     torch.set_num_threads(1)
-    async_grpo.GROUP = GROUP
-    # An untrained model is never right: whatever differs between samples will do, so that weights move.
-    async_grpo.reward = lambda text, answer: float(len(text or "") % 5)
     # Where a group is computed again, it comes out otherwise; without a journal every life is to be like the first.
     run = _run(
         Journal(folder / "journal", fsync_interval_s=float("inf")) if with_journal else None,
@@ -80,11 +72,11 @@ def train(pipe: Connection, *, folder: Path, life: int, steps: int, with_journal
         return step()
 
     run.manager.engine.step = step_aloud  # type: ignore[method-assign]
-    options = Namespace(steps=steps, groups=3, in_flight=7, max_tokens=24)
     ledger = os.open(folder / f"life-{life}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.write(ledger, msgpack.packb(run.step))
-    for update in async_grpo.async_grpo(run, options):
-        os.write(ledger, _line(run.step, update.batch))
+    while run.step < steps:
+        batch = run.train()
+        os.write(ledger, _line(run.step, batch))
         if run.step % SAVE_EVERY == 0:
             pipe.send_bytes(SAVING)
             run.save(folder / CHECKPOINT)
@@ -92,6 +84,51 @@ def train(pipe: Connection, *, folder: Path, life: int, steps: int, with_journal
     rest = run.manager.generate([], min_groups=run.manager.groups_in_flight)
     os.write(ledger, _line(run.step + 1, rest))
     pipe.send_bytes(ENDED)
+
+
+@dataclass
+class Run:
+    """Everything that a checkpoint contains."""
+
+    model: Qwen3ForCausalLM
+    optimizer: AdamW
+    manager: RolloutManager
+    step: int = 0
+    asked: int = 0
+    """Number of prompts drawn so far."""
+
+    def train(self) -> RolloutBatch:
+        """Keep seven groups in flight, train once on those that have finished, and return them."""
+        missing = 7 - self.manager.groups_in_flight
+        prompts_now, self.asked = [_prompt(self.asked + number) for number in range(missing)], self.asked + missing
+        batch = self.manager.generate(prompts_now, SamplingParams(n=GROUP, max_tokens=24), min_groups=3, progress=False)
+        # An untrained model is never right: whatever differs between samples will do, so that weights move.
+        rewards = batch.response_lengths % 5 - 2.0
+        with self.manager.suspended():
+            logits = self.model(batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1]
+            logprobs = logits.log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
+            self.optimizer.zero_grad()
+            (-(rewards[:, None] * logprobs)[batch.response_mask[:, 1:]].mean()).backward()
+            self.optimizer.step()
+        self.step += 1
+        return batch
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint atomically: a kill during the write keeps the previous one."""
+        torch.save(
+            {"step": self.step, "asked": self.asked, "model": self.model.state_dict(),
+             "optimizer": self.optimizer.state_dict(), "rollout": self.manager.state_dict()},
+            path.with_suffix(".unfinished"),
+        )  # fmt: skip
+        path.with_suffix(".unfinished").replace(path)
+
+    def load(self, path: Path) -> None:
+        """Load a checkpoint, including the groups in flight."""
+        state = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.manager.load_state_dict(state["rollout"])
+        self.step, self.asked = state["step"], state["asked"]
 
 
 def read(folder: Path) -> Iterator[Life]:
@@ -103,25 +140,24 @@ def read(folder: Path) -> Iterator[Life]:
 
 
 def prompts(count: int) -> list[str]:
-    """The problems of a run, in the order in which it comes to them."""
-    return [problem.prompt for problem in _problems().deal(count)]
+    """The prompts of a run, in the order in which it comes to them."""
+    return [str(_prompt(number)) for number in range(count)]
 
 
-def _problems() -> Problems:
-    return Problems(repeated_sums(), held_out=0, seed=0)
+def _prompt(number: int) -> list[int]:
+    dice = random.Random(number)
+    return [dice.randrange(3, 20) for _ in range(dice.randint(4, 9))]
 
 
-def _run(journal: Journal | None, seed: int) -> async_grpo.Run:
-    tokenizer = character_tokenizer()
+def _run(journal: Journal | None, seed: int) -> Run:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+            vocab_size=20, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
             num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=64,
             pad_token_id=0, bos_token_id=1, eos_token_id=2,
         )
     )  # fmt: skip
-    optimizer = AdamW(model.parameters(), lr=3e-3)
     config = InferenceConfig(
         max_requests=16,
         kv_cache_blocks=256,
@@ -131,14 +167,13 @@ def _run(journal: Journal | None, seed: int) -> async_grpo.Run:
         seed=seed,
         advanced=Advanced(block_size_tokens=4, verify_model=False),
     )
-    rollout = RolloutManager(model, tokenizer, config, journal=journal)
-    return async_grpo.Run(model, optimizer, ConstantLR(optimizer, 1.0), _problems(), rollout)
+    return Run(model, AdamW(model.parameters(), lr=3e-3), RolloutManager(model, None, config, journal=journal))
 
 
 def _line(step: int, batch: RolloutBatch) -> bytes:
     samples = [
         Sample(
-            each.prompt,
+            str(each.prompt_tokens),
             each.request_id,
             each.sample_index,
             each.generated_tokens,
