@@ -2,39 +2,68 @@
 
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2_grpo.py --seed 0
 
-The loop of `examples/grpo.py` in a training script of accelerate. The manager is constructed with the module that
-`accelerator.prepare` has sharded, and `attach` hooks the optimizer, so that the policy version counts its steps. `generate`
-gathers the weights once on all ranks, samples, and shards them again; in between, the ranks' forwards are independent and
-may differ in number.
+The task is to sort digits. The manager is built with the module that `accelerator.prepare` has sharded, and `attach` hooks
+the optimizer, so that the policy version counts its steps. `generate` gathers the weights once on all ranks, samples, and
+shards them again; in between, the ranks' forwards are independent and may differ in number.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import random
 import time
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from arithmetic import Problems, reward, sums
-from data_parallel_grpo import mean, over_ranks
-from grpo import CLIP_HIGH, CLIP_LOW, EPOCHS, GROUP, MAX_TOKENS
-from policy import character_tokenizer, exact_match, small_model, trapezoid, warm_up
-from report import Report, Step
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout import InferenceConfig, RolloutManager, SamplingParams
-from rollout.algorithms import group_advantages
+import rollout
+from rollout.algorithms import group_advantages, masked_mean
 from trainer_hooks.accelerate import attach
-from trainer_hooks.wandb import WandbLogger
+
+GROUP, DIGITS, EPOCHS, CLIP_LOW, CLIP_HIGH = 8, 8, 2, 0.2, 0.28
+EQUALS = 10
+"""Tokens are the digits themselves and `=`."""
+
+
+def make_model() -> Qwen3ForCausalLM:
+    """Build a Qwen3 of 0.2 million random parameters."""
+    config = Qwen3Config(
+        vocab_size=11, hidden_size=96, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=24, max_position_embeddings=2 * DIGITS + 1, eos_token_id=None,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def draw(count: int) -> list[list[int]]:
+    """Draw prompts: digits, then `=`."""
+    return [[*random.choices(range(10), k=DIGITS), EQUALS] for _ in range(count)]
+
+
+def warm_up(model: nn.Module, steps: int) -> None:
+    """Train on worked answers, so that some answers are right when GRPO begins."""
+    optimizer = AdamW(model.parameters())
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
+        ids = torch.tensor([[*prompt, *sorted(prompt[:DIGITS])] for prompt in draw(128)], device=model.device)
+        labels = ids.clone()
+        labels[:, : DIGITS + 1] = -100
+        model(ids, labels=labels).loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def rewards_of(batch: rollout.RolloutBatch) -> Tensor:
+    """Return float32 [N]: 1 for a right answer, else 0."""
+    right = [each.generated_tokens == sorted(each.prompt_tokens[:DIGITS]) for each in batch]
+    return torch.tensor(right, dtype=torch.float32, device=batch.input_ids.device)
 
 
 def sharding_accelerator() -> Accelerator:
@@ -49,116 +78,60 @@ def sharding_accelerator() -> Accelerator:
     return accelerator
 
 
-def megabytes(model: nn.Module) -> float:
-    """Size of this rank's parameters, in MB."""
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
-    return sum(each.nbytes for each in local) / 1e6
+def grpo(accelerator: Accelerator, model: nn.Module, optimizer: AdamW, batch: rollout.RolloutBatch) -> None:
+    """Train twice on a batch."""
+    advantages = group_advantages(rewards_of(batch), batch.group_ids)[:, None]
+    with rollout.suspended():
+        for _ in range(EPOCHS):
+            ratio = (batch.logprobs_of(model) - batch.logprobs).exp()
+            clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+            loss = -masked_mean(torch.minimum(ratio * advantages, clipped * advantages), batch.response_mask)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-def grpo(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: AcceleratedOptimizer,
-    manager: RolloutManager,
-    problems: Problems,
-    options: argparse.Namespace,
-) -> Iterator[Step]:
-    """Repeat: sample groups, score them, train twice on the batch."""
-    schedule = trapezoid(optimizer.optimizer, options.steps, rise=5, fall=1.0)
-    params = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
-    for _ in range(options.steps):
-        asked = problems.sample(options.prompts)
-        batch = manager.generate([p.prompt for p in asked], params, metadata=[p.answer for p in asked], progress=False)
-        rewards = torch.tensor(list(map(reward, batch.texts, batch.metadata)), device=accelerator.device)
-        advantages = group_advantages(rewards, batch.group_ids)[:, None]
-        mask, staleness = batch.response_mask, []
-        with manager.suspended():
-            for epoch in range(EPOCHS):
-                # A forward of sharded weights is a call of all ranks: one for the whole batch, whatever its lengths are.
-                logprobs = batch.logprobs_of(model)
-                if epoch == 0:
-                    manager.observe_logprobs(batch, logprobs)
-                ratio = (logprobs - batch.logprobs).exp()
-                clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-                loss = -torch.minimum(ratio * advantages, clipped * advantages)[mask].mean()
-                staleness.append((manager.policy_version - batch.policy_versions)[mask])
-                optimizer.zero_grad()
-                accelerator.backward(loss)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-        schedule.step()
-        yield Step(rewards.mean().item(), loss.item(), torch.cat(staleness), tokens=int(mask.sum()))
+def exam(accelerator: Accelerator, prompts: list[list[int]]) -> float:
+    """Return the share of greedy answers that are right, over all ranks."""
+    batch = rollout.generate(prompts, max_tokens=DIGITS, temperature=0.0, progress=False)
+    return accelerator.reduce(rewards_of(batch).mean(), "mean").item()
 
 
-def parse_options() -> argparse.Namespace:
-    """Parse the command line."""
+def main() -> None:
+    """Train from random weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=30, help="of GRPO")
     parser.add_argument("--prompts", type=int, default=32, help=f"per step and rank, {GROUP} samples each")
-    parser.add_argument("--lr", type=float, default=6e-4, help="highest learning rate of GRPO")
-    parser.add_argument("--warm-up", type=float, default=0.3, help="loss that ends the supervised steps before it")
-    parser.add_argument("--every", type=int, default=5, help="steps between two looks at the held-out problems")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/accelerate_fsdp2_grpo"), help="folder of picture and wandb"
-    )
     parser.add_argument("--quick", action="store_true", help="only see that it runs: few, small steps")
     options = parser.parse_args()
     if options.quick:
-        options.steps, options.prompts, options.warm_up, options.every = 4, 8, 3.0, 2
-    return options
-
-
-def main() -> None:
-    """Train from random weights and draw the plot."""
+        options.steps, options.prompts = 3, 4
     started = time.perf_counter()
-    options = parse_options()
-    os.environ.setdefault("WANDB_SILENT", "true")
     accelerator = sharding_accelerator()
-    rank, size = accelerator.process_index, accelerator.num_processes
-    tokenizer = character_tokenizer()
-    model = small_model(tokenizer, max_length=64, seed=options.seed)
-    problems = Problems(sums(), held_out=64 if options.quick else 512, seed=options.seed)
-    title = f"GRPO: a small Qwen3 learns to add, sharded over {size} ranks (seed {options.seed})"
-    report = Report(title, options.out, silent=not accelerator.is_main_process)
-    lessons = warm_up(model, tokenizer, problems, until=options.warm_up, batch_size=8 if options.quick else 64)
-    problems = problems.share(rank, size, seed=options.seed)
-    whole = megabytes(model)
-    model, optimizer = accelerator.prepare(
-        model, AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
-    )
-    config = InferenceConfig(max_requests=GROUP * options.prompts, seed=options.seed)
-    with (
-        RolloutManager(model, tokenizer, config) as manager,
-        attach(accelerator, manager),
-        WandbLogger(
-            "rollout-accelerate-fsdp2-grpo",
-            config=vars(options),
-            directory=options.out,
-            mode=None if accelerator.is_main_process else "disabled",
-        ) as logger,
-    ):
-
-        def exam(greedy: bool = False) -> float:
-            solved = exact_match(manager, problems.held_out, max_tokens=MAX_TOKENS, greedy=greedy)
-            return mean(over_ranks(solved)[0])
-
-        before, before_greedy = exam(), exam(greedy=True)
-        report.say(f"{lessons} supervised steps: held-out {before:.2f} sampled, {before_greedy:.2f} greedy")
-        for number, step in enumerate(grpo(accelerator, model, optimizer, manager, problems, options), 1):
-            metrics = manager.metrics()
-            step = replace(step, reward=mean(over_ranks(step.reward)[0]))
-            held_out = exam() if number % options.every == 0 or number in (1, options.steps) else None
-            logger.log(
-                number, {"train/reward": step.reward, "train/loss": step.loss, "train/held_out": held_out}, metrics
-            )
-            report.row(number, step, held_out, metrics)
-        after, after_greedy = exam(), exam(greedy=True)
-        report.say(f"parameters: {whole:.2f} MB whole, {megabytes(model):.2f} MB on this rank")
-    if accelerator.is_main_process:
-        report.say(f"picture: {report.picture(f'seed-{options.seed}')}")
-    report.say(f"held-out, sampled {before:.2f} → {after:.2f}, greedy {before_greedy:.2f} → {after_greedy:.2f}")
-    report.say(f"{time.perf_counter() - started:.0f} s in all")
+    torch.manual_seed(options.seed)
+    random.seed(options.seed)
+    model = make_model()
+    warm_up(model, 5 if options.quick else 120)
+    whole = sum(each.nbytes for each in model.parameters()) / 1e6
+    random.seed(f"{options.seed} {accelerator.process_index}")
+    optimizer = AdamW(model.parameters(), lr=4e-4, betas=(0.9, 0.99), weight_decay=0.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    kept = sum(each.to_local().nbytes for each in model.parameters() if isinstance(each, DTensor)) / 1e6
+    accelerator.print(f"parameters: {whole:.2f} MB whole, {kept:.2f} MB on each of {accelerator.num_processes} ranks")
+    manager = rollout.init(model, None, config=rollout.InferenceConfig(max_requests=GROUP * options.prompts))
+    held_out = draw(16 if options.quick else 128)
+    with attach(accelerator, manager):
+        before = exam(accelerator, held_out)
+        for step in range(1, options.steps + 1):
+            batch = rollout.generate(draw(options.prompts), n=GROUP, max_tokens=DIGITS, progress=False)
+            mean = accelerator.reduce(rewards_of(batch).mean(), "mean")
+            grpo(accelerator, model, optimizer, batch)
+            accelerator.print(f"step {step:3}: reward {mean:.2f}, policy version {manager.policy_version}")
+        after = exam(accelerator, held_out)
+    rollout.close()
+    accelerator.print(f"held-out {before:.2f} → {after:.2f}, {time.perf_counter() - started:.0f} s in all")
     accelerator.end_training()
 
 

@@ -1,119 +1,143 @@
 """GRPO on several ranks: each rank has its own problems, and all ranks share the sampling work.
 
     torchrun --nproc-per-node 2 examples/data_parallel_grpo.py --seed 0
+    python examples/data_parallel_grpo.py --ray 2          the same ranks as workers of Ray Train
 
-The loop of `examples/grpo.py` with three differences. Gradients go through `DistributedDataParallel`. Every rank builds a
-`RolloutManager`, which finds the others. The ranks' problems differ in length, so without load balancing the ranks with
-short answers would wait. The last columns of the table show how many tokens each rank
-requested and computed.
+The task is to sort digits. Rank 0 has the shortest problems and the last rank the longest, so without load balancing the
+first ranks would wait. Every rank builds a manager, which finds the others; gradients go through
+`DistributedDataParallel`. The last columns of the table show the tokens that each rank requested and computed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import time
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from arithmetic import Problems, sums
-from grpo import GROUP, MAX_TOKENS, grpo
-from policy import add_truncation, character_tokenizer, exact_match, small_model, warm_up
-from report import Report
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout import InferenceConfig, RolloutManager
-from trainer_hooks.wandb import WandbLogger
+import rollout
+from rollout.algorithms import group_advantages, masked_mean
 
-
-def over_ranks(*values: float) -> list[list[float]]:
-    """Each value of each rank: one list per value, in the order of the ranks."""
-    mine = torch.tensor(values, dtype=torch.float64)
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, mine)
-    return torch.stack(gathered, 1).tolist()
-
-
-def mean(values: list[float]) -> float:
-    """Mean over the ranks."""
-    return sum(values) / len(values)
+GROUP, LONGEST, EPOCHS, CLIP_LOW, CLIP_HIGH = 8, 18, 2, 0.2, 0.28
+EQUALS, EOS, PAD = 10, 11, 12
+"""Tokens are the digits themselves, `=`, the end and padding."""
 
 
-def balance(asked: list[float], computed: list[float]) -> str:
-    """Columns of the table: tokens requested and computed per rank, and the busiest rank relative to the mean."""
-    shares = " ".join(f"{share:,.0f}" for share in asked), " ".join(f"{share:,.0f}" for share in computed)
-    return f"{shares[0]} → {shares[1]}  {max(asked) / mean(asked):.2f} → {max(computed) / mean(computed):.2f}"
+def make_model() -> Qwen3ForCausalLM:
+    """Build a Qwen3 of 0.2 million random parameters."""
+    config = Qwen3Config(
+        vocab_size=13, hidden_size=96, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=24, max_position_embeddings=48, pad_token_id=PAD, eos_token_id=EOS,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Add the options to a parser, and parse the command line."""
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
-    parser.add_argument("--steps", type=int, default=60, help="of GRPO")
-    parser.add_argument("--prompts", type=int, default=32, help=f"per step and rank, {GROUP} samples each")
-    parser.add_argument("--lr", type=float, default=6e-4, help="highest learning rate of GRPO")
-    add_truncation(parser)
-    parser.add_argument("--warm-up", type=float, default=0.3, help="loss that ends the supervised steps before it")
-    parser.add_argument("--every", type=int, default=5, help="steps between two looks at the held-out problems")
-    parser.add_argument("--out", type=Path, default=Path("runs/data_parallel_grpo"), help="folder of picture and wandb")
-    parser.add_argument("--quick", action="store_true", help="only see that it runs: few, small steps")
-    options = parser.parse_args()
-    if options.quick:
-        options.steps, options.prompts, options.warm_up, options.every = 4, 8, 3.0, 2
-    return options
+def draw(count: int, shortest: int, longest: int) -> list[list[int]]:
+    """Draw prompts: digits, then `=`."""
+    lengths = random.choices(range(shortest, longest + 1), k=count)
+    return [[*random.choices(range(10), k=length), EQUALS] for length in lengths]
+
+
+def answer(prompt: list[int]) -> list[int]:
+    """Return the tokens of the right answer."""
+    return [*sorted(prompt[:-1]), EOS]
+
+
+def warm_up(model: Qwen3ForCausalLM, steps: int) -> None:
+    """Train on worked answers, so that some answers are right when GRPO begins."""
+    optimizer = AdamW(model.parameters())
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
+        rows = [torch.tensor(prompt + answer(prompt)) for prompt in draw(64, 3, LONGEST)]
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD).to(model.device)
+        taught = ((ids == EQUALS).cumsum(1) > 0) & (ids != PAD) & (ids != EQUALS)
+        model(ids, attention_mask=ids != PAD, labels=ids.masked_fill(~taught, -100)).loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def rewards_of(batch: rollout.RolloutBatch) -> Tensor:
+    """Return float32 [N]: 1 for a right answer, else 0."""
+    return torch.tensor([float(each.generated_tokens == answer(each.prompt_tokens)) for each in batch])
+
+
+def grpo(model: nn.Module, optimizer: AdamW, batch: rollout.RolloutBatch, rewards: Tensor) -> None:
+    """Train twice on a batch."""
+    advantages = group_advantages(rewards, batch.group_ids)[:, None]
+    with rollout.suspended():
+        for _ in range(EPOCHS):
+            ratio = (batch.logprobs_of(model) - batch.logprobs).exp()
+            clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+            loss = -masked_mean(torch.minimum(ratio * advantages, clipped * advantages), batch.response_mask)
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def over_ranks(*values: float) -> Tensor:
+    """Return float64 [values, ranks]: each value of each rank."""
+    gathered = [torch.empty(len(values), dtype=torch.float64) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, torch.tensor(values, dtype=torch.float64))
+    return torch.stack(gathered, 1)
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train from random weights as one rank of the process group; rank 0 draws the plot."""
+    """Train from random weights as one rank of the process group."""
     started = time.perf_counter()
-    os.environ.setdefault("WANDB_SILENT", "true")
     rank, size = dist.get_rank(), dist.get_world_size()
-    tokenizer = character_tokenizer()
-    model = small_model(tokenizer, max_length=64, seed=options.seed)
-    problems = Problems(sums(), held_out=64 if options.quick else 512, seed=options.seed)
-    title = f"GRPO: a small Qwen3 learns to add on {size} ranks (seed {options.seed})"
-    report = Report(title, options.out, extra="tokens asked → computed by rank, max/mean", silent=rank > 0)
-    lessons = warm_up(model, tokenizer, problems, until=options.warm_up, batch_size=8 if options.quick else 64)
-    problems = problems.share(rank, size, seed=options.seed)
-    config = InferenceConfig(max_requests=GROUP * options.prompts, seed=options.seed)
-    with (
-        RolloutManager(model, tokenizer, config) as manager,
-        WandbLogger(
-            "rollout-data-parallel-grpo",
-            config=vars(options),
-            directory=options.out,
-            mode=None if rank == 0 else "disabled",
-        ) as logger,
-    ):
-
-        def exam(greedy: bool = False) -> float:
-            solved = exact_match(manager, problems.held_out, max_tokens=MAX_TOKENS, greedy=greedy)
-            return mean(over_ranks(solved)[0])
-
-        before, before_greedy = exam(), exam(greedy=True)
-        report.say(f"{lessons} supervised steps: held-out {before:.2f} sampled, {before_greedy:.2f} greedy")
-        for number, step in enumerate(grpo(DistributedDataParallel(model), manager, problems, options), 1):
-            metrics = manager.metrics()
-            rewards, asked_by, computed_by = over_ranks(step.reward, step.tokens, metrics["rollout/generated_tokens"])
-            held_out = exam() if number % options.every == 0 or number in (1, options.steps) else None
-            step = replace(step, reward=mean(rewards))
-            logger.log(
-                number, {"train/reward": step.reward, "train/loss": step.loss, "train/held_out": held_out}, metrics
-            )
-            report.row(number, step, held_out, metrics, balance(asked_by, computed_by))
-        after, after_greedy = exam(), exam(greedy=True)
+    torch.manual_seed(options.seed)
+    random.seed(options.seed)
+    model = make_model()
+    warm_up(model, 5 if options.quick else 250)
+    random.seed(f"{options.seed} {rank}")
+    span = (LONGEST - 3) // size
+    shortest = 3 + span * rank
+    model, optimizer = DistributedDataParallel(model), AdamW(model.parameters(), lr=3e-4, weight_decay=0.0)
+    config = rollout.InferenceConfig(max_requests=GROUP * options.prompts, seed=options.seed)
+    manager = rollout.init(model, None, optimizer, config)
+    for step in range(1, options.steps + 1):
+        prompts = draw(options.prompts, shortest, shortest + span)
+        manager.metrics()
+        batch = rollout.generate(prompts, n=GROUP, max_tokens=LONGEST + 1, progress=False)
+        rewards = rewards_of(batch)
+        grpo(model, optimizer, batch, rewards.to(batch.input_ids.device))
+        computed = manager.metrics()["rollout/generated_tokens"]
+        means, asked, computed = over_ranks(rewards.mean().item(), batch.response_mask.sum().item(), computed)
+        if rank == 0:
+            print(f"step {step:3}: reward {means.mean():.2f}, tokens by rank {asked.tolist()} → {computed.tolist()}")
+    rollout.close()
     if rank == 0:
-        report.say(f"picture: {report.picture(f'seed-{options.seed}')}")
-    report.say(f"held-out, sampled {before:.2f} → {after:.2f}, greedy {before_greedy:.2f} → {after_greedy:.2f}")
-    report.say(f"{time.perf_counter() - started:.0f} s in all")
+        print(f"{time.perf_counter() - started:.0f} s in all on {size} ranks")
 
 
 def main() -> None:
-    """Join the process group of the launcher, and train."""
-    options = parse_options(
-        argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    )
+    """Join the process group of the launcher, or start Ray's workers, and train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
+    parser.add_argument("--steps", type=int, default=40, help="of GRPO")
+    parser.add_argument("--prompts", type=int, default=32, help=f"per step and rank, {GROUP} samples each")
+    parser.add_argument("--ray", type=int, metavar="WORKERS", help="train on this many workers of Ray Train")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: few, small steps")
+    options = parser.parse_args()
+    if options.quick:
+        options.steps, options.prompts = 3, 4
+    if options.ray is not None:
+        from ray.train import ScalingConfig
+        from ray.train.torch import TorchTrainer
+
+        scaling = ScalingConfig(num_workers=options.ray, use_gpu=torch.cuda.is_available())
+        TorchTrainer(lambda: train(options), scaling_config=scaling).fit()
+        return
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

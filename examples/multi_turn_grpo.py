@@ -1,169 +1,115 @@
-"""GRPO on episodes of many turns: a small Qwen3 learns to add with a calculator, in a few minutes on a laptop's CPU.
+"""GRPO on episodes of many turns: a small Qwen3 learns to find a number by asking, in a minute on a laptop's CPU.
 
     python examples/multi_turn_grpo.py --seed 0
 
-    27+8+41=  27+8:35 35+41:76 = 76    the model's words, but for the numbers behind a colon, which the tool wrote
+    start 9 lower 3 higher 5 found      the environment wrote the words, the model the numbers
 
-The model writes a call, ends it with a colon, reads the result, and goes on until it writes the answer. While the slow tool
-answers, other episodes are sampled. The model is first trained on a few of a teacher's transcripts, and then only on
-whether its answers are right: `grpo` is the algorithm, and `batch` has the masks of all turns.
+The environment thinks of a number below 16, and the model may guess five times. The model is random when it starts. All
+that it learns, it learns from the reward of whole episodes: 1 if it found the number. The environment answers slowly, as
+tools do; meanwhile other episodes are sampled. A row of the batch is a whole episode, and `response_mask` marks what the
+model wrote.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
-from arithmetic import Problem, Problems
-from policy import character_tokenizer, small_model, trapezoid, warm_up
-from report import Report, Step
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
-from transformers import PreTrainedModel
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout import Advanced, DynamicInferenceRequest, InferenceConfig, RolloutManager, SamplingParams, StepResult
-from rollout.algorithms import group_advantages
-from trainer_hooks.optimizer import attach
-from trainer_hooks.wandb import WandbLogger
+import rollout
+from rollout.algorithms import group_advantages, masked_mean
 
-GROUP = 8
-TURNS = 5
-MAX_TOKENS = 10
-EPOCHS = 2
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-TOOL_S = 0.02
+GROUP, TURNS, NUMBERS, EPOCHS, CLIP_LOW, CLIP_HIGH = 16, 5, 16, 2, 0.2, 0.28
+HIGHER, LOWER, START = NUMBERS, NUMBERS + 1, NUMBERS + 2
+"""Tokens are the numbers, two answers, and the first word of an episode."""
 
 
-class Calculator:
-    """Environment with a tool that adds two numbers, which takes up to `2 * TOOL_S`."""
+class Guessing:
+    """Environment of one episode: thinks of a number and answers guesses."""
 
-    async def reset(self, problem: Problem) -> str:
-        """The question."""
-        self.answer = problem.answer
-        return problem.prompt
+    async def reset(self, number: int) -> list[int]:
+        """Begin; return the first prompt."""
+        self.number = number
+        return [START]
 
-    async def step(self, turn: DynamicInferenceRequest) -> StepResult:
-        """The tool's result where the completion is a call; otherwise the end, with 1 for the right answer."""
-        text = turn.generated_text or ""
-        if not text.endswith(":"):
-            return StepResult(reward=float(text.split("=")[-1].strip() == self.answer), done=True)
-        await asyncio.sleep(random.uniform(0, 2 * TOOL_S))
-        left, plus, right = text[:-1].partition("+")
-        result = str(int(left) + int(right)) if plus and left.strip().isdigit() and right.isdigit() else "*"
-        return StepResult(f"{result} ")
+    async def step(self, turn: rollout.DynamicInferenceRequest) -> rollout.StepResult:
+        """Answer a guess."""
+        await asyncio.sleep(random.uniform(0, 0.02))
+        (guess,) = turn.generated_tokens
+        if guess == self.number:
+            return rollout.StepResult(reward=1.0, done=True)
+        return rollout.StepResult([HIGHER if guess < self.number else LOWER])
 
 
-def problems_of_three() -> list[Problem]:
-    """Sums of three numbers, with what a teacher would write and the tool would answer."""
-    rng = random.Random(0)
-    every = []
-    for _ in range(4000):
-        a, b, c = (rng.randint(1, 99) for _ in range(3))
-        every.append(Problem(f"{a}+{b}+{c}=", f"{a}+{b}:{a + b} {a + b}+{c}:{a + b + c} = {a + b + c}"))
-    return every
+def make_model() -> Qwen3ForCausalLM:
+    """Build a Qwen3 of 0.1 million random parameters."""
+    config = Qwen3Config(
+        vocab_size=START + 1, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=2 * TURNS + 2, eos_token_id=None,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def turn_params(manager: RolloutManager, **options: float) -> SamplingParams:
-    """A turn ends with a call's colon or with the answer."""
-    (colon,) = manager.tokenizer(":", add_special_tokens=False)["input_ids"]
-    return SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=[colon], **options)
+def grpo(model: Qwen3ForCausalLM, optimizer: AdamW, batch: rollout.EpisodeBatch) -> None:
+    """Train twice on groups of episodes; the tokens of the environment are context, not targets."""
+    groups = torch.arange(len(batch.episodes), device=batch.rewards.device) // GROUP
+    advantages = group_advantages(batch.rewards, groups)[batch.episode_ids, None]
+    with rollout.suspended():
+        for _ in range(EPOCHS):
+            ratio = (batch.logprobs_of(model) - batch.logprobs).exp()
+            clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+            loss = -masked_mean(torch.minimum(ratio * advantages, clipped * advantages), batch.response_mask)
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-def grpo(
-    model: PreTrainedModel, manager: RolloutManager, problems: Problems, options: argparse.Namespace
-) -> Iterator[Step]:
-    """Repeat: play groups of episodes, train twice on what was sampled in them."""
-    optimizer = AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
-    schedule = trapezoid(optimizer, options.steps, rise=5, fall=1.0)
-    attach(optimizer, manager)
-    params = turn_params(manager)
-    for _ in range(options.steps):
-        tasks = problems.sample(options.prompts)
-        batch = manager.run(tasks, Calculator, params, n=GROUP, max_turns=TURNS, progress=False)
-        groups = torch.arange(len(batch.episodes), device=model.device) // GROUP
-        advantages = group_advantages(batch.rewards, groups)[batch.episode_ids, None]
-        mask, staleness = batch.response_mask, []
-        with manager.suspended():
-            for epoch in range(EPOCHS):
-                logprobs = batch.logprobs_of(model)
-                if epoch == 0:
-                    manager.observe_logprobs(batch, logprobs)
-                ratio = (logprobs - batch.logprobs).exp()
-                clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-                loss = -torch.minimum(ratio * advantages, clipped * advantages)[mask].mean()
-                staleness.append((manager.policy_version - batch.policy_versions)[mask])
-                optimizer.zero_grad()
-                loss.backward()
-                clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-        schedule.step()
-        yield Step(batch.rewards.mean().item(), loss.item(), torch.cat(staleness), tokens=int(mask.sum()))
-
-
-def exam(manager: RolloutManager, held_out: Sequence[Problem], greedy: bool = False) -> float:
-    """Share of the problems answered rightly. Resets the metrics."""
-    params = turn_params(manager, temperature=0.0 if greedy else 1.0)
-    batch = manager.run(held_out, Calculator, params, max_turns=TURNS, progress=False)
-    manager.metrics()
-    return batch.rewards.mean().item()
-
-
-def parse_options() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
-    parser.add_argument("--steps", type=int, default=40, help="of GRPO")
-    parser.add_argument("--prompts", type=int, default=32, help=f"per step, {GROUP} episodes each")
-    parser.add_argument("--lr", type=float, default=4e-4, help="highest learning rate of GRPO")
-    parser.add_argument("--warm-up", type=float, default=0.95, help="loss that ends the supervised steps before it")
-    parser.add_argument("--every", type=int, default=5, help="steps between two looks at the held-out problems")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/multi_turn"), help="folder of the picture and of wandb's files"
-    )
-    parser.add_argument("--quick", action="store_true", help="only see that it runs: few, small steps")
-    options = parser.parse_args()
-    if options.quick:
-        options.steps, options.prompts, options.warm_up, options.every = 4, 8, 3.0, 2
-    return options
+def shown(batch: rollout.EpisodeBatch) -> str:
+    """Return the first episode in words."""
+    words = {HIGHER: "higher", LOWER: "lower", START: "start"}
+    tokens = batch.input_ids[0][batch.attention_mask[0].bool()].tolist()
+    return " ".join(words.get(token, str(token)) for token in tokens)
 
 
 def main() -> None:
-    """Train from random weights and draw the plot."""
+    """Train from random weights."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the numbers and the sampling")
+    parser.add_argument("--steps", type=int, default=80, help="of GRPO")
+    parser.add_argument("--tasks", type=int, default=32, help=f"per step, {GROUP} episodes each")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: few, small steps")
+    options = parser.parse_args()
+    if options.quick:
+        options.steps, options.tasks = 3, 4
     started = time.perf_counter()
-    options = parse_options()
-    os.environ.setdefault("WANDB_SILENT", "true")
-    tokenizer = character_tokenizer()
-    model = small_model(tokenizer, max_length=96, seed=options.seed)
-    problems = Problems(problems_of_three(), held_out=64 if options.quick else 256, seed=options.seed)
-    report = Report(f"Multi-turn GRPO: a small Qwen3 and its calculator (seed {options.seed})", options.out)
-    lessons = warm_up(model, tokenizer, problems, until=options.warm_up, batch_size=8 if options.quick else 64)
-    config = InferenceConfig(
-        max_requests=GROUP * options.prompts, seed=options.seed, advanced=Advanced(block_size_tokens=4)
+    torch.manual_seed(options.seed)
+    random.seed(options.seed)
+    model = make_model()
+    optimizer = AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    # Prompts grow by two tokens a turn: small blocks let a turn find the tokens of the turn before.
+    config = rollout.InferenceConfig(
+        max_requests=GROUP * options.tasks, seed=options.seed, advanced=rollout.Advanced(block_size_tokens=4)
     )
-    with (
-        RolloutManager(model, tokenizer, config) as manager,
-        WandbLogger("rollout-multi-turn", config=vars(options), directory=options.out) as logger,
-    ):
-        before, before_greedy = exam(manager, problems.held_out), exam(manager, problems.held_out, greedy=True)
-        report.say(f"{lessons} supervised steps: held-out {before:.2f} sampled, {before_greedy:.2f} greedy")
-        for number, step in enumerate(grpo(model, manager, problems, options), 1):
-            metrics = manager.metrics()
-            due = number % options.every == 0 or number in (1, options.steps)
-            held_out = exam(manager, problems.held_out) if due else None
-            values = {"train/reward": step.reward, "train/loss": step.loss, "train/held_out": held_out}
-            logger.log(number, values, metrics)
-            report.row(number, step, held_out, metrics)
-        after, after_greedy = exam(manager, problems.held_out), exam(manager, problems.held_out, greedy=True)
-        report.say(f"wandb: {logger.run.url or logger.run.dir}")
-    report.say(f"picture: {report.picture(f'seed-{options.seed}')}")
-    report.say(f"held-out, sampled {before:.2f} → {after:.2f}, greedy {before_greedy:.2f} → {after_greedy:.2f}")
-    report.say(f"{time.perf_counter() - started:.0f} s in all")
+    manager = rollout.init(model, None, optimizer, config)
+    params = rollout.SamplingParams(max_tokens=1)
+    for step in range(1, options.steps + 1):
+        tasks = random.choices(range(NUMBERS), k=options.tasks)
+        batch = manager.run(tasks, Guessing, params, n=GROUP, max_turns=TURNS, progress=False)
+        grpo(model, optimizer, batch)
+        if step % 5 == 0 or step in (1, options.steps):
+            turns = sum(len(episode.turns) for episode in batch.episodes) / len(batch.episodes)
+            print(f"step {step:3}: found {batch.rewards.mean():.2f} in {turns:.1f} turns   {shown(batch)}")
+    every = manager.run(range(NUMBERS), Guessing, params.replace(temperature=0.0), max_turns=TURNS, progress=False)
+    print(f"greedy, found {every.rewards.mean():.2f} of the {NUMBERS} numbers")
+    rollout.close()
+    print(f"{time.perf_counter() - started:.0f} s in all")
 
 
 if __name__ == "__main__":

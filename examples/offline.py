@@ -1,11 +1,11 @@
 """Offline inference without a training loop: a list of prompts, concurrent prompts, and several ranks.
 
-    python examples/offline.py
     python examples/offline.py --model Qwen/Qwen3-0.6B
+    python examples/offline.py
     torchrun --nproc-per-node 2 examples/offline.py
 
-Without `--model` the model is small and random, and so is its output. On several ranks, rank 0 submits the prompts and
-every rank computes a share; the other ranks wait until rank 0 has finished.
+Without `--model` the model is small and random, prompts are token ids, and completions have no text. On several ranks, rank
+0 submits the prompts and every rank computes a share; the other ranks wait until rank 0 has finished.
 """
 
 from __future__ import annotations
@@ -16,51 +16,43 @@ import os
 from typing import Any
 
 import torch.distributed as dist
-from policy import character_tokenizer, small_model
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout import LLM, AsyncLLM, InferenceConfig, SamplingParams
 
-PROMPTS = ["7+8=", "12+7*3=", "100+1=", "2*2="]
+
+def a_list_at_once(llm: LLM, prompts: list[Any], params: SamplingParams) -> None:
+    """Print results in the order of the prompts, the samples of a prompt side by side."""
+    for result in llm.generate(prompts, params):
+        said = result.generated_text if result.generated_text else result.generated_tokens
+        print(f"{result.prompt or result.prompt_tokens} → {said!r}  {len(result.generated_tokens)} tokens")
 
 
-def model_and_tokenizer(name: str | None) -> dict[str, Any]:
-    """Return the arguments of `LLM`: the name of a model, or a model and its tokenizer."""
-    if name is not None:
-        return {"model": name}
-    tokenizer = character_tokenizer()
-    return {"model": small_model(tokenizer, max_length=128, seed=0), "tokenizer": tokenizer}
-
-
-def a_list_at_once(llm: LLM, params: SamplingParams) -> None:
-    """Results in the order of the prompts, the samples of a prompt side by side."""
-    for result in llm.generate(PROMPTS, params):
-        why = result.finish_reason.value if result.finish_reason else "?"
-        print(f"{result.prompt} → {result.generated_text!r}  {len(result.generated_tokens)} tokens, {why}")
-
-
-async def as_they_come(options: dict[str, Any], params: SamplingParams) -> None:
-    """Concurrent requests on one event loop, one of them streamed."""
+async def as_they_come(options: dict[str, Any], prompts: list[Any], params: SamplingParams) -> None:
+    """Ask concurrently on one event loop, and read one more answer as a stream."""
     async with AsyncLLM(**options) as llm:
 
-        async def ask(prompt: str) -> None:
-            result = await llm.generate(prompt, params.replace(n=1))
+        async def ask(prompt: Any) -> None:
+            result = await llm.generate(prompt, params)
             print(f"{prompt} answered after {result.latency:.2f} s")
 
-        async def read_along(prompt: str) -> None:
-            pieces = [delta.text async for delta in llm.stream(prompt, params.replace(n=1))]
-            print(f"{prompt} came in {len(pieces)} pieces")
+        async def read_along(prompt: Any) -> None:
+            pieces = [len(delta.token_ids) async for delta in llm.stream(prompt, params)]
+            print(f"{prompt} came in {len(pieces)} pieces, {sum(pieces)} tokens")
 
-        await asyncio.gather(*(ask(prompt) for prompt in PROMPTS), read_along(PROMPTS[0]))
+        await asyncio.gather(*map(ask, prompts), read_along(prompts[0]))
 
 
-def over_ranks(options: dict[str, Any], params: SamplingParams) -> None:
-    """Every rank calls this; rank 0 is the primary one."""
+def over_ranks(options: dict[str, Any], prompts: list[Any], params: SamplingParams) -> None:
+    """Answer the prompts on all ranks. Every rank calls this; rank 0 is the primary one."""
+    dist.init_process_group()
     with LLM(**options, use_coordinator=True) as llm:
         if llm.is_primary_rank:
-            a_list_at_once(llm, params)
+            a_list_at_once(llm, prompts, params)
         else:
             llm.wait_for_shutdown()
         print(f"rank {dist.get_rank()} computed {llm.engine.stats()['generated_tokens']:.0f} tokens")
+    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -69,16 +61,22 @@ def main() -> None:
     parser.add_argument("--model", help="a folder, or a name on the Hugging Face hub; default: a small random one")
     parser.add_argument("--max-tokens", type=int, default=24, help="of a completion")
     chosen = parser.parse_args()
-    params = SamplingParams(n=2, max_tokens=chosen.max_tokens, temperature=0.8)
-    options = model_and_tokenizer(chosen.model) | {"inference_config": InferenceConfig(kv_cache_memory_gb=0.25)}
+    params = SamplingParams(max_tokens=chosen.max_tokens, temperature=0.8)
+    options: dict[str, Any] = {"inference_config": InferenceConfig(kv_cache_memory_gb=0.25)}
+    prompts: list[Any] = ["The capital of France is", "2 + 2 =", "Once upon a time", "To be or"]
+    if chosen.model is not None:
+        options["model"] = chosen.model
+    else:
+        sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
+        options["model"] = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
+        prompts = [[7, 8, 9], [12, 7, 3], [1], [2, 4, 8, 16]]
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group()
-        over_ranks(options, params)
-        dist.destroy_process_group()
+        over_ranks(options, prompts, params.replace(n=2))
         return
     with LLM(**options) as llm:
-        a_list_at_once(llm, params)
-    asyncio.run(as_they_come(options, params))
+        a_list_at_once(llm, prompts, params.replace(n=2))
+    asyncio.run(as_they_come(options, prompts, params))
 
 
 if __name__ == "__main__":
