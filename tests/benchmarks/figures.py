@@ -136,27 +136,6 @@ def trl_step(found: Found) -> str:
     return table(["a step", *peers], [[row["case"], *(_against(row, peer) for peer in peers)] for row in found["rows"]])
 
 
-def coordinator(found: Found) -> str:
-    """Latency, throughput and routing."""
-    rows = [["a round trip, median, ms", *(f"{1e3 * found['latency'][kind]:.2f}" for kind in ("ours", "plain"))]]
-    for name, rates in found["throughput"].items():
-        rows.append([f"{name}: samples per second", *(number(rates[kind]) for kind in ("ours", "plain"))])
-    ranks = " / ".join(f"{int(each):,}" for each in found["routing"])
-    decisions = " / ".join(f"{us:.0f}" for us in found["routing"].values())
-    return table(["", "ours", "plain ZMQ"], [*rows, [f"a routing decision, µs, {ranks} ranks", decisions, ""]])
-
-
-def serving(found: Found) -> str:
-    """HTTP beside the same streams and `generate`: tokens per second, and processor time of server and client per token."""
-    medians = {peer: [statistics.median(each) for each in zip(*rounds, strict=True)] for peer, rounds in found.items()}
-    labels = {"generate": "`generate`", "stream": "streams in the process", "http": "streams over HTTP"}
-    return table(
-        ["64 streams of 256 tokens", "tokens/s", "of `generate`", "of the streams", "µs of CPU per token"],
-        [[labels[peer], number(rate), *(f"{rate / medians[other][0]:.2f}" for other in ("generate", "stream")),
-          number(work)] for peer, (rate, work) in medians.items()],
-    )  # fmt: skip
-
-
 def busy(found: Found) -> str:
     """Tokens per second beside busy processes, and the share of the quiet speed."""
     cells = {tuple(key.split("|")): statistics.median(values) for key, values in found.items()}
@@ -236,7 +215,7 @@ def episodes(found: Found) -> str:
 # --- which benchmark measures each figure -----------------------------------------------------------------------------
 
 RACE = (
-    "race --sizes 100m --dtypes bfloat16 --workloads steady grpo prefix multiturn startup "
+    "race --sizes 100m --dtypes bfloat16 --workloads steady grpo prefix multiturn "
     "--peers ours generate vllm llama.cpp --rounds 2 --limit 60"
 )
 FIGURES: dict[str, tuple[str, dict[str, Callable[[Found], str]], tuple[str, ...]]] = {
@@ -251,8 +230,6 @@ FIGURES: dict[str, tuple[str, dict[str, Callable[[Found], str]], tuple[str, ...]
     ),
     "families": ("families --scale 0.25 --rounds 3", {"families": families}, ("vllm",)),
     "families-100m": ("families --size 100m --scale 0.25 --rounds 1", {"families-100m": families}, ("vllm",)),
-    "coordinator": ("coordinator", {"coordinator": coordinator}, ()),
-    "serving": ("serving --rounds 10", {"serving": serving}, ()),
     "busy": ("busy", {"busy": busy}, ("vllm",)),
     "tree": ("tree", {"tree": tree}, ()),
     "suspend": ("suspend", {"suspend": suspend}, ()),

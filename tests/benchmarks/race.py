@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,15 +24,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from tests.benchmarks import report, startup, step_profile
+from tests.benchmarks import report, step_profile
 from tests.benchmarks.common import parse, quiet_transformers, save
-from tests.benchmarks.field import PEERS, Field, Measured, Rules, alternate
+from tests.benchmarks.field import PEERS, Field, Rules
 from tests.benchmarks.floors import Floor
-from tests.benchmarks.ledger import Cell, Key, Ledger, Row
+from tests.benchmarks.ledger import Key, Ledger, Row
 from tests.benchmarks.remote import Interpreters
 from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
-from tests.benchmarks.training_step import MODES, TrainingStep
-from tests.benchmarks.workloads import CONVERSATIONS, NAMES, Room, Scale, Workload
+from tests.benchmarks.workloads import CONVERSATIONS, Room, Scale, Workload
 
 
 class Race:
@@ -73,10 +71,6 @@ class Race:
             if workload.name == "steady" and "ours" in self.options.peers:
                 self._say(f"{size} {dtype} · profile, {workload.case}")
                 self.profiles.append(step_profile.decode_step(subject, workload, Floor.measure(subject)))
-        if "step" in self.options.workloads:
-            self._training_step(subject)
-        if "startup" in self.options.workloads:
-            self._startup(subject)
 
     def _workloads(self, vocab: int) -> list[Workload]:
         chosen = [make for name, make in CONVERSATIONS.items() if name in self.options.workloads]
@@ -85,32 +79,6 @@ class Race:
     def _rows(self, subject: Subject, workload: Workload) -> dict[str, Row]:
         key = (subject.size, subject.dtype, workload.name, workload.case)
         return {metric: self.ledger.row(Key(*key, metric), "tokens/s") for metric in workload.metrics}
-
-    def _training_step(self, subject: Subject) -> None:
-        step = TrainingStep(subject, self._scale)
-        runs = {f"ours, {mode}": partial(self._trained, step, mode) for mode in MODES if "ours" in self.options.peers}
-        if "generate" in self.options.peers:
-            runs["generate"] = partial(self._trained, step, None)
-        self._seconds(subject, "step", f"{len(step.lengths)} requests", runs, reference=f"ours, {MODES[0]}")
-
-    def _trained(self, step: TrainingStep, mode: str | None) -> Measured:
-        deadline_s = self._rules.deadline_s
-        trained = step.generate(deadline_s) if mode is None else step.ours(mode, deadline_s)
-        return Measured({"seconds": trained.seconds}, trained.phases)
-
-    def _startup(self, subject: Subject) -> None:
-        runs = {name: partial(self._started, name, subject) for name in startup.PEERS if name in self.options.peers}
-        self._seconds(subject, "startup", "first token", runs, reference="ours")
-
-    def _started(self, name: str, subject: Subject) -> Measured:
-        deadline_s = self._rules.deadline_s
-        return Measured({"seconds": startup.seconds_to_first_token(name, subject, self._interpreters, deadline_s)})
-
-    def _seconds(self, subject: Subject, workload: str, case: str, runs: dict[str, Any], reference: str) -> None:
-        key = Key(subject.size, subject.dtype, workload, case, "seconds")
-        row = self.ledger.row(key, "s", reference=reference)
-        row.cells = {name: Cell() for name in runs}
-        alternate({"seconds": row}, runs, self._rules)
 
     def about(self) -> dict[str, Any]:
         """What was run, on what, with which versions."""
@@ -150,7 +118,8 @@ class Race:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, save. Returns the exit status: 130 after Ctrl-C."""
     options = parse(
-        __doc__, arguments, workloads={"default": list(NAMES), "choices": NAMES}, sizes=["10m", "100m"], dtypes=list(DTYPES),
+        __doc__, arguments, workloads={"default": list(CONVERSATIONS), "choices": list(CONVERSATIONS)},
+        sizes=["10m", "100m"], dtypes=list(DTYPES),
         device="cpu", sequences={"default": [1, 16, 64], "help": "of the workload steady"},
         peers={"default": list(PEERS), "choices": PEERS}, rounds=3, scale=1.0, limit=120.0, vllm_python=None,
         llama_python=None,

@@ -134,9 +134,6 @@ def multiturn(vocab: int, scale: Scale, sequences: Sequence[int]) -> Iterator[Wo
 CONVERSATIONS = {"steady": steady, "grpo": grpo, "prefix": prefix, "multiturn": multiturn}
 """Workloads that any peer runs as batches of prompts and forced lengths, by name."""
 
-NAMES = (*CONVERSATIONS, "step", "startup")
-"""Every workload, as on the command line; `step` and `startup` are measured in files of their own."""
-
 
 @dataclass(frozen=True)
 class Room:
