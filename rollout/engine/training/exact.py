@@ -114,6 +114,12 @@ class _ExactForward:
         return output_of(self._model, logits, labels, **loss_options)
 
     def _verify(self) -> None:
+        head = self._model.get_output_embeddings()  # type: ignore[operator]
+        if "forward" in vars(head):
+            raise UnsupportedModelError(
+                "exact: log-probs are read off a head whose forward was replaced (batch.logprobs_of); exact mode computes "
+                "whole logits: take model(batch.input_ids, attention_mask=batch.attention_mask).logits"
+            )
         if (why := bypassed(next(self._model.parameters()).device)) is not None:
             raise UnsupportedModelError(f"exact: {why}, which exact mode does not serve")
         self._bind()

@@ -412,6 +412,11 @@ def test_adapters_are_refused_on_both_sides() -> None:
         make_engine(adapted, exact=True)
 
 
+def test_log_probs_read_off_the_head_are_refused_with_the_way_to_whole_logits(rollout: Rollout) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"take model\(batch.input_ids"), exact(rollout.model):
+        RolloutBatch.from_requests(rollout.requests, policy_version=0, pad_token_id=0).logprobs_of(rollout.model)
+
+
 def test_a_model_on_another_device_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="meta"), exact(make_model("qwen3").to("meta")):
         pass
