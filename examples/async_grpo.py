@@ -23,7 +23,7 @@ from torch.optim import AdamW
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import rollout
-from rollout.algorithms import effective_sample_size, group_advantages, masked_mean, token_importance
+from rollout.algorithms import effective_sample_size, group_advantages, importance_weights, masked_mean
 
 GROUP, LONGEST, HIGHEST_WEIGHT = 8, 30, 2.0
 EQUALS, EOS, PAD = 10, 11, 12
@@ -71,7 +71,7 @@ def train(model: Qwen3ForCausalLM, optimizer: AdamW, batch: rollout.RolloutBatch
     advantages = group_advantages(rewards, batch.group_ids, valid=mask.any(1))[:, None]
     with rollout.suspended():  # the groups in flight are in host memory in here
         logprobs = batch.logprobs_of(model)
-        weights = token_importance(logprobs, batch.logprobs, mask, cap=HIGHEST_WEIGHT)
+        weights = importance_weights(logprobs, batch.logprobs, mask, cap=HIGHEST_WEIGHT)
         loss = -masked_mean(weights * advantages * logprobs, mask)
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
