@@ -25,6 +25,16 @@ def test_every_table_has_been_measured_and_is_shown_once() -> None:
     assert sorted(MARKED) == sorted(fragment for fragment, (name, _) in figures.FRAGMENTS.items() if name in ENTRIES)
 
 
+def test_nothing_is_measured_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = iter([2.0, 1.5, 1.4])
+    monkeypatch.setattr(figures.os, "getloadavg", lambda: (next(loads), 0.0, 0.0))
+    monkeypatch.setattr(figures.time, "sleep", lambda seconds: None)
+    assert figures.load_when_quiet() == 1.4
+    monkeypatch.setattr(figures.os, "getloadavg", lambda: (9.0, 0.0, 0.0))
+    with pytest.raises(TimeoutError, match=r"load 9\.0"):
+        figures.load_when_quiet(patience_s=0.0)
+
+
 def test_a_changed_number_is_noticed() -> None:
     """A page edited by hand differs from what is written."""
     page = figures.PAGES[1].read_text(encoding="utf-8")

@@ -199,15 +199,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for variant in order[seed % len(order) :] + order[: seed % len(order)]:
             found[variant].append(train(variant, policy, seed, options.steps, options.prompts))
             print(f"seed {seed}, {variant}: {last_quarter(found[variant][-1]['reward']):.3f}", file=sys.stderr)
-    rows, equal, base = [], {}, [last_quarter(run["reward"]) for run in found["generate"]]
+    rows, intervals, base = [], {}, [last_quarter(run["reward"]) for run in found["generate"]]
     for variant, runs in found.items():
         ends = [last_quarter(run["reward"]) for run in runs]
-        low, high = interval([a - b for a, b in zip(ends, base, strict=True)])
-        equal[variant] = max(-low, high) < BOUND
+        low, high = intervals[variant] = interval([a - b for a, b in zip(ends, base, strict=True)])
         seconds = statistics.median(second for run in runs for second in run["seconds"])
         rows.append([variant, f"{statistics.mean(ends):.3f}", f"[{low:+.3f}, {high:+.3f}]", f"{seconds:.3f}"])
     show(f"{options.seeds} seeds, bound ±{BOUND}", ["", "reward at the end", "difference, 90 %", "s per step"], rows)
-    save(options.json, {"bound": BOUND, "equivalent": equal, "runs": found})
+    equal = {variant: max(-low, high) < BOUND for variant, (low, high) in intervals.items()}
+    save(options.json, {"bound": BOUND, "equivalent": equal, "intervals": intervals, "runs": found})
     if options.picture is not None:
         picture(found, options.picture)
     return 0 if all(equal.values()) else 1

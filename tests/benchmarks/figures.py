@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -30,6 +31,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "figures.json"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "explanation" / "performance.md")
+QUIET = 1.5
+"""Load of the machine from which on nothing is measured."""
 DIGITS = 5
 """Significant digits that are stored: more than any figure has."""
 MARKED = re.compile(r"<!-- figures: (?P<name>[a-z0-9-]+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -197,6 +200,20 @@ def exact(found: Found) -> str:
     )
 
 
+def equivalence(found: Found) -> str:
+    """Reward at the end and seconds of a step, by what sampled."""
+    rows = []
+    for variant, runs in found["runs"].items():
+        ends = [run["reward"][-max(1, len(run["reward"]) // 4) :] for run in runs]
+        seconds = statistics.median(second for run in runs for second in run["seconds"])
+        low, high = found["intervals"][variant]
+        verdict = "" if variant == "generate" else "yes" if found["equivalent"][variant] else "not shown"
+        rows.append([f"`{variant}`", f"{statistics.mean(map(statistics.mean, ends)):.3f}", f"{low:+.3f} to {high:+.3f}",
+                     verdict, f"{seconds:.3f}"])  # fmt: skip
+    head = ["sampled by", "reward, last quarter", "difference, 90 %", f"within ±{found['bound']}", "s per step"]
+    return table(head, rows)
+
+
 def episodes(found: Found) -> str:
     """Episodes against turns in lock step."""
     medians = {name: statistics.median(each[name] for each in found) for name in found[0]}
@@ -237,6 +254,7 @@ FIGURES: dict[str, tuple[str, dict[str, Callable[[Found], str]], tuple[str, ...]
     "score": ("score --rounds 2", {"score": score}, ()),
     "exact": ("exact --dtype bfloat16", {"exact": exact}, ()),
     "episodes": ("episodes --longest 24", {"episodes": episodes}, ()),
+    "equivalence": ("equivalence --seeds 10 --picture docs/equivalence.png", {"equivalence": equivalence}, ()),
 }  # fmt: skip
 """By name, in the order in which they are measured: the benchmark and its arguments, its tables, peers whose interpreter it
 takes."""
@@ -274,13 +292,28 @@ def rounded(found: Found) -> Found:
     return [rounded(each) for each in found] if isinstance(found, list) else found
 
 
+def load_when_quiet(patience_s: float = 1800.0) -> float:
+    """Wait until the machine's load is below `QUIET`, and return it.
+
+    Raises:
+        TimeoutError: the machine stayed busy for so many seconds.
+    """
+    end = time.monotonic() + patience_s
+    while (load := os.getloadavg()[0]) >= QUIET:
+        if time.monotonic() > end:
+            raise TimeoutError(f"load {load:.1f} for {patience_s:g} s: nothing is measured above {QUIET}")
+        print(f"load {load:.1f}: waiting until it is below {QUIET}", file=sys.stderr)
+        time.sleep(15)
+    return round(load, 1)
+
+
 def measured(name: str, options: argparse.Namespace) -> Found:
-    """A new entry; None if the benchmark, whose output is shown, failed."""
+    """A new entry; None if the benchmark, whose output is shown, failed. Waits for a quiet machine."""
     words = shlex.split(command(name))[1:]
     for peer in FIGURES[name][2]:
         if (python := getattr(options, f"{peer}_python")) is not None:
             words += [f"--{peer}-python", python]
-    before = round(os.getloadavg()[0], 1)
+    before = load_when_quiet()
     with tempfile.TemporaryDirectory(prefix="figures-") as folder:
         result = Path(folder) / "result.json"
         done = subprocess.run([sys.executable, *words, "--json", str(result)], cwd=ROOT, check=False)
