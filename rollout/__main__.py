@@ -12,22 +12,16 @@ torch is imported.
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import logging
 import os
-import signal
-import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rollout.config import __version__
@@ -35,7 +29,6 @@ from rollout.errors import ConfigError, RolloutError, UnsupportedModelError, did
 from rollout.observe.metric_table import binary_bytes, short_count
 
 if TYPE_CHECKING:
-    from rollout.config import ServerConfig
     from rollout.distributed.job.local_ranks import LocalRank, LocalRanks
     from rollout.flags import ServeOptions
     from rollout.llm.llm import LLM
@@ -104,25 +97,22 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
     if missing:
         raise ConfigError(f"`rollout serve` needs {', '.join(missing)}: pip install 'rollout-engine[serve]'")
     from rollout.flags import parse
+    from rollout.server.address import listen
 
     options = parse(arguments, os.environ)
     _check_folder(options.model.model_dir)
-    _check_address(options.server)
+    listen(options.server).close()
     ranks = None
     try:
         ranks = _other_ranks(options, arguments)
         llm = _start(options, ranks)
         if options.model.log_requests:
             _print_requests()
-        import rollout.server.server  # noqa: F401 - before the collection, as is the model
-
         # A full garbage collection would visit every object of torch and transformers, and stop all streams for 0.4 s.
         gc.collect()
         gc.freeze()
         server = llm.serve(options.server, blocking=False)
-        with _stopped_by_signals(server):
-            print(_summary(server.url, llm, options), flush=True)
-            code = _wait(server)
+        code = _wait(server, _summary(server.url, llm, options))
         llm.close()
         if ranks is not None:
             ranks.close()
@@ -167,41 +157,9 @@ def _doctor(arguments: Sequence[str]) -> None:
     print(json.dumps(explanation.as_dict(), indent=2) if options.json else explanation, flush=True)
 
 
-@contextmanager
-def _stopped_by_signals(server: Server) -> Iterator[None]:
-    """Stop the server on the first SIGINT or SIGTERM; raise `KeyboardInterrupt` on the second.
-
-    `Server.wait` handles signals too, but only once it runs; this covers the time between printing the address and then.
-    """
-
-    begun = False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal begun
-        if begun or _runs(server.close, frame):
-            raise KeyboardInterrupt
-        begun = True
-        # In a thread: the interrupted code may hold a lock that stop() waits for.
-        threading.Thread(target=server.close, daemon=True).start()
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+def _wait(server: Server, summary: str) -> int:
     try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _runs(method: Callable[[], None], frame: FrameType | None) -> bool:
-    """Whether `frame` is inside a call of `method`."""
-    while frame is not None and frame.f_code is not method.__code__:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _wait(server: Server) -> int:
-    try:
-        server.wait()
+        server.wait(lambda: print(summary, flush=True))
     except RolloutError as exc:
         _say(f"rollout: {_in_one_line(exc)}")
         return FAILED
@@ -219,23 +177,6 @@ def _check_folder(name: str) -> None:
         raise ConfigError(f"MODEL_DIR={name!r}: no such folder{cure}")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"MODEL_DIR={name!r}: has no config.json; give the folder that save_pretrained() wrote")
-
-
-def _check_address(config: ServerConfig) -> None:
-    """Raise `ConfigError` if the address cannot be bound, before the model is loaded."""
-    where = f"{config.host}:{config.port}"
-    try:
-        found = socket.getaddrinfo(
-            config.host.removeprefix("[").removesuffix("]"), config.port, type=socket.SOCK_STREAM
-        )
-        family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
-        socket.create_server(address[:2], family=family).close()
-    except socket.gaierror as exc:
-        raise ConfigError(f"--host {config.host}: not an address ({exc.strerror})") from exc
-    except OSError as exc:
-        if exc.errno == errno.EADDRINUSE:
-            raise ConfigError(f"{where} is taken: choose another --port; 0 finds a free one") from exc
-        raise ConfigError(f"{where}: cannot listen there ({exc.strerror}); choose another --host or --port") from exc
 
 
 # --- the model ----------------------------------------------------------------------------------------------------------

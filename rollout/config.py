@@ -316,9 +316,6 @@ class ServerConfig(Options):
     """Allow listening on an address other than loopback, or `admin`, without a key. Every process that reaches the port
     can then use the routes."""
 
-    max_body_mb: float = 32
-    """Maximum size of a request body, in MiB. Above 0."""
-
     max_open_requests: int = 4096
     """Maximum number of samples (prompts times n) open over HTTP at the same time, at least 1; more are refused with
     status 429."""
@@ -337,7 +334,7 @@ class ServerConfig(Options):
         (lambda value: is_int(value) and 0 <= value < 65536, "an integer in [0, 65535]"): ("port",),
         or_none((is_text, "a string that is not empty")): ("served_model_name", "chat_template"),
         AT_LEAST_1: ("max_open_requests",),
-        FINITE: ("max_body_mb", "request_timeout_s"),
+        FINITE: ("request_timeout_s",),
         (lambda value: is_number(value) and 0 <= value < math.inf, "a finite number of at least 0"): (
             "shutdown_grace_s",
         ),

@@ -297,11 +297,11 @@ def test_a_taken_port_and_an_address_elsewhere_are_refused_before_anything_is_lo
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         line = refusal(capsys, "serve", str(folder), "--port", str(port))
-    assert f"127.0.0.1:{port} is taken: choose another --port; 0 finds a free one" in line
+    assert f"port={port}: already in use; choose another port, or 0 for a free one" in line
     line = refusal(capsys, "serve", str(folder), "--insecure", "--host", "203.0.113.1")
-    assert "203.0.113.1:8000: cannot listen there" in line
+    assert "'203.0.113.1', port=8000: cannot listen there" in line
     line = refusal(capsys, "serve", str(folder), "--insecure", "--host", "no.such.host.invalid")
-    assert "--host no.such.host.invalid: not an address" in line
+    assert "'no.such.host.invalid', port=8000: cannot listen there" in line
 
 
 def unknown_architecture(folder: Path) -> None:
@@ -344,7 +344,11 @@ class FakeServer:
     url = "http://127.0.0.1:8000"
 
     def __init__(self, ends: Callable[[], None]) -> None:
-        self.wait = ends
+        self._ends = ends
+
+    def wait(self, announce: Callable[[], None]) -> None:
+        announce()
+        self._ends()
 
 
 class FakeLLM:
@@ -384,7 +388,7 @@ def started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     def start(*arguments: str, ends: Callable[[], None] = lambda: None) -> tuple[int, list[FakeLLM]]:
         fake = type("Fake", (FakeLLM,), {"ends": staticmethod(ends), "built": [], "frozen": []})
         monkeypatch.setattr("rollout.llm.llm.LLM", fake)
-        monkeypatch.setattr(command_line, "_check_address", lambda config: None)
+        monkeypatch.setattr("rollout.server.address.listen", lambda config: socket.socket())
         monkeypatch.setattr(command_line, "_leave_at_once", leave)
         # What the other tests have made must stay collectable.
         monkeypatch.setattr(command_line.gc, "freeze", lambda: fake.frozen.append(hasattr(fake.built[0], "served")))
@@ -548,56 +552,6 @@ def test_two_engines_are_started_by_one_command_and_one_that_dies_costs_no_reque
             for each in family:
                 with suppress(psutil.NoSuchProcess):
                     each.kill()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_as_soon_as_the_address_is_printed_stops_in_order(number, tmp_path):
-    """Without a model: what is printed, and who listens for signals from then on, is the command line's alone."""
-    program = f"""
-import signal, sys, threading
-from rollout import __main__ as command_line
-
-class Server:
-    over = threading.Event()
-    def close(self):
-        self.over.set()
-    def wait(self):
-        self.over.wait(60)
-
-with command_line._stopped_by_signals(Server()):
-    signal.raise_signal({int(number)})
-    code = command_line._wait(Server())
-sys.exit(code + 10)
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (10, "stopped\n")
-
-
-@pytest.mark.parametrize("begun_by", ["wait", "signal"])
-def test_a_second_ctrl_c_does_not_wait_for_what_the_first_began(begun_by):
-    """`Server.wait` takes the first one and gives the signals back before it stops: the second must not begin again."""
-    program = f"""
-import signal, threading
-from rollout import __main__ as command_line
-
-class Server:
-    def close(self):
-        if threading.current_thread() is threading.main_thread():
-            signal.raise_signal(signal.SIGINT)
-        threading.Event().wait(60)
-
-server = Server()
-try:
-    with command_line._stopped_by_signals(server):
-        if {begun_by!r} == "wait":
-            server.close()
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-except KeyboardInterrupt:
-    print("at once")
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.stderr) == ("at once\n", "")
 
 
 def test_ctrl_c_while_it_loads_is_130_without_a_traceback(folder):

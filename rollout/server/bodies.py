@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
@@ -12,10 +11,11 @@ from starlette.requests import ClientDisconnect, Request
 
 from rollout.config import documentation
 from rollout.sampling_params import SamplingParams
-from rollout.server.chat_template.prompt_ids import Stop
 from rollout.server.errors import ApiError, ClientGoneError, bad_request, explain
 from rollout.server.serving import Serving, or_disconnected
 
+MAX_BODY_BYTES = 32 * 2**20
+"""Maximum size of a body."""
 LARGE = 32 * 1024
 """Bytes from which a body is parsed in a thread, so that other clients' streams are not blocked."""
 
@@ -62,13 +62,13 @@ async def body_of(serving: Serving, request: Request, model: type[Model]) -> Mod
     """Read, parse and validate the body of a request.
 
     Raises:
-        ApiError: 400, not JSON that fits `model`; 408, it arrived too slowly; 413, it is larger than `max_body_mb`.
+        ApiError: 400, not JSON that fits `model`; 408, it arrived too slowly; 413, it is larger than `MAX_BODY_BYTES`.
         ClientGoneError: the client disconnected.
     """
     text = await _read(serving, request)
     if not text:
         raise bad_request("the body is missing: send a JSON object")
-    return await off_the_loop(request, len(text), lambda _: _parsed(model, text))
+    return await off_the_loop(request, len(text), lambda: _parsed(model, text))
 
 
 async def body_or_default(serving: Serving, request: Request, model: type[Model]) -> Model:
@@ -79,14 +79,9 @@ async def body_or_default(serving: Serving, request: Request, model: type[Model]
 async def _read(serving: Serving, request: Request) -> bytes:
     if hasattr(request, "_body"):
         return request._body
-    most = int(serving.config.max_body_mb * 2**20)
-    too_large = ApiError(
-        413,
-        f"the body has more than {most} bytes: send less, or raise max_body_mb of the server",
-        code="body_too_large",
-    )
+    too_large = ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes: send less", code="body_too_large")
     announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > most:
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise too_large
     text = bytearray()
     timeout_s = serving.config.request_timeout_s
@@ -94,7 +89,7 @@ async def _read(serving: Serving, request: Request) -> bytes:
         async with asyncio.timeout(timeout_s):
             async for piece in request.stream():
                 text += piece
-                if len(text) > most:
+                if len(text) > MAX_BODY_BYTES:
                     raise too_large
     except ClientDisconnect:
         raise ClientGoneError from None
@@ -117,21 +112,16 @@ def _parsed(model: type[Model], text: bytes) -> Model:
         raise bad_request(message, field) from None
 
 
-async def off_the_loop(request: Request, size: int, work: Callable[[Stop], T]) -> T:
+async def off_the_loop(request: Request, size: int, work: Callable[[], T]) -> T:
     """Return the result of work whose duration grows with the body: run inline if the body is small, else in a thread.
+
+    Raises `ClientGoneError` if the client disconnects before the thread has ended.
 
     Args:
         request: its body has been read.
         size: bytes of the body.
-        work: called with a `Stop`, which is set if the client disconnects; that raises `ClientGoneError`.
     """
-    stop = Stop()
-    if size < LARGE:
-        return work(stop)
-    try:
-        return await or_disconnected(request, asyncio.to_thread(partial(work, stop)))
-    finally:
-        stop.set()
+    return work() if size < LARGE else await or_disconnected(request, asyncio.to_thread(work))
 
 
 def documented_body(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:

@@ -258,7 +258,6 @@ class Control:
                     return  # the engines were told to continue meanwhile
             if self._llm.state == EngineState.RUNNING:
                 await self.ask(self._llm.pause)
-        serving.watch_pause()
 
     async def go_on(self) -> ControlReply:
         """Restore the KV memory and continue, as far as needed."""

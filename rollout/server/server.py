@@ -7,12 +7,10 @@ stop, running requests get a grace period and are then aborted; no connection, t
 from __future__ import annotations
 
 import asyncio
-import errno
-import ipaddress
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from typing import Any, Self
@@ -20,7 +18,7 @@ from typing import Any, Self
 import uvicorn
 
 from rollout.config import ServerConfig
-from rollout.errors import ConfigError
+from rollout.server.address import listen, url_of
 from rollout.server.app import build_app
 from rollout.server.serving import Serving
 from rollout.threads import forks
@@ -78,9 +76,9 @@ class Server:
             self._loop.refuse_inside("start()")
             if self._life is not None:
                 raise RuntimeError("this server has been stopped: build another, Server(llm, config)")
-            listener = _listen(self._config.host, self._config.port)
+            listener = listen(self._config)
             try:
-                self._url = _url(listener)
+                self._url = url_of(listener)
                 forks.in_child(self, lambda server: forks.close_connections(server.url))
                 self._life = self._loop.start(self._uvicorn.serve([listener]))
                 self._loop.run_sync(self._begin(self._life), START_TIMEOUT_S)
@@ -119,8 +117,11 @@ class Server:
         self._uvicorn.stopping.set()
         await asyncio.wrap_future(life)
 
-    def wait(self) -> None:
+    def wait(self, announce: Callable[[], object] = lambda: None) -> None:
         """Wait until the server has stopped; in the main thread, Ctrl-C or SIGTERM stop it as `close` does.
+
+        Args:
+            announce: called first. A signal stops the server from then on; a second one raises `KeyboardInterrupt`.
 
         Raises `RuntimeError` on the LLM's loop, which would deadlock.
         """
@@ -130,6 +131,7 @@ class Server:
         if threading.current_thread() is threading.main_thread():
             with _signals() as (reader, writer):
                 self._life.add_done_callback(lambda _: _ring(writer))
+                announce()
                 while reader.recv(1)[0] not in (*_STOPPING_SIGNALS, _ENDED):
                     pass
             self.close()
@@ -204,28 +206,6 @@ class _Uvicorn(uvicorn.Server):
             connection.transport.abort()
         for task in self.server_state.tasks:
             task.cancel()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Bound here and not in the loop, so that `start` raises the `ConfigError`."""
-    try:
-        found = socket.getaddrinfo(host.removeprefix("[").removesuffix("]"), port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
-        return socket.create_server(address[:2], family=family, backlog=2048)
-    except OSError as exc:
-        if exc.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"ServerConfig.port={port}: {host}:{port} is already in use; choose another port, or 0 for a free one"
-            ) from exc
-        raise ConfigError(f"ServerConfig.host={host!r}, port={port}: cannot listen there: {exc}") from exc
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    address = ipaddress.ip_address(host)
-    if address.is_unspecified:
-        host = "::1" if address.version == 6 else "127.0.0.1"
-    return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
 
 
 def _ring(writer: socket.socket) -> None:

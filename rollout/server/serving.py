@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout.config import ServerConfig
-from rollout.errors import EngineStateError, QueueFullError, RolloutError
+from rollout.errors import EngineStateError, QueueFullError
 from rollout.server.errors import ApiError, ClientGoneError, bad_request, shutting_down
 from rollout.server.prometheus import RequestMetrics
 from rollout.state import EngineState
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-
-PAUSE_WARNING_S = 30.0
-"""Seconds of a pause after which a log line says that requests wait."""
 
 TURN_S = 0.005
 """Seconds after which work on one reply lets the others' run."""
@@ -81,7 +78,6 @@ class Serving:
     _cut: set[str] = field(default_factory=set)
     _closing: int = 0
     _drained: asyncio.Event = field(default_factory=asyncio.Event)
-    _watch: asyncio.TimerHandle | None = None
 
     # --- may this request be served? ----------------------------------------------------------------------------
 
@@ -131,7 +127,6 @@ class Serving:
             )
         self.samples += samples
         request.scope[_SAMPLES] = request.scope.get(_SAMPLES, 0) + samples
-        self.watch_pause()
 
     def ended(self, scope: Scope) -> None:
         """Release the samples of a request whose reply has been sent completely."""
@@ -168,26 +163,6 @@ class Serving:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._drained.wait()
-
-    def watch_pause(self) -> None:
-        """Log a line in `PAUSE_WARNING_S` if requests are open then and the engines have not run."""
-        if self.samples and self._watch is None and self.llm.state != EngineState.RUNNING:
-            timer = asyncio.get_running_loop().call_later
-            self._watch = timer(PAUSE_WARNING_S, self._tell_of_pause, self._steps())
-
-    def _tell_of_pause(self, steps: float | None) -> None:
-        self._watch = None
-        if self.samples and self.llm.state != EngineState.RUNNING and self._steps() == steps:
-            _log.warning(
-                "%d samples have waited for %g s: the engines are %s; POST /resume, or unpause() in the program that paused "
-                "them, lets them continue", self.samples, PAUSE_WARNING_S, self.llm.state,
-            )  # fmt: skip
-
-    def _steps(self) -> float | None:
-        try:
-            return cast("float | None", self.llm.stats().get("steps"))
-        except RolloutError:
-            return None
 
     # --- what is being computed ---------------------------------------------------------------------------------
 

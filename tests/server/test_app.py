@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rollout.config import ServerConfig
 from rollout.errors import ConfigError, ConnectionLostError, EngineDeadError, EngineStateError
+from rollout.server import bodies
 from rollout.state import EngineState
 from tests.server.fake_llm import served
 from tests.server.requests_by_hand import ASK, DEADLINE_S, KEY, error_of, post_bytes, raw, read_all
@@ -118,7 +119,7 @@ def test_the_key_is_not_shown_where_the_options_are():
     "options",
     [
         {"host": "0.0.0.0"}, {"host": "example.org"}, {"admin": True}, {"host": ""}, {"port": 65536}, {"port": True},
-        {"max_body_mb": 0}, {"max_open_requests": 0}, {"request_timeout_s": float("inf")},
+        {"max_open_requests": 0}, {"request_timeout_s": float("inf")},
         {"shutdown_grace_s": -1}, {"api_key": ""}, {"served_model_name": ""}, {"insecure": 1},
     ],
 )  # fmt: skip
@@ -172,16 +173,18 @@ def test_a_value_that_is_quoted_is_cut(url):
     assert len(error["message"]) < 200
 
 
-def test_a_body_announced_too_large_is_refused_before_any_of_it_is_sent():
-    with served(max_body_mb=1) as (llm, server), raw(server) as client:
+def test_a_body_announced_too_large_is_refused_before_any_of_it_is_sent(monkeypatch):
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 2**20)
+    with served() as (llm, server), raw(server) as client:
         headers = ("Content-Type: application/json", "Expect: 100-continue")
         client.sendall(post_bytes("/v1/completions", b"", *headers, length=100 * 2**20))
         assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
         assert not llm.submitted
 
 
-def test_a_body_of_100_mb_without_a_length_is_refused_when_the_limit_is_reached():
-    with served(max_body_mb=1) as (llm, server):
+def test_a_body_of_100_mb_without_a_length_is_refused_when_the_limit_is_reached(monkeypatch):
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 2**20)
+    with served() as (llm, server):
         sent = 0
 
         def pieces():

@@ -157,7 +157,7 @@ def test_no_message_repeats_a_long_name(url: str, path: str, body: dict[str, obj
 def test_a_taken_port_is_named_at_once_and_leaves_nothing(open_house):
     llm, server = open_house
     port = int(server.url.rpartition(":")[2])
-    with pytest.raises(ConfigError, match=rf"ServerConfig\.port={port}: .* already in use"):
+    with pytest.raises(ConfigError, match=rf"ServerConfig\.host=.*, port={port}: already in use"):
         Server(llm, ServerConfig(port=port)).start()
     with pytest.raises(ConfigError, match=r"ServerConfig\.host='192\.0\.2\.1'.*cannot listen"):
         Server(llm, ServerConfig(host="192.0.2.1", insecure=True, port=0)).start()

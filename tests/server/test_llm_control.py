@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from rollout.server import serving
 from rollout.state import EngineState, KVCacheManagementMode
 from tests.server.fake_llm import served
 from tests.server.requests_by_hand import ASK, DEADLINE_S, KEY, asked, error_of, read_all, until, wait_for_requests
@@ -175,29 +174,6 @@ def test_a_pause_that_waits_is_ended_by_resume(admin):
         llm.release()
         assert asking.result(DEADLINE_S).status_code == 200
     assert client.post("/v1/completions", json=ASK).status_code == 200
-
-
-@pytest.mark.parametrize("steps_meanwhile", [False, True])
-def test_a_line_says_that_requests_have_waited_long_for_the_end_of_a_pause(admin, monkeypatch, caplog, steps_meanwhile):
-    llm, client = admin
-    monkeypatch.setattr(serving, "PAUSE_WARNING_S", 0.02)
-    read: list[int] = []
-
-    def stats() -> dict[str, float]:
-        read.append(1)
-        return {"steps": len(read) if steps_meanwhile else 1}
-
-    monkeypatch.setattr(llm, "stats", stats)
-    llm.hold()
-    client.post("/pause")
-    with ThreadPoolExecutor(1) as threads:
-        asking = threads.submit(client.post, "/v1/completions", json=ASK)
-        until(lambda: len(read) == 2)
-        client.post("/resume")
-        llm.release()
-        assert asking.result(DEADLINE_S).status_code == 200
-    said = "1 samples have waited for 0.02 s: the engines are paused; POST /resume"
-    assert (said in caplog.text) == (not steps_meanwhile)
 
 
 def test_aborting_everything_answers_who_waits():

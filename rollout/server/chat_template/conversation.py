@@ -26,7 +26,7 @@ from rollout.server.chat_template.earlier_ids import (
     text_digest,
     tokens_to_append,
 )
-from rollout.server.chat_template.prompt_ids import PromptTokenizer, Stop
+from rollout.server.chat_template.prompt_ids import PromptTokenizer
 from rollout.server.chat_template.reply_grammar import reply_constraint
 from rollout.server.chat_template.reply_parser import ToolCallParser, marks_reasoning, opens_reasoning, parser_for
 from rollout.server.chat_template.tool_formats import format_of
@@ -107,7 +107,6 @@ class Conversation:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
-        stop: Stop | None = None,
     ) -> RenderedPrompt:
         """Render and tokenise the prompt of a conversation.
 
@@ -118,11 +117,9 @@ class Conversation:
             tool_choice: "none", "auto" (None), "required", or an object that names one of `tools`; the last two end the
                 prompt with the beginning of a call.
             template_kwargs: additional variables of the template.
-            stop: cancels the work when set.
 
         Raises:
             InvalidRequestError: a message, a choice or a variable cannot be honoured, or the template refuses them.
-            ClientGoneError: `stop` was set.
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidRequestError(
@@ -145,8 +142,6 @@ class Conversation:
             )
 
         def write(conversation: list[Message], *, closed: bool = False, asked: bool | None = None) -> str:
-            if stop is not None:
-                stop.check()
             text = self._write(
                 known_roles(conversation, template),
                 tools=shown_tools,
@@ -174,12 +169,12 @@ class Conversation:
             why = earlier.why_not(reply)
             if reply.token_ids is not None:
                 open_ended = continue_final_message and reply.index == len(plain) - 1
-                ids, reused = self._go_on(plain, reply, write, prefix, open_ended, stop)
+                ids, reused = self._go_on(plain, reply, write, prefix, open_ended)
                 return rendered(ids, reused, why)
             if text.startswith(reply.prompt_text):
-                rest = self._encode_behind(text[len(reply.prompt_text) :] + prefix, stop)
+                rest = self._encode_behind(text[len(reply.prompt_text) :] + prefix)
                 return rendered(reply.prompt_token_ids + rest, len(reply.prompt_token_ids), why)
-        return rendered(self._reader.ids(text + prefix, "messages", stop), 0, earlier.why_not(None))
+        return rendered(self._reader.ids(text + prefix, "messages"), 0, earlier.why_not(None))
 
     def parser_for(self, tools: Tools | None, tool_choice: ToolChoice | None) -> Callable[[], ToolCallParser] | None:
         """Return a factory of tool-call parsers, or None if calls are not parsed: no tools, or an unknown format."""
@@ -235,12 +230,11 @@ class Conversation:
         write: Write,
         prefix: str,
         open_ended: bool,
-        stop: Stop | None,
     ) -> tuple[list[int], int]:
         """Return (ids of the earlier prompt, its reply and all that follows, number of reused ids)."""
         text = text_behind_reply(plain, earlier.index, write, self._special_texts, closed=open_ended)
         written = earlier.token_ids or []
-        kept, appended = tokens_to_append(written, self._encode_behind(text + prefix, stop), self._end_token_ids)
+        kept, appended = tokens_to_append(written, self._encode_behind(text + prefix), self._end_token_ids)
         known = earlier.prompt_token_ids + (written[:kept] if open_ended else written)
         return known if open_ended else known + appended, len(known)
 
@@ -287,16 +281,16 @@ class Conversation:
                 f"messages: the chat template cannot write them: {type(exc).__name__}: {str(exc)[:500]}"
             ) from exc
 
-    def _encode_behind(self, text: str, stop: Stop | None) -> list[int]:
+    def _encode_behind(self, text: str) -> list[int]:
         """Return the token ids of a text that continues another one.
 
         Some tokenizers insert a space at the start of a text; a special token before the text prevents this.
         """
         length = len(self._anchor_ids)
-        together = self._reader.ids(self._anchor + text, "messages", stop)
+        together = self._reader.ids(self._anchor + text, "messages")
         if together[:length] == self._anchor_ids:
             return together[length:]
-        return self._reader.ids(text, "messages", stop)
+        return self._reader.ids(text, "messages")
 
 
 def _forced_prefix(template: str, choice: ToolChoice | None) -> str:

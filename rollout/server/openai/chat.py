@@ -21,7 +21,6 @@ from rollout.sampling_params import SamplingParams
 from rollout.server.bodies import body_of, documented_body, off_the_loop
 from rollout.server.chat_template.conversation import Conversation, RenderedPrompt
 from rollout.server.chat_template.earlier_ids import ReplyDigest
-from rollout.server.chat_template.prompt_ids import Stop
 from rollout.server.chat_template.reply_parser import ReasoningParser, ToolCallParser
 from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
@@ -57,7 +56,7 @@ def add_chat_routes(app: FastAPI, serving: Serving) -> None:
     add("/v1/chat/completions/tokens", ChatTokensRequest)
 
 
-def _prepared(serving: Serving, body: ChatRequest, texts: TokenTexts, stop: Stop) -> ChatChoices:
+def _prepared(serving: Serving, body: ChatRequest, texts: TokenTexts) -> ChatChoices:
     """Render the prompt and build what reads the replies to it."""
     conversation, tools, choice = serving.conversation, body.plain_tools, body.plain_tool_choice
     if conversation is None:
@@ -70,7 +69,6 @@ def _prepared(serving: Serving, body: ChatRequest, texts: TokenTexts, stop: Stop
             add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
             continue_final_message=bool(body.continue_final_message),
             template_kwargs=conversation.effort(body.reasoning_effort, tools) | (body.chat_template_kwargs or {}),
-            stop=stop,
         )
         if isinstance(body, ChatTokensRequest):
             prompt = _of_tokens(prompt, body.tokens)

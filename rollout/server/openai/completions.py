@@ -19,7 +19,7 @@ from rollout.errors import InvalidRequestError
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.server.bodies import body_of, documented_body, off_the_loop
-from rollout.server.chat_template.prompt_ids import PromptTokenizer, Stop
+from rollout.server.chat_template.prompt_ids import PromptTokenizer
 from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
 from rollout.server.openai.logprobs import CompletionLogprobs, SpecialText, TokenIdNames, TokenTexts, prompt_logprobs
@@ -52,7 +52,7 @@ def add_completion_routes(app: FastAPI, serving: Serving) -> None:
         return await reply.answer(request)
 
 
-def _asked(serving: Serving, body: CompletionRequest, reader: PromptTokenizer | None, stop: Stop) -> list[calls.Asked]:
+def _asked(serving: Serving, body: CompletionRequest, reader: PromptTokenizer | None) -> list[calls.Asked]:
     """Return (token ids, sampling parameters) of every prompt."""
     asked: list[calls.Asked] = []
     positions = 0
@@ -61,9 +61,8 @@ def _asked(serving: Serving, body: CompletionRequest, reader: PromptTokenizer | 
     wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     prompts: Sequence[str | list[int]] = body.prompts
     for place, prompt in enumerate(prompts):
-        stop.check()
         try:
-            ids = _token_ids(reader, prompt, stop)
+            ids = _token_ids(reader, prompt)
             positions += len(ids)
             listed = [calls.listed(serving, body, positions), body.logprobs if body.echo else None]
             max_tokens = calls.tokens_left(serving, ids, wanted)
@@ -83,12 +82,12 @@ def _asked(serving: Serving, body: CompletionRequest, reader: PromptTokenizer | 
     return asked
 
 
-def _token_ids(reader: PromptTokenizer | None, prompt: str | list[int], stop: Stop) -> list[int]:
+def _token_ids(reader: PromptTokenizer | None, prompt: str | list[int]) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
     if reader is None:
         raise bad_request("the model has no tokenizer: send token ids", param="prompt")
-    return reader.ids(prompt, "prompt", stop)
+    return reader.ids(prompt, "prompt")
 
 
 class _Completions:

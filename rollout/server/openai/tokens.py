@@ -21,7 +21,7 @@ from rollout.errors import InvalidRequestError
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.server.bodies import Body, ReplyBody, body_of, documented_body, off_the_loop
-from rollout.server.chat_template.prompt_ids import PromptTokenizer, Stop
+from rollout.server.chat_template.prompt_ids import PromptTokenizer
 from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
 from rollout.server.openai.chat_schema import MAX_MESSAGES, Message, Tool
@@ -126,7 +126,7 @@ def add_token_routes(app: FastAPI, serving: Serving) -> None:
         body = await body_of(serving, request, GenerateRequest)
         calls.admit(serving, request, body, 1)
         work = calls.work_of(body.sampling_params, len(await request.body()))
-        params = await off_the_loop(request, work, lambda _: _params(serving, body))
+        params = await off_the_loop(request, work, lambda: _params(serving, body))
         name = serving.name_of_reply("gen", body.request_id)
         head = {"request_id": name, "model": body.model or serving.model_name}
         choices = _TokenChoices(body, names, params)
@@ -140,15 +140,15 @@ def add_token_routes(app: FastAPI, serving: Serving) -> None:
         serving.adapter_of(body.model)
         if tokenizer is None:
             raise bad_request("the model has no tokenizer: send token ids to /inference/v1/generate")
-        ids = await off_the_loop(request, len(await request.body()), lambda stop: _ids(body, stop))
+        ids = await off_the_loop(request, len(await request.body()), lambda: _ids(body))
         strs = [str(tokenizer.convert_ids_to_tokens(token)) for token in ids] if body.return_token_strs else None
         return TokenizeReply(count=len(ids), max_model_len=room(), tokens=ids, token_strs=strs)
 
-    def _ids(body: TokenizeRequest, stop: Stop) -> list[int]:
+    def _ids(body: TokenizeRequest) -> list[int]:
         try:
             if body.prompt is not None:
                 special = body.add_special_tokens is not False
-                return PromptTokenizer(tokenizer, room, special=special).ids(body.prompt, "prompt", stop)
+                return PromptTokenizer(tokenizer, room, special=special).ids(body.prompt, "prompt")
             assert serving.conversation is not None
             return serving.conversation.render(
                 [message.model_dump(exclude_none=True) for message in body.messages or ()],
@@ -156,7 +156,6 @@ def add_token_routes(app: FastAPI, serving: Serving) -> None:
                 add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
                 continue_final_message=bool(body.continue_final_message),
                 template_kwargs=body.chat_template_kwargs,
-                stop=stop,
             ).token_ids
         except InvalidRequestError as exc:
             raise bad_request(str(exc), param="messages" if body.prompt is None else "prompt") from exc
