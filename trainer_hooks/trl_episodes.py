@@ -36,7 +36,7 @@ def episode_rollout_func(
     refuse_routes(manager.config)
 
     def play(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        batch = manager.run(prompts, environment, sampling_params, **options)
+        batch = manager.run(prompts, environment, sampling_params, **{"on_error": "mask"} | options)
         if len(batch) != len(prompts):
             raise ValueError(
                 f"{len(batch)} rows of {len(prompts)} episodes: TRL takes one row per episode; do not edit the history, or "

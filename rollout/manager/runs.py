@@ -137,7 +137,7 @@ class EpisodeRuns:
         max_discarded: int | None = None,
         episode_timeout_s: float | None = None,
         environments: Mapping[str, EnvironmentFactory | Play] | None = None,
-        on_error: OnError = "mask",
+        on_error: OnError = "raise",
         progress: bool | None = None,
         timeout_s: float | None = None,
         **fields: Any,
@@ -160,8 +160,8 @@ class EpisodeRuns:
             max_discarded: after this many dropped groups every one is kept. None: four times `min_groups`, or all.
             episode_timeout_s: an episode fails after this many seconds within `run`, with the turns that it has.
             environments: without `environment`: `__qualname__` → environment, of episodes from `load_state_dict`.
-            on_error: `mask`: rows of a failed episode are masked; `RolloutFailedError` only if every episode failed.
-                `raise`: `RolloutFailedError` if one failed.
+            on_error: `raise`: `RolloutFailedError` if an episode failed. `mask`: its rows are masked; the error is raised if
+                every episode failed.
             progress, timeout_s, fields: as in `generate`.
 
         Returns:

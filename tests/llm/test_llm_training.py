@@ -97,15 +97,6 @@ def test_suspended_takes_the_cache_off_the_device_and_requests_go_on_afterwards(
         llm.engine.unpause()
 
 
-def test_what_the_caller_has_suspended_by_himself_stays_so_after_an_update() -> None:
-    with blocking() as llm:
-        llm.engine.pause()
-        llm.engine.suspend()
-        llm.before_optimizer_step("recompute")
-        assert llm.weights_updated() == 1
-        assert (llm.state, llm.stats()["kv_device_bytes"]) == (EngineState.SUSPENDED, 0)
-
-
 @pytest.mark.parametrize("mode", [None, "persist", "recompute"])
 def test_before_an_optimizer_step_the_cache_leaves_the_device_as_configured_unless_a_mode_is_given(mode: Any) -> None:
     with blocking(kv_cache_management_mode="offload") as llm:

@@ -107,9 +107,9 @@ def test_a_run_of_which_every_episode_failed_raises_and_the_first_failure_is_log
 
     with caplog.at_level(logging.WARNING, "rollout"):
         with pytest.raises(RolloutFailedError, match=r"4 of 4 samples failed, .*no tool 0") as caught:
-            small.run([None, None], play, tokens(4), n=2)
+            small.run([None, None], play, tokens(4), n=2, on_error="mask")
         assert len(caught.value.batch) == 4
-        assert small.run([None], good_for_one, tokens(4), n=2).errors[0] is None
+        assert small.run([None], good_for_one, tokens(4), n=2, on_error="mask").errors[0] is None
     (record,) = caplog.records
     assert "later failures by OSError are not logged" in record.message
     assert record.exc_info is not None

@@ -159,12 +159,12 @@ def test_a_failure_is_its_episodes_alone(rollout):
             raise OSError("the tool is gone")
         return float("nan") if episode.index == 2 else 1.0
 
-    batch = rollout.run([None], play, tokens(4), n=4)
+    batch = rollout.run([None], play, tokens(4), n=4, on_error="mask")
     assert batch.errors == [None, "OSError: the tool is gone", "ValueError: reward=nan: must be finite", None]
     assert batch.response_mask.any(1).tolist() == [True, False, False, True]
     assert batch.rewards.isnan().tolist() == [False, True, True, False]
     with pytest.raises(RolloutFailedError, match="the tool is gone"):
-        rollout.run([None], play, tokens(4), n=4, on_error="raise")
+        rollout.run([None], play, tokens(4), n=4)
     assert_nothing_leaked(rollout)
 
 
@@ -183,7 +183,7 @@ def test_an_episode_that_never_ends_fails_at_its_deadline_even_if_it_ignores_its
             late.append(episode)
             raise
 
-    batch = rollout.run([None], play, tokens(4), n=2, episode_timeout_s=5.0)
+    batch = rollout.run([None], play, tokens(4), n=2, episode_timeout_s=5.0, on_error="mask")
     assert batch.errors[0] is None
     assert batch.errors[1].startswith("RequestTimeoutError")
     rollout.run([None], play, tokens(4))

@@ -178,13 +178,6 @@ def test_a_reply_is_continued_without_the_end_of_its_turn():
         assert prompt.reused == len(prompt.token_ids)
 
 
-def test_a_reply_of_no_tokens_is_ended():
-    tokenizer = byte_level("qwen3")
-    conversation = Conversation(tokenizer)
-    prompt = conversation.render([USER, came(conversation, [USER], reply(""), [20], []), user("So?")])
-    assert behind(tokenizer, prompt, [20]).startswith("<|im_end|>\n<|im_start|>user\nSo?")
-
-
 def test_a_call_can_be_forced_behind_an_earlier_reply():
     tokenizer = byte_level("qwen3")
     conversation = Conversation(tokenizer)
@@ -299,13 +292,6 @@ def test_what_the_template_would_write_otherwise_is_written(options: dict[str, A
         assert (prompt.reused, "the tools" in (prompt.retokenized or "")) == (0, True)
 
 
-def test_tools_that_are_shown_to_the_last_question_only_change_what_stands_before_it():
-    """Every reply was made under a question with the tools beside it, and they are no longer there."""
-    conversation, messages, _ = chain(byte_level("mistral"), tools=[WEATHER])
-    assert conversation.render(messages, tools=[WEATHER]).retokenized is None
-    assert conversation.render(messages).reused == 0
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("replies", [0, 1, 2])
 def test_ids_before_an_edit_stay(name: str, replies: int):
@@ -336,15 +322,6 @@ def test_a_redacted_reply_is_what_is_written_now_behind_the_ids_of_its_prompt(na
     assert (prompt.retokenized or "").startswith("messages[6].rollout: its content or its calls")
     text = text_of(tokenizer, prompt)
     assert ("REDACTED" in text, "answer 2" in text) == (True, False)
-
-
-def test_the_ids_of_a_redacted_reply_before_others_are_not_used():
-    tokenizer = byte_level("qwen2.5")
-    conversation, messages, prompts = chain(tokenizer)
-    messages[2] = {**messages[2], "content": "REDACTED"}
-    prompt = conversation.render(messages)
-    assert prompt.token_ids[: len(prompts[0])] == prompts[0]
-    assert unwritten(tokenizer)[1] not in prompt.token_ids
 
 
 @pytest.mark.parametrize("name", NAMES)
