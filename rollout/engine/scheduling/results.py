@@ -198,6 +198,7 @@ class StepResults:
             try:
                 sequence.stop_string = sequence.text.push(token, may_stop=may_stop)
             except Exception as exc:  # noqa: BLE001 - a tokenizer that fails on a token fails this request only
+                sequence.request.add_event_error_nontransient(exc, timestamp=now)
                 sequence.request.error = f"{type(exc).__name__}: {exc}"
                 return FinishReason.ERROR
             if sequence.stop_string is not None:
