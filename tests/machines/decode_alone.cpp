@@ -100,7 +100,8 @@ static void decode(int64_t threads, const char* name) {
         std::vector<char> workspace(rollout_workspace_bytes(&model, count, SEQUENCES, narrow));
         std::vector<T> logits(SEQUENCES * VOCABULARY);
         const Step work{ids.data(), positions.data(), slots.data(), offsets.data(), tables.data(), keep.data(),
-                        nullptr, logits.data(), workspace.data(), nullptr, count, SEQUENCES, BLOCKS, BLOCK, SEQUENCES, threads};
+                        nullptr, logits.data(), workspace.data(), nullptr, nullptr, count, SEQUENCES, BLOCKS, BLOCK, SEQUENCES,
+                        threads};
         rollout_forward(&model, &work, narrow);
         std::vector<float> temperature(SEQUENCES, 1.0f), peak(SEQUENCES), score(SEQUENCES);
         std::vector<int64_t> key(SEQUENCES), position(SEQUENCES, step), token(SEQUENCES);
