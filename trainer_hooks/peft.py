@@ -4,7 +4,7 @@
     manager = RolloutManager(model, tokenizer, config)      the PeftModel itself, or a model with injected adapters
     attach(optimizer, manager)                              trainer_hooks.optimizer; it may step adapters only
     with adapter(manager, None):                            reference policy: all adapters disabled
-        reference = token_logprobs(model, batch)
+        reference = batch.logprobs_of(model)
 
 The engine reads the active adapters from the model, however they were switched, and separates the prefix cache by adapter.
 Compared with PEFT's own switches, `adapter` takes effect between two engine steps, synchronises the ranks, restores the
