@@ -200,7 +200,6 @@ class StepResults:
             except Exception as exc:  # noqa: BLE001 - a tokenizer that fails on a token fails this request only
                 sequence.request.add_event_error_nontransient(exc, timestamp=now)
                 sequence.request.error = f"{type(exc).__name__}: {exc}"
-                sequence.request.add_event_error_nontransient(exc, timestamp=now)
                 return FinishReason.ERROR
             if sequence.stop_string is not None:
                 sequence.request.stop_reason = sequence.stop_string
