@@ -161,18 +161,6 @@ def tree(found: Found) -> str:
     )  # fmt: skip
 
 
-def score(found: Found) -> str:
-    """Log-probs of given sequences."""
-    medians = {name: statistics.median(values) for name, values in found["seconds"].items()}
-    labels = {
-        "padded, as it comes": "padded forward, rows as they come",
-        "padded, sorted": "padded forward, rows sorted by length",
-        "score": "`manager.score`, nothing in the prefix cache",
-    }
-    rows = [[labels[name], f"{value:.1f}", f"{value / medians['score']:.1f}"] for name, value in medians.items()]
-    return table(["", "seconds", "times the engine's"], rows)
-
-
 def suspend(found: Found) -> str:
     """Suspend and resume beside plain copies and prefilling again."""
     offload, recompute = found["medians"]["offload"], found["medians"]["recompute"]
@@ -251,7 +239,6 @@ FIGURES: dict[str, tuple[str, dict[str, Callable[[Found], str]], tuple[str, ...]
     "tree": ("tree", {"tree": tree}, ()),
     "suspend": ("suspend", {"suspend": suspend}, ()),
     "trl-step": ("trl_step", {"trl-step": trl_step}, ()),
-    "score": ("score --rounds 2", {"score": score}, ()),
     "exact": ("exact --dtype bfloat16", {"exact": exact}, ()),
     "episodes": ("episodes --longest 24", {"episodes": episodes}, ()),
     "equivalence": ("equivalence --seeds 10 --picture docs/equivalence.png", {"equivalence": equivalence}, ()),
