@@ -16,21 +16,22 @@ from rollout.observe.timeline import TracedEngine, TracedSample
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
 Values = Sequence[float | None]
-SIZE = (5.2, 2.3)
+SIZE = (4.8, 2.2)
 """Inches of a chart over steps."""
-SLOT_COLORS = {PREFILL: "#f2a541", DECODE: "#3b82c4", HELD: "#c3ccd5", PREEMPTED: "#d9534f"}
-CONTROL_COLORS = {"weights updated": "#b3261e", "suspend": "#5f6b76", "resume": "#2f7d4f"}
+# The palette of Okabe and Ito: colour-blind readers can tell these apart.
+BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#8a949e"
+SLOT_COLORS = {PREFILL: ORANGE, DECODE: BLUE, HELD: "#c3ccd5", PREEMPTED: RED}
+CONTROL_COLORS = {"weights updated": "#000000", "suspend": PURPLE, "resume": GREEN}
 SLOT_ROWS = 96
 SMALLEST = 1e-30
 """Values up to this are gaps on a logarithmic axis."""
 
 _STYLE: Any = {
-    "svg.fonttype": "none", "svg.hashsalt": "rollout", "font.size": 8, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.spines.left": False, "axes.edgecolor": "#9aa5b1", "xtick.color": "#616e7c",
-    "ytick.color": "#616e7c", "ytick.left": False, "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#e4e7eb",
-    "axes.axisbelow": True, "axes.xmargin": 0,
+    "svg.fonttype": "none", "svg.hashsalt": "rollout", "font.size": 9, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.spines.left": False, "axes.edgecolor": GREY, "axes.labelcolor": "#616e7c",
+    "xtick.color": "#616e7c", "ytick.color": "#616e7c", "ytick.left": False, "axes.grid": True,
+    "axes.grid.axis": "y", "grid.color": "#e4e7eb", "axes.axisbelow": True, "axes.xmargin": 0,
 }  # fmt: skip
 
 
@@ -57,8 +58,8 @@ def lines(
     columns = [plain(values) for _, _, values in series]
     low, high = ([], []) if band is None else (plain(band[2]), plain(band[3]))
     known = [value for values in (*columns, low, high) for value in values if not math.isnan(value)]
-    if not known:
-        return empty()
+    if not any(known):
+        return note("0 in every step") if any(v == 0 for _, _, values in series for v in values) else note()
 
     def draw(axes: Axes) -> None:
         if band is not None:
@@ -73,16 +74,19 @@ def lines(
             axes.set_ylim(min(0.0, *known), top)
 
     named = [(name, color) for name, color, _ in series] + ([] if band is None else [(band[0], band[1] + "55")])
-    return _svg(draw, SIZE) + _legend(named)
+    return _svg(draw, SIZE) + legend(named)
 
 
 def areas(steps: Sequence[int], series: Sequence[tuple[str, str, Values]], *, shares: bool = False) -> str:
     """Return a chart of stacked areas over steps; None counts as 0. `shares`: values as shares of each step's sum."""
     columns = [[value or 0.0 for value in values] for _, _, values in series]
-    sums = [sum(values) for values in zip(*columns, strict=True)]
-    if not any(sums):
-        return empty()
+    present = [name for (name, _, _), values in zip(series, columns, strict=True) if any(values)]
+    if not present:
+        return note()
     if shares:
+        if len(present) == 1:
+            return note(f"{present[0]} in every step")
+        sums = [sum(values) for values in zip(*columns, strict=True)]
         columns = [[v / total if total else 0.0 for v, total in zip(values, sums, strict=True)] for values in columns]
 
     def draw(axes: Axes) -> None:
@@ -92,7 +96,7 @@ def areas(steps: Sequence[int], series: Sequence[tuple[str, str, Values]], *, sh
         axes.stackplot(at, tall, colors=[color for _, color, _ in series], linewidth=0)
         axes.set_ylim(0, 1 if shares else None)
 
-    return _svg(draw, SIZE) + _legend([(name, color) for name, color, _ in series])
+    return _svg(draw, SIZE) + legend([(name, color) for name, color, _ in series])
 
 
 Stay = list[tuple[str, float, float]]
@@ -110,7 +114,7 @@ def slots(engine: TracedEngine, duration_s: float) -> str:
             rows.append(free := [])
         free.append(each)
     if not rows or duration_s <= 0:
-        return empty()
+        return note()
     shown, tips = rows[:SLOT_ROWS], list[str]()
 
     def draw(axes: Axes) -> None:
@@ -131,7 +135,7 @@ def slots(engine: TracedEngine, duration_s: float) -> str:
 
     more = f"<p>{len(rows) - len(shown)} more slots are not drawn.</p>" if len(rows) > len(shown) else ""
     picture = _svg(draw, (11.0, 0.6 + min(4.2, 0.15 * len(shown))), tips)
-    return picture + _legend([*SLOT_COLORS.items(), *CONTROL_COLORS.items()]) + more
+    return f'<div class="slots">{picture}</div>' + legend([*SLOT_COLORS.items(), *CONTROL_COLORS.items()]) + more
 
 
 def _stays(sample: TracedSample) -> Iterator[tuple[Stay, bool]]:
@@ -147,9 +151,9 @@ def _stays(sample: TracedSample) -> Iterator[tuple[Stay, bool]]:
         yield stay, False
 
 
-def empty() -> str:
-    """Return what stands in place of a chart without values."""
-    return '<p class="none">not recorded in this run</p>'
+def note(text: str = "not recorded in this run") -> str:
+    """Return a sentence in place of a chart."""
+    return f'<p class="none">{escape(text)}</p>'
 
 
 def _svg(draw: Any, size: tuple[float, float], tips: Sequence[str] = ()) -> str:
@@ -164,6 +168,7 @@ def _svg(draw: Any, size: tuple[float, float], tips: Sequence[str] = ()) -> str:
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=not tips))
+        axes.set_xlabel("step")
         draw(axes)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
@@ -172,6 +177,7 @@ def _svg(draw: Any, size: tuple[float, float], tips: Sequence[str] = ()) -> str:
     return re.sub(r'<g id="tip(\d+)">', lambda each: f"<g><title>{escape(tips[int(each[1])])}</title>", svg)
 
 
-def _legend(entries: Sequence[tuple[str, str]]) -> str:
+def legend(entries: Sequence[tuple[str, str]]) -> str:
+    """Return the names of (name, colour) pairs, each after a square of its colour."""
     keys = "".join(f'<span><i style="background:{color}"></i>{escape(name)}</span>' for name, color in entries)
     return f'<div class="legend">{keys}</div>'

@@ -10,10 +10,10 @@ from typing import Any
 
 from rollout.errors import ConfigError
 from rollout.observe import charts
+from rollout.observe.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
 from rollout.observe.run_log import read_log
 from rollout.observe.timeline import ReadTrace, read
 
-BLUE, ORANGE, GREEN, RED, GREY, TEAL = "#3b82c4", "#f2a541", "#4c9f70", "#d9534f", "#9aa5b1", "#3aa6a0"
 AGES = ("#ffffff", "#fdf3d0", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f")
 """Background of tokens sampled 0, 1, 2 … weight updates ago; the last one for all older tokens."""
 AGE_AREAS = ("#dbe7f3", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f", "#a33a3a")
@@ -55,11 +55,8 @@ def report(
 
 def _traces(folder: Path) -> list[str | os.PathLike[str]]:
     """The last trace below a run, with those of the other ranks of the same step."""
-    found = [
-        path
-        for parent in (folder, folder / "traces")
-        for path in (*parent.glob("*.json.gz"), *parent.glob("step*.json"))
-    ]
+    patterns = ("*.json.gz", "step*.json", "traces/*.json.gz", "traces/step*.json")
+    found = [path for pattern in patterns for path in folder.glob(pattern)]
     if not found:
         return []
     last = max(found, key=lambda path: (path.name.partition(".")[0], path.stat().st_mtime))
@@ -72,7 +69,7 @@ def _page(title: str, rows: list[dict[str, Any]], trace: ReadTrace | None, trace
     panels = "".join(f"<section><h2>{escape(name)}</h2>{chart}</section>" for name, chart in _charts(rows))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{_STYLE}</style></head><body>'
         f"<h1>{escape(title)}</h1>{_headline(rows)}<main>{panels}</main>"
         f"{_slots(trace, trace_name)}{_samples(rows)}</body></html>\n"
     )
@@ -122,7 +119,7 @@ def _charts(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
             band=("median to 99th percentile", BLUE, metric(f"{length}_p50"), metric(f"{length}_p99")))),
         ("Where the seconds of a step went", charts.areas(steps, [
             ("generate", BLUE, metric("generate_s")), ("train", ORANGE, metric("train_s")),
-            ("suspend", RED, metric("suspend_s")), ("resume", TEAL, metric("resume_s"))])),
+            ("suspend", PURPLE, metric("suspend_s")), ("resume", GREEN, metric("resume_s"))])),
         ("Sampled tokens per second of generating", charts.lines(
             steps, [("tokens per second", BLUE, metric("tokens_per_second"))])),
         ("Staleness of trained tokens (share by updates since sampling)", charts.areas(steps, ages, shares=True)),
@@ -154,21 +151,17 @@ def _slots(trace: ReadTrace | None, name: str) -> str:
 
 def _samples(rows: list[dict[str, Any]]) -> str:
     every = [(row["step"], sample) for row in rows for sample in row.get("samples", ())]
-    slowest = sorted(
-        (each for each in every if "slowest" in each[1]["why"]), key=lambda each: -(each[1]["seconds"] or 0)
-    )
-    stalest = sorted((each for each in every if "most stale" in each[1]["why"]), key=lambda each: -_age(each[1]))
     parts = []
-    for name, chosen in (("Slowest samples", slowest), ("Most stale samples", stalest)):
+    for why, size in (("slowest", lambda sample: sample["seconds"] or 0), ("most stale", _age)):
+        chosen = sorted((each for each in every if why in each[1]["why"]), key=lambda each: -size(each[1]))
         if chosen:
-            parts.append(f"<h2>{name}</h2>" + "".join(_sample(step, sample) for step, sample in chosen[:SHOWN]))
+            parts.append(f"<h2>{why.capitalize()} samples</h2>")
+            parts += [_sample(step, sample) for step, sample in chosen[:SHOWN]]
     if not parts:
         return ""
-    key = "".join(
-        f'<span><i style="background:{color}"></i>{age}{" or more" * (age == len(AGES) - 1)} updates old</span>'
-        for age, color in enumerate(AGES)
-    )
-    return f'<section class="wide"><div class="legend">{key}</div>{"".join(parts)}</section>'
+    key = charts.legend([(f"{age}" + " or more" * (age == len(AGES) - 1), color) for age, color in enumerate(AGES)])
+    caption = "<p>Background of a token: weight updates since it was sampled</p>"
+    return f'<section class="wide">{caption}{key}{"".join(parts)}</section>'
 
 
 def _age(sample: dict[str, Any]) -> int:
@@ -200,18 +193,19 @@ def colored(runs: Iterable[tuple[int, int, str]], now: int) -> str:
 _STYLE = """
 :root{color-scheme:light}body{font:14px/1.45 system-ui,"DejaVu Sans",sans-serif;color:#1f2933;background:#f4f6f8;
 margin:0 auto;max-width:1180px;padding:24px}h1{font-size:24px;margin:0 0 12px}h2{font-size:15px;margin:0 0 8px}
-h3{font-size:13px;margin:8px 0 4px;color:#52606d}small{font-weight:400;color:#7b8794}
+h3{font-size:13px;margin:8px 0 4px;color:#52606d}small{font-weight:400;color:#616e7c}p{margin:0}
 .facts{display:flex;flex-wrap:wrap;gap:10px;margin-bottom:16px}.facts div{background:#fff;border:1px solid #e1e6eb;
 border-radius:6px;padding:8px 14px;color:#52606d;font-size:12px}.facts b{display:block;font-size:19px;color:#1f2933}
 main{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(460px,100%),1fr));gap:14px}
 section{background:#fff;border:1px solid #e1e6eb;border-radius:6px;padding:14px;min-width:0}
-section.wide{margin-top:14px}svg{width:100%;height:auto;display:block}svg text{font-size:11px;fill:#616e7c}
-.grid{stroke:#e4e7eb;fill:none}.legend{display:flex;flex-wrap:wrap;gap:4px 14px;font-size:12px;color:#52606d;margin:6px 0}
+section.wide{margin-top:14px}svg{width:100%;height:auto;display:block}main svg{overflow:visible}
+.slots{overflow-x:auto}.slots svg{min-width:700px}
+.legend{display:flex;flex-wrap:wrap;gap:4px 14px;font-size:12px;color:#52606d;margin:6px 0}
 .legend i{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:5px;vertical-align:-1px;
-border:1px solid #0001}.none{color:#9aa5b1;text-align:center;padding:70px 0}
-pre{overflow:auto;font:12px/1.4 ui-monospace,"DejaVu Sans Mono",monospace;background:#f8fafb;padding:10px;margin:10px 0 0}
+border:1px solid #0003}.none{color:#616e7c;text-align:center;padding:30px 0}
 article{border:1px solid #e1e6eb;border-radius:4px;margin:0 0 10px}header{background:#f8fafb;padding:5px 10px;
-font-size:12px;color:#52606d;border-bottom:1px solid #e1e6eb}.prompt{padding:6px 10px;color:#7b8794;white-space:pre-wrap;
+font-size:12px;color:#52606d;border-bottom:1px solid #e1e6eb}.prompt{padding:6px 10px;color:#616e7c;white-space:pre-wrap;
 overflow-wrap:anywhere;max-height:90px;overflow:auto}.text{padding:2px 10px 8px;white-space:pre-wrap;overflow-wrap:anywhere;
 max-height:260px;overflow:auto;font-family:ui-monospace,"DejaVu Sans Mono",monospace;font-size:12.5px}
+@media(max-width:600px){body{padding:10px}main svg text{font-size:13px!important}}
 """
