@@ -173,6 +173,14 @@ def test_generated_pages_equal_the_code():
     assert not stale, f"run `python -m tests.reference --write`: {stale} differ from the code"
 
 
+def test_the_api_page_has_the_methods_that_the_manager_takes_from_its_parts():
+    """The site finds only the methods that are written in a class."""
+    page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    taken = [name for name, method in vars(RolloutManager).items() if hasattr(method, "__wrapped__") and name[0] != "_"]
+    assert "generate" in taken
+    assert not [name for name in taken if f"heading: RolloutManager.{name}," not in page]
+
+
 ARCHITECTURE = ROOT / "docs" / "explanation" / "architecture.md"
 
 
