@@ -36,9 +36,8 @@ from rollout.engine.models.attention import Installation
 from rollout.engine.models.model_support import (
     DEFAULT_LENGTH,
     ModelLayout,
+    check_lengths,
     inspect_model,
-    refuse_growing_rope,
-    refuse_packed_temperature,
 )
 from rollout.engine.models.routers import Routers, routers_of
 from rollout.engine.multimodal.vision import Vision
@@ -119,8 +118,7 @@ def build(base: EngineBase) -> EngineParts:
     longest = config.max_sequence_length or layout.max_position_embeddings or DEFAULT_LENGTH
     if config.max_tokens_per_step is None:
         config = replace(config, max_tokens_per_step=step_tokens(config, model, layout.device))
-    refuse_growing_rope(model, longest)
-    refuse_packed_temperature(model, max(longest, config.step_tokens))
+    check_lengths(model, longest, config.step_tokens)
     routers = routers_of(model) if config.record_routes else None
     cache, states, context = _memory(base, config, model, layout, longest, routers)
     runner = _runner(base, config, model, layout, longest, routers, cache, states, context)
@@ -194,10 +192,29 @@ def _memory(
     longest: int,
     routers: Routers | None,
 ) -> tuple[KVCache, StatePool | None, DynamicInferenceContext]:
-    """The KV cache and the recurrent states, with what schedules requests over them."""
+    """The KV cache and the recurrent states, with what schedules requests over them.
+
+    Raises:
+        UnsupportedModelError: the model has recurrent layers next to something that they cannot be combined with.
+    """
     peers = base.peers
     if layout.states:
-        _refuse_beside_states(config, peers, model)
+        layers = f"{type(model).__name__} has recurrent layers"
+        if (host_gb := config.kv_cache_host_memory_gb) is not None:
+            raise UnsupportedModelError(
+                f"InferenceConfig.kv_cache_host_memory_gb={host_gb}: {layers}, whose states are not kept on the host; set "
+                "it to None"
+            )
+        if peers.lockstep is not None:
+            raise UnsupportedModelError(
+                f"{layers}, whose steps are several forwards, and its ranks exchange tokens in each layer, in one forward "
+                "at a time; load it with ep_size=1"
+            )
+        if peers.group is not None:
+            raise UnsupportedModelError(
+                f"{layers}, whose states are not split over a tensor-parallel group; load it whole on every rank "
+                "(tp_size=1)"
+            )
     routes = None if routers is None else routers.shape
     slots = state_slots(config, layout.states, layout.device) if layout.states else 0
     state_bytes = slots * sum(each.num_bytes for each in layout.states)
@@ -367,29 +384,6 @@ def _keep_host_blocks(cache: KVCache, peers: Peers, gib: float) -> None:
         ) from exc
 
 
-def _refuse_beside_states(config: InferenceConfig, peers: Peers, model: nn.Module) -> None:
-    """Refuse what a model with recurrent layers cannot be combined with.
-
-    Raises:
-        UnsupportedModelError: names it.
-    """
-    if config.kv_cache_host_memory_gb is not None:
-        raise UnsupportedModelError(
-            f"InferenceConfig.kv_cache_host_memory_gb={config.kv_cache_host_memory_gb}: {type(model).__name__} has "
-            "recurrent layers, whose states are not kept on the host; set it to None"
-        )
-    if peers.lockstep is not None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has recurrent layers, whose steps are several forwards, and its ranks exchange "
-            "tokens in each layer, in one forward at a time; load it with ep_size=1"
-        )
-    if peers.group is not None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has recurrent layers, whose states are not split over a tensor-parallel group; "
-            "load it whole on every rank (tp_size=1)"
-        )
-
-
 def _pool_memory(base: EngineBase, device: torch.device) -> PoolMemory:
     """Memory of one pool."""
     if base.allocate is not zeros:
@@ -420,6 +414,6 @@ def step_tokens(config: InferenceConfig, model: Any, device: torch.device) -> in
     """Token budget of a step where the configuration names none."""
     if device.type != "cuda":
         return config.step_tokens
-    # See `refuse_packed_temperature`.
+    # See `check_lengths`.
     floor = getattr(model.config.get_text_config(), "floor_scale", None)
     return max(CUDA_STEP_TOKENS if floor is None else min(CUDA_STEP_TOKENS, int(floor) - 1), config.max_requests)

@@ -67,7 +67,17 @@ class AsyncLLM(LLMRequests):
         coordinator = options_of_coordinator(use_coordinator, coordinator_host, coordinator_port, coordinator_config)
         if not isinstance(model, nn.Module):
             model, tokenizer = load_model(model, tokenizer)
-        _refuse_spread_weights(model, coordinator)
+        weights = weights_of(model)
+        if coordinator is not None and (weights.collective or weights.tensor_parallel_mesh is not None):
+            raise ConfigError(
+                f"use_coordinator=True, and the weights of {type(model).__name__} are spread over the ranks: leave it out "
+                "(with FSDP every rank runs its own prompts, in a tensor-parallel group the first rank asks)"
+            )
+        if weights.expert_parallel_mesh is not None:
+            raise ConfigError(
+                f"LLM of {type(model).__name__}, whose ranks exchange tokens in each layer: a request on one would wait "
+                "for the others' forwards; load the model with ep_size=tp_size, or generate by RolloutManager on every rank"
+            )
         engine = DynamicInferenceEngine(model, tokenizer, inference_config)
         # Gathered until the shutdown: requests come at any time, and the ranks have to gather together.
         world = World.of_torch() if engine.weights.collective else None
@@ -382,20 +392,6 @@ class LLM:
             if isinstance(exc, CancelledError) or self.loop.closed:
                 self.refuse_when_over()
             raise
-
-
-def _refuse_spread_weights(model: nn.Module, coordinator: CoordinatorConfig | None) -> None:
-    weights = weights_of(model)
-    if coordinator is not None and (weights.collective or weights.tensor_parallel_mesh is not None):
-        raise ConfigError(
-            f"use_coordinator=True, and the weights of {type(model).__name__} are spread over the ranks: leave it out "
-            "(with FSDP every rank runs its own prompts, in a tensor-parallel group the first rank asks)"
-        )
-    if weights.expert_parallel_mesh is not None:
-        raise ConfigError(
-            f"LLM of {type(model).__name__}, whose ranks exchange tokens in each layer: a request on one would wait "
-            "for the others' forwards; load the model with ep_size=tp_size, or generate by RolloutManager on every rank"
-        )
 
 
 def _close(service: EngineLoop | EngineService, loop: LoopThread) -> None:

@@ -58,7 +58,7 @@ class RequestFuture(asyncio.Future[Any]):
         self.prompt = prompt
         self.group = group
         self._abort = abort
-        self._refuse_to_block = refuse_to_block or self._refuse_on_its_loop
+        self._refuse_to_block = refuse_to_block
         # The base class calls its callbacks on the thread that ends it. It is given none, and these are kept here.
         self._told: list[tuple[Told, asyncio.AbstractEventLoop | None, Context | None]] = []
         self._changing = threading.RLock()
@@ -74,7 +74,13 @@ class RequestFuture(asyncio.Future[Any]):
                 loop.
         """
         if not self.done():
-            self._refuse_to_block()
+            if self._refuse_to_block is not None:
+                self._refuse_to_block()
+            elif asyncio._get_running_loop() is self.get_loop():
+                raise asyncio.InvalidStateError(
+                    f"request {self.request_id} has not ended, and result() on its own event loop would wait for ever: "
+                    "await it"
+                )
             ended = threading.Event()
 
             def tell(_: object) -> None:
@@ -164,12 +170,6 @@ class RequestFuture(asyncio.Future[Any]):
             # The loop may have ended without it.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(fn, self, context=context)
-
-    def _refuse_on_its_loop(self) -> None:
-        if asyncio._get_running_loop() is self.get_loop():
-            raise asyncio.InvalidStateError(
-                f"request {self.request_id} has not ended, and result() on its own event loop would wait for ever: await it"
-            )
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

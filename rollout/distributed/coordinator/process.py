@@ -289,7 +289,7 @@ class DataParallelInferenceCoordinator:
         if len(frames) > MAX_FRAMES_PER_MESSAGE or sum(sizes) - max(sizes, default=0) > MAX_BYTES_TOGETHER:
             text = f"message of {len(frames)} frames and {sum(sizes)} bytes: at most {MAX_FRAMES_PER_MESSAGE} are taken"
             text += f", with at most {MAX_BYTES_TOGETHER} bytes besides the longest; send several messages"
-            self._core.refuse(peer, "malformed", text)
+            self._core.peers.refuse(peer, "malformed", text)
         else:
             for frame in frames:
                 self._take(peer, frame.buffer, now)

@@ -116,10 +116,15 @@ def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world:
         host = world.address_for_others()
     size, seed = 1 if world is None else world.size, engine.config.seed
     block_size = engine.config.advanced.block_size_tokens
-    _refuse_conflict("data_parallel_size", config.data_parallel_size, size, "the number of ranks")
-    _refuse_conflict("block_size_tokens", config.block_size_tokens, block_size, "Advanced.block_size_tokens")
-    if seed != InferenceConfig.seed:
-        _refuse_conflict("seed", config.seed, seed, "InferenceConfig.seed")
+    known = [
+        ("data_parallel_size", size, "the number of ranks"),
+        ("block_size_tokens", block_size, "Advanced.block_size_tokens"),
+        # An engine with the default seed takes the coordinator's.
+        *([("seed", seed, "InferenceConfig.seed")] if seed != InferenceConfig.seed else []),
+    ]
+    for name, value, where in known:
+        if (said := getattr(config, name)) not in (value, getattr(CoordinatorConfig, name)):
+            raise ConfigError(f"CoordinatorConfig.{name}={said}: {where} is {value}; leave it out, or give the same")
     tokenizer = config.tokenizer
     if tokenizer is None and (world is None or world.rank == 0):
         tokenizer = _portable(engine.controller.tokenizer)
@@ -138,9 +143,3 @@ def _portable(tokenizer: Any) -> str | None:
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     ours = type(tokenizer).__module__.startswith("transformers.")
     return str(backend.to_str()) if ours and hasattr(backend, "to_str") else None
-
-
-def _refuse_conflict(name: str, said: int, known: int, where: str) -> None:
-    """Refuse a value set by the user (it differs from its default) that differs from the job's."""
-    if said not in (known, getattr(CoordinatorConfig, name)):
-        raise ConfigError(f"CoordinatorConfig.{name}={said}: {where} is {known}; leave it out, or give the same")

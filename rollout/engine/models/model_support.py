@@ -448,14 +448,17 @@ def _innermost(model: nn.Module, exc: BaseException) -> str:
     return found
 
 
-def refuse_growing_rope(model: nn.Module, max_sequence_length: int) -> None:
-    """Refuse sequences longer than the model's positions allow.
+def check_lengths(model: nn.Module, max_sequence_length: int, step_tokens: int) -> None:
+    """Check that the model's positions allow sequences and steps of these lengths.
 
-    Some rotary variants change every position once a sequence grows past the original context, and a model without rotary
-    positions has a table of fixed length. Other models only get worse, which is logged as a warning.
+    - Some rotary variants change every position once a sequence grows past the original context.
+    - A model without rotary positions has a table of fixed length. Other models only get worse, which is logged as a
+      warning.
+    - Llama 4's layers without rotary positions scale a query by its place in the forward's input, and several sequences
+      share one input. Below `floor_scale` the scale is 1 at every place.
 
     Raises:
-        UnsupportedModelError: `max_sequence_length` exceeds the limit past which cached keys would be wrong.
+        UnsupportedModelError: cached keys or scaled queries would be wrong.
     """
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -480,22 +483,7 @@ def refuse_growing_rope(model: nn.Module, max_sequence_length: int) -> None:
                 f"rope_type={each['rope_type']!r} changes every position once a sequence passes {original} tokens, "
                 f"and max_sequence_length={max_sequence_length}; set InferenceConfig.max_sequence_length <= {original}"
             )
-
-
-def refuse_packed_temperature(model: nn.Module, longest: int) -> None:
-    """Refuse sequences or steps for which Llama 4's attention temperature would be wrong.
-
-    Its layers without rotary positions scale a query by its place in the forward's input, and several sequences share one
-    input. Below `floor_scale` the scale is 1 at every place.
-
-    Args:
-        longest: most positions of a sequence or of a step.
-
-    Raises:
-        UnsupportedModelError: a position could be scaled by another one's place.
-    """
-    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    floor = getattr(config, "floor_scale", None)
+    floor, longest = getattr(config, "floor_scale", None), max(max_sequence_length, step_tokens)
     if getattr(config, "attn_temperature_tuning", False) and floor is not None and longest >= floor:
         raise UnsupportedModelError(
             f"{type(model).__name__} scales queries by their place in a batch from {floor} on (attn_temperature_tuning); "

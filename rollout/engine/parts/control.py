@@ -216,7 +216,19 @@ class EngineControl:
         SamplingParams(adapter=name)
         with self._lifecycle.locked():
             self._lifecycle.refuse_when_stopped()
-            self._refuse_adapters()
+            runner, why = self._controller.runner, None
+            if self._guard.source.collective or self._guard.source.tensor_parallel_mesh is not None:
+                why = "its weights are spread over the ranks"
+            elif runner.exact:
+                why = "exact mode runs the fused forward only, which has no adapters (InferenceConfig.exact)"
+            elif runner.states is not None:
+                why = "it has recurrent layers"
+            elif self._controller.takes_images:
+                why = "it takes images"
+            elif self._watch.adapters.present(runner.installation.module_epoch):
+                why = "it has PEFT layers of its own, which would act beside it; build the engine of the base model"
+            if why is not None:
+                raise UnsupportedModelError(f"load_adapter() into {type(self._guard.model).__name__}: {why}")
             if self._adapters.load(name, folder):
                 self._context.allocator.drop_cached()
             return self._adapters.num_layers(name)
@@ -236,21 +248,6 @@ class EngineControl:
             self._adapters.unload(name)
         self._lifecycle.moved()
         return len(keys)
-
-    def _refuse_adapters(self) -> None:
-        runner, why = self._controller.runner, None
-        if self._guard.source.collective or self._guard.source.tensor_parallel_mesh is not None:
-            why = "its weights are spread over the ranks"
-        elif runner.exact:
-            why = "exact mode runs the fused forward only, which has no adapters (InferenceConfig.exact)"
-        elif runner.states is not None:
-            why = "it has recurrent layers"
-        elif self._controller.takes_images:
-            why = "it takes images"
-        elif self._watch.adapters.present(self._controller.runner.installation.module_epoch):
-            why = "it has PEFT layers of its own, which would act beside it; build the engine of the base model"
-        if why is not None:
-            raise UnsupportedModelError(f"load_adapter() into {type(self._guard.model).__name__}: {why}")
 
     def flush_prefix_cache(self) -> int:
         """Drop every cached block that no request holds; returns their number."""

@@ -24,6 +24,9 @@ from rollout.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 
+_PROCESSOR_ERRORS = (ValueError, TypeError, IndexError, RuntimeError, KeyError)
+"""What processors raise for input that they do not take."""
+
 
 class TextGenerationController:
     """One model with its tokenizer, or the processor around it (None: prompts are token ids and no text is produced).
@@ -142,25 +145,21 @@ class TextGenerationController:
                 )
         try:
             inputs = self.processor(text=[text], images=pictures, return_tensors="pt")
-        except (ValueError, TypeError, IndexError, RuntimeError, KeyError) as exc:
-            self._refuse_picture([image.where for image in images], pictures)
+        except _PROCESSOR_ERRORS as exc:
+            # Which image is to blame, if one is alone.
+            for image, picture in zip(images, pictures, strict=True):
+                try:
+                    self.processor.image_processor(images=[picture], return_tensors="pt")
+                except _PROCESSOR_ERRORS as alone:
+                    raise InvalidRequestError(
+                        f"{image.where}: {type(self.processor.image_processor).__name__} refuses an image of "
+                        f"{picture.width} x {picture.height} pixels: {alone}"
+                    ) from alone
             raise InvalidRequestError(
                 f"{type(self.processor).__name__} refuses {len(pictures)} images with this text: {exc} (the chat template "
                 "has to write one placeholder for each)"
             ) from exc
         return processed_prompt(inputs)
-
-    def _refuse_picture(self, places: list[str], pictures: list[Any]) -> None:
-        """Raises: InvalidRequestError: the image processor refuses one of the images alone; names its place."""
-        assert self.processor is not None
-        for where, picture in zip(places, pictures, strict=True):
-            try:
-                self.processor.image_processor(images=[picture], return_tensors="pt")
-            except (ValueError, TypeError, IndexError, RuntimeError, KeyError) as exc:
-                raise InvalidRequestError(
-                    f"{where}: {type(self.processor.image_processor).__name__} refuses an image of {picture.width} x "
-                    f"{picture.height} pixels: {exc}"
-                ) from exc
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Check that prompt tokens are valid model input.

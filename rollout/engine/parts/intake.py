@@ -164,7 +164,7 @@ class Intake:
         Raises:
             InvalidRequestError, ConfigError: no engine like this one could continue it.
         """
-        _refuse_unserved(record, self._routes)
+        _refuse_unserved(record, self._routes, self._controller.layout.vocab_size)
         self.images(record.request_id, prompt_of(record[0]))
         self._check(record[0].prompt_tokens, record[0].sampling_params)
 
@@ -243,8 +243,7 @@ class Intake:
                 are not those of its tokens.
         """
         number = record.request_id
-        _refuse_unserved(record, self._routes)
-        _refuse_wrong_kept_tokens(record, self._controller.layout.vocab_size)
+        _refuse_unserved(record, self._routes, self._controller.layout.vocab_size)
         _fit_values(record, self._controller.runner.values.width)
         if record[-1].policy_version > version:
             raise InvalidRequestError(
@@ -430,13 +429,15 @@ def _images(request: DynamicInferenceRequest) -> ImageInputs | None:
     return request.images if isinstance(request, VLMInferenceRequest) else None
 
 
-def _refuse_unserved(record: DynamicInferenceRequestRecord, routes: RouteShape | None) -> None:
+def _refuse_unserved(record: DynamicInferenceRequestRecord, routes: RouteShape | None, vocabulary: int) -> None:
     """Refuse a record with fields that the engine does not support, instead of ignoring them silently."""
     for request in record:
         if isinstance(request, VLMInferenceRequest) and request.images is None and request.num_tiles:
             field, cure = "num_tiles", "there is no image; give imgs, or clear it"
         elif why := _wrong_routes(request, routes):
             field, cure = "routing_indices", why
+        elif why := _wrong_kept_tokens(request, vocabulary):
+            field, cure = "generated_kept_tokens", why
         elif request.encoder_prompt is not None:
             field, cure = "encoder_prompt", "only decoder models are supported; put the text into the prompt"
         elif request.stop_word_ids is not None:
@@ -464,20 +465,15 @@ def _wrong_routes(request: DynamicInferenceRequest, routes: RouteShape | None) -
     return ""
 
 
-def _refuse_wrong_kept_tokens(record: DynamicInferenceRequestRecord, vocabulary: int) -> None:
-    for index, segment in enumerate(record):
-        sets, wrong = segment.generated_kept_tokens, None
-        if segment.sampling_params.return_kept_tokens:
-            wrong = (sets or KeptTokens.of(())).wrong_for(segment.generated_tokens)
-            if sets is not None and sets.ids.max(initial=0) >= vocabulary:
-                wrong = f"token {sets.ids.max()}: must lie in [0, {vocabulary})"
-        elif sets is not None:
-            wrong = "SamplingParams.return_kept_tokens is False, so later tokens would have none; set it"
-        if wrong is not None:
-            raise InvalidRequestError(
-                f"request {record.request_id} sample {record.sample_index} segment {index}: generated_kept_tokens: {wrong}",
-                record.request_id,
-            )
+def _wrong_kept_tokens(request: DynamicInferenceRequest, vocabulary: int) -> str:
+    """Why the engine cannot continue after a request's kept tokens; empty: it can."""
+    sets = request.generated_kept_tokens
+    if not request.sampling_params.return_kept_tokens:
+        unwanted = "SamplingParams.return_kept_tokens is False, so later tokens would have none; set it"
+        return "" if sets is None else unwanted
+    if sets is not None and sets.ids.max(initial=0) >= vocabulary:
+        return f"token {sets.ids.max()}: must lie in [0, {vocabulary})"
+    return (sets or KeptTokens.of(())).wrong_for(request.generated_tokens) or ""
 
 
 def _fit_values(record: DynamicInferenceRequestRecord, width: int) -> None:

@@ -90,7 +90,14 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
                 f"{found[1].mesh.tolist()}; one tensor-parallel group per model is served"
             )
         found = found or (name, own)
-        _refuse_sequence_parallel(model, name, parameter)
+        # Both transformers and torch replicate the norms of a sequence-parallel model as DTensors, and nothing else.
+        placements = getattr(parameter, "placements", ())
+        if parameter.ndim == 1 and name.endswith("weight") and all(each.is_replicate() for each in placements):
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: {name} is a replicated DTensor, as sequence parallelism makes it: it splits the "
+                "positions of a step between the ranks, which the engine does not serve; leave SequenceParallel out of the "
+                "plan"
+            )
     return None if found is None else found[1]
 
 
@@ -116,12 +123,3 @@ def _sizes(manager: Any, mesh: str) -> dict[str, int]:
     """Sizes of the named dimensions of one of transformers' meshes; {}: the model was not split by transformers."""
     found = getattr(manager, mesh, None)
     return dict(zip(getattr(found, "mesh_dim_names", None) or (), getattr(found, "shape", ()), strict=False))
-
-
-def _refuse_sequence_parallel(model: nn.Module, name: str, parameter: Any) -> None:
-    # Both transformers and torch replicate the norms of a sequence-parallel model as DTensors, and nothing else.
-    if parameter.ndim == 1 and name.endswith("weight") and all(each.is_replicate() for each in parameter.placements):
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: {name} is a replicated DTensor, as sequence parallelism makes it: it splits the "
-            "positions of a step between the ranks, which the engine does not serve; leave SequenceParallel out of the plan"
-        )

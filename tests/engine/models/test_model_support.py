@@ -261,7 +261,7 @@ def test_the_token_budget_of_a_step_follows_the_device_unless_it_is_given() -> N
     assert step_tokens(InferenceConfig(), model, cuda) == 8192
     assert step_tokens(InferenceConfig(max_requests=9000), model, cuda) == 9000
     llama4 = make_model("llama4", floor_scale=4096)
-    assert step_tokens(InferenceConfig(), llama4, cuda) == 4095, "it refuses more, see refuse_packed_temperature"
+    assert step_tokens(InferenceConfig(), llama4, cuda) == 4095, "it refuses more, see check_lengths"
     with pytest.raises(ConfigError, match="max_tokens_per_step=64: must be at least max_requests=256"):
         InferenceConfig(max_tokens_per_step=64)
 

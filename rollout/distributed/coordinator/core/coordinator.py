@@ -102,7 +102,7 @@ class CoordinatorCore:
                 self._moved(peer, message)
             case _:
                 kind = "client" if isinstance(peer, ClientPeer) else "rank"
-                self.refuse(peer.identity, "not_yours", f"a {kind} does not send {type(message).__name__}")
+                self.peers.refuse(peer.identity, "not_yours", f"a {kind} does not send {type(message).__name__}")
 
     def _moved(self, rank: RankPeer, message: wire.CommandAck | wire.EngineMoved) -> None:
         rank.state = EngineState(message.state)
@@ -135,16 +135,12 @@ class CoordinatorCore:
                 self.sessions.end(rank, "malformed", str(exc), self._now)
                 return
 
-    def refuse(self, identity: bytes, code: str, text: str) -> None:
-        """Reject a frame of a peer with a reason; its session continues."""
-        self.peers.refuse(identity, code, text)
-
     def unreadable(self, identity: bytes, text: str) -> None:
         """Reject an undecodable frame of a peer with a reason; its session continues."""
         peer = self.peers.get(identity)
         if peer is not None:
             peer.frames.skip()
-        self.refuse(identity, "malformed", text)
+        self.peers.refuse(identity, "malformed", text)
 
     def shutdown(self, why: str, now: float) -> None:
         """Disconnect all peers with a reason; open requests fail at their clients."""
