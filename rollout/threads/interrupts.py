@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -49,19 +49,17 @@ class _Deferral:
             self.waiting, self.shielded, self.wholly = before
 
 
-def _handler() -> Callable[[int, FrameType | None], Any] | None:
-    """The Python handler of Ctrl-C; None if there is none or this is not the main thread."""
-    # Checked first: getsignal() is slow, it compares the handler with its constants and formats a hidden error.
-    if threading.current_thread() is not threading.main_thread():
-        return None
-    handler = signal.getsignal(signal.SIGINT)
-    return handler if callable(handler) else None
+class _Thread(threading.local):
+    deferral: _Deferral | None = None
+    """The handler of the enclosing `interrupt_deferred()`."""
+
+
+_thread = _Thread()
 
 
 def interrupt_pending() -> bool:
     """Whether a Ctrl-C is deferred by the enclosing `interrupt_deferred()`."""
-    handler = _handler()
-    return isinstance(handler, _Deferral) and handler.presses > 0
+    return _thread.deferral is not None and _thread.deferral.presses > 0
 
 
 @contextmanager
@@ -69,33 +67,44 @@ def interrupt_deferred() -> Iterator[None]:
     """Context manager that delays a Ctrl-C to the end of the block; a second one takes effect at once.
 
     The installed handler is called, only later. No-op outside the main thread (Python interrupts only that one), without a
-    Python handler of Ctrl-C, and nested in another such block. Takes about 5 µs.
+    Python handler of Ctrl-C, and nested in another such block.
     """
-    handler = _handler()
-    if handler is None or isinstance(handler, _Deferral):
+    affected = _thread.deferral is None and threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if affected else None
+    if not callable(handler):
         yield
         return
     deferral = _Deferral(handler)
     signal.signal(signal.SIGINT, deferral)
+    _thread.deferral = deferral
     try:
         yield
     finally:
         # Another press now would leave this handler in place.
         deferral.shielded = True
+        _thread.deferral = None
         signal.signal(signal.SIGINT, handler)
         if deferral.presses:
             handler(signal.SIGINT, None)
 
 
-@contextmanager
-def uninterrupted(*, wholly: bool = False) -> Iterator[None]:
+def uninterrupted(*, wholly: bool = False) -> AbstractContextManager[None]:
     """Context manager that delays every Ctrl-C to the end of a block that must not be left half done.
 
     Inside it, a second Ctrl-C takes effect in `interruptible()`, unless `wholly`. No-op where `interrupt_deferred()` is.
     """
+    # A step has dozens of these blocks, one in another.
+    deferral = _thread.deferral
+    if deferral is not None and deferral.shielded and (deferral.wholly or not wholly):
+        return nullcontext()
+    return _shielded(wholly)
+
+
+@contextmanager
+def _shielded(wholly: bool) -> Iterator[None]:
     with interrupt_deferred():
-        deferral = _handler()
-        if not isinstance(deferral, _Deferral):
+        deferral = _thread.deferral
+        if deferral is None:
             yield
             return
         try:
@@ -109,8 +118,8 @@ def uninterrupted(*, wholly: bool = False) -> Iterator[None]:
 def interruptible(*, first: bool = False) -> Iterator[None]:
     """Context manager inside `uninterrupted()` for work that may take long: a second Ctrl-C, even one that has waited, takes
     effect at once. `first`: the first one too."""
-    deferral = _handler()
-    if not isinstance(deferral, _Deferral) or deferral.wholly:
+    deferral = _thread.deferral
+    if deferral is None or deferral.wholly:
         yield
         return
     with deferral.changed(waiting=0 if first else deferral.waiting, shielded=False):

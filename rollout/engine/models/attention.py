@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import RLock
@@ -217,9 +217,11 @@ class Installation:
     def inference(self) -> Iterator[None]:
         """A block without gradients, under the engine's autocast; on this thread."""
         with self, torch.no_grad():
-            device = next(self._model.parameters()).device.type
-            with nullcontext() if self._autocast is None else torch.autocast(device, self._autocast):
+            if self._autocast is None:
                 yield
+            else:
+                with torch.autocast(next(self._model.parameters()).device.type, self._autocast):
+                    yield
 
     @contextmanager
     def forward(self) -> Iterator[None]:
