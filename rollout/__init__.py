@@ -143,13 +143,13 @@ __all__ = [*_FIRST, *sorted(_FURTHER)]
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         if find_spec(f"{__name__}.{name}") is not None:
-            # `from rollout import MODULE` asks for an attribute first, and imports the module itself then.
+            # `from rollout import MODULE` first asks for an attribute, and then imports the module.
             raise AttributeError(name)
         from rollout.errors import did_you_mean
 
         cure = did_you_mean(name, _HOME_OF, "rollout.__all__ lists the public names")
         message = f"module 'rollout' has no attribute {name!r}; {cure}"
-        # `from rollout import NAME` shows no message of an AttributeError.
+        # `from rollout import NAME` hides the message of an AttributeError.
         if sys._getframe(1).f_code.co_name == "_handle_fromlist":
             raise ImportError(message, name=__name__)
         raise AttributeError(message)

@@ -44,7 +44,7 @@ from rollout.state import (
 try:
     __version__ = version("rollout-engine")
 except PackageNotFoundError:
-    # The folders are on the path without being installed.
+    # The folders are on the path, but the package is not installed.
     __version__ = "0+unknown"
 
 
@@ -57,7 +57,7 @@ class Advanced(Options):
 
     state_slots: int | None = None
     """Number of recurrent states kept, for models with such layers (linear attention, state spaces, short convolutions), at
-    least 1: one per running sequence, which limits how many run, and the others for prefix hits. None: two for each of
+    least 1: one per running sequence, which limits how many run; the rest serve prefix hits. None: two for each of
     `max_requests`, in at most half of the KV pool's memory."""
 
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU
@@ -78,8 +78,8 @@ class Advanced(Options):
     """On CUDA, capture decode steps as CUDA graphs and replay them. False: run the module's forward in every step."""
 
     virtual_memory: bool = True
-    """On CUDA, map the KV pool by the driver's virtual memory calls: a suspend gives all of it back to the driver, and it
-    comes back at the same addresses. False, and where the driver lacks them: torch's allocator, its cache emptied at a
+    """On CUDA, map the KV pool with the driver's virtual memory calls: a suspend returns all of it to the driver, and a
+    resume maps it at the same addresses. False, or if the driver lacks them: use torch's allocator and empty its cache at a
     suspend."""
 
     verify_model: bool = True
@@ -113,10 +113,10 @@ class InferenceConfig(Options):
     `kv_cache_memory_fraction`."""
 
     kv_cache_memory_fraction: float = 0.5
-    """Share of the memory free at construction that the KV pool may take, in (0, 1]: device memory, or host memory on a
-    CPU. Capped at the blocks that `max_requests` sequences of `max_sequence_length` tokens can use. On a GPU a pool that is
-    suspended around the optimizer can have more, say 0.85: what a step needs beside it is measured and left free, and a
-    resume takes what the trainer has left."""
+    """Share of the memory free at construction that the KV pool may take, in (0, 1]: device memory, or host memory on a CPU.
+    Capped at the blocks that `max_requests` sequences of `max_sequence_length` tokens can use. On a GPU a pool that is
+    suspended around the optimizer can have more, say 0.85: the memory that a step needs besides it is measured and left
+    free, and a resume takes what the trainer has left free."""
 
     max_sequence_length: int | None = None
     """Maximum length of prompt + completion, in tokens. None: the model's `max_position_embeddings`."""
@@ -133,8 +133,8 @@ class InferenceConfig(Options):
 
     kv_cache_host_memory_gb: float | None = None
     """Size of a host tier of the prefix cache in GiB, above 0: blocks that the KV pool evicts are kept there, and loaded
-    when a prompt goes on from them. It is taken at construction (pinned memory, on CUDA), beside what a suspend takes. Not
-    for models with recurrent layers. None: evicted blocks are computed again."""
+    when a prompt starts with them. It is allocated at construction (pinned on CUDA), in addition to the memory of a suspend.
+    Not for models with recurrent layers. None: evicted blocks are computed again."""
 
     image_folder: str | None = None
     """Folder that images named by path in chat messages may be read from. None: no file is read. Nothing is fetched."""
@@ -147,23 +147,23 @@ class InferenceConfig(Options):
     """Maximum number of weight updates between sampling a token and training on it, at least 0. None: unlimited."""
 
     staleness_policy: StalenessPolicy = StalenessPolicy.PARTIAL
-    """Handling of a request that would exceed `max_staleness`. `partial`: it ends with the tokens it has. `requeue`: it
+    """Handling of a request that would exceed `max_staleness`. `partial`: it finishes with the tokens it has. `requeue`: it
     starts again from its prompt. `mask`: it continues, and its stale tokens are masked out of the loss."""
 
     seed: int = 0
     """Base seed of requests without a seed of their own. In [0, 2**63)."""
 
     exact: bool = False
-    """Sample with log-probs that equal, bit for bit, those of the trainer's forward inside `with rollout.exact(model)`, for
-    Llama, Mistral, Qwen2 and Qwen3 on a CPU."""
+    """Sample with log-probs that equal, bit for bit, the trainer's inside `with rollout.exact(model)`, for Llama, Mistral,
+    Qwen2 and Qwen3 on a CPU."""
 
     record_routes: bool = False
     """Record the experts that every router of a mixture of experts chooses, in the KV blocks beside K and V, for
     `RolloutBatch.routed_experts` and `with rollout.replay(batch, model)`. Steps run without CUDA graphs."""
 
     autocast_dtype: Literal["bfloat16", "float16"] | None = None
-    """Dtype of `torch.autocast` during rollouts: `bfloat16` or `float16`. None: the autocast state around the call, or the
-    one that is part of the model's forward (accelerate)."""
+    """Dtype of `torch.autocast` during rollouts: `bfloat16` or `float16`. None: the autocast state around the call, or that
+    of the model's own forward (accelerate)."""
 
     inference_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Sample from a copy of the weights in this dtype, refreshed after each update: `float32`, `bfloat16` or `float16`.
@@ -216,7 +216,7 @@ class InferenceConfig(Options):
 
     @property
     def step_tokens(self) -> int:
-        """`max_tokens_per_step`, or what it is on a CPU if that is None; an engine replaces None by the budget it has."""
+        """`max_tokens_per_step`, or its CPU default if that is None; an engine replaces None by its own budget."""
         return max(2048, self.max_requests) if self.max_tokens_per_step is None else self.max_tokens_per_step
 
 
@@ -267,7 +267,7 @@ class CoordinatorConfig(Options):
     sent nothing else for a thirtieth of it."""
 
     progress_interval: int = 16
-    """A rank reports a sample's new tokens every this many tokens, at least 1. Upper bound of the tokens per sample that
+    """A rank reports a sample's new tokens each time it has this many, at least 1. Upper bound of the tokens per sample that
     are computed again when the rank dies."""
 
     no_rank_timeout_s: float = 600.0
@@ -317,8 +317,8 @@ class ServerConfig(Options):
     can then use the routes."""
 
     max_open_requests: int = 4096
-    """Maximum number of samples (prompts times n) open over HTTP at the same time, at least 1; more are refused with
-    status 429."""
+    """Maximum number of samples (prompts times n) open over HTTP at the same time, at least 1. More are rejected with status
+    429."""
 
     request_timeout_s: float = 600.0
     """Maximum duration of a request, in seconds, above 0. Also the upper bound of a request's own `timeout_s`."""

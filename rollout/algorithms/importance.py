@@ -1,8 +1,8 @@
 """Importance weights between trainer and sampler, masks by ratio and staleness, effective sample size, KL; argument checks.
 
-Always true: Δ = `logprobs` − `rollout_logprobs` at the positions of the mask; masked positions are 0 or False; an
-unmasked NaN stays NaN, and no mask drops it, so that a missing log-prob is noticed. An error names the tensor, the rule and
-the cure; shapes and dtypes are checked without a device sync.
+Always true: Δ = `logprobs` − `rollout_logprobs` at the positions of the mask; masked positions are 0 or False; an unmasked
+NaN stays NaN and no mask drops it, so a missing log-prob is noticed. An error names the tensor, the rule and the cure;
+shapes and dtypes are checked without a device sync.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def ratio_mask(
                    see `importance_weights`; TRL `sequence_mask` has high = 3
         geometric  ρ = exp(ΣΔ / number of tokens), drops the row. verl `rollout_rs="geometric"`: within 1e-3 of 1
 
-    Arguments and errors as of `importance_weights`, and ValueError unless 0 <= low < high.
+    Arguments and errors as in `importance_weights`; also ValueError unless 0 <= low < high.
 
     Returns:
         bool [N, T]. Entries with a NaN ratio are kept.
@@ -165,7 +165,7 @@ def ratio_mask(
 def staleness_mask(
     policy_staleness: Tensor, mask: Tensor, *, max_staleness: int, level: Literal["token", "sequence"] = "token"
 ) -> Tensor:
-    """`mask` without tokens older than `max_staleness` weight updates, or without every row that holds one.
+    """`mask` without tokens older than `max_staleness` weight updates, or without every row that has one.
 
     Dropping old tokens is what `RolloutBatch.from_requests(max_staleness=)` does; dropping whole samples is the bound of
     AReaL (Fu et al. 2025, arXiv:2505.24298).
@@ -210,7 +210,7 @@ def rollout_kl(
 
     Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html, with r = exp Δ.
 
-    Arguments and errors as of `importance_weights`.
+    Arguments and errors as in `importance_weights`.
 
     Returns:
         float32 [N, T], 0 where masked out.
@@ -287,9 +287,9 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 def substitute(logprobs: Tensor, exact: Tensor, mask: Tensor) -> Tensor:
     """The values of `exact`, with the gradient of `logprobs`: exact + logprobs − stop_gradient(logprobs).
 
-    For log-probs of the sampler's own arithmetic (`RolloutManager.score`) in a loss that is differentiated through the
-    trainer's forward: the ratio to the log-probs of the rollout is then free of the difference between the two forwards, and
-    1 while the weights are those that sampled. Not computed as that sum, which would round.
+    Use it with log-probs of the sampler's own arithmetic (`RolloutManager.score`) in a loss that is differentiated through
+    the trainer's forward. The ratio to the rollout's log-probs then does not include the difference between the two
+    forwards; it is 1 until the weights change. It is not computed as that sum, which would round.
 
     Args:
         logprobs: floating [N, T], of the trainer's forward, which is differentiated.

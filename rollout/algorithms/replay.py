@@ -1,10 +1,10 @@
 """Log-probs of the distribution sampled from: softmax over the tokens that top_k, top_p and min_p kept.
 
-Truncated sampling renormalises over sets that a trainer does not know; without them the ratio between trainer and sampler
-is the probability mass cut off, and vanishes with the length. DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556, section 3.1
-("Keep Sampling Mask").
+Truncated sampling renormalises over sets that the trainer does not have. Without them the ratio between trainer and sampler
+is the probability mass that was cut off, and it shrinks with the length. DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556,
+section 3.1 ("Keep Sampling Mask").
 
-Always true: of the logits only those of kept tokens are read; beside them, memory is a few numbers per kept token.
+Always true: only logits of kept tokens are read; other memory is a few numbers per kept token.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Biases = Mapping[int, float] | Sequence[Mapping[int, float] | None] | None
 
 
 class ReadsLogits(Protocol):
-    """Logits that are read and not held: `rollout.engine.training.head.LogitReader`."""
+    """Logits that are read without being held in memory: `rollout.engine.training.head.LogitReader`."""
 
     def read(
         self, rows: Tensor, temperature: PerRow, tokens: Tensor, ids: Tensor, whole: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Single logits, and log-sum-exps of logits / temperature."""
+        """Return single logits, and log-sum-exps of logits / temperature."""
 
 
 class _Held:
-    """`ReadsLogits` of logits [K, V] that are there."""
+    """`ReadsLogits` of logits [K, V] that are in memory."""
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
@@ -68,8 +68,8 @@ def replay_logprobs(
     the set. With the weights that sampled, this is `RolloutBatch.logprobs`.
 
     Args:
-        logits: floating [N, T, V] of a forward of `input_ids`: column t predicts token t + 1. With `predictors`, [K, V], or
-            what reads such logits without holding them.
+        logits: floating [N, T, V] of a forward of `input_ids`: column t predicts token t + 1. With `predictors`: [K, V], or
+            a `ReadsLogits`.
         kept: ids, integer [S], row after row and ascending in each token; and their counts, integer [N, T], 0 where a token
             has no set and any token could be drawn. `RolloutBatch.kept_tokens`.
         input_ids: int64 [N, T]; an id outside of the vocabulary is padding, which must not count for a penalty.
@@ -77,7 +77,7 @@ def replay_logprobs(
         temperature: above 0.
         logit_bias, repetition_penalty, presence_penalty, frequency_penalty: as in `SamplingParams`.
         prompt_lengths: int64 [N], needed by penalties.
-        predictors: int64 [N, T]: the row of `logits` that predicts each token, where they are not those of padded rows.
+        predictors: int64 [N, T]: the row of `logits` that predicts each token, if `logits` are not of padded rows.
 
     Returns:
         float32 [N, T] (float64 of float64 logits), 0 outside of `mask`; -inf for a token that is not in its set.
@@ -163,7 +163,7 @@ def _normalised(scores: Tensor, token: Tensor, chosen: Tensor, count: int) -> Te
     total = scores.new_zeros(count).index_add(0, token, (scores - peak[token]).exp())
     score = scores.new_zeros(count).index_add(0, token, torch.where(chosen, scores, 0))
     known = scores.new_zeros(count).index_add(0, token, chosen.to(scores.dtype)) > 0
-    # A token without a set has peak -inf, which no gradient may meet.
+    # A token without a set has peak -inf, which must not reach a gradient.
     peak, total, score = (
         torch.where(known, value, other) for value, other in ((peak, 0.0), (total, 1.0), (score, -torch.inf))
     )
@@ -173,8 +173,9 @@ def _normalised(scores: Tensor, token: Tensor, chosen: Tensor, count: int) -> Te
 def _occurrences(
     input_ids: Tensor, prompt_lengths: Tensor, rows: Tensor, columns: Tensor, members: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return for each entry how often its token stands in the completion before its column; whether anywhere before it."""
-    # Above every id, so that padding of the id -1 does not look like a token of the row before.
+    """Return for each entry how often its token occurs in the completion before its column, and whether it occurs anywhere
+    before it."""
+    # Above every id, so that padding of the id -1 does not look like a token of the previous row.
     width, vocabulary = input_ids.shape[1], max(int(each.max()) for each in (input_ids, members) if len(each)) + 2
     row = torch.arange(len(input_ids), device=input_ids.device)[:, None]
     every = (

@@ -1,1 +1,1 @@
-"""Several ranks of one job: messages, connections, client, worker, coordinator, and what one rank assembles of them."""
+"""Several ranks of one job: messages, connections, client, worker, coordinator, and the parts of one rank."""

@@ -5,7 +5,7 @@ Always true:
 - an exception inside a step fails the requests of that step (`rollout.engine.parts.stepper`), and the engine continues;
 - whenever none of its calls is running, the trainer's model is exactly as the trainer left it;
 - weights that the ranks share are whole between `gather_weights` and `release_weights`, and steps run only there;
-- a request that was accepted while some adapters acted runs while these act, and waits while others do.
+- a request runs only while the adapters that were active when it was accepted are active again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DynamicInferenceEngine:
     Args:
         model: the `PreTrainedModel` the optimizer steps, also wrapped in DDP, FSDP1 or torch.compile, or sharded by FSDP2
             (then every rank builds its engine at the same time). It is called, never changed, and copied only if
-            `inference_dtype` or `inference_device` ask for it.
+            `inference_dtype` or `inference_device` is set.
         tokenizer: its tokenizer; None: prompts are token ids, and no text is produced.
         config: see `InferenceConfig`.
         token_values: see `RolloutManager`.
@@ -84,7 +84,7 @@ class DynamicInferenceEngine:
         self.lifecycle = Lifecycle()
         """The state machine, and the lock of the step boundary."""
         self.turns = Turns(refuse_inside_forward)
-        """Queue of the threads that step until their requests end."""
+        """Queue of the threads that step until their requests finish."""
         self.tap = EngineTap(clock, lambda: self.inspection.traced_state(), lambda: self.inspection.traced_records())
         """Reports to a trace of this process."""
         with plain_tensors():
@@ -104,7 +104,7 @@ class DynamicInferenceEngine:
                 if self.peers.lockstep is not None:
                     self.peers.lockstep.learn(lambda: self.controller.runner.module.own_logits([0]))
         self.holds = Holds(self)
-        """Who keeps the engine from stepping: the coordinator, a weight update, the caller."""
+        """Reasons why the engine does not step: the coordinator, a weight update, the caller."""
         watch(self)
         answer_signal()
 
@@ -128,7 +128,7 @@ class DynamicInferenceEngine:
         Every rank calls it inside `guard.whole()`. Unfinished samples continue; their KV is computed again.
 
         Raises:
-            UnsupportedModelError, InvalidRequestError, ConfigError: see `build`; everything is as it was before.
+            UnsupportedModelError, InvalidRequestError, ConfigError: see `build`; nothing has changed.
         """
         self.parts = rebuilt(self._base, self.parts)
 
@@ -139,7 +139,7 @@ class DynamicInferenceEngine:
 
     @property
     def context(self) -> DynamicInferenceContext:
-        """The KV blocks, and what is active in them."""
+        """The KV blocks and the active requests."""
         return self.parts.context
 
     @property
@@ -159,7 +159,7 @@ class DynamicInferenceEngine:
 
     @property
     def installation(self) -> Installation:
-        """A context manager around many steps, between which the module counts as unchanged."""
+        """A context manager around many steps, in which the module counts as unchanged."""
         return self.controller.runner.installation
 
     @property
@@ -184,7 +184,7 @@ class DynamicInferenceEngine:
 
     @contextmanager
     def stepping(self, *, follow: bool = True) -> Iterator[None]:
-        """A block of steps between which the module counts as unchanged; calls `follow_model` first if `follow`."""
+        """Context manager for steps between which the module counts as unchanged. `follow`: call `follow_model` first."""
         if follow:
             self.follow_model()
         with self.installation:
@@ -202,7 +202,7 @@ class DynamicInferenceEngine:
     def take_ended(
         self, keys: Callable[[tuple[int, int]], bool] = lambda key: True
     ) -> list[DynamicInferenceRequestRecord]:
-        """Records that ended between two steps (aborted or too stale), which no step has returned.
+        """Return records that finished between two steps (aborted or too stale) and that no step has returned.
 
         Args:
             keys: which (request_id, sample_index) to take; the others stay for the next step.
@@ -211,13 +211,14 @@ class DynamicInferenceEngine:
             return self.parts.ledger.take(keys)
 
     def step(self, *, ahead: bool = False) -> list[DynamicInferenceRequestRecord]:
-        """Schedule, execute, update. Returns the records that have ended since the last step, each exactly once.
+        """Schedule, execute, update. Returns the records that finished since the last step, each exactly once.
 
-        Requests that were accepted under other adapters wait until these act again; their KV may be evicted meanwhile.
+        Requests that were accepted under other adapters wait until those are active again; their KV may be evicted in the
+        meantime.
 
         Args:
             ahead: make further decode steps in the same call, for about 30 ms, if the fused CPU forward or a CUDA graph can:
-                until a sample ends, another thread waits, or `ask_for_boundary` is called. The tokens are the same.
+                until a sample finishes, another thread waits, or `ask_for_boundary` is called. The tokens are the same.
 
         Raises:
             EngineStateError: the engine is not RUNNING.
@@ -240,7 +241,7 @@ class DynamicInferenceEngine:
         self.lifecycle.lock.ask()
 
     def _step(self, *, ahead: bool) -> None:
-        """Make a step; records that end stay in the ledger."""
+        """Make a step; finished records stay in the ledger."""
         refuse_inside_forward()
         lifecycle = self.lifecycle
         with uninterrupted(), lifecycle.lock:
@@ -261,12 +262,12 @@ class DynamicInferenceEngine:
     def generate(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None
     ) -> list[DynamicInferenceRequest]:
-        """Run prompts to their end. A second thread's call waits until the first one returns.
+        """Run prompts until they finish. A second thread's call waits until the first one returns.
 
-        The next `step` returns other requests that end meanwhile, and those of a call that raises.
+        The next `step` returns other requests that finish in the meantime, and the requests of a call that raises.
 
         Returns:
-            One merged request per sample, in the order of the prompts, samples side by side.
+            One merged request per sample, in the order of the prompts, samples next to each other.
 
         Raises:
             InvalidRequestError: a prompt can never be served; nothing of this call was queued.
@@ -300,10 +301,10 @@ class DynamicInferenceEngine:
             take: gets the logits chunk by chunk.
 
         Returns:
-            The policy version, and the names of the model's own adapters that acted.
+            The policy version, and the names of the model's active adapters.
 
         Raises:
-            InvalidRequestError: a sequence cannot be computed by this engine; nothing was.
+            InvalidRequestError: this engine cannot compute a sequence; none was computed.
             UnsupportedModelError: the weights are split over a group of ranks.
             EngineStateError: the engine is not RUNNING.
             WeightsChangedError: see `check_weights`.
@@ -367,17 +368,17 @@ class DynamicInferenceEngine:
         self.lifecycle.wait_until(state, self.config.advanced.control_timeout_s if timeout_s is None else timeout_s)
 
     def check_weights(self) -> None:
-        """Refuse weights that changed without an announced update; see `WeightsGuard.check`."""
+        """Raise if weights changed without an announced update; see `WeightsGuard.check`."""
         self.guard.check(self.policy_version, self.controller.layout.vocab_size)
 
 
 @dataclass(frozen=True)
 class Support:
-    """Things that the engine needs of a model. `str()`: a line each; `bool()`: nothing is missing."""
+    """Requirements of the engine and whether a model meets them. `str()`: one line each; `bool()`: nothing is missing."""
 
     present: tuple[str, ...]
     missing: tuple[str, ...]
-    """The reasons for which construction raises, each with its cure."""
+    """The reasons why construction raises, each with its cure."""
 
     def __bool__(self) -> bool:
         return not self.missing
@@ -389,9 +390,9 @@ class Support:
 
 
 def inspect(model: nn.Module, config: InferenceConfig | None = None) -> Support:
-    """List what the engine needs of a model, as present or missing, without stopping at the first obstacle.
+    """List the engine's requirements of a model, as present or missing, without stopping at the first missing one.
 
-    If nothing is missing, an engine with a small KV cache is built, whose forward in chunks is compared with the model's
+    If nothing is missing, an engine with a small KV cache is built, and its forward in chunks is compared with the model's
     own. On several ranks that share the weights every rank calls it.
 
     Args:

@@ -1,6 +1,6 @@
 """Asyncio client of a coordinator: requests as futures, streams of tokens, awaitable control calls.
 
-Always true: every future ends, with a result or an error; nothing is polled; after the connection is lost every call
+Always true: every future finishes with a result or an error; nothing is polled; once the connection is lost, every call
 raises `ConnectionLostError` immediately, and another client is needed. A client belongs to one event loop and is not
 thread-safe.
 """
@@ -50,7 +50,7 @@ class InferenceClient:
         address: `tcp://host:port`.
         name: shown in logs.
         keys: of the job, if the coordinator requires them.
-        member: rank in [0, data_parallel_size) whose training loop this client is; barriers wait for it. None: not a
+        member: rank in [0, data_parallel_size) whose training loop uses this client; barriers wait for it. None: not a
             member.
         control_timeout_s: default deadline of a control call.
     """
@@ -181,7 +181,7 @@ class InferenceClient:
         return stream
 
     def abort_request(self, request: RequestFuture | RequestStream | int) -> bool:
-        """Abort a request, which then fails with `RequestAbortedError`; returns False if it had ended."""
+        """Abort a request, which then fails with `RequestAbortedError`; returns False if it had already finished."""
         self._refuse_unless_connected()
         return self._session.abort(request if isinstance(request, int) else request.request_id)
 
@@ -247,7 +247,7 @@ class InferenceClient:
     async def resume_engines(self, timeout_s: float | None = None) -> None:
         """Resume every suspended engine, which restores its KV memory; leads to PAUSED.
 
-        An engine that its own training loop has suspended stays so until that loop resumes it.
+        An engine that its own training loop has suspended stays suspended until that loop resumes it.
         """
         await self._signal(ControlSignal.RESUME, None, timeout_s)
 
@@ -281,7 +281,7 @@ class InferenceClient:
         await self._control(LOAD_ADAPTER, f"{name}={folder}", timeout_s)
 
     async def unload_adapter(self, name: str, timeout_s: float | None = None) -> int:
-        """Unload an adapter from every engine; returns how many samples have ended by it."""
+        """Unload an adapter from every engine; returns the number of samples that were ended by it."""
         done = await self._control(UNLOAD_ADAPTER, name, timeout_s)
         return int((done or {})["amount"])
 
@@ -296,7 +296,7 @@ class InferenceClient:
         """Wait until every member has arrived at barrier `index` or a later one.
 
         Args:
-            what, policy_version: name of the collective call and version of the weights; must agree on all members.
+            what, policy_version: name of the collective call and version of the weights; equal on all members.
 
         Raises:
             DeadlineError: a member did not arrive within `timeout_s`. This member's arrival stays registered.
@@ -310,9 +310,7 @@ class InferenceClient:
         await self._answer(self._session.barrier(index, what, policy_version), timeout_s, f"barrier({index})")
 
     def give_up_barrier(self, index: int) -> None:
-        """Make the arrival at barrier `index` agree with every call of the other members, because the own call was
-        given up.
-        """
+        """Let the arrival at barrier `index` match any call of the other members, because this call was given up."""
         self._refuse_unless_connected()
         self._session.give_up_barrier(index)
 
@@ -370,7 +368,7 @@ class InferenceClient:
             self._greeting.set_exception(error)
 
     def _refused(self, message: wire.Refused) -> None:
-        # Which frame it was is unknown, so its reply would be waited for in vain.
+        # It is unknown which frame it was, so a reply to it would never come.
         why = f"the coordinator could not take a frame ({message.code}): {message.text}"
         self._dealer.close(why)
         self._lost(ConnectionLostError(f"{self.address}: {why}; this is a bug or a mix of versions", final=True))

@@ -1,6 +1,6 @@
 """Client side of one group: the deltas received for its samples, and the merged requests built from them.
 
-Always true: every sample is wanted and open, ended, or not wanted; an ended one gets no more tokens.
+Always true: every sample is open, finished, or not wanted; a finished sample gets no more tokens.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class OpenGroup:
     error: RolloutError | None = None
     """Why the group failed, or None."""
     on_update: Callable[[OpenGroup, Stretch], object] = noop
-    """Called when tokens arrive or samples end."""
+    """Called when tokens arrive or samples finish."""
     on_done: Callable[[OpenGroup], object] = noop
-    """Called when the group has ended or failed."""
+    """Called when the group has finished or failed."""
     images: ImageInputs | None = None
-    """Value of the prompt."""
+    """Tensors of the prompt's images."""
     keyed: bytes = b""
-    """The prompt as its block hashes are made, if it has images."""
+    """The prompt in the form from which block hashes are computed, if it has images."""
     _tokens: PartialGroup = field(default_factory=PartialGroup)
     _open: set[int] = field(init=False)
     _ended: set[int] = field(default_factory=set)
@@ -82,11 +82,11 @@ class OpenGroup:
         return self.complete or self.error is not None
 
     def open_samples(self) -> list[int]:
-        """Indices of the wanted samples that have not ended."""
+        """Indices of the wanted samples that have not finished."""
         return sorted(self._open)
 
     def want_only(self, wanted: Collection[int]) -> None:
-        """Restrict the wanted samples; ended ones stay readable. `InvalidRequestError` for an index outside the group."""
+        """Restrict the wanted samples; finished ones stay readable. `InvalidRequestError` for an index outside the group."""
         foreign = [index for index in wanted if type(index) is not int or not 0 <= index < self.params.n]
         if foreign:
             raise InvalidRequestError(f"wanted={foreign}: must be samples in [0, n={self.params.n})")
@@ -117,10 +117,10 @@ class OpenGroup:
             self._ended.update(ended)
 
     def known(self, samples: Collection[int] | None = None) -> list[Stretch]:
-        """Return everything received of these samples (None: of all), joined to at most one stretch, for `submit(…,
+        """Return everything received of these samples (None: of all), joined into at most one stretch, for `submit(…,
         known=…)`.
 
-        Ended samples are included with their outcomes and are not computed again.
+        Finished samples are included with their outcomes and are not computed again.
         """
         return self._tokens.known(self._tokens.lengths if samples is None else samples)
 

@@ -1,7 +1,7 @@
 """Client side of the protocol as a state machine: checked requests, open groups, pending calls. No I/O.
 
-Always true: an open group ends exactly once, complete or with an error, and stays readable; a message for an ended
-group is dropped; one that contradicts the tokens received raises a `SerializationError`, which ends the connection.
+Always true: an open group finishes exactly once, complete or with an error, and stays readable. A message for a finished
+group is dropped. A message that contradicts the tokens received raises a `SerializationError`, which ends the connection.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from rollout.requests.images import ImagePrompt, processed_prompt
 from rollout.sampling_params import SamplingParams
 
 TokenIds = bytes | Sequence[int] | NDArray[Any]
-"""Also as little-endian int32 in bytes."""
+"""Token ids: a sequence, an array, or little-endian int32 in bytes."""
 Prompt = str | TokenIds | Mapping[str, Any]
-"""Text, token ids, or what a processor returned for one prompt with images."""
+"""Text, token ids, or the processor's result for one prompt with images."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -57,7 +57,7 @@ class RequestOptions(TypedDict, total=False):
     known: Iterable[wire.Stretch]
     """Tokens received in another session (`OpenGroup.known`), after which generation continues. Default: none."""
     min_policy_version: int
-    """Lowest policy version of an engine that may compute it; the group waits for one. Default 0."""
+    """Lowest policy version that an engine must have to compute it; the group waits for one. Default 0."""
 
 
 _HINTS = get_type_hints(wire.Submit, include_extras=True)
@@ -72,7 +72,7 @@ def _check(**options: Any) -> None:
 
 @lru_cache(maxsize=256)
 def packed_params(params: SamplingParams) -> bytes:
-    """Encode as one msgpack value."""
+    """Encode sampling parameters as one msgpack value."""
     packed: bytes = msgpack.packb(params.serialize())
     return packed
 
@@ -84,7 +84,7 @@ def int32_tokens(prompt: TokenIds) -> bytes:
     if isinstance(prompt, bytes) and len(prompt) % TOKEN_BYTES:
         raise InvalidRequestError(f"a prompt of {len(prompt)} bytes: must be int32 token ids, {TOKEN_BYTES} bytes each")
     try:
-        # A tenth of the time that numpy takes for a list.
+        # It takes a tenth of numpy's time for a list.
         row = array("i", prompt) if isinstance(prompt, list | tuple) else prompt
         tokens = np.frombuffer(row, "<i4") if isinstance(row, bytes) else np.asarray(row)
     except (TypeError, ValueError, OverflowError) as exc:
@@ -179,8 +179,8 @@ class ClientSession:
         """Submit a group.
 
         Args:
-            prompt: text, token ids in [0, 2**31), or what a processor returned for one prompt with images.
-            wanted: samples to compute. None: all that have not ended in `known`.
+            prompt: text, token ids in [0, 2**31), or the processor's result for one prompt with images.
+            wanted: samples to compute. None: all that are unfinished in `known`.
             priority, timeout_s, interval, arrival_time, known, min_policy_version: see `RequestOptions`.
 
         Raises:
@@ -231,7 +231,7 @@ class ClientSession:
         return group
 
     def abort(self, request_id: int) -> bool:
-        """Request that a group is aborted; it ends with `RequestAbortedError`, or with its result if that came first.
+        """Request the abort of a group. It fails with `RequestAbortedError`, unless its result arrives first.
 
         Returns False if the group was not open.
         """

@@ -1,7 +1,7 @@
 """Incremental detokenisation of a group's new tokens: text, log-probs and finish reasons per sample.
 
-Always true: the text of a sample's deltas since its last restart is its final text; incomplete UTF-8 and possible
-beginnings of a stop string are held back, so emitted text is final; the work per token is constant.
+Always true: the text of a sample's deltas since its last restart is its final text; incomplete UTF-8 and possible beginnings
+of a stop string are held back, so emitted text is final. The work per token is constant.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollout.sampling_params import SamplingParams
 class TextDelta:
     """New text and tokens of one sample, read-only. Per-token lists have one entry per new token.
 
-    A token's text may come in a later delta than the token, so a delta may have either without the other.
+    A token's text may come in a later delta than the token, so a delta may have text without tokens or tokens without text.
     """
 
     sample_index: int
@@ -39,9 +39,9 @@ class TextDelta:
     error: str | None = None
     """Why it failed, in its last delta."""
     routed_experts: Routes | None = None
-    """Expert routes [rows, layers, k] of as many positions up to that which the last new token was sampled from; None unless
-    the engine records them. More rows than new tokens: with the first token those of the prompt, later those of KV that was
-    computed again, which replace the ones known."""
+    """Expert routes [rows, layers, k]. The last row is the position from which the last new token was sampled. None unless
+    the engine records them. More rows than new tokens: the first delta includes the prompt's rows; later, rows of KV that
+    was computed again replace earlier ones."""
     kept_tokens: list[list[int]] | None = None
     """Ids that each new token was drawn from; None unless `params.return_kept_tokens`."""
 
@@ -141,9 +141,7 @@ class _Decoder:
             return ""
 
     def end(self, tokens: list[int], text: str | None) -> str | None:
-        """Return the remaining text, given the engine's text of the whole; None: the emitted text is not a prefix of
-        it.
-        """
+        """Return the remaining text, given the engine's text of the whole. None: it does not start with the emitted text."""
         if self._text is None:
             return text or ""
         if text is not None:

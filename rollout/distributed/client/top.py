@@ -33,8 +33,8 @@ class View:
 
     Attributes:
         at: seconds, monotonic.
-        facts: (name, value) of the whole, in order.
-        ranks: per rank, by `RANK_COLUMNS` but the rate.
+        facts: (name, value) of the whole job, in order.
+        ranks: per rank, the values of `RANK_COLUMNS` without the rate.
         tokens: sampled so far, by rank name.
     """
 
@@ -76,7 +76,7 @@ def _keys(path: str | None) -> JobKeys | None:
         plain = json.loads(Path(path).read_text(encoding="utf-8"))
         return JobKeys.deserialize({name: None if key is None else key.encode() for name, key in plain.items()})
     except (OSError, ValueError, AttributeError, TypeError) as exc:
-        # What is wrong with the content is not said: it is secret.
+        # The content is secret, so the message does not quote it.
         why = exc.strerror if isinstance(exc, OSError) else type(exc).__name__
         raise ConfigError(f"--keys {path}: cannot be read as keys: {why}") from exc
 
@@ -113,7 +113,7 @@ def view_of(status: Mapping[str, Any], at: float) -> View:
 
 
 def draw(address: str, view: View, before: View | None) -> RenderableType:
-    """Return the view as rich shows it; rates need the view `before`."""
+    """Return the view as rich displays it; rates need the view `before`."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -148,7 +148,7 @@ def _rates(view: View, before: View | None) -> dict[str, float]:
 
 
 async def _watch(address: str, keys: JobKeys | None, interval_s: float, once: bool) -> None:
-    """Show views for ever or, if `once`, the second one."""
+    """Show views until interrupted or, with `once`, only the second one."""
     from rich.console import Console
     from rich.live import Live
 

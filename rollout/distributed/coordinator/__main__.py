@@ -31,7 +31,7 @@ def main() -> int:
 
 def _announce(address: str) -> None:
     write_answer(STDOUT, address)
-    # The launcher reads stdout to its end; later output must not fill a pipe without a reader.
+    # The launcher reads stdout until it is closed; later output must not fill a pipe without a reader.
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, STDOUT)
     os.close(nothing)

@@ -33,7 +33,7 @@ STOP_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorHandle:
-    """Handle of the coordinator's process. The process runs until its launcher and its last client have gone."""
+    """Handle of the coordinator's process, which runs until its launcher and its last client have exited."""
 
     address: str
     process: subprocess.Popen[bytes]
@@ -43,7 +43,7 @@ class CoordinatorHandle:
         return self.process.poll() is None
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Terminate the process in order, or kill it after `timeout_s`; open requests fail with a named error.
+        """Terminate the process, or kill it after `timeout_s`; open requests fail with an error.
 
         Returns:
             The exit code: 0, or minus the signal that killed it.
@@ -55,7 +55,7 @@ class CoordinatorHandle:
             return self.kill()
 
     def release(self) -> None:
-        """Detach from the process: it ends when its last client has disconnected."""
+        """Detach from the process: it exits when its last client has disconnected."""
         cast(IO[bytes], self.process.stdin).close()
 
     def kill(self) -> int:
@@ -64,7 +64,7 @@ class CoordinatorHandle:
         return self.wait(STOP_TIMEOUT_S)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait until the process has ended; returns the exit code. `DeadlineError` if it still runs after `timeout_s`."""
+        """Wait until the process has exited; returns the exit code. `DeadlineError` if it still runs after `timeout_s`."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired as exc:
@@ -83,7 +83,7 @@ def launch_coordinator(
     Raises:
         ConfigError: it cannot listen as configured.
         DeadlineError: it does not listen within `timeout_s`.
-        ConnectionLostError: it ended before listening.
+        ConnectionLostError: it exited before listening.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "rollout.distributed.coordinator"],
@@ -93,7 +93,7 @@ def launch_coordinator(
         start_new_session=True,
         env=_environment(),
     )
-    # The child would keep the coordinator running after this process.
+    # An inherited copy of this pipe would keep the coordinator running after this process.
     forks.in_child(cast(IO[bytes], process.stdin), lambda pipe: pipe.close())
     late = threading.Event()
 

@@ -1,6 +1,7 @@
 """Outgoing frames: one bounded queue per peer, several frames per message.
 
-Always true: a peer receives its frames in order; one that does not read holds at most `MAX_BACKLOG_BYTES` and delays nobody.
+Always true: a peer receives its frames in order; a peer that does not read holds at most `MAX_BACKLOG_BYTES` and does not
+delay the others.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@ core.
 
 One turn: poll → receive → tokenizer results → timers → send → schedule file.
 
-Always true: a turn blocks only in its poll, which a frame, a text, a signal or a deadline ends; work and memory of a
-turn are bounded, and libzmq receives fairly from its peers; a peer that does not read is dropped when
-`MAX_BACKLOG_BYTES` wait for it, a killed one at the next heartbeat to it. A ROUTER gives no reliable event when a full
-pipe empties, so while frames are queued for a peer, and only then, sending is retried every `RETRY_S`.
+Always true: a turn blocks only in its poll, until a frame, a text, a signal or a deadline; work and memory of a turn are
+bounded, and libzmq receives fairly from its peers. A peer that does not read is dropped when `MAX_BACKLOG_BYTES` wait for
+it, a killed peer at the next heartbeat to it. A ROUTER gives no reliable event when a full pipe empties, so while frames are
+queued for a peer, and only then, sending is retried every `RETRY_S`.
 """
 
 from __future__ import annotations
@@ -109,13 +109,14 @@ def resolved(host: str) -> str:
 
 FRAMES_PER_TURN = 64
 BYTES_PER_TURN = 32 << 20
-"""Maximum input of a turn: small, so that ranks and clients get their messages early."""
+"""Maximum input of a turn. It is small, so that ranks and clients get their messages early."""
 TURN_S = 0.02
-"""Time after its first message in which a turn receives further ones. An abort that follows the longest prompt comes
-within it, so that the prompt is sent to no rank."""
+"""Time after its first message in which a turn receives further ones. An abort that follows the longest prompt still arrives
+in it, so the prompt is not sent to a rank."""
 MAX_FRAMES_PER_MESSAGE = 512
 MAX_BYTES_TOGETHER = 2 << 20
-"""Maximum size of a message's frames besides the longest. A larger one is refused undecoded: libzmq is fair per message."""
+"""Maximum size of a message's frames besides the longest. A larger message is rejected without decoding, because libzmq is
+fair per message."""
 RETRY_S = 0.02
 LONGEST_WAIT_S = 60.0
 
@@ -196,7 +197,7 @@ class DataParallelInferenceCoordinator:
             self._schedule = ScheduleFile(
                 config.schedule_output_path, self._core.dispatcher.policy, config.data_parallel_size
             )
-        # Not the global context: a context has one ZAP handler.
+        # Not the global context, because a context has one ZAP handler.
         self._context = Context()
         if self._keys is not None:
             self._gatekeeper = Gatekeeper(self._context, self._keys)
@@ -231,7 +232,7 @@ class DataParallelInferenceCoordinator:
         self._wake()
 
     def _wake(self) -> None:
-        # A full pipe will wake the loop anyway; a closed one belongs to a loop that has ended.
+        # A full pipe will wake the loop anyway; a closed one means that the loop has finished.
         with suppress(BlockingIOError, OSError):
             self._wake_end.send(b"\0")
 
@@ -331,7 +332,7 @@ class DataParallelInferenceCoordinator:
     # --- its thread or process -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until shut down, `stop()`, or the end of the launcher and of all clients."""
+        """Serve until shut down, until `stop()`, or until the launcher and all clients have exited."""
         try:
             self._loop()
         finally:
@@ -345,7 +346,7 @@ class DataParallelInferenceCoordinator:
         return address
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Stop serving and disconnect all peers; open requests fail with a named error. Call it from another thread.
+        """Stop serving and disconnect all peers; open requests fail with an error. Call it from another thread.
 
         Raises:
             DeadlineError: it still runs after `timeout_s`.
@@ -362,7 +363,7 @@ class DataParallelInferenceCoordinator:
     ) -> None:
         """Target of a `multiprocessing.Process`: sends the address through the pipe, sets the event, serves.
 
-        It ends when the parent process has died and no client is connected.
+        It returns when the parent process has died and no client is connected.
         """
         from multiprocessing import parent_process
 
@@ -376,7 +377,7 @@ class DataParallelInferenceCoordinator:
         coordinator.serve(announce, None if parent is None else parent.sentinel)
 
     def serve(self, announce: Callable[[str], None], launcher: int | None) -> None:
-        """Bind, announce the address and run on the main thread of a dedicated process. SIGTERM ends it in order.
+        """Bind, announce the address and run on the main thread of a dedicated process. SIGTERM shuts it down.
 
         Args:
             announce: called with the address.
@@ -385,7 +386,7 @@ class DataParallelInferenceCoordinator:
         # Ctrl-C in a terminal reaches all its processes; only the trainer handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: self._ask_to_stop("the coordinator was terminated"))
-        # Otherwise a signal just before the poll would be handled only after it.
+        # Without this, a signal just before the poll would be handled only after it.
         signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
         _allow_many_connections()
         # No reference cycles are created here, and a collection would block for 0.3 s per 100,000 requests.

@@ -1,4 +1,4 @@
-"""Tokenisation and detokenisation in threads beside the coordinator's loop, which they do not block.
+"""Tokenisation and detokenisation in threads of their own, so that they do not block the coordinator's loop.
 
 Always true: an invalid text or tokenizer fails only the one request; the tokenizer is loaded on the thread of the
 first job.
@@ -30,7 +30,7 @@ LONG_TEXT = 100_000
 
 
 TextResult = Sequence[int] | Exception | list[str | None]
-"""Token ids (int32, in an array) or why there are none; or a list with one text or None per completion."""
+"""Token ids (int32, in an array), or why there are none; or a list with one text or None per completion."""
 
 
 class TextCodec:
@@ -54,7 +54,7 @@ class TextCodec:
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([text])
             return array("i", encoding.ids)
-        except BaseException as exc:  # a panic of the library is no Exception
+        except BaseException as exc:  # a panic of the library is not an Exception
             raise InvalidRequestError(f"text of {len(text)} characters: {type(exc).__name__}: {exc}") from exc
 
     def detokenize(self, completions: Sequence[bytes]) -> list[str | None]:

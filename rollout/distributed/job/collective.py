@@ -1,7 +1,7 @@
-"""Collective calls of the ranks: counted, met at the coordinator's barrier, and survived by a rank that was cut off.
+"""Collective calls of the ranks: counted, synchronised at the coordinator's barrier, robust to a rank that was cut off.
 
-Always true: every collective call ends on all ranks with the same count, which is published in the store, so that a
-rank that is disconnected at the end of a call does not wait in it forever.
+Always true: every collective call returns on all ranks with the same count. It is published in the store, so a rank that is
+disconnected at the end of a call does not wait forever.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CollectiveCalls:
     """Barriers of one rank.
 
     Args:
-        member: of this rank.
+        member: this rank's membership.
         on_event: called by any thread when a barrier has been passed, refused or lost; must not block.
     """
 
@@ -37,18 +37,19 @@ class CollectiveCalls:
         self._finishing = False
         """Whether this rank has arrived at the barrier that ends the current `generate`."""
         self._sessions_left = 0
-        """`JobMember.sessions_left` when the last call ended: later, the barrier's reply may have gone to an old session."""
+        """`JobMember.sessions_left` when the last call returned. If it is higher now, the barrier's reply may have gone to
+        an old session."""
 
     def meet(self, call: str, timeout_s: float | None = None) -> None:
         """Barrier: wait until all ranks have made the same call.
 
         Raises:
-            DeadlineError: some rank did not; names it.
+            DeadlineError: some rank did not arrive; the message names it.
             EngineStateError: the ranks are in different calls or have different policy versions.
             ConfigError: a rank has failed to join.
         """
         if self._passed():
-            # Barrier of a `generate` that was interrupted here; it has ended on all other ranks.
+            # Barrier of a `generate` that was interrupted here and has finished on all other ranks.
             self._end()
         self._barrier, self._finishing = None, False
         limit = self._timeout_s if timeout_s is None else timeout_s
@@ -100,7 +101,7 @@ class CollectiveCalls:
         if not self._barrier.done():
             return False
         barrier, self._barrier = self._barrier, None
-        # `wait` has raised for the deadline already, and the arrival at the barrier stays valid.
+        # `wait` has already raised for the deadline, and the arrival at the barrier stays valid.
         if isinstance(barrier.exception(), ConnectionLostError | DeadlineError):
             self._on_event()
             return False
@@ -109,7 +110,7 @@ class CollectiveCalls:
         return True
 
     def give_up(self) -> None:
-        """An exception ended this `generate`: the next calls of the ranks at its barrier need not be the same."""
+        """An exception stopped this `generate`: at its barrier the other ranks may be in a different call."""
         if self._finishing and not self._passed():
             self._member.loop.start(self._give_up(self._ended))
             self._finishing = False
@@ -129,7 +130,7 @@ class CollectiveCalls:
 
     @property
     def ended_elsewhere(self) -> bool:
-        """Whether the current call ended on the other ranks while this one was disconnected."""
+        """Whether the current call finished on the other ranks while this one was disconnected."""
         cut_off = self._member.sessions_left != self._sessions_left or self._member.lost is not None
         return cut_off and self._world.calls_ended() > self._ended
 

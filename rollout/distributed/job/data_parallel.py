@@ -1,4 +1,4 @@
-"""Backend of `RolloutManager` on several ranks: a client and a worker beside the engine, a coordinator in between.
+"""Backend of `RolloutManager` on several ranks: a client and a worker next to the engine, connected by a coordinator.
 
     generate() on every rank     submit own groups → step the engine for assigned samples → own results
     own results complete         keep stepping for the other ranks until all arrive at the barrier
@@ -48,7 +48,7 @@ ASK_AGAIN_S = 0.01
 
 @dataclass(eq=False)
 class OwnGroup:
-    """A group submitted by this rank, until each of its samples has been handed out."""
+    """A group submitted by this rank, until each of its samples has been returned."""
 
     group_id: int
     prompt: list[int]
@@ -57,18 +57,18 @@ class OwnGroup:
     metadata: Any
     arrival_time: float
     missing: set[int]
-    """Samples that have not been handed out."""
+    """Samples that have not been returned yet."""
     saved: list[Stretch]
-    """Tokens known before it was sent."""
+    """Tokens known before it was submitted."""
     open: OpenGroup | None = None
-    """Tokens received since; None until it was sent."""
+    """Tokens received since; None until it is submitted."""
     error: RolloutError | None = None
     """Why the missing samples have no result."""
     priority: int = 0
 
     @property
     def ended(self) -> bool:
-        """Whether no rank computes it any more: complete or failed."""
+        """Whether it is complete or failed, so that no rank computes it any more."""
         return self.error is not None or (self.open is not None and self.open.complete)
 
     def known(self) -> list[Stretch]:
@@ -82,7 +82,7 @@ class OwnGroup:
         return oldest_version(delta for stretch in self.saved for delta in stretch.deltas())
 
     def interrupted(self) -> list[DynamicInferenceRequest]:
-        """Requests of the samples that have not been handed out, with the tokens known so far."""
+        """Requests of the samples that have not been returned yet, with the tokens known so far."""
         known = {delta.sample_index: delta for stretch in self.known() for delta in stretch.deltas(self.missing)}
         requests = []
         for index in sorted(self.missing):
@@ -108,7 +108,7 @@ class OwnGroup:
 def _all_have_reached(version: int, status: dict[str, Any]) -> bool:
     awaited = status["barrier_waits_for"]
     behind = [rank["name"] for rank in status["ranks"] if rank["policy_version"] < version]
-    # A rank that waits at the end of the call while others do not will not reach this version within it.
+    # If a rank waits at the end of the call while others do not, it will not reach this version within the call.
     return all(awaited and name not in awaited for name in behind)
 
 
@@ -135,7 +135,7 @@ class DataParallelBackend:
         self._failed: deque[OwnGroup] = deque()
         self._asked: Future[dict[str, Any]] | None = None
         self._all_known_before = 0
-        """Policy version that every rank has reached: all tokens of earlier ones are known here."""
+        """Policy version that every rank has reached: all tokens of earlier versions are known here."""
         self._closed = False
         name = f"rank-{world.rank:0{len(str(world.size - 1))}d}"
 
@@ -150,9 +150,10 @@ class DataParallelBackend:
         )  # fmt: skip
         self._calls = CollectiveCalls(self._member, world, self.wake)
         try:
-            # Samples assigned before the first `generate` belong to the rank that calls it first.
+            # Samples assigned before the first `generate` belong to the first rank that calls it.
             self._member.start(idle=True)
-            # A rank that began alone would get all of its own work: assignments are not moved to ranks that join later.
+            # A rank that began alone would compute all of its own work, because assignments are not moved to ranks that join
+            # later.
             self._calls.meet("RolloutManager()", max(START_TIMEOUT_S, self._timeout_s))
         except BaseException:
             self.close()
@@ -210,7 +211,7 @@ class DataParallelBackend:
     def _send_by(self, client: InferenceClient, group: OwnGroup) -> None:
         wanted = tuple(group.missing)
         if group.ended or not wanted:
-            # Aborted or handed out meanwhile.
+            # Aborted or returned in the meantime.
             return
         try:
             opened = client.open_group(
@@ -252,12 +253,12 @@ class DataParallelBackend:
     # --- computing --------------------------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the engine has work, samples have ended, or the barrier is passed; reconnect if necessary."""
+        """Wait until the engine has work, samples have finished, or the barrier is passed; reconnect if necessary."""
         worker = self._member.worker
         worker.report_active()
         if (why := self._member.lost) is not None:
             self._calls.recover(why)
-            # The barrier is sent again before anything is waited for.
+            # The barrier is sent again first.
             return
         if not self._happened:
             self._engine.lifecycle.refuse_when_stopped()
@@ -266,13 +267,13 @@ class DataParallelBackend:
             self._calls.refuse_if_ranks_are_missing()
 
     def step(self) -> list[DynamicInferenceRequest]:
-        """Make at most one engine step; return this rank's samples that have ended on any rank."""
+        """Make at most one engine step; return this rank's samples that have finished on any rank."""
         self._happened = False
         self._member.worker.step()
         return self.take_ended()
 
     def take_ended(self) -> list[DynamicInferenceRequest]:
-        """Return samples of this rank's groups that have ended, each once."""
+        """Return samples of this rank's groups that have finished, each once."""
         results = []
         while self._ended:
             group, index = self._ended.popleft()
@@ -311,9 +312,7 @@ class DataParallelBackend:
         return sum(self._engine.load)
 
     def try_finish(self) -> bool:
-        """Whether every rank has finished its groups (the barrier is passed); this one computes for the others until
-        then.
-        """
+        """Whether every rank has finished its groups (the barrier is passed). Until then this rank computes for others."""
         return self._calls.try_finish()
 
     def barrier(self, what: str) -> None:
@@ -325,7 +324,7 @@ class DataParallelBackend:
         return self._member.coordinator
 
     def gather(self, what: str, value: bytes) -> list[bytes] | None:
-        """The values of all ranks in their order, on rank 0; None on the others. Every rank calls it; raises as
+        """Return the values of all ranks in their order, on rank 0; None on the others. Every rank calls it; raises as
         `CollectiveCalls.meet`.
         """
         return self._calls.gather(what, value)
@@ -380,7 +379,7 @@ class DataParallelBackend:
         return [DynamicInferenceRequestRecord.from_request(request) for request in requests]
 
     def close(self) -> None:
-        """Disconnect; the other ranks take over what this rank was computing. Idempotent."""
+        """Disconnect; the other ranks take over this rank's unfinished samples. Idempotent."""
         if self._closed:
             return
         self._closed = True

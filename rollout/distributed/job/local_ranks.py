@@ -1,8 +1,7 @@
-"""Ranks of one command on this host: starts a process for each, joins their process group, ends them with this
-process.
+"""Ranks of one command on this host: starts a process for each, joins their process group, and stops them with this process.
 
-This process is rank 0 and holds the store of the process group, on loopback. The other ranks read their standard
-input, whose other end this process holds, so they end when it ends.
+This process is rank 0 and holds the store of the process group, on loopback. The other ranks read their standard input,
+whose other end this process holds, so they exit when it exits.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ JOIN_TIMEOUT = timedelta(hours=1)
 """Seconds that all ranks have to load their models."""
 POLL_S = 0.05
 END_TIMEOUT_S = 30.0
-"""Seconds that the ranks have to end by themselves."""
+"""Seconds that the ranks have to exit by themselves."""
 _HOST = "127.0.0.1"
 
 
@@ -42,12 +41,12 @@ class LocalRank:
     port: int
 
     def share_processors(self) -> None:
-        """Give torch this rank's share of the processors, unless `OMP_NUM_THREADS` says how many."""
+        """Give torch this rank's share of the processors, unless `OMP_NUM_THREADS` sets their number."""
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, int(usable_cores()) // self.size))
 
     def follow_parent(self) -> None:
-        """End this process at once when the one that started it has ended."""
+        """Exit at once when the parent process has exited."""
 
         def wait() -> None:
             sys.stdin.buffer.read()
@@ -68,7 +67,7 @@ class LocalRanks:
     Args:
         size: number of ranks, at least 2.
         command: of the process of a rank, which calls `follow_parent` and `join` of its `LocalRank`.
-        on_end: called by a thread with (rank, exit code) when one ends after `join` and before `close`.
+        on_end: called by a thread with (rank, exit code) when a rank exits after `join` and before `close`.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class LocalRanks:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for rank in range(1, size):
-                # A session of its own: Ctrl-C is for rank 0, which ends the others in order.
+                # A session of its own: Ctrl-C goes to rank 0, which stops the others in order.
                 self._processes[rank] = subprocess.Popen(
                     command(LocalRank(rank, size, self.place.port)), stdin=subprocess.PIPE, start_new_session=True
                 )
@@ -95,7 +94,7 @@ class LocalRanks:
             raise
 
     def join(self) -> None:
-        """Wait until every rank is ready, and join the process group; `EngineDeadError` if one has ended before."""
+        """Wait until every rank is ready, and join the process group; `EngineDeadError` if one has exited."""
         ready = [_ready(rank) for rank in self._processes]
         while not self._store.check(ready):
             for rank, process in self._processes.items():
@@ -114,7 +113,7 @@ class LocalRanks:
             self._on_end(rank, code)
 
     def close(self) -> None:
-        """Wait for the processes, which end by themselves, and end those that do not."""
+        """Wait for the processes to exit, and terminate those that do not."""
         self._closing = True
         deadline = time.monotonic() + END_TIMEOUT_S
         for process in self._processes.values():
@@ -123,7 +122,7 @@ class LocalRanks:
         self.kill()
 
     def kill(self) -> None:
-        """End the processes at once. Harmless when they have ended."""
+        """Kill the processes at once. Harmless after they have exited."""
         self._closing = True
         for process in self._processes.values():
             process.kill()

@@ -1,8 +1,7 @@
-"""Agreement of several ranks to begin something together, or not: one atomic decision in the job's store.
+"""Agreement of several ranks on whether to start something together: one atomic decision in the job's store.
 
-A decision holds for all ranks: after a refusal every waiting rank gets it, and the next attempt uses new keys.
-Gathering of sharded weights is such a beginning: a rank that entered it alone would block in the process group until
-its timeout.
+A decision holds for all ranks: every waiting rank gets a refusal, and the next attempt uses new keys. Gathering sharded
+weights needs it: a rank that started alone would block in the process group until its timeout.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from rollout.threads.interrupts import interrupt_deferred, interrupt_pending
 
 GO = b"go"
 INTERRUPTED = " was interrupted"
-"""In a decision: Ctrl-C on a rank that waited."""
+"""Part of a decision: Ctrl-C was pressed on a waiting rank."""
 Judge = Callable[[list[bytes]], str | None]
 
 
@@ -31,7 +30,7 @@ class Meeting:
     """Repeated meetings of the same ranks.
 
     Args:
-        what: of the keys in the store.
+        what: prefix of the keys in the store.
         names: of the ranks, for messages; None: "rank" and the number.
     """
 
@@ -44,15 +43,15 @@ class Meeting:
     def meet(self, timeout_s: float, value: bytes = b"here", judge: Judge = agree) -> bytes:
         """Wait for the other ranks; returns `GO`, or why not.
 
-        The last rank to arrive decides; one that has waited for too long, or has a Ctrl-C pending, decides against.
+        The last rank to arrive decides. A rank that has waited too long, or has a Ctrl-C pending, decides against.
 
         Args:
             value: of this rank, for the judge.
-            judge: returns what is wrong with the values of all ranks, in their order; the same on all ranks.
+            judge: returns an error for the values of all ranks, in their order; the same on all ranks.
         """
         world = self.world
         while world.is_published(self._decision):
-            # Decided before this rank arrived: that attempt is over.
+            # The decision was made before this rank arrived: that attempt is over.
             self._number += 1
         world.publish(self._place(world.rank), value)
         if not self._late():
@@ -88,8 +87,8 @@ class Gathering:
     Args:
         meet: barrier of all ranks, called with the name of the call; a no-op without a coordinator. Waiting is cheap
             there, but a rank that has arrived and given up still counts, so the ranks meet in the store afterwards.
-        world: the ranks; None: a single rank, or weights that are gathered without the others.
-        calls: what every rank must call, for messages.
+        world: the ranks; None: a single rank, or weights that need no other rank.
+        calls: call that every rank must make, for messages.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Gathering:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Context manager: weights gathered inside are kept until the outermost such block ends."""
+        """Context manager: weights gathered inside are kept until the outermost such block is left."""
         self._holders += 1
         try:
             yield
@@ -125,7 +124,7 @@ class Gathering:
         """Gather the weights if they are not, together with all other ranks if that is collective.
 
         Raises:
-            DeadlineError: some ranks did not arrive within `control_timeout_s`; names them. Raised on all that did.
+            DeadlineError: some ranks did not arrive within `control_timeout_s`; names them. Raised on all ranks that did.
             EngineStateError: some ranks are at the barrier of another call; raised on all.
         """
         if self._engine.weights.ready:
@@ -137,7 +136,7 @@ class Gathering:
                 self._engine.guard.gather()
 
     def _meet(self, meeting: Meeting, timeout_s: float) -> bool:
-        """Agree with the other ranks to gather; False: interrupted by Ctrl-C."""
+        """Agree with the other ranks to gather. False: interrupted by Ctrl-C."""
         decision = meeting.meet(timeout_s)
         if decision == GO:
             return True

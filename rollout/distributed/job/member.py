@@ -18,15 +18,16 @@ from rollout.threads.loop_thread import LoopThread
 
 _log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 60.0
-"""Deadline for the coordinator's first answer; it listens before its address is published, so it is busy or has ended."""
+"""Deadline for the coordinator's first answer. It listens before its address is published, so if it is late it is busy or
+has exited."""
 ATTEMPT_S = 5.0
 """Seconds for one attempt to reconnect, before looking for another coordinator."""
 LONGEST_LEAVE_S = 90.0
-"""Deadline for the client's last messages and its end."""
+"""Deadline for the client to send its last messages and stop."""
 
 
 class JobMember:
-    """Worker and client of one rank, which `start` connects to the job's coordinator; rank 0 launches that.
+    """Worker and client of one rank; `start` connects them to the job's coordinator, which rank 0 launches.
 
     Args:
         engine: this rank's.
@@ -35,7 +36,7 @@ class JobMember:
         name: of this rank.
         new_client: creates this rank's client for the coordinator's address and keys; None: it sends no requests.
         on_joined: called on the loop with each client that has connected.
-        on_event: called by any thread when a session is lost or the coordinator's process has ended; must not block.
+        on_event: called by any thread when a session is lost or the coordinator's process has exited; must not block.
         worker_options: of `EngineWorker`.
 
     Attributes:
@@ -68,8 +69,7 @@ class JobMember:
         self.engine = engine
 
     def start(self, *, idle: bool = False) -> None:
-        """Launch or find the coordinator, and connect worker and client. After an exception `leave` and `close` are
-        due.
+        """Launch or find the coordinator, and connect worker and client. After an exception, call `leave` and `close`.
 
         Args:
             idle: the rank reports itself as idle until the first step.
@@ -114,7 +114,7 @@ class JobMember:
 
     @property
     def worker(self) -> EngineWorker:
-        """Makes the engine's steps; `ConnectionLostError` if `start` has not found the coordinator."""
+        """The worker, which makes the engine's steps. `ConnectionLostError` if `start` has not found the coordinator."""
         if self._worker is None:
             raise ConnectionLostError(f"{self.name}: the coordinator was never found")
         return self._worker
@@ -133,12 +133,12 @@ class JobMember:
 
     @property
     def connected(self) -> InferenceClient | None:
-        """This rank's client, if its session lives."""
+        """This rank's client, if its session is alive."""
         return None if self._client is None or self._client.lost is not None else self._client
 
     @property
     def lost(self) -> Exception | None:
-        """Why a session of this rank, or the coordinator itself, is lost; None: it is not."""
+        """Why a session of this rank, or the coordinator itself, is lost. None: both are alive."""
         handle, address = self.coordinator.handle, self.coordinator.address
         if handle is not None and not handle.alive:
             return ConnectionLostError(
@@ -149,11 +149,11 @@ class JobMember:
         return self.worker.lost or (None if self._client is None else self._client.lost)
 
     def status(self) -> dict[str, Any]:
-        """The job as the coordinator sees it; `ConnectionLostError` or `DeadlineError` without an answer."""
+        """The coordinator's view of the job; `ConnectionLostError` or `DeadlineError` without an answer."""
         return self.loop.run_sync(self.client.status(), self._timeout_s)
 
     def recover(self, why: Exception) -> None:
-        """Reconnect, to another coordinator if there is one; rank 0 starts one if its own has ended.
+        """Reconnect, to another coordinator if there is one; rank 0 starts one if its own has exited.
 
         Raises:
             ConnectionLostError: no coordinator accepted this rank within `control_timeout_s`, or the loss is final.
@@ -177,7 +177,7 @@ class JobMember:
 
     def _reconnect(self, again: bool) -> None:
         replaced = self._find_coordinator(again)
-        # A live session is kept: the other ranks would take its end for this rank's.
+        # A live session is kept, because the other ranks would take its end for the loss of this rank.
         if replaced or self.connected is None:
             self._leave_client(None)
             self._join(ATTEMPT_S)
@@ -205,7 +205,7 @@ class JobMember:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def leave(self, before: Callable[[InferenceClient], Awaitable[None]] | None = None) -> None:
-        """Disconnect client and worker; the other ranks take over what this rank was computing. Idempotent.
+        """Disconnect client and worker; the other ranks take over this rank's unfinished samples. Idempotent.
 
         Args:
             before: awaited with the client before it disconnects.
@@ -217,7 +217,7 @@ class JobMember:
                 self._worker.stop()
 
     def close(self, stop_timeout_s: float | None = None) -> None:
-        """Release the coordinator's process, which ends after its last client, or terminate it and kill it after
+        """Release the coordinator's process, which exits after its last client, or terminate it and kill it after
         `stop_timeout_s`.
         """
         handle = self.coordinator.handle

@@ -24,7 +24,7 @@ WILDCARDS = ("0.0.0.0", "*", "[::]", "::")
 """Host values that mean all interfaces."""
 _CALLS_ENDED = "calls_ended"
 LOOK_S = 5.0
-"""Polling interval for a failed rank or Ctrl-C while waiting for the other ranks."""
+"""Interval of checks for a failed rank or Ctrl-C while waiting for the other ranks."""
 HOSTS_TIMEOUT_S = 120.0
 """Deadline for all ranks to publish their hosts, or the leaders of their groups."""
 
@@ -60,10 +60,10 @@ class World:
         return replace(world, one_host=world._share_a_host())
 
     def within(self, ranks: Sequence[int], name: str) -> World:
-        """The world of some of its ranks, this one included; its rank is the place in `ranks`.
+        """The world of some of its ranks, including this one; its rank is the place in `ranks`.
 
         Args:
-            name: of its keys, different for every such world of this one.
+            name: part of its keys, different for every such world.
         """
         return replace(self, rank=ranks.index(self.rank), size=len(ranks), prefix=f"{self.prefix}/{name}")
 
@@ -88,7 +88,7 @@ class World:
             return False
 
     def settle(self, key: str, value: bytes) -> None:
-        """Publish a value unless the key has one: of several ranks, exactly one succeeds."""
+        """Publish a value unless the key has one. Among several ranks, exactly one succeeds."""
         self.store.compare_set(f"{self.prefix}/{key}", "", value.decode())
 
     def wait_until(self, key: str, timeout_s: float) -> bool:
@@ -97,7 +97,7 @@ class World:
         """
         full = f"{self.prefix}/{key}"
         try:
-            # A timeout that rounds to 0 ms would mean to wait forever.
+            # A timeout that rounds to 0 ms would mean waiting forever.
             self.store.wait([full], timedelta(seconds=max(0.001, timeout_s)))
         except dist.DistNetworkError as exc:
             raise ConnectionLostError(
@@ -110,7 +110,7 @@ class World:
 
     def publish_calls_ended(self, count: int) -> None:
         """Publish the number of completed collective calls; every rank does so before its next call."""
-        # Best effort: the store ends with the process that holds it.
+        # Best effort: the store disappears with the process that holds it.
         with suppress(dist.DistError):
             self.publish(_CALLS_ENDED, str(count).encode())
 
@@ -120,7 +120,7 @@ class World:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Context manager that publishes what is raised inside: ranks that wait for this one raise it too."""
+        """Context manager that publishes an exception raised inside, so that ranks that wait for this one raise it too."""
         try:
             yield
         except BaseException as exc:
@@ -138,7 +138,7 @@ class World:
 
     @property
     def _failed(self) -> str:
-        # The same key for groups of these ranks.
+        # The same key for all groups of these ranks.
         return "/".join(self.prefix.split("/")[:2]) + "/failed"
 
     def wait_for(self, key: str, timeout_s: float) -> bytes:
@@ -199,6 +199,6 @@ def loopback_identity() -> str:
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     with suppress(OSError):
-        # The thread's: a process may be in several.
+        # The thread's namespace, because a process may be in several.
         parts.append(os.readlink("/proc/thread-self/ns/net"))
     return " ".join(parts)

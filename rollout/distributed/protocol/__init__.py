@@ -1,1 +1,1 @@
-"""Messages between client, coordinator and rank, their frames, and the columns in which tokens travel."""
+"""Messages between client, coordinator and rank, their frames, and the columns that transport tokens."""

@@ -1,4 +1,4 @@
-"""Base class of messages, and the checked types of their fields, which are used as annotations.
+"""Base class of messages, and the checked types of their fields, used as annotations.
 
 Checks use `type()` and not `isinstance()`: True is not an integer on the wire.
 """
@@ -17,7 +17,7 @@ from rollout.state import ControlSignal, CoordinatorState, EngineState
 SET_VERSION = "set_version"
 """Control call that sets the policy version, given as its argument; not a lifecycle signal."""
 GIVEN_UP = "given up"
-"""`Barrier.what` of a member whose call ended by an exception: its arrival agrees with every call."""
+"""`Barrier.what` of a member whose call raised an exception: its arrival matches every call."""
 FLUSH_PREFIX_CACHE = "flush_prefix_cache"
 """Control call that drops all unreferenced cached blocks of every engine, in any state."""
 LOAD_WEIGHTS = "load_weights"
@@ -27,7 +27,7 @@ LOAD_ADAPTER = "load_adapter"
 UNLOAD_ADAPTER = "unload_adapter"
 """Control call that unloads the adapter of this name from every engine, and ends its requests there, in any state."""
 UPKEEP = (FLUSH_PREFIX_CACHE, LOAD_WEIGHTS, LOAD_ADAPTER, UNLOAD_ADAPTER)
-"""Control calls that change no engine's state."""
+"""Control calls that do not change an engine's state."""
 Check = Callable[[Any], bool]
 
 
@@ -137,7 +137,7 @@ Priority = Annotated[
 
 
 class LostFramesError(SerializationError):
-    """A frame or token came out of sequence: earlier ones were lost with a connection."""
+    """A frame or token arrived out of sequence: earlier ones were lost with a connection."""
 
 
 class Message:

@@ -40,16 +40,16 @@ class Submit(Message):
     interval: wire.Count = 0
     """Tokens per sample between two reports; 0: the coordinator's interval."""
     known: Stretches = field(default_factory=list)
-    """Tokens known of a continued group (`request_id` and `attempt` are ignored)."""
+    """Known tokens of a continued group (`request_id` and `attempt` are ignored)."""
     wanted: wire.Counts = field(default_factory=list)
-    """Samples to compute if the others have ended; empty: all."""
+    """Samples to compute if the others have finished. Empty: all."""
     min_policy_version: wire.Count = 0
-    """Lowest policy version of an engine that may compute it: that of the client's weights."""
+    """Lowest policy version that an engine must have to compute it: the version of the client's weights."""
     images: wire.Blob = b""
     """msgpack of the tensors of its images by name; empty: a prompt of text."""
     keyed: wire.Tokens = b""
-    """The prompt with a key of its image in place of every placeholder, from which block hashes are made. Empty: the
-    prompt itself or, with images, no hashes."""
+    """The prompt with its image's key in place of every placeholder, from which block hashes are computed. Empty: the prompt
+    itself or, with images, no hashes."""
 
 
 @message(21, "coordinator → client")
@@ -78,7 +78,7 @@ class Assign(Message):
     known: Stretches
     """Tokens computed by earlier ranks, in order; generation continues after them."""
     images: wire.Blob = b""
-    """Value that was submitted."""
+    """As submitted."""
 
 
 @message(23, "rank → coordinator")
@@ -99,7 +99,7 @@ class Progress(Message):
 
 @message(24, "coordinator → client")
 class Update(Message):
-    """New tokens and ended samples of a client's requests."""
+    """New tokens and finished samples of a client's requests."""
 
     stretches: Stretches
 
@@ -116,7 +116,7 @@ class RequestFailed(Message):
 
 @message(26, "client → coordinator")
 class Abort(Message):
-    """Abort a group; answered by `RequestFailed` unless the group has just ended."""
+    """Abort a group; answered by `RequestFailed` unless the group has just finished."""
 
     request_id: wire.Count
 
@@ -230,7 +230,7 @@ class Disconnect(Message):
 
 @message(40, "client → coordinator")
 class Control(Message):
-    """A call that ends with `ControlDone`."""
+    """A call that is answered by `ControlDone`."""
 
     call_id: wire.Count
     signal: wire.Signal
@@ -241,7 +241,7 @@ class Control(Message):
 
 @message(41, "coordinator → rank")
 class Command(Message):
-    """A control call's part for one engine."""
+    """One engine's part of a control call."""
 
     command_id: wire.Count
     signal: wire.Signal
@@ -290,7 +290,7 @@ class Barrier(Message):
 
     index: wire.Count
     what: wire.Name = ""
-    """Name of the collective call that ends at the barrier."""
+    """Name of the collective call that waits at the barrier."""
     policy_version: wire.Count = 0
     """Policy version of the member's weights."""
 
@@ -301,7 +301,7 @@ class BarrierDone(Message):
 
     index: wire.Count
     differences: wire.Text = ""
-    """Members with their call and version, where these differ; empty: all agree."""
+    """Members with their call and version, if these differ. Empty: all agree."""
 
 
 @message(47, "client → coordinator")

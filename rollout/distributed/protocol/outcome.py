@@ -51,7 +51,7 @@ class Outcome:
     stop_reason: Annotated[str | int | None, optional(STR_OR_INT)]
     error: Annotated[str | None, optional(STR)]
     policy_version: Annotated[int, _COUNT]
-    """Engine's policy version when the sample ended."""
+    """Engine's policy version when the sample finished."""
     policy_spans: Annotated[VersionSpans, SPANS]
     """Policy versions over prompt and completion."""
     kv_spans: Annotated[VersionSpans, SPANS]

@@ -1,8 +1,8 @@
-"""`Stretch`: the `SampleDelta`s of one request as columns, the form in which they travel; `PartialGroup`: those of a
+"""`Stretch`: the `SampleDelta`s of one request as columns, as sent on the wire; `PartialGroup`: the `SampleDelta`s of a
 group.
 
-Columns are parallel to `indices`; token ids and log-probs are concatenated buffers. A coordinator forwards stretches
-without reading them. The tokens known of a sample are contiguous from 0; nothing is split or copied before it is read.
+Columns are parallel to `indices`; token ids and log-probs are concatenated buffers. A coordinator forwards stretches without
+reading them. The known tokens of a sample are contiguous from 0. Nothing is split or copied before it is read.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Stretch:
     versions: Versions
     """Policy version of the prompt, then (version, count) runs of the new tokens."""
     columns: Columns = field(default_factory=dict)
-    """Optional fields of `SampleDelta` by name, of those that any sample has: per sample its value or None."""
+    """Optional fields of `SampleDelta` that any sample has, by name: a value or None per sample."""
 
     @classmethod
     def of(cls, request_id: int, attempt: int, deltas: Sequence[SampleDelta]) -> Stretch:
-        """Columns of deltas of different samples of one request."""
+        """Build the columns from deltas of different samples of one request."""
         if len(deltas) == 1:
-            # A third of the time: a step of many groups of one sample makes one stretch per token.
+            # Takes a third of the time: a step of many groups of one sample makes one stretch per token.
             (delta,) = deltas
             optional, tokens = _OPTIONAL(delta), delta.token_ids
             values = () if optional == _ABSENT else zip(COLUMNS, optional, strict=True)
@@ -148,7 +148,7 @@ class Stretch:
         return Stretch.of(self.request_id, self.attempt, self.deltas(samples))
 
     def ended(self) -> list[int]:
-        """Samples that ended with this stretch."""
+        """Samples that finished with this stretch."""
         if "outcome" not in self.columns:
             return []
         outcomes = self.columns["outcome"]
@@ -156,7 +156,7 @@ class Stretch:
 
     def newest_version(self) -> int:
         """Highest policy version of any prompt or token; 0 without samples."""
-        # Versions only rise, and the prompt's is at most that of its tokens: the last run has the highest.
+        # Versions only rise, and the prompt's is at most the tokens', so the last run has the highest.
         newest = 0
         for runs in self.versions:
             version: int = runs[-2] if len(runs) > 1 else runs[0]
@@ -186,7 +186,7 @@ def _check_length(name: str, values: list[Any], samples: int) -> None:
 
 
 ENTRIES_TOGETHER = 64
-"""Deltas per sample, on average, after which they are joined: a stream brings one per token, and objects cost memory."""
+"""Average number of deltas per sample after which they are joined: a stream has one per token, and objects cost memory."""
 
 
 class PartialGroup:
@@ -194,7 +194,7 @@ class PartialGroup:
 
     Attributes:
         lengths: number of completion tokens per sample that has any delta.
-        rows: stretches that came since the last `compact`, in order.
+        rows: stretches received since the last `compact`, in order.
     """
 
     __slots__ = ("_joined", "_next_look", "lengths", "rows")
@@ -226,7 +226,7 @@ class PartialGroup:
         self._next_look = len(self.rows) + ENTRIES_TOGETHER
 
     def compact(self) -> None:
-        """Join what has come of each sample."""
+        """Join the received deltas of each sample."""
         if self.rows:
             self._joined = self.deltas(self.lengths)
             self.rows = []
@@ -241,7 +241,7 @@ class PartialGroup:
             self.rows.pop()
 
     def deltas(self, samples: Collection[int]) -> dict[int, SampleDelta]:
-        """Everything known of each of these samples as one delta, without those that have none."""
+        """All known tokens of each of these samples as one delta, without samples that have none."""
         if not self.rows:
             return {index: self._joined[index] for index in samples if index in self._joined}
         chosen = frozenset(samples)
@@ -254,7 +254,7 @@ class PartialGroup:
         return {index: joins[index].delta() for index in samples if index in joins}
 
     def known(self, samples: Collection[int]) -> list[Stretch]:
-        """Everything known of these samples as at most one stretch."""
+        """All known tokens of these samples as at most one stretch."""
         deltas = list(self.deltas(sorted(samples)).values()) if self.lengths else []
         return [Stretch.of(0, 0, deltas)] if deltas else []
 

@@ -1,9 +1,8 @@
 """A ZMQ DEALER socket on an asyncio loop: ordered frames, heartbeats, and detection of lost connections.
 
-Always true: `on_lost` is called at most once per connection, and no message is delivered after it; a sent message
-reaches ZMQ in the loop's next iteration. The queue of unsent frames is unbounded: the coordinator bounds a client's
-requests, and one that stops reading is detected by its silence. Every method must be called on the thread of the loop
-of `open`.
+Always true: `on_lost` is called at most once per connection, and no message is delivered after it; a sent message reaches
+ZMQ in the loop's next iteration. The queue of unsent frames is unbounded: the coordinator bounds a client's requests, and a
+coordinator that stops reading is detected by its silence. Every method must be called on the thread of the loop of `open`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Dealer:
         address: `tcp://host:port`; an IPv6 host in brackets.
         identity_name: prefix of the ZMQ identity. Eight random bytes follow, new for each `open`.
         keys: of the job, to encrypt and authenticate the socket; None: plain.
-        on_message: called with each message in order, except heartbeats and those that end the session.
+        on_message: called with each message in order, except heartbeats and messages that end the session.
         on_lost: called with the reason when the connection is lost: ended by the coordinator, missing frames, a
             malformed frame, or a heartbeat timeout. Not called for `close`.
     """
@@ -71,7 +70,7 @@ class Dealer:
         self._timer: asyncio.TimerHandle | None = None
         self._interval_s = self._timeout_s = float("inf")
         self._said = self._heard = 0.0
-        # libzmq marks its sockets close-on-exec only.
+        # libzmq only marks its sockets close-on-exec.
         forks.in_child(self, lambda dealer: forks.close_connections(dealer.address))
 
     @property
@@ -153,7 +152,7 @@ class Dealer:
         try:
             settled = self._settle()
         finally:
-            # After many messages, or when a callback raised, the descriptor would not become readable again.
+            # After many messages, or if a callback raised, the descriptor would not become readable again.
             if not settled:
                 self._turn_soon()
 
@@ -176,7 +175,7 @@ class Dealer:
         return False
 
     def _write(self, socket: zmq.Socket[bytes]) -> bool:
-        """Send some frames; False: the connection has gone since EVENTS was read, and they stay queued."""
+        """Send some frames. False: the connection was lost after EVENTS was read, and the frames stay queued."""
         together: list[bytes] = []
         size = 0
         while self._unsent and len(together) < FRAMES_TOGETHER and size < BYTES_TOGETHER:
@@ -216,7 +215,7 @@ class Dealer:
     def _beat(self, due: float) -> None:
         now = self._loop.time()
         if self._silent(now):
-            # Read what has arrived meanwhile: this process itself may have been stalled.
+            # Read frames that arrived in the meantime: this process itself may have been stalled.
             self._turn()
             if self._silent(now) and now - due > self._interval_s:
                 self._heard = now - self._timeout_s + self._interval_s
@@ -264,5 +263,5 @@ class Dealer:
         try:
             threading.Thread(target=self._context.term, name="rollout-linger").start()
         except RuntimeError:
-            # The interpreter is shutting down and starts no threads: block here instead.
+            # The interpreter is shutting down and starts no threads, so block here.
             self._context.term()

@@ -1,4 +1,4 @@
-"""Samples assigned to a rank: which attempt computes each one, and which of its tokens were reported."""
+"""Samples assigned to a rank: the attempt that computes each, and how many of its tokens were reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Assignment:
     """Request id in the engine."""
     interval: int
     open: set[int]
-    """Samples that have not ended."""
+    """Samples that have not finished."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +40,7 @@ class _Pace:
 
 
 class Assignments:
-    """Assigned samples that have not ended, by attempt, by request id of the engine, and by sample."""
+    """Assigned unfinished samples, by attempt, by request id of the engine, and by sample."""
 
     def __init__(self) -> None:
         self.of_attempt: dict[int, Assignment] = {}
@@ -56,7 +56,7 @@ class Assignments:
             table.clear()
 
     def open(self, message: Assign, number: int, interval: int, wanted: list[int], known: dict[int, Known]) -> None:
-        """Record the `wanted` samples of an assignment, computed as request `number`; `known`: tokens sent before."""
+        """Record the `wanted` samples of an assignment, computed as request `number`. `known`: tokens sent before."""
         assignment = Assignment(message.request_id, message.attempt, number, interval, set(wanted))
         self.of_attempt[message.attempt] = self.of_number[number] = assignment
         pace = self._paces.setdefault(interval, _Pace())
@@ -76,7 +76,7 @@ class Assignments:
             del self.of_number[assignment.number]
 
     def due(self, steps: int) -> dict[Key, Known]:
-        """Count `steps`, and return the samples whose interval has passed, with what was sent of them."""
+        """Count `steps`, and return the samples whose interval has passed, with the tokens already sent."""
         due: dict[Key, Known] = {}
         for interval, pace in self._paces.items():
             pace.steps += steps
@@ -86,7 +86,7 @@ class Assignments:
         return due
 
     def all_due(self) -> dict[Key, Known]:
-        """All samples, with what was sent of them; all intervals begin again."""
+        """Return all samples, with the tokens already sent, and restart all intervals."""
         due: dict[Key, Known] = {}
         for pace in self._paces.values():
             due |= pace.known
@@ -96,7 +96,7 @@ class Assignments:
     def last_deltas(
         self, ended: Iterable[DynamicInferenceRequestRecord], due: dict[Key, Known]
     ) -> tuple[dict[int, list[SampleDelta]], list[DynamicInferenceRequestRecord]]:
-        """Split ended records: last deltas of assigned samples by engine request id, and records of other callers.
+        """Split finished records: last deltas of assigned samples by engine request id, and records of other callers.
 
         The assigned samples are removed from `due`.
         """
@@ -115,7 +115,7 @@ class Assignments:
         return grown, foreign
 
     def stretch(self, number: int, deltas: list[SampleDelta]) -> Stretch:
-        """Return new tokens of an assignment as columns. They count as sent, and ended samples are removed."""
+        """Return new tokens of an assignment as columns. They count as sent, and finished samples are removed."""
         assignment = self.of_number[number]
         known = self._paces[assignment.interval].known
         for delta in deltas:

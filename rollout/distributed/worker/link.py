@@ -1,4 +1,4 @@
-"""One session of a rank with a coordinator: connection, state machine, and the messages not applied yet."""
+"""One session of a rank with a coordinator: connection, state machine, and the messages not yet applied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLES_AT_ONCE = 256
 
 @dataclass(eq=False)
 class Link:
-    """A session and its inbox. Every method but `put` needs the engine's lock."""
+    """A session and its inbox. Every method except `put` needs the engine's lock."""
 
     address: str
     name: str
@@ -49,11 +49,11 @@ class Link:
         self.inbox.append(item)
 
     def apply(self, foreign: list[DynamicInferenceRequestRecord]) -> None:
-        """Apply the messages that are here now, up to `SAMPLES_AT_ONCE` new samples; raises if the session is lost or
-        the engine cannot follow it.
+        """Apply the messages received so far, up to `SAMPLES_AT_ONCE` new samples; raises if the session is lost or the
+        engine cannot follow it.
 
         Args:
-            foreign: takes the ended records of other callers' requests.
+            foreign: collects the finished records of other callers' requests.
         """
         taken_in = 0
         for _ in range(len(self.inbox)):

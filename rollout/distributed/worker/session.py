@@ -4,7 +4,7 @@ Always true, while the caller holds the engine at a step boundary (`DynamicInfer
 - every assigned sample ends exactly once: reported, cancelled, declined, or dropped with the session;
 - the tokens of a sample are sent contiguously, each once; the last ones together with its outcome;
 - state and version are sent (`EngineMoved`, `CommandAck`) before any token computed under them;
-- control calls are a hold of `COORDINATOR` on the engine, which outlives the session: the next one replaces it;
+- control calls are a hold of `COORDINATOR` on the engine, which outlives the session until the next one replaces it;
 - each assignment has its own request id of the engine, so results of an older attempt are never mistaken for a newer one's.
 """
 
@@ -50,8 +50,7 @@ class RankSession:
         engine: called at a step boundary.
         send: called with every message to the coordinator, in order.
         progress_interval: steps between two reports if the assignment sets no interval.
-        follows_version: set the engine to the version in `RegisterAck`. False: the training loop beside it counts
-            updates.
+        follows_version: set the engine to the version in `RegisterAck`. False: the training loop counts updates.
         idle: whether no thread steps the engine.
 
     Attributes:
@@ -130,7 +129,7 @@ class RankSession:
             )  # fmt: skip
 
     def _decline(self, message: wire.Assign, number: int, exc: Exception) -> None:
-        # The engine's request id has no meaning to the client.
+        # The engine's request id means nothing to the client.
         text = str(exc).removeprefix(f"request {number}: ")
         self._send(wire.Decline(message.request_id, message.attempt, type(exc).__name__, text))
 
@@ -222,7 +221,7 @@ class RankSession:
         if signal == SET_VERSION:
             if type(argument) is not int:
                 raise EngineStateError(f"{SET_VERSION}({argument!r}): must be an integer")
-            # An equal version is applied too: the weights may have changed under the same number.
+            # An equal version is applied too, because the weights may have changed under the same number.
             if argument >= self._engine.policy_version:
                 self._engine.weights_updated(argument)
             return []
@@ -247,7 +246,7 @@ class RankSession:
         # Changes since registration are sent below, after the engine has reached the requested state.
         self._note_state()
         foreign: Records = []
-        # Setting the same version again would mean changed weights.
+        # Setting the same version again would mean that the weights have changed.
         if self._follows_version and message.policy_version > self._engine.policy_version:
             foreign = self._control(lambda: self._signal(SET_VERSION, message.policy_version))
         foreign += self._control(lambda: self._follow(CoordinatorState(message.state)))
@@ -264,19 +263,19 @@ class RankSession:
         self.moved()
         ended = act()
         self._note_state()
-        # No step may follow for a while: report all tokens known so far.
+        # There may be no step for a while, so report all tokens known so far.
         return self._report([*ended, *self.take_ended()], self._assignments.all_due())
 
     # --- reports of the engine --------------------------------------------------------------------------------------
 
     def take_ended(self) -> Records:
-        """Ended records of assigned samples that no step has returned."""
+        """Finished records of assigned samples that no step has returned."""
         return self._engine.take_ended(lambda key: key[0] in self._assignments.of_number)
 
     def report(
         self, ended: Iterable[DynamicInferenceRequestRecord], *, steps: int = 1, everything: bool = False
     ) -> Records:
-        """Send the due tokens and ended samples, in one `Progress` for every `MAX_STRETCHES` requests.
+        """Send the due tokens and finished samples, in one `Progress` for every `MAX_STRETCHES` requests.
 
         Args:
             ended: records that the engine has finished.
@@ -324,7 +323,7 @@ class RankSession:
         self._send(wire.EngineMoved(*self._said(), self._sent_idle))
 
     def _load(self) -> tuple[int, int]:
-        """(running, waiting) samples; all of them wait while no thread steps the engine."""
+        """(running, waiting) samples; all count as waiting while no thread steps the engine."""
         running, waiting = self._engine.load
         return (0, running + waiting) if self._idle() else (running, waiting)
 

@@ -1,7 +1,7 @@
 """A rank of a coordinator: connects an engine, steps it, applies messages at step boundaries, and reports results.
 
-    loop thread     socket I/O; heartbeats continue while the engine steps or suspends
-    apply thread    applies messages at the next step boundary, also while the training loop is busy
+    loop thread     socket I/O; heartbeats continue while the engine steps or suspends apply thread    applies messages at
+    the next step boundary, even while the training loop is busy
 
 Always true: a session is used only under the engine's lock; nothing of an ended session is sent, messages for it are
 dropped, and its samples are aborted, because the coordinator assigns them to another rank.
@@ -39,7 +39,7 @@ CLOSE_TIMEOUT_S = 10.0
 FIRST_ATTEMPT_S = 1.0
 LONGEST_ATTEMPT_S = 10.0
 """Timeout of one connection attempt, doubling from the first to the longest. The first is short because it may reach a
-coordinator that is about to end."""
+coordinator that is about to exit."""
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 2.0
 """Backoff between two attempts, doubling from the first to the longest."""
@@ -48,8 +48,8 @@ LONGEST_RETRY_S = 2.0
 class EngineWorker:
     """One rank of a coordinator: connects an engine to it and makes the engine's steps.
 
-    The engine may also serve other callers: they call `wake` after queueing requests, and get the records that ended
-    in this worker's steps from `take_ended`. No step is made while the engine is held (`Holds.forbid_steps`).
+    The engine may also serve other callers: they call `wake` after queueing requests, and get records finished in this
+    worker's steps from `take_ended`. No step is made while the engine is held (`Holds.forbid_steps`).
 
     Args:
         engine: may also serve other callers.
@@ -91,9 +91,9 @@ class EngineWorker:
         self._thread: threading.Thread | None = None
         self._ended: list[DynamicInferenceRequestRecord] = []
         self._idle = False
-        # Serialises starting and ending sessions.
+        # Serialises the start and end of sessions.
         self._connecting = threading.Lock()
-        # Guards the fields below and the inbox. A leaf lock: its holder acquires no other, least of all the engine's.
+        # Guards the fields below and the inbox. A leaf lock: its holder acquires no other lock, least of all the engine's.
         self._changed = threading.Condition()
         self._engine_moved = False
         self._closed = False
@@ -346,7 +346,7 @@ class EngineWorker:
             return True
 
     def steps(self) -> bool:
-        """Make engine steps until there is no work, another thread wants the engine, or Ctrl-C is pending; as `step`.
+        """Make engine steps until there is no work, another thread wants the engine, or Ctrl-C is pending; raises as `step`.
 
         The module counts as unchanged between the steps, until the last step is reported.
         """
@@ -460,7 +460,7 @@ class EngineWorker:
         self.engine.ask_for_boundary()
 
     def take_ended(self) -> list[DynamicInferenceRequestRecord]:
-        """Return ended records of requests that the coordinator did not assign, each once."""
+        """Return finished records of requests that the coordinator did not assign, each once."""
         with self.engine.locked():
             ended, self._ended = self._ended, []
             return ended

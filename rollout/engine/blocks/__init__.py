@@ -1,1 +1,1 @@
-"""KV blocks of one engine: who holds them, what a prefix lookup finds, and the memory behind them. No tensors."""
+"""KV blocks of one engine: their holders, prefix lookups, and the memory behind them. No tensors."""

@@ -27,11 +27,11 @@ class BlockAllocator:
     """Reference counts, prefix cache and eviction over blocks of `block_size` token slots.
 
     Attributes:
-        pages: the memory of the blocks; an `int` makes a pool of so many blocks.
+        pages: the memory of the blocks; an `int` makes a pool of that many blocks.
         index: the registered blocks.
         ref_count: [number of ids] int32.
         states: slots for recurrent states, whose snapshots belong to registered blocks; no slots for other models.
-        host: where evicted blocks go; without slots they go nowhere.
+        host: the tier for evicted blocks; without slots they are dropped.
         copies: (source, destination) pages to copy before the next forward, in this order; `~s`: slot s of `host`.
         keeps_released: whether registered blocks stay cached without a holder.
         evictions: counter of cached blocks.
@@ -69,12 +69,12 @@ class BlockAllocator:
 
     @property
     def num_blocks(self) -> int:
-        """Most blocks that the pool can hold."""
+        """Maximum number of blocks that the pool can hold."""
         return self.pages.num_pages // self.pages.whole
 
     @property
     def num_free(self) -> int:
-        """Number of blocks without cached content, for which there is memory in every layer."""
+        """Number of blocks without cached content for which every layer has memory."""
         return self.pages.num_free // self.pages.groups
 
     @property
@@ -89,7 +89,7 @@ class BlockAllocator:
 
     @property
     def num_in_window(self) -> int:
-        """Number of used or cached blocks that have their KV of every layer."""
+        """Number of used or cached blocks that have their KV in every layer."""
         pages, count = self.pages, self.num_used + self.num_cached
         return (pages.num_pages - pages.num_free - pages.whole * count) // pages.limited if pages.limited else count
 
@@ -108,7 +108,7 @@ class BlockAllocator:
         return writable
 
     def findable(self, block_hash: int) -> bool:
-        """Whether a block of this hash is in the current index, or on the host (its tokens may differ)."""
+        """Whether a block of this hash is in the current index or on the host (its tokens may differ)."""
         return block_hash in self.index.current or (self.index.variant, block_hash) in self.host.blocks
 
     def counts(self) -> dict[str, int]:
@@ -141,7 +141,8 @@ class BlockAllocator:
         return blocks
 
     def _evict(self) -> None:
-        """Free what was used least recently: a cached block, or (of a held one, with a host tier) what no window reaches."""
+        """Free the least recently used memory: a cached block, or (with a host tier) the part of a held block outside all
+        windows."""
         cached = self._lru_outdated or self._lru
         oldest = next(iter(cached.items()), None)
         if not self._lru_outdated:
@@ -152,7 +153,7 @@ class BlockAllocator:
                 return
         if oldest is None:
             raise RuntimeError("allocate(): too few blocks are free or evictable; ask can_allocate() first")
-        # Outdated blocks are of no use.
+        # Outdated blocks are never needed again.
         if self.host.num_slots and not self._lru_outdated and not self.index.is_tail(oldest[0]):
             self.copies += self.host.offload(self.index, oldest[0], self.pages.page_of[oldest[0]].tolist())
         self._free_cached(oldest[0])
@@ -198,7 +199,7 @@ class BlockAllocator:
             self.pages.strip(block)
 
     def unview(self, blocks: IntArray, *, verified: bool) -> None:
-        """End a sequence's view of `blocks` in the layers with a window. What a lookup may find keeps its KV there.
+        """End a sequence's view of `blocks` in the layers with a window. Blocks that a lookup can find keep their KV there.
 
         Args:
             verified: the sequence has computed finite logits from them. Other content may be NaN and is not kept.
@@ -254,7 +255,7 @@ class BlockAllocator:
         Returns:
             Ids of the blocks, registered and *pinned*.
         """
-        # Blocks that are evicted for these may take the place of others on the host, not theirs.
+        # Blocks evicted to make room for these may take other slots on the host, but not these slots.
         self.host.take(blocks)
         loaded = self.allocate(len(blocks))
         for block, copy in zip(loaded, blocks, strict=True):
@@ -262,7 +263,7 @@ class BlockAllocator:
             self.copies += [(~slot, place) for slot, place in places if slot != NOWHERE]
             self.host.release(copy)
             self.index.add(block, copy.block_hash, parent, copy.tokens)
-            # Without its KV in layers with a window it gives back the memory there.
+            # Without its KV in layers with a window, it returns the memory there.
             self.unview(np.asarray([block], np.int32), verified=copy.slots[-1] != NOWHERE)
             parent = block
         return loaded
@@ -274,7 +275,7 @@ class BlockAllocator:
             self.drop_cached()
 
     def evict_next(self, block: int) -> None:
-        """Put a cached leaf in front of the others that wait for eviction; nothing to do for a block that is held."""
+        """Make a cached leaf the next block to be evicted; no effect on a held block."""
         if block in self._lru:
             self._lru[block] = 0
             self._lru.move_to_end(block, last=False)
@@ -290,19 +291,20 @@ class BlockAllocator:
         self._lru.clear()
 
     def unregister(self, blocks: IntArray) -> None:
-        """Remove held `blocks`, and all behind them, from the index: their content must not be shared (it may hold NaN)."""
+        """Remove held `blocks`, and all blocks behind them, from the index: their content must not be shared (it may hold
+        NaN)."""
         for block in blocks[self.index.registered[blocks]].tolist():
             if self.index.registered[block]:
                 behind = self.index.behind(block)
                 for each in (block, *behind):
                     self._unregister(each, verified=False)
-                # No lookup reaches them any more, and the id of their parent may come to stand for other tokens.
+                # Lookups no longer reach them, and their parent's id may be reused for other tokens.
                 for each in behind:
                     if not self.ref_count[each]:
                         self._give_back(each)
 
     def drop_cached(self) -> int:
-        """Free every cached block, also on the host, and what no window reaches; returns the number of blocks freed."""
+        """Free every cached block, also on the host, and memory outside all windows; returns the number of blocks freed."""
         count = self.num_cached
         self.pages.strip_unseen()
         while cached := self._lru_outdated or self._lru:

@@ -1,7 +1,7 @@
-"""Host tier of the prefix cache: which evicted KV blocks of the present weights have a copy in host memory, and where.
+"""Host tier of the prefix cache: which evicted KV blocks of the current weights have a copy in host memory, and where.
 
-A complete block that the device evicts goes to free slots of the host; the least recently offloaded one makes room. A prefix
-that continues there is loaded into fresh blocks of the device, which frees its slots.
+A complete block that the device evicts is copied to free slots of the host, in place of the least recently offloaded block
+if it is full. A prefix that continues on the host is loaded into new blocks of the device, which frees its slots.
 
 Always true: a slot is free, or belongs to one block. A block is found under the variant that computed it, and only if its
 tokens and all tokens before it are equal.
@@ -28,11 +28,11 @@ class HostBlock:
     block_hash: int
     """Hash of the chain up to and including it."""
     digest: bytes
-    """`chain_digest` of that chain."""
+    """`chain_digest` of the same chain."""
     tokens: IntArray
     """[block_size] int32."""
     slots: tuple[int, ...]
-    """One for each page of the block; `NOWHERE`: the device had given that page back."""
+    """One for each page of the block. `NOWHERE`: the device had already freed that page."""
 
 
 class HostCache:
@@ -43,7 +43,7 @@ class HostCache:
         blocks: (variant, hash) → block, least recently offloaded first.
         offloaded, loaded, evicted: counters of blocks.
         hit_tokens: counter of the positions whose KV was loaded.
-        unsettled: whether copies were planned for a step that has not ended well: they may not have been made.
+        unsettled: whether copies were planned for a step that has not completed: they may not have been made.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int = 0) -> None:
@@ -73,7 +73,7 @@ class HostCache:
     def find(
         self, index: PrefixIndex, found: Sequence[int], hashes: Sequence[int], tokens: IntArray
     ) -> list[HostBlock]:
-        """Blocks that continue the cached prefix `found` of a chain, up to the first that is not held.
+        """Blocks that continue the cached prefix `found` of a chain, up to the first missing one.
 
         Args:
             found: blocks of the device, from the first of the chain on.
@@ -87,7 +87,7 @@ class HostCache:
         digest = index.digest(found[-1]) if found else b""
         for block_hash, wanted in zip(hashes[start:], tokens[start:], strict=True):
             block, digest = self.blocks.get((index.variant, block_hash)), chain_digest(digest, block_hash, wanted)
-            # The device may have a block of these tokens whose parent it has lost.
+            # The device may have a block with these tokens but without its parent.
             if block is None or block.digest != digest or block_hash in index.current:
                 break
             blocks.append(block)
@@ -96,13 +96,13 @@ class HostCache:
     # --- blocks come and go -------------------------------------------------------------------------------------
 
     def offload(self, index: PrefixIndex, block: int, memory: Sequence[int]) -> list[tuple[int, int]]:
-        """Keep a complete block of the present weights that the device evicts, in place of those offloaded longest ago.
+        """Keep a complete block of the current weights that the device evicts, in place of the least recently offloaded.
 
         Args:
             memory: its pages; negative: the block has none there.
 
         Returns:
-            The copies to make, (page, `~slot`); empty if a block of its hash is held, or it does not fit.
+            The copies to make, (page, `~slot`); empty if a block with its hash is already there, or it does not fit.
         """
         variant, block_hash, tokens = index.described(block)
         digest, known = index.digest(block), self.blocks.get((variant, block_hash))
@@ -113,7 +113,7 @@ class HostCache:
             return []
         while len(self._free) < len(kept):
             if not self.blocks:
-                # The others are being loaded.
+                # The other slots are being loaded.
                 return []
             self.evicted += 1
             self._give_back(self.blocks.popitem(last=False)[1])
@@ -129,7 +129,7 @@ class HostCache:
             del self.blocks[block.variant, block.block_hash]
 
     def release(self, block: HostBlock) -> None:
-        """Free the slots of a block that was taken and whose copy back precedes any to the same slots."""
+        """Free the slots of a removed block. Its copy to the device comes before any new copy to the same slots."""
         self._give_back(block)
         self.loaded += 1
         self.hit_tokens += len(block.tokens)

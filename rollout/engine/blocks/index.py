@@ -3,8 +3,8 @@
 Always true: a lookup returns only blocks registered since the last weight update and under the current variant (adapters and
 forward settings) whose tokens and parents compare equal: a hash match alone is not trusted.
 
-A *tail* is the partly filled last block of an ended sequence. It is found by the hash of the chain before it, and copied by
-those that continue it: its own slots are never written again.
+A *tail* is the partly filled last block of an ended sequence. It is found by the hash of the chain before it. Sequences that
+continue it copy it, so its own slots are never written again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IntArray = NDArray[np.int32]
 
 
 def chain_digest(before: bytes, block_hash: int, tokens: IntArray) -> bytes:
-    """Digest of a chain of complete blocks: of the chain `before` its last block, and of that block."""
+    """Digest of a chain of complete blocks, computed from the digest of the chain before the last block and that block."""
     return blake2b(before + block_hash.to_bytes(8, "little") + tokens.tobytes(), digest_size=32).digest()
 
 
@@ -31,8 +31,8 @@ def chain_digest(before: bytes, block_hash: int, tokens: IntArray) -> bytes:
 class CacheChanges:
     """Prefix hashes added to and removed from the current index since the last `take`.
 
-    Always true: the index at the last `take` (empty, if `flushed`), less `removed`, plus `added`, is the index now. A prefix
-    that was added and removed in between is in neither set.
+    Always true: the index at the last `take` (empty if `flushed`), minus `removed`, plus `added`, is the current index. A
+    prefix that was added and removed in between is in neither set.
     """
 
     added: set[int] = field(default_factory=set)
@@ -118,7 +118,7 @@ class PrefixIndex:
         self.current = self._indexes[self._number_of[self.variant]]
 
     def findable(self, block: int) -> bool:
-        """Whether a registered block is in an index of the present weights."""
+        """Whether a registered block is in an index of the current weights."""
         return self._number.item(block) in self._indexes
 
     def is_tail(self, block: int) -> bool:
@@ -162,7 +162,7 @@ class PrefixIndex:
         return found
 
     def count_refused(self, hashes: Sequence[int]) -> None:
-        """Count the leading blocks of a chain that are cached, but were computed by older weights."""
+        """Count the leading blocks of a chain that are cached but were computed by older weights."""
         self.refused += sum(1 for _ in takewhile(self.outdated.__contains__, hashes))
 
     def add(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:
@@ -188,13 +188,13 @@ class PrefixIndex:
         return block
 
     def find_tail(self, chain: int, parent: int, tokens: IntArray, *, whole: bool) -> tuple[int, int]:
-        """The tail behind a chain of complete blocks that begins with most of `tokens`.
+        """Find the tail behind a chain of complete blocks that shares the most leading tokens with `tokens`.
 
         Args:
             chain: hash of the chain.
             parent: its last block, or `NO_BLOCK`.
             tokens: [n] int32, what follows the chain.
-            whole: only a tail all of whose tokens are among these.
+            whole: only a tail whose tokens are all among these.
 
         Returns:
             (block, leading tokens in common); (`NO_BLOCK`, 0) when nothing matches.
@@ -212,7 +212,8 @@ class PrefixIndex:
         return (tails.item(best), common.item(best)) if common[best] else (NO_BLOCK, 0)
 
     def add_tail(self, block: int, chain: int, parent: int, tokens: IntArray) -> bool:
-        """Register a partly filled block behind a chain; False where an equal one, or the block itself, is registered."""
+        """Register a partly filled block behind a chain. False if an equal block, or the block itself, is already
+        registered."""
         if self.registered[block] or self.find_tail(chain, parent, tokens, whole=True)[1] == len(tokens):
             return False
         self._filled[block] = len(tokens)
@@ -221,7 +222,7 @@ class PrefixIndex:
         return True
 
     def _describe(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:
-        """Fill in the columns of a block that is registered now; returns the number of the current index."""
+        """Fill in the columns of a newly registered block; returns the number of the current index."""
         self.registered[block] = True
         self._digests.pop(block, None)
         self._hash[block], self._parent[block] = block_hash, parent

@@ -1,13 +1,13 @@
-"""Memory of KV blocks: one *page* per group of layers, given back early where a group sees only a window.
+"""Memory of KV blocks: one *page* per group of layers, freed early if a group attends only to a window.
 
 A *block* is `block_size` positions of a sequence in all layers; tables, reference counts and the prefix index use its id.
-Groups have equally many layers, the last of each kind perhaps fewer, so any page serves any group (as in vLLM's hybrid KV
-cache manager). Ordinary models have one group: one page per block.
+Groups have the same number of layers (the last of each kind may have fewer), so any page serves any group (as in vLLM's
+hybrid KV cache manager). Ordinary models have one group: one page per block.
 
 Always true:
 - a page is free, or belongs to one block;
 - a block in use has a page in each group without a window, and in all or none of the groups with one;
-- a block that a sequence can still see has all its pages; one that none sees is in `unseen` if it has them.
+- a block that a sequence can still attend to has all its pages; other blocks with all pages are in `unseen`.
 """
 
 from __future__ import annotations
@@ -33,37 +33,38 @@ class LayerGroups:
     """Groups of attention layers that share one pool of equal pages."""
 
     group_of: tuple[int, ...]
-    """Group of each layer; the groups that see everything come first."""
+    """Group of each layer; groups without a window come first."""
     place_of: tuple[int, ...]
     """Place of each layer in the pages of its group."""
     places: int
-    """Layers of a group."""
+    """Number of layers in a group."""
     whole: int = 1
-    """Groups whose pages are kept as long as the sequence."""
+    """Number of groups whose pages are kept as long as the sequence."""
     limited: int = 0
-    """Groups whose pages are given back once no query sees them."""
+    """Number of groups whose pages are freed once they are outside the window of every query."""
     reach: int = _EVERYTHING
-    """Positions, its own included, that a query sees in any layer of the limited groups."""
+    """Positions, including its own, that a query attends to in any layer of the limited groups."""
 
     @property
     def count(self) -> int:
-        """Number of groups: pages of a block that is there in every layer."""
+        """Number of groups, which is the number of pages of a block with memory in every layer."""
         return self.whole + self.limited
 
     def first_seen(self, position: IntArray, block_size: int) -> IntArray:
-        """Index of the first block that a query at `position` sees in the layers with a window."""
+        """Index of the first block that a query at `position` attends to in the layers with a window."""
         return np.maximum(position - self.reach + 1, 0) // block_size
 
     def most_seen(self, step: int, block_size: int) -> int:
-        """Most blocks that queries at `step` successive positions see in the layers with a window."""
+        """Maximum number of blocks that queries at `step` successive positions attend to in the layers with a window."""
         return -(-(self.reach - 1 + step) // block_size) + 1
 
     def needed(self, blocks: int, step: int, block_size: int) -> int:
-        """Most pages that a sequence of so many blocks needs at once, if a step computes `step` of its positions."""
+        """Maximum number of pages that a sequence of this many blocks needs at once, if a step computes `step` of its
+        positions."""
         return self.whole * blocks + self.limited * min(blocks, self.most_seen(step, block_size))
 
     def most_blocks(self, pages: int, step: int, block_size: int) -> int:
-        """Blocks of the longest sequence that fits into `pages` pages."""
+        """Maximum number of blocks of a sequence that fits into `pages` pages."""
         seen = self.most_seen(step, block_size)
         return max((pages - self.limited * seen) // self.whole, min(seen, pages // self.count))
 
@@ -81,7 +82,7 @@ def layer_groups(widths: Sequence[tuple[int, int]], reaches: Sequence[int | None
 
     Args:
         widths: elements of K and of V per token of each layer.
-        reaches: positions, its own included, that a query sees in each layer; None: all.
+        reaches: positions, including its own, that a query attends to in each layer; None: all.
         length: tokens of the longest sequence.
     """
     if len(set(widths)) != 1:
@@ -116,7 +117,7 @@ class BlockPages:
         page_of: [num_ids + 1, groups] int32, groups without a window first; the last row belongs to `NO_BLOCK`.
         viewers: [num_ids] int32, sequences whose next query may see the block in the layers with a window.
         verified: [num_ids] bool, finite logits were computed from its content.
-        unseen: blocks without viewers that still have all pages → when they lost the last viewer, oldest first.
+        unseen: blocks without viewers that still have all pages → time when they lost the last viewer, oldest first.
         poisoned: free pages that may hold NaN, to be zeroed before the next forward.
     """
 
@@ -150,7 +151,7 @@ class BlockPages:
         return "pages" if self.limited else "blocks"
 
     def complete(self, blocks: IntArray) -> NDArray[np.bool_]:
-        """[n] bool: the block has its pages of every layer."""
+        """[n] bool: the block has its pages in every layer."""
         found: NDArray[np.bool_] = self.page_of[blocks, -1] != NO_PAGE
         return found
 
@@ -170,10 +171,10 @@ class BlockPages:
     def tables(self, blocks: IntArray, seen_from: IntArray) -> list[NDArray[np.int64]]:
         """[R, width] page table for each group, from the block tables [R, width] of R rows.
 
-        In layers with a window, the places of what was given back hold the first page still there.
+        In layers with a window, the places of freed pages hold the first page that remains.
 
         Args:
-            seen_from: [R], leading blocks of each row whose pages in those layers were given back.
+            seen_from: [R], leading blocks of each row whose pages in those layers were freed.
         """
         found = [self.page_of[:, group][blocks].astype(np.int64) for group in range(self.whole)]
         if self.limited:
@@ -186,7 +187,7 @@ class BlockPages:
 
     def give(self, blocks: list[int]) -> None:
         """Give each of these blocks all its pages and one viewer."""
-        # A step takes a block for a row at a time: for so few, numpy's indexing by lists is ten times slower than this.
+        # A step takes one block per row at a time; for so few, numpy's indexing by lists is ten times slower than this loop.
         for block in blocks:
             for group in range(self.groups):
                 page = self.page_of[block, group] = self._free.pop()
@@ -205,7 +206,7 @@ class BlockPages:
                 self.page_of[block, group] = NO_PAGE
 
     def strip(self, block: int) -> None:
-        """Take from a block without viewers the pages of the layers with a window."""
+        """Take the pages of the layers with a window from a block without viewers."""
         self.unseen.pop(block, None)
         pages: list[int] = self.page_of[block, self.whole :].tolist()
         if not pages or pages[0] == NO_PAGE:
@@ -217,16 +218,16 @@ class BlockPages:
         self.page_of[block, self.whole :] = NO_PAGE
 
     def strip_unseen(self) -> None:
-        """Take from every block without viewers the pages of the layers with a window."""
+        """Take the pages of the layers with a window from every block without viewers."""
         for block in list(self.unseen):
             self.strip(block)
 
     def poison(self, pages: IntArray) -> None:
-        """Mark the free ones of these pages as possibly holding NaN."""
+        """Mark free pages among these as possibly holding NaN."""
         self.poisoned += pages[~self._used[pages]].tolist()
 
     def move(self, source: int, target: int) -> None:
-        """Give `target` the window's pages of `source`, an equal block that it replaces, if it has none."""
+        """If `target` has no pages for the window, give it the window pages of `source`, an equal block that it replaces."""
         if self.page_of[target, -1] == NO_PAGE:
             self.page_of[target, self.whole :] = self.page_of[source, self.whole :]
             self.page_of[source, self.whole :] = NO_PAGE
@@ -243,7 +244,7 @@ class BlockPages:
         np.add.at(self.viewers, blocks, 1)
 
     def unview(self, blocks: IntArray) -> list[int]:
-        """Take a viewer from each of these blocks; returns those that have none left, the last one first."""
+        """Remove a viewer from each of these blocks; returns blocks without viewers, the last one first."""
         np.subtract.at(self.viewers, blocks, 1)
         left: list[int] = blocks[self.viewers[blocks] == 0][::-1].tolist()
         return left

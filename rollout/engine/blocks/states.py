@@ -1,7 +1,7 @@
-"""Slots for the recurrent states of a model: one per running sequence, the others hold snapshots for the prefix cache.
+"""Slots for the recurrent states of a model: one per running sequence; the others hold snapshots for the prefix cache.
 
-A snapshot is the state after the last token of a registered KV block. It is found and forgotten with that block. Slots that
-no sequence needs hold snapshots; the least recently used one makes room. Models without recurrent states have no slots.
+A snapshot is the state after the last token of a registered KV block. It is found and forgotten with that block. If a
+sequence needs a slot, the least recently used snapshot is dropped. Models without recurrent states have no slots.
 
 Always true: a slot is exactly one of *free*, *held* by a sequence, or a *snapshot*.
 
@@ -60,16 +60,16 @@ class StateSlots:
         return self.num_slots - len(self._free) - len(self.snapshots)
 
     def deepest(self, blocks: Sequence[int], most: int) -> int:
-        """How many leading blocks of a chain a sequence can continue from.
+        """Number of leading blocks of a chain after which a sequence can continue.
 
-        With slots these end at a snapshot, and are at most `most`.
+        With slots the last block has a snapshot, and there are at most `most`.
         """
         if not self.num_slots:
             return len(blocks)
         return next((count for count in range(min(most, len(blocks)), 0, -1) if blocks[count - 1] in self.snapshots), 0)
 
     def has(self, block: int) -> bool:
-        """Whether a sequence can continue from behind this block."""
+        """Whether a sequence can continue after this block."""
         return not self.num_slots or block in self.snapshots
 
     # --- slots of sequences -------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class StateSlots:
     # --- snapshots ----------------------------------------------------------------------------------------------
 
     def keep(self, block: int, slot: int) -> None:
-        """Keep the state in `slot` as that after `block`, if there is room for it."""
+        """Keep the state in `slot` as the state after `block`, if there is room."""
         if block in self.snapshots:
             self.snapshots.move_to_end(block)
         elif (taken := self._take()) is not None:
@@ -113,7 +113,7 @@ class StateSlots:
             self._move(slot, taken)
 
     def evict_next(self, block: int) -> None:
-        """Let the snapshot of a block, if there is one, make room before the others."""
+        """Make the snapshot of a block, if there is one, the next to be evicted."""
         if block in self.snapshots:
             self.snapshots.move_to_end(block, last=False)
 
@@ -129,13 +129,13 @@ class StateSlots:
     # --- moves --------------------------------------------------------------------------------------------------
 
     def take_moves(self) -> tuple[Move, ...]:
-        """Moves to execute now, all read before any is written; they are forgotten here."""
+        """Return and forget the moves to execute now. All sources are read before any destination is written."""
         moves = tuple((source, target) for target, source in self._sources.items())
         self._sources.clear()
         return moves
 
     def _move(self, source: int, target: int) -> None:
-        # The content of a slot that is itself still to be written is that of its own source.
+        # If the source slot itself is still to be written, use its own source.
         self._sources[target] = self._sources.get(source, source)
 
     def _take(self) -> int | None:
@@ -149,7 +149,7 @@ class StateSlots:
     # --- suspend and resume -------------------------------------------------------------------------------------
 
     def live_slots(self) -> IntArray:
-        """Ids of all held slots and snapshots, ascending: those that a suspend has to keep."""
+        """Ids of all held slots and snapshots, ascending; a suspend has to keep these."""
         live = np.ones(self.num_slots, np.bool_)
         live[self._free] = False
         return np.flatnonzero(live).astype(np.int32)

@@ -1,7 +1,7 @@
-"""Model runner: scheduled work to tensors, forward, sampled tokens. Owns tensors, knows no queues.
+"""Model runner: scheduled work to tensors, forward, sampled tokens. Owns tensors, not queues.
 
-The positions of one step travel as one packed row [1, P]: decoding sequences first, then prefill chunks. A step takes the
-fastest forward that serves it: a CUDA graph, the fused forward, or the module's own.
+The positions of one step form one packed row [1, P]: decoding sequences first, then prefill chunks. A step takes the fastest
+forward that serves it: a CUDA graph, the fused forward, or the module's own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ModelRunner:
         exact: run nothing but `fused`, and report log-probs by torch's own log-softmax.
 
     Attributes:
-        fused: runs steps in place of the module's forward if it serves the model; None: `without_fused` says why.
+        fused: runs steps in place of the module's forward if it serves the model; None: `without_fused` gives the reason.
         graphs: replays decode steps as CUDA graphs; None: there are none.
         runs: makes several decode steps in one call; None: every call makes one.
     """
@@ -76,9 +76,9 @@ class ModelRunner:
     def execute(self, step: ScheduledStep) -> StepTokens:
         """Run one forward and sample one token per sampled row, or up to `step.ahead` of them.
 
-        Prompt log-probs of the step's prefill chunks are appended to the sequences that want them.
+        Prompt log-probs of the step's prefill chunks are appended to the sequences that request them.
         """
-        # Blocks, states and images are touched before the forward.
+        # Blocks, states and images are used before the forward.
         self.order.follow()
         self.move_states(step.state_moves)
         if step.ahead and self.runs is not None:
@@ -136,14 +136,14 @@ class ModelRunner:
             self.states.move(moves)
 
     def why_not_fused(self) -> str | None:
-        """Why a step runs the module's own forward in the model's present state; None: it runs the fused one."""
+        """Why a step currently runs the module's own forward. None: it runs the fused one."""
         if self.fused is None:
             return self.without_fused
         with self.installation.inference():
             return None if self.fused.ready(self.installation.module_epoch) else self.fused.why_not
 
     def refuse_inexact(self) -> None:
-        """Raises: UnsupportedModelError: the fused forward does not serve the model in its present state; says why."""
+        """Raises: UnsupportedModelError: the fused forward does not serve the model in its current state; says why."""
         if (why := self.why_not_fused()) is not None:
             raise UnsupportedModelError(
                 f"InferenceConfig.exact=True: {type(self.model).__name__}: {why}; exact mode serves what the fused C++ "
@@ -152,7 +152,7 @@ class ModelRunner:
 
     @property
     def graph_bytes(self) -> int:
-        """Device memory of the CUDA graphs; 0: there are none."""
+        """Device memory of the CUDA graphs; 0 without graphs."""
         return 0 if self.graphs is None else self.graphs.graph_bytes
 
     def release_workspace(self, *, graphs: bool = False) -> None:
@@ -167,7 +167,7 @@ class ModelRunner:
     def pictured(
         self, step: ScheduledStep, rows: PagedRows, table: SequenceTable
     ) -> tuple[PagedRows, StepImages | None]:
-        """The rows of a step with what its images let them see, and what images change in its forward; None: nothing."""
+        """The rows of a step with their image masks, and the changes that images make to its forward. None: no images."""
         pictured = any(each.images is not None for each in step.prefills)
         with self.installation.forward() if pictured else nullcontext():
             images = self.vision.of_step(step, table, rows.offsets, rows.positions)
@@ -213,7 +213,7 @@ class ModelRunner:
 
 
 class DecodeRuns:
-    """Makes runs of decode steps, between which nothing needs the scheduler. `asked`: see `FusedForward.decode`."""
+    """Makes runs of decode steps that do not need the scheduler in between. `asked`: see `FusedForward.decode`."""
 
     def __init__(self, forward: FusedForward, runner: ModelRunner, asked: ctypes.c_int32) -> None:
         self._forward = forward
@@ -223,8 +223,8 @@ class DecodeRuns:
     def serves(self, step: ScheduledStep, constraints: Constraints | None) -> bool:
         """Whether steps of these rows can follow one another without the scheduler.
 
-        They are decodes without named adapters or images that shift later positions. Their tokens are drawn from
-        the logits over the temperature, and they ask for nothing but log-probs.
+        They are decodes without named adapters or images that shift later positions. Their tokens are drawn from the logits
+        over the temperature, and they return only log-probs.
         """
         runner, rows = self._runner, step.rows
         table, installation = runner.table, runner.installation
@@ -233,7 +233,7 @@ class DecodeRuns:
         if table.position_shift[rows].any() or runner.adapters.of(rows) is not None:
             return False
         if runner.states is not None and not table.plain[rows].all():
-            # If a row's text ended it within a run, its state would be ahead of its tokens.
+            # If a row's text finished it within a run, its state would be ahead of its tokens.
             return False
         if constraints is not None and constraints.constrains(rows):
             return False
@@ -246,7 +246,7 @@ class DecodeRuns:
             return self._forward.ready(installation.module_epoch)
 
     def run(self, step: ScheduledStep) -> StepTokens:
-        """Make up to `step.ahead` steps, which `serves` has agreed to."""
+        """Make up to `step.ahead` steps; `serves` must have returned True."""
         runner, table, rows = self._runner, self._runner.table, step.rows
         ids, packed = pack(step, table)
         if step.copies:
@@ -262,7 +262,7 @@ class DecodeRuns:
             if runner.values.width:
                 values = runner.values.take(np.arange(tokens.size))
         if np.isnan(logprobs).any():
-            # A row that had ended may leave a NaN behind its end, which a kernel may multiply by zero.
+            # A finished row may have a NaN after its end, which a kernel may multiply by zero.
             row, made = np.nonzero(np.isnan(logprobs))
             at, size = step.starts[row] + made, table.block_size
             blocks = [each.tables[row, at // size] for each in packed.groups()]

@@ -1,6 +1,6 @@
-"""Detects changes of what a forward computes, other than weights, whenever the caller may have changed the module.
+"""Detects changes of the forward other than weights, whenever the caller may have changed the module.
 
-The forward key separates the prefix cache. It holds:
+The prefix cache is separated by the forward key, which contains:
 
 - autocast and its dtype, the precision of float32 matrix products, and hooks on every module;
 - the class of each module, its hooks, its plain attributes, its functions, and its tensors that are not weights;
@@ -37,12 +37,12 @@ FAMILIAR = frozenset({*PACKAGES, "accelerate", "deepspeed", "liger_kernel", "trl
 _KNOWN = FAMILIAR | sys.stdlib_module_names
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _ARGUMENTS = frozenset({"use_cache", "_attn_implementation_internal", "rope_deltas"})
-"""Attributes that each forward of the engine overrides by an argument or a value of its own."""
+"""Attributes that the engine's forwards override by an argument or value of their own."""
 _UNREAD = frozenset(vars(nn.Module())) | _ARGUMENTS | {
     "config", "generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
     "_require_grads_hooks", "_compiled_call_impl",
 }  # fmt: skip
-"""Attributes of modules that no forward of the engine reads, or that are read elsewhere."""
+"""Attributes of modules that the engine's forwards do not read, or that are read elsewhere."""
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _CONTAINERS = frozenset({list, tuple, dict, set})
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
@@ -77,21 +77,21 @@ class ModelWatch:
         return self.adapters.look(self._installation.module_epoch)
 
     def forward_key(self) -> Hashable:
-        """Key of everything else that a forward computes."""
+        """Key of everything else that affects a forward."""
         return self._precision(), self.modules()
 
     def modules(self) -> Hashable:
-        """Key of what the modules compute, without the precision; they are read again if the caller had them."""
+        """Key of the modules' computation, without the precision. It is read again if the caller may have changed them."""
         if (epoch := self._installation.module_epoch) != self._module_epoch:
             self._module_epoch = epoch
             scan = _Scan(self._contents)
             found = scan.model(self._model), epoch if scan.foreign else None
-            # Equal keys are one object, so the comparison in every step is fast.
+            # Equal keys are the same object, so the comparison in every step is fast.
             self._modules = self._modules if found == self._modules else found
         return self._modules
 
     def changed_settings(self) -> str:
-        """Names of changed values of the configuration and of attention layers that masks may depend on."""
+        """Names of changed values in the configuration and attention layers that may affect masks."""
         before, now = self._settings, self._mask_settings()
         return ", ".join(sorted({key[1] for key in before | now if before.get(key) != now.get(key)}))
 
@@ -99,7 +99,7 @@ class ModelWatch:
         """Whether the masks differ from the layout's; inspects the model if settings have changed.
 
         Raises:
-            UnsupportedModelError: the attention layers now do something that the engine does not support.
+            UnsupportedModelError: the attention layers now use something that the engine does not support.
         """
         if not (names := self.changed_settings()):
             return False
@@ -141,7 +141,7 @@ class _Scan:
         self._configs: dict[int, PreTrainedConfig] = {}
 
     def model(self, model: nn.Module) -> Hashable:
-        """Everything that the key holds of the modules."""
+        """Everything that the key contains about the modules."""
         modules = tuple(map(self._module, _modules_of(model)))
         configs = tuple(map(self._config, list(self._configs.values())))
         for hooks in (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks):
@@ -175,7 +175,7 @@ class _Scan:
         return tuple((name, self.frozen(value)) for name, value in vars(config).items() if name not in _ARGUMENTS)
 
     def frozen(self, value: Any) -> Hashable:
-        """`value` as the key holds it; None for objects that are not compared."""
+        """Form of `value` in the key; None for objects that are not compared."""
         kind = type(value)
         if kind in _PLAIN:
             return value  # type: ignore[no-any-return]
@@ -191,7 +191,7 @@ class _Scan:
         return self._take(value) if callable(value) else None
 
     def _take(self, function: Any) -> Hashable:
-        """Note the code that a call of `function` runs: the function itself, and those of its file that it calls."""
+        """Record the code that a call of `function` runs: the function itself, and functions of its file that it calls."""
         same = function if isinstance(function, _FUNCTIONS) else _Same(function)
         while isinstance(function, MethodType | partial):
             function = function.func if isinstance(function, partial) else function.__func__
@@ -226,7 +226,7 @@ class _Contents:
         self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: Tensor) -> Hashable:
-        """Equal for equal contents of a small tensor; for a large one while nothing has written to it."""
+        """Key of a tensor: its content if it is small; for a large one it stays equal until something writes to it."""
         plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
         version = None if tensor.is_inference() else tensor._version
         state = version, tensor.data_ptr() if plain else None

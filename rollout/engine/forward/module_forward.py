@@ -1,4 +1,4 @@
-"""The module's own forward over the KV cache. It serves every step that no faster forward takes."""
+"""The module's own forward over the KV cache, for every step that no faster forward serves."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class ModuleForward:
         """[V] logits after `tokens`, by the model's own unpaged attention, in eval mode."""
         ids = torch.tensor([list(tokens)], device=self.layout.device)
         with in_eval_mode(self.model.modules()), torch.no_grad():
-            # A short one computes all positions, which verifies the code that honours `logits_to_keep` too.
+            # A short input computes all positions, which also verifies the code that honours `logits_to_keep`.
             kept = {} if len(tokens) <= VERIFY_TOKENS else {"logits_to_keep": ids.new_tensor([len(tokens) - 1])}
             logits: Tensor = self.model(input_ids=ids, use_cache=False, **kept).logits[0, -1]
         return logits

@@ -1,7 +1,7 @@
 """Control calls and barriers: pending answers per call, deadlines, completion. No I/O, no clock.
 
 A call completes when every engine registered at its start has answered or was lost. A barrier completes when all
-`data_parallel_size` members have arrived; a lost member is not waited for after a grace period.
+`data_parallel_size` members have arrived; after a grace period it no longer waits for a lost member.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ControlPlane:
         )
 
     def call(self, client: ClientPeer, message: Control, now: float) -> None:
-        """Relay a control call to every engine, or refuse it."""
+        """Relay a control call to every engine, or reject it."""
         refusal = self._too_much(client, message) or self._move(message)
         if refusal is not None:
             self._peers.say(client, ControlDone(message.call_id, "ControlError", shortened(refusal)))

@@ -68,7 +68,7 @@ class CoordinatorCore:
             self.requests.look_for_ranks(now)
         elif self.sessions.is_next(peer, sequence, now):
             if isinstance(message, wire.Heartbeat):
-                # It changes nothing that is dispatched, and looking for room on 1,000 ranks costs more than the rest.
+                # It does not change what can be dispatched, and looking for room on 1,000 ranks costs more than the rest.
                 return
             self._take(peer, message)
         self._go_on()

@@ -69,7 +69,7 @@ class Dispatcher:
         )
         self.decisions: list[ScheduleRecord] = []
         self.too_new: list[OpenRequest] = []
-        """Requests that need a policy version that no rank has: none has reached it, or all are ahead of the asker."""
+        """Requests for which no rank has a suitable policy version: all ranks are older, or all are ahead of the asker."""
         self._deterministic = config.deterministic_mode
         self._grace_s = AWAY_INTERVALS * config.heartbeat_interval_s
         if config.deterministic_mode:
@@ -91,7 +91,7 @@ class Dispatcher:
     def any_rank_ready(self) -> bool:
         """Whether any rank is ready for work, now or when it has room."""
         if self._deterministic:
-            # The set of ranks connected so far would depend on timing.
+            # Otherwise the result would depend on which ranks have connected so far.
             return self.router.complete and bool(self._peers.ranks) and not self._unready
         return len(self._peers.ranks) > len(self._unready)
 
@@ -105,7 +105,7 @@ class Dispatcher:
 
     def blocks_changed(self, rank: RankPeer, added: bytes, removed: bytes, flushed: bool) -> None:
         if added or removed or flushed:
-            # More removals than are processed: treat it as a flush. Unlisted hashes only make routing less precise.
+            # With more removals than are processed, treat it as a flush. Unlisted hashes only make routing less precise.
             flushed = flushed or len(removed) > MAX_HASHES * HASH_BYTES
             self.router.reported(rank.name, _unpacked(added), _unpacked(removed), flushed)
 
@@ -155,8 +155,8 @@ class Dispatcher:
         return list(told.values())
 
     def look_for_away(self, now: float) -> None:
-        """Stop waiting for ranks that are idle or behind while others compute, for longer than the grace period: held
-        assignments, and all of idle ranks, move to ranks with room.
+        """Stop waiting for ranks that have been idle or behind for longer than the grace period while others compute. Their
+        held assignments, and all assignments of idle ranks, move to ranks with room.
         """
         ranks = self._peers.by_name
         computing = [rank.policy_version for rank in ranks.values() if rank.ready and not rank.resting]
@@ -229,7 +229,7 @@ class Dispatcher:
                 self._take_head(key)
                 self._place_all(request, placements)
             elif ahead := self._ahead_of(request):
-                # The others do not wait for the few ranks that may compute it.
+                # Other requests do not wait for the few ranks that may compute it.
                 self._take_head(key)
                 (self.too_new if ahead == self._peers.by_name.keys() else passed_over).append(request)
             elif self._away:
@@ -246,7 +246,7 @@ class Dispatcher:
             return set()
         newest = max(asker.policy_version, asker.rank_version, request.newest_version)
         if asker.name in self._peers.by_name:
-            # The member's own rank learns of an update before the next request tells of it.
+            # The member's own rank reports an update before the member's next request does.
             newest = max(newest, self._peers.by_name[asker.name].policy_version)
         return {rank.name for rank in self._peers.ranks.values() if rank.policy_version > newest}
 
@@ -265,7 +265,7 @@ class Dispatcher:
         return min(heads)[1] if heads else None
 
     def _placements(self, request: OpenRequest, samples: int, blocked: int | None = None) -> list[Placement]:
-        """Return where so many samples of a request may go now; empty if no rank has room.
+        """Return the ranks that can take this many samples of a request now; empty if no rank has room.
 
         Args:
             blocked: version that an earlier request waits for; only ranks below it are candidates.
@@ -370,7 +370,7 @@ class Dispatcher:
 
 
 def since(before: float | None, holds: bool, now: float) -> float | None:
-    """Time since when a condition holds without a break; None: it does not."""
+    """Time since when a condition holds without interruption. None: it does not hold."""
     if not holds:
         return None
     return now if before is None else before
@@ -384,7 +384,7 @@ def _unpacked(packed: bytes) -> list[int]:
 
 def share_of(params: bytes) -> str | None:
     """`prefix_share` of packed sampling parameters, for routing; None if they are absent or malformed or very large."""
-    # Most have none: only the others are unpacked.
+    # Most requests have none of these, so only the others are unpacked.
     if (b"cache_salt\xc0" in params and b"adapter\xc0" in params) or len(params) > MAX_PARAMS_READ:
         return None
     try:

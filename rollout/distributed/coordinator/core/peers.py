@@ -84,7 +84,7 @@ class Peers:
     def take_outbox(self, now: float) -> list[tuple[bytes, int, Message]]:
         """Return (identity, sequence, message) of all messages queued since the last call.
 
-        A cancelled assignment is replaced by a heartbeat with its number: its prompt may have megabytes.
+        A cancelled assignment is replaced by a heartbeat with its number: its prompt may be megabytes long.
         """
         for client in self._with_stretches.values():
             self._flush(client)

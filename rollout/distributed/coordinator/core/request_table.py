@@ -1,10 +1,9 @@
-"""Open requests of all clients: admission, new tokens, texts, deadlines, and their one end. No I/O; the clock is
-passed in.
+"""Open requests of all clients: admission, new tokens, texts, deadlines, outcomes. No I/O; the clock is passed in.
 
-Always true: an accepted request ends once, with an outcome for each of its samples or with one error that names it;
-memory is charged to its client before it is used and released when it is freed, that of a tokenizer job when it is
-answered; a client holds at most `max_open_mb`, all clients `CLIENTS_TOGETHER` times as much. Tokens computed by ranks
-are charged and never refused, but they reduce the budget for new requests.
+Always true: an accepted request ends once, with an outcome for each of its samples or with one error that names it; memory
+is charged to its client before it is used, and credited when it is freed or the tokenizer has answered; a client holds at
+most `max_open_mb`, all clients `CLIENTS_TOGETHER` times as much. Tokens computed by ranks are charged and always accepted,
+but they reduce the budget for new requests.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from rollout.requests.block_hash import stream_key
 from rollout.requests.delta import TOKEN_BYTES
 
 CLIENTS_TOGETHER = 4
-"""All clients together may hold this many times what one may."""
+"""All clients together may hold this many times the limit of one client."""
 REQUEST_BYTES = 4096
 """Charged per request, for the request itself."""
 SAMPLE_BYTES = 128
@@ -49,7 +48,7 @@ TOKENIZER_BYTES = 128
 
 
 def prompt_bytes(message: Submit) -> int:
-    """Memory of a prompt; of a text until it is tokenised."""
+    """Bytes of a prompt; for a text, until it is tokenised."""
     return sys.getsizeof(message.prompt) if isinstance(message.prompt, str) else len(message.prompt)
 
 
@@ -95,7 +94,7 @@ class RequestTable:
     # --- submission -------------------------------------------------------------------------------------------------
 
     def submit(self, client: ClientPeer, message: Submit, now: float, *, stopping: bool) -> None:
-        """Accept and queue a request, or refuse it with a reason."""
+        """Accept and queue a request, or reject it with a reason."""
         if message.request_id <= client.last_request_id:
             text = (
                 f"request id {message.request_id}: must be above {client.last_request_id}, the last one of this client"
@@ -152,13 +151,13 @@ class RequestTable:
         return request
 
     def client_moved(self, client: ClientPeer, policy_version: int) -> None:
-        """Note the version of a member's weights: older ranks get none of its requests from now on."""
+        """Record the version of a member's weights: older ranks get none of its requests from now on."""
         if client.member is not None and policy_version > client.policy_version:
             client.policy_version = policy_version
             self._dispatcher.asker_moved(client.requests.values(), policy_version)
 
     def _refusal(self, client: ClientPeer, message: Submit) -> tuple[str, str] | None:
-        """Return (error name, reason) if a request is refused; None: admitted."""
+        """Return (error name, reason) if a request is rejected. None: it is admitted."""
         prompt, limit = message.prompt, self._config.max_open_mb
         if not 1 <= message.n <= MAX_SAMPLES:
             return "InvalidRequestError", f"n={message.n}: must be in [1, {MAX_SAMPLES}]"
@@ -254,7 +253,7 @@ class RequestTable:
         ended = request.absorb(stretch)
         self._charge(request, stretch.buffer_bytes)
         if request.losses and any(stretch.counts):
-            # New tokens since the last loss: the request makes progress, so it is not what kills the ranks.
+            # New tokens since the last loss mean progress, so this request is not what kills the ranks.
             request.losses = 0
         wants_text = ended and self._config.tokenizer is not None and "text" not in stretch.columns
         token_ids = [each.token_ids for each in request.tokens.deltas(ended).values()] if wants_text else []
@@ -265,7 +264,7 @@ class RequestTable:
         if not wants_text:
             self._forward(request, stretch)
             return
-        # Running samples do not wait for the text of ended ones.
+        # Running samples do not wait for the text of finished ones.
         going_on = set(stretch.indices).difference(ended)
         if going_on:
             self._forward(request, stretch.only(going_on))
@@ -300,7 +299,7 @@ class RequestTable:
         self._without_rank_since = since(self._without_rank_since, not self._dispatcher.any_rank_ready, now)
 
     def give_up(self, now: float) -> None:
-        """Fail the requests that have waited `no_rank_timeout_s` for any rank, or for one of a newer version."""
+        """Fail the requests that have waited `no_rank_timeout_s` for a rank, or for a rank with a newer version."""
         limit, ranks = self._config.no_rank_timeout_s, self._peers.by_name
         if self._without_rank_since is not None and now - self._without_rank_since >= limit:
             here = f"{len(ranks)} of data_parallel_size={self._config.data_parallel_size} are here"
@@ -328,7 +327,7 @@ class RequestTable:
         self._say_failed(client, request.client_request_id, error, why)
 
     def fail_queued(self, error: str, why: str) -> None:
-        """End the requests that no rank computes."""
+        """Fail the requests that no rank computes."""
         for request in self:
             if not request.assignments and request.open:
                 self.fail(request, error, why)
@@ -354,7 +353,7 @@ class RequestTable:
                     self._say_failed(peer, number, "InvalidRequestError", why)
 
     def close(self, request: OpenRequest) -> None:
-        """Remove a request and release what it holds, without a word to its client."""
+        """Remove a request and release its memory, without a message to its client."""
         self._dispatcher.cancel(request)
         request.closed = True
         request.open.clear()

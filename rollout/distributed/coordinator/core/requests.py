@@ -1,6 +1,6 @@
-"""State of open requests: tokens known of each sample, and the rank that computes it.
+"""State of open requests: the known tokens of each sample, and the rank that computes it.
 
-Always true: the tokens known of a sample are contiguous from 0. No I/O, no clock.
+Always true: the known tokens of a sample are contiguous from 0. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollout.errors import SerializationError
 from rollout.state import EngineState
 
 MAX_SAMPLES = 1 << 13
-"""Largest group: with known tokens of each sample it takes some tens of milliseconds."""
+"""Largest group. With known tokens for each sample it takes some tens of milliseconds."""
 MAX_KNOWN_BYTES = 16 << 20
 """Maximum size of known tokens, log-probs and top-n rows in one assignment, which must fit into a frame."""
 NO_BARRIER = -1
@@ -60,7 +60,7 @@ class ClientPeer(Peer):
     stretches: list[Stretch] = field(default_factory=list)
     """Stretches of its next `Update`."""
     stretch_bytes: int = 0
-    """Approximate size of these."""
+    """Approximate size of these stretches."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,7 +75,7 @@ class RankPeer(Peer):
     resting: bool = False
     """Whether its engine is idle: the training loop is outside `generate`."""
     waited_for_since: float | None = None
-    """Start of the grace period in which it is idle or behind while others compute; None: it is not."""
+    """Start of the grace period of a rank that is idle or behind while others compute. None: not in a grace period."""
     running: int = 0
     waiting: int = 0
     progressed: float = 0.0
@@ -88,7 +88,7 @@ class RankPeer(Peer):
 
 @dataclass(eq=False, slots=True)
 class TextJob:
-    """Job for a tokenizer: a text to tokenise, or completions (int32 token ids) to detokenise; neither: cancelled."""
+    """Job for a tokenizer: a text to tokenise, or completions (int32 token ids) to detokenise. Neither: cancelled."""
 
     job_id: int
     text: str | None = None
@@ -138,7 +138,7 @@ class OpenRequest:
     images: bytes = b""
     """msgpack of its images' tensors, opaque here."""
     keyed: bytes = b""
-    """Source of block hashes instead of the prompt; empty with images: they are not known."""
+    """Bytes that block hashes are computed from, instead of the prompt. With images it is empty: hashes are not known."""
     hashes: list[int] | None = None
     """Hashes of the prompt's complete blocks, computed on first use."""
     open: set[int] = field(default_factory=set)
@@ -154,11 +154,11 @@ class OpenRequest:
     tokens: PartialGroup = field(default_factory=PartialGroup)
     """Tokens known of the samples that have not ended."""
     newest_version: int = 0
-    """Highest version of its tokens and its client: no engine of an older version computes it."""
+    """Highest version of its tokens and its client; engines of an older version do not compute it."""
     losses: int = 0
-    """Ranks lost while computing it since its last new token."""
+    """Number of ranks lost while computing it, since its last new token."""
     too_new_since: float | None = None
-    """Since when it waits for a rank of `newest_version`; None: it does not."""
+    """Time since when it waits for a rank of `newest_version`. None: it does not wait."""
     text_jobs: dict[int, TextJob] = field(default_factory=dict)
     """Pending text jobs by id: its prompt, or completions to detokenise."""
 

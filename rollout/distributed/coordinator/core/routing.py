@@ -2,9 +2,9 @@
 
     score(rank) = α · matched leading blocks / blocks asked + (1 - α) · max(0, slots - load) / slots
 
-A rank has `max_requests` slots. Ties go to the rank that was assigned something last, then to the lowest name. A rank
-is a candidate for a group of n while it has *room*: load + min(n, slots) <= slots + max(1, slots // 8). Without a
-candidate the group stays queued with the caller, and goes to the rank that is free first.
+A rank has `max_requests` slots. Ties go to the rank that was assigned something last, then to the lowest name. A rank is a
+candidate for a group of n while it has *room*: load + min(n, slots) <= slots + max(1, slots // 8). Without a candidate the
+group stays queued at the caller, and goes to the first rank that has room.
 
 Always true (asserted by `check()`): a rank holds a hash if an open assignment will cache it there (*expected*,
 reference-counted) or the rank has reported it (*listed*, bounded LRU); its load is the exact number of its assigned
@@ -23,12 +23,12 @@ from typing import NamedTuple
 from rollout.state import PrefixCachingCoordinatorPolicy
 
 LOOKAHEAD_SHARE = 8
-"""One sample beyond the slots is assigned per so many slots."""
+"""One extra sample is assigned per this many slots."""
 MAX_HASHES_PER_RANK = 1 << 18
 """Block hashes listed per rank; the least recently used are dropped."""
 
 Claim = tuple[dict[int, int], Sequence[int]]
-"""Hashes that one assignment is expected to cache on its rank, after the rank's counters at that time; a version change
+"""Hashes that one assignment is expected to cache on its rank, and the rank's counters at that time. A version change
 replaces the counters, which voids the claim."""
 
 
@@ -48,10 +48,11 @@ class _Rank:
     name: str
     max_requests: int
     limit: int
-    """Most samples that are assigned to it at a time: a few more than its slots, to be ready when a slot is freed."""
+    """Maximum number of samples assigned at a time: a few more than its slots, so that one is ready when a slot is freed."""
     pending: int = 0
     load: int = 0
-    """Equal to `pending`; in deterministic mode the samples ever assigned, minus the share that all ranks have."""
+    """Number of pending samples. In deterministic mode: the samples ever assigned, minus the share that all ranks have in
+    common."""
     stamp: int = -1
     """Increases with every assignment of the router; -1: it was never assigned anything."""
     expected: dict[int, int] = field(default_factory=dict)
@@ -76,7 +77,7 @@ class _Rank:
 
     def use(self, hashes: Iterable[int], *, limit: int | None) -> None:
         """Refresh listed hashes in the LRU order; with a limit, list the others too and drop the oldest beyond it."""
-        # Backwards: the last block of a prompt is evicted first, so that the rest can still match.
+        # Backwards, because the last block of a prompt is evicted first, so the rest can still match.
         for each in reversed(tuple(hashes)):
             if limit is not None:
                 self.listed[each] = None
@@ -147,7 +148,7 @@ class Router:
     # --- deciding -----------------------------------------------------------------------------------------------
 
     def hashes_wanted(self) -> bool:
-        """Whether decisions depend on hashes; False: they need not be computed."""
+        """Whether decisions depend on hashes. False: they need not be computed."""
         return self._by_prefix and self._alpha > 0 and max(len(self._ranks), self._data_parallel_size) > 1
 
     def place(self, hashes: Sequence[int], samples: int, *, exclude: Collection[str] = ()) -> list[Placement]:
@@ -211,7 +212,7 @@ class Router:
         return hashes[:1] if self._first_only else hashes
 
     def _subtract_common_load(self) -> None:
-        """Subtract the load that all ranks have in proportion to their slots: only the rest matters."""
+        """Subtract the load that all ranks have in proportion to their slots: only the difference matters."""
         unit = gcd(*(rank.max_requests for rank in self._ranks.values()))
         common = min((rank.load // (rank.max_requests // unit) for rank in self._ranks.values()), default=0)
         for rank in self._ranks.values():

@@ -1,8 +1,7 @@
-"""Sessions of peers: handshake, sequence numbers, heartbeats, and what the end of one leads to. No I/O; the clock is
-passed in.
+"""Sessions of peers: handshake, sequence numbers, heartbeats, and cleanup when one ends. No I/O; the clock is passed in.
 
-Always true: an identity has at most one session, and so has a rank's name and a member's number; when a session ends,
-the requests of its client are closed, and the samples at its rank return to the queue.
+Always true: an identity, a rank's name and a member's number have at most one session each; when a session ends, the
+requests of its client are closed, and the samples at its rank return to the queue.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from rollout.state import CoordinatorState, EngineState
 MAX_PEERS = 65536
 """Maximum number of sessions; further peers are refused."""
 MAX_RANK_LOSSES = 5
-"""Number of ranks that may die while computing one request, without a new token in between, before the request fails: it
-may be the cause."""
+"""Number of ranks that may die while computing one request, without a new token in between, before the request fails. The
+request may be the cause."""
 
 
 class Sessions:
@@ -57,7 +56,7 @@ class Sessions:
     # --- handshake --------------------------------------------------------------------------------------------------
 
     def greet(self, identity: bytes, sequence: int, message: wire.Message, now: float) -> None:
-        """Open a session for a peer that has none, or refuse it with a reason."""
+        """Open a session for a new peer, or reject it with a reason."""
         if not isinstance(message, wire.Connect | wire.Register) or sequence != 0:
             if not isinstance(message, wire.Disconnect):
                 text = "no session at this coordinator: reconnect (it was restarted, or has closed the session)"
@@ -124,7 +123,7 @@ class Sessions:
     # --- frames and heartbeats --------------------------------------------------------------------------------------
 
     def is_next(self, peer: Peer, sequence: int, now: float) -> bool:
-        """Whether a frame is the peer's next; False: a repeated one, or frames were lost, which ends the session."""
+        """Whether a frame is the peer's next. False: it was repeated, or frames were lost, which ends the session."""
         try:
             new = peer.frames.accept(sequence)
         except LostFramesError as exc:
@@ -135,11 +134,11 @@ class Sessions:
         return new
 
     def beat(self, now: float) -> None:
-        """End the sessions of silent peers; send heartbeats to those that were sent nothing else."""
+        """End the sessions of silent peers, and send heartbeats to idle ones."""
         interval, timeout = self._config.heartbeat_interval_s, self._config.heartbeat_timeout_s
         last, self._last_beat = self._last_beat, now
         if last is not None and now - last > timeout / 2:
-            # This process itself was stalled: the peers' frames of that time are still unread.
+            # This process itself was stalled, so the peers' frames of that time are still unread.
             for peer in self._peers:
                 peer.heard = now
             for rank in self._peers.ranks.values():
@@ -162,7 +161,7 @@ class Sessions:
         self.leave(peer, text, now, died=True)
 
     def leave(self, peer: Peer, why: str, now: float, *, died: bool) -> None:
-        """Remove a session that has ended, on purpose or not, and what depends on it."""
+        """Remove a session that has ended, on purpose or not, with everything that depends on it."""
         self._peers.drop(peer)
         self._control.lost(peer.identity)
         if isinstance(peer, ClientPeer):
