@@ -19,7 +19,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class LengthGroup:
-    """One forward: pieces of B sequences, of L positions each."""
+    """One forward: pieces of B sequences, with L positions each."""
 
     members: IntArray
     """[B] index of each sequence in the step."""
@@ -36,19 +36,19 @@ class LengthGroup:
     column: IntArray
     """[K] their indices in `columns`."""
     begins: bool
-    """Whether each piece is the first of its sequence, and longer than a token."""
+    """Whether each piece is the first of its sequence and longer than one token."""
 
 
 def length_groups(rows: PagedRows, keep: IntArray, *, continues: bool) -> Iterator[LengthGroup]:
-    """Groups of pieces of equal length; every piece comes after the earlier ones of its sequence.
+    """Groups of pieces of equal length; every piece comes after the earlier pieces of its sequence.
 
-    First pieces are apart from others. Some layers compute a prompt's beginning by another function than the rest, and the
-    choice must not depend on a sequence's neighbours.
+    First pieces have groups of their own. Some layers compute a prompt's beginning by another function than the rest, and
+    the choice must not depend on a sequence's neighbours.
 
     Args:
         keep: [K] packed positions whose logits are wanted.
-        continues: whether a chunk of several tokens continues from the state before it; if not, such chunks that are not
-            the first of their sequence are computed token by token.
+        continues: whether a chunk of several tokens continues from the state before it; if not, later chunks of a sequence
+            are computed token by token.
     """
     member, begin, length, turn = _pieces(rows, continues)
     piece_of = np.searchsorted(begin, keep, side="right") - 1
@@ -77,7 +77,7 @@ def length_groups(rows: PagedRows, keep: IntArray, *, continues: bool) -> Iterat
 
 
 def _pieces(rows: PagedRows, continues: bool) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Sequence, first packed position, length and turn of each piece, in packed order."""
+    """Sequence, first packed position, length and order of each piece, in packed order."""
     counts, starts = rows.counts, rows.positions[rows.offsets[:-1]]
     single = (starts > 0) & (counts > 1) & (not continues)
     pieces = np.where(single, counts, 1)

@@ -55,7 +55,7 @@ def sample_step(
     allowed = None
     if constraints is not None:
         allowed = constraints.allowed(rows, table.tokens, table.origin, table.length)
-    # A text that is complete can only end, even before `min_tokens`.
+    # A complete text can only finish, even before `min_tokens`.
     complete = [index for index, ids in banned if allowed and allowed.only(index, ids)]
     banned = [(index, ids) for index, ids in banned if index not in complete]
     histories = None
@@ -78,7 +78,7 @@ def sample_step(
 
 
 def prompt_spans(step: ScheduledStep, packed: PagedRows) -> list[tuple[Sequence, NDArray[np.int64]]]:
-    """Packed positions whose successor is a prompt token, of each sequence that wants prompt log-probs."""
+    """Packed positions whose successor is a prompt token, of each sequence that requests prompt log-probs."""
     spans = []
     for entry, sequence in enumerate(step.prefills, step.num_decodes):
         if sequence.wants_prompt_logprobs:

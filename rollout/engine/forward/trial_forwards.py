@@ -1,4 +1,4 @@
-"""Forwards of a model runner that serve no request: they verify a model, and measure the memory of a full step.
+"""Forwards of a model runner outside of requests: they verify a model and measure the memory of a full step.
 
 All blocks and state slots of the pool are free, and zero afterwards.
 """
@@ -25,25 +25,25 @@ from rollout.engine.sampling.sampler import token_logprobs
 from rollout.errors import UnsupportedModelError
 
 SAME_ATTENTION = 1e-2
-"""Largest difference between logits of a replayed step and of the same forward without one, over the largest."""
+"""Largest difference between the logits of a replayed step and of the same forward without a replay, relative to the
+largest."""
 FOREIGN_TOKENS = 4096
-"""Most tokens of a verification if parts of the model are not transformers' own."""
+"""Maximum number of tokens of a verification if parts of the model are not transformers' own."""
 
 
 # --- verification ---------------------------------------------------------------------------------------------------------
 
 
 def verify_model(runner: ModelRunner, room: int, all_ranks: Callable[[bool], bool] = bool) -> None:
-    """Compare tokens in chunks through the paged path with the model's own forward, along the same routes.
+    """Compare tokens in chunks through the paged path with the model's own forward, using the same routes.
 
-    This finds state that travels between positions by other ways than attention, and on a GPU wrong kernels and graphs,
-    since the last token is a decode step. A graph or fused forward that differs is given up. Attention or positions that
-    are not transformers' own may differ only far into a sequence, or in its beginning once it is long, so a long one is
-    compared too.
+    This finds state that passes between positions outside of attention and, on a GPU, wrong kernels and graphs, because the
+    last token is a decode step. A graph or fused forward that differs is no longer used. If attention or positions are not
+    transformers' own, they may differ only in a long sequence, so a long one is compared too.
 
     Args:
         room: most tokens of a sequence.
-        all_ranks: whether something holds on each of the ranks that compute a forward together; all of them ask at once.
+        all_ranks: whether a condition is true on all ranks that compute a forward together; all of them call it at once.
 
     Raises:
         UnsupportedModelError: they differ, here or on one of those ranks.
@@ -65,7 +65,7 @@ def _verify(
     tokens = [(7 * position + 3) % layout.vocab_size for position in range(length)]
     alone = bool(layout.states) or all_ranks(runner.module.paged is not None or runner.graphs is not None)
     if alone and length > cuts[-1] + 1:
-        # Recurrent layers and Triton's kernels compute a single token by other code than a chunk.
+        # Recurrent layers and Triton's kernels compute a single token with different code than a chunk.
         cuts = [*cuts, length - 1]
     tolerance = 2e-3 if layout.narrowest_dtype == torch.float32 else 1e-1
 
@@ -118,7 +118,7 @@ def difference(runner: ModelRunner, tokens: list[int], cuts: Sequence[int], fine
     """Largest difference between the logits after `tokens`, in chunks that end at `cuts`, and the model's own.
 
     It is relative to the largest of the model's own logits (at least 1). If it is not `fine` and the model has routers, the
-    model's own forward takes the routes of the chunks: two experts may score so alike that rounding decides between them.
+    model's own forward takes the routes of the chunks, because rounding may decide between two experts with similar scores.
     Then the routers' scores count too, by how much the chosen ones are lower, relative to the largest score.
     """
     found = _relative(paged_logits(runner, tokens, *cuts), runner.module.own_logits(tokens))
@@ -128,7 +128,7 @@ def difference(runner: ModelRunner, tokens: list[int], cuts: Sequence[int], fine
     paged = paged_logits(runner, tokens, *cuts, routes=chunks)
     if len(set(map(len, chunks))) != 1 or not chunks[0]:
         return found
-    # A choice whose k differs between chunks stays the live one.
+    # A choice whose k differs between chunks is left as it is.
     joined = [
         torch.cat(each) if len({part.shape[1] for part in each}) == 1 else None for each in zip(*chunks, strict=True)
     ]
@@ -166,7 +166,7 @@ def _relative(logits: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def _without(runner: ModelRunner, lane: str) -> Iterator[Any]:
-    """A block in which a runner has no `graphs`, or no `fused`."""
+    """Context manager in which a runner has no `graphs`, or no `fused`."""
     faster = getattr(runner, lane)
     setattr(runner, lane, None)
     try:
@@ -177,7 +177,7 @@ def _without(runner: ModelRunner, lane: str) -> Iterator[Any]:
 
 @contextmanager
 def _recorded(runner: ModelRunner, chosen: list[Tensor]) -> Iterator[None]:
-    """A block whose forward appends the routers' choices; every choice of a router is a `topk`."""
+    """Context manager whose forward appends the routers' choices; every choice of a router is a `topk`."""
     fused = runner.fused if runner.why_not_fused() is None else None
 
     def keep(scores: Tensor, live: Tensor) -> None:
@@ -253,7 +253,7 @@ def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int
 
 
 def bytes_to_come(runner: ModelRunner) -> int:
-    """Device memory that CUDA graphs will still take, next to a step's peak."""
+    """Device memory that CUDA graphs will still take, in addition to a step's peak."""
     return 0 if runner.graphs is None else runner.graphs.bytes_to_come
 
 
@@ -279,7 +279,7 @@ def run_prefill(runner: ModelRunner, tokens: int, longest: int, rows: int) -> No
 def _rows(
     runner: ModelRunner, offsets: NDArray[np.int64], positions: NDArray[np.int64], blocks: NDArray[np.int64]
 ) -> PagedRows:
-    """Rows in these blocks [R, width]; if a block is several pages, one per group of layers, they are neighbours."""
+    """Rows in these blocks [R, width]. If a block is several pages, one per group of layers, they are adjacent."""
     count = runner.cache.num_groups
     tables, *others = (blocks * count + group for group in range(count))
     return PagedRows(offsets, positions, tables, runner.table.block_size, others=tuple(others))

@@ -16,24 +16,24 @@ class Names:
     """Names of a family's modules. Names of classes are appended to the family's name."""
 
     causal_lm: str = "ForCausalLM"
-    """Class."""
+    """Class of the whole model."""
     decoder: str = "model"
     inner: str = ""
     """Decoder inside of `decoder`, which is then a model of text and images."""
     decoder_class: str = "Model"
     embedding: str = "embed_tokens"
     positions: str = "wpe"
-    """Learned positions, if there is no rotary embedding."""
+    """Module of learned positions, if there is no rotary embedding."""
     layers: str = "layers"
     layer: str = "DecoderLayer"
-    """Class."""
+    """Class of a layer."""
     final_norm: str = "norm"
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     """One name: queries, keys and values are packed in this order."""
     output: str = "o_proj"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    """One name: gate and up are packed in this order, or, in an MLP without a gate, up alone."""
+    """One name: gate and up are packed in this order; in an MLP without a gate, up alone."""
     down: str = "down_proj"
     activation: str = "act_fn"
 
@@ -65,7 +65,7 @@ class Family:
     shares_wide: bool = False
     """Whether the weights of the chosen experts stay float32."""
     rotary: RotaryKind | None = RotaryKind.HALVES
-    """None: learned positions."""
+    """Kind of rotary embedding. None: learned positions."""
     rotary_by_type: bool = False
     """Whether layers of different types have rotary tables of their own."""
     scaled_embedding: bool = False

@@ -1,4 +1,4 @@
-"""Addresses of a model's parameters for the fused forward, after verifying that the model computes what its family does."""
+"""Addresses of a model's parameters for the fused forward, after checking that the model computes the same as its family."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class Bound:
         return *found, self._states.state(self._states.shapes[0].key).data_ptr(), self._states.num_blocks
 
     def _rotation(self) -> tuple[int, bool]:
-        """Number of elements of a head that are rotated, and whether the tables are wider than the model's dtype."""
+        """Number of rotated elements of a head, and whether the tables are wider than the model's dtype."""
         found = {(table.shape[1], table.dtype) for tables in self._tables.values() for table in tables}
         if not found:
             return 0, False
@@ -313,7 +313,7 @@ def _delta_width(layer: Layer) -> int:
 
 
 def _require_known_attention(config: Any, layout: ModelLayout) -> None:
-    """Refuse attention variants that the C++ forward does not compute."""
+    """Raise for attention variants that the C++ forward does not compute."""
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         require(

@@ -2,8 +2,8 @@
 
 It serves models whose layers are exactly known classes of transformers (`families.FAMILIES`) of one dtype, without hooks,
 replaced forwards or quantised layers. PEFT's LoRA layers are part of it, and FSDP2's classes while the weights are whole.
-Everything is checked again whenever the trainer may have modified the module, and functions, hooks and numbers before every
-step. Parameters are never copied, so the next step reads a weight update.
+Everything is checked again whenever the trainer may have modified the module; functions, hooks and numbers also before every
+step. Parameters are never copied, so the next step uses a weight update.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class FusedForward:
         self._module_epoch = -1
         self._why = self._given_up = ""
         self.record: Record | None = None
-        """Gets the routers' choices in every forward; None: they are not recorded."""
+        """Receives the routers' choices in every forward. None: they are not recorded."""
         self.values = TokenValues(model, None)
-        """Gets the hidden states that it wants."""
+        """Receives the hidden states that it requests."""
 
     def ready(self, module_epoch: int) -> bool:
         """Whether the model, in its current state, can go through `run`. `module_epoch`: see `Installation`."""
@@ -100,7 +100,7 @@ class FusedForward:
             routes = np.empty((len(bound.mixtures), len(ids) * bound.model.chosen), np.int64)
             step.routes = routes.ctypes.data
         self._library.rollout_forward(ctypes.byref(bound.model), ctypes.byref(step), bound.narrow)
-        del held  # `step` points to them.
+        del held  # `step` points to these arrays
         if self.values.wanted:
             self.values.put(rows.slots[keep], hidden[0])
         if self.record is not None and routes is not None:
@@ -120,9 +120,9 @@ class FusedForward:
         steps: int,
         asked: ctypes.c_int32,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Make decode steps in one call of C++, each with the tokens that the step before has drawn.
+        """Make decode steps in one call of C++, each with the tokens that the previous step has drawn.
 
-        No further step begins once a row is seen to have drawn a token that ends it, or to have no finite logit.
+        No further step begins once a row has drawn a stop token or has no finite logit.
 
         Args:
             ids: [R] token ids of the first step; may be overwritten, like `rows` and `counters`.
@@ -156,7 +156,7 @@ class FusedForward:
             slots.size // count, stop_ids.shape[1], steps,
         )  # fmt: skip
         made = self._library.rollout_decode(*map(ctypes.byref, (bound.model, step, draw, ahead)), bound.narrow)
-        del held  # `step` points to them.
+        del held  # `step` points to these arrays
         if self.values.wanted:
             self.values.put(np.arange(count * made), hidden[:made].transpose(0, 1).flatten(0, 1))
         return tokens[:, :made], logprobs[:, :made]
@@ -170,7 +170,7 @@ class FusedForward:
         states: NDArray[np.int32] | None,
         steps: int = 1,
     ) -> tuple[Step, tuple[NDArray[np.int64], ...]]:
-        """C++'s description of `steps` steps, with the arrays that it points to."""
+        """C++ description of `steps` steps, with the arrays that it points to."""
         bound.reach(int(rows.positions.max()) + steps)
         kept = len(keep)
         need = self._library.rollout_workspace_bytes(
@@ -192,7 +192,7 @@ class FusedForward:
         ), (slots, tables, places)  # fmt: skip
 
     def _hidden_of(self, step: Step, bound: Bound, steps: int) -> Tensor:
-        """[steps, kept, hidden], for a step to fill with what the head reads; empty if nothing wants it."""
+        """[steps, kept, hidden], for a step to fill with the head's inputs; empty if they are not needed."""
         hidden = torch.empty(steps * self.values.wanted, step.kept, bound.model.hidden, dtype=bound.dtype, device="cpu")
         step.hidden = hidden.data_ptr() if self.values.wanted else None
         return hidden

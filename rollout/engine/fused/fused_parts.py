@@ -1,7 +1,8 @@
 """Parts of decoder layers for the fused forward: each is verified, and its addresses and numbers are read.
 
-Rotary tables have the same bits for every reader. A vectorised cosine may round an element of a short tensor otherwise than
-the same element of a long one, so tables are computed in parts of a fixed size, on the CPU, and kept as long as the module.
+Rotary tables have the same bits for every reader. A vectorised cosine may round an element of a short tensor differently
+than the same element of a long one. Tables are therefore computed in parts of a fixed size, on the CPU, and kept as long as
+the module.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Parts:
         exact: refuse live adapters.
 
     Attributes:
-        epsilons, activations: those of all norms and MLPs that were read.
+        epsilons, activations: of all norms and MLPs read so far.
         ranks: ranks of all adapters, and 0.
     """
 
@@ -45,7 +46,7 @@ class Parts:
         self.ranks = [0]
 
     def norm(self, module: Any) -> Norm:
-        """A norm; its epsilon goes to `epsilons`."""
+        """A norm; its epsilon is added to `epsilons`."""
         kind = self._family.norm
         layer_norm = kind is NormKind.LAYER_NORM
         known = type(module) is nn.LayerNorm if layer_norm else is_of(module, f"{self._family.name}RMSNorm")
@@ -81,13 +82,13 @@ class Parts:
             self._checks.plain(dropout)
 
     def linears(self, parent: Any, names: tuple[str, ...], sizes: list[int]) -> list[Linear]:
-        """Projections with `sizes` columns, from a module each or from one in which they are packed."""
+        """Projections with `sizes` columns, from one module each or packed in one module."""
         if len(names) == 1:
             return self.linear(getattr(parent, names[0]), *sizes)
         return [self.linear(getattr(parent, name), size)[0] for name, size in zip(names, sizes, strict=True)]
 
     def linear(self, module: Any, *sizes: int, lora: bool = True) -> list[Linear]:
-        """The projections packed in a module, of `sizes` columns; without sizes one of all columns."""
+        """The projections packed in a module, of `sizes` columns; without sizes, one projection of all columns."""
         base = base_of(module)
         adapter = Adapter() if base is module else self._adapter(module, lora=lora)
         conv = is_conv(base)
@@ -110,7 +111,7 @@ class Parts:
         return found
 
     def _adapter(self, module: Any, *, lora: bool) -> Adapter:
-        """The active adapter of a LoRA layer; all zeros: it has none."""
+        """The active adapter of a LoRA layer; all zeros without one."""
         self._checks.unhooked(module)
         for name in ("_disable_adapters", "_active_adapter"):
             self._checks.value(module, name)
@@ -236,7 +237,7 @@ def base_of(module: Any) -> Any:
 
 
 def active_adapters(module: Any) -> list[str]:
-    """Names of the adapters that act in a LoRA layer."""
+    """Names of the active adapters of a LoRA layer."""
     return [] if module.disable_adapters else [name for name in module.active_adapters if name in module.lora_A]
 
 
@@ -262,7 +263,7 @@ _kept: WeakKeyDictionary[nn.Module, dict[str | None, _Tables]] = WeakKeyDictiona
 
 
 def rotary_numbers(rotary: Any, layer_type: str | None = None) -> tuple[Tensor, float]:
-    """Frequencies and scaling of a rotary embedding for layers of a type; None: all layers have the same."""
+    """Frequencies and scaling of a rotary embedding for layers of a type. None: all layers share them."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     return getattr(rotary, f"{prefix}inv_freq"), getattr(rotary, f"{prefix}attention_scaling")
 

@@ -1,7 +1,7 @@
-"""Capture of device work into CUDA graphs. A capture that fails leaves no trace.
+"""Capture of device work into CUDA graphs. A failed capture leaves no trace.
 
-Always true after `capture` has raised: the stream that was current is so again, no capture is open, the allocator assumes
-none, random numbers can be drawn on the device, and once `forget` was called all memory of the capture is released.
+Always true after `capture` has raised: the previous stream is current again, no capture is open, the allocator assumes none,
+and random numbers can be drawn on the device. After `forget`, all memory of the capture is released.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 WARM_UP_RUNS = 2
-"""Runs before a capture: compiled kernels, library handles and workspaces cannot be created during it."""
+"""Runs before a capture, because compiled kernels, library handles and workspaces cannot be created during it."""
 _log = logging.getLogger(__name__)
 
 
@@ -32,7 +32,7 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
         self._leaked: list[Any] = []
-        """Pools of failed captures, whose reference by the capture only we can drop."""
+        """Pools of failed captures. The capture holds a reference to each that only we can drop."""
         self._bytes = 0
         self._caches = True
         """Whether memory of an earlier step may be cached."""
@@ -44,7 +44,7 @@ class CudaDevice:
 
     @contextmanager
     def window(self) -> Iterator[None]:
-        """A block in which several captures follow one another; the first one frees what its warm-up has cached."""
+        """Context manager for successive captures; the first one frees memory cached by its warm-up."""
         self._caches = True
         yield
 
@@ -74,22 +74,22 @@ class CudaDevice:
             return graph.replay
 
     def forget(self) -> None:
-        """Release the memory of all captures, failed ones included; none will be replayed."""
+        """Release the memory of all captures, including failed ones, which can then not be replayed."""
         leaked, self._leaked = self._leaked, []
         for pool in leaked:
-            # The failed graph itself drops its reference only if its capture has ended.
+            # The failed graph drops its own reference only if its capture has finished.
             with suppress(RuntimeError):
                 torch._C._cuda_releasePool(self._index(), pool)
         self._pool, self._bytes = None, 0
 
     def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        # Not torch.cuda.graph: it leaves its stream the current one when ending a capture fails.
+        # Not torch.cuda.graph, which leaves its stream current when a capture cannot be finished.
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(self._stream):
-                # thread_local: other threads, such as data loaders, may allocate meanwhile.
+                # thread_local, because other threads, such as data loaders, may allocate in the meantime.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work()
@@ -105,14 +105,14 @@ class CudaDevice:
         return graph
 
     def _clean_up(self) -> None:
-        # After a capture that could not be ended, the allocator still assumes that it is running, and would never reclaim
-        # memory used by another stream. There is no public call for this; where it is not needed it raises.
+        # After a capture that could not be finished, the allocator still assumes that it is running and would never reclaim
+        # memory used by another stream. There is no public call for this; if it is not needed, it raises.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._index(), self._pool)
         self._leaked.append(self._pool)
         self._pool = None
-        # Up to torch 2.12 the default generator still assumes so too, and every dropout of the trainer would raise; a
-        # capture that ends sets it right.
+        # Up to torch 2.12 the default generator also assumes a running capture, so every dropout of the trainer would raise.
+        # A capture that finishes corrects it.
         number = torch.zeros((), device=self._device)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -131,13 +131,13 @@ class CudaDevice:
 
 
 def disturbed(exc: BaseException) -> bool:
-    """Whether a capture failed because of what another thread did: CUDA forbids to wait for a device, whatever the thread,
-    while one of its streams is captured, and what is captured then is invalid."""
+    """Whether another thread made a capture fail: while a stream of a device is captured, no thread may wait for the device,
+    or the capture is invalid."""
     return "previous error during capture" in f"{exc}"
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
-    """Whether the stream's capture was ended. A graph that then could not be instantiated cleans up itself."""
+    """Whether the stream's capture was finished. A graph that could then not be instantiated cleans up itself."""
     try:
         graph.pool()
     except RuntimeError:
@@ -161,7 +161,7 @@ def _own_cublas_workspace() -> Iterator[None]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection: destroying another graph, or memory of another stream, would break the capture."""
+    """Disable garbage collection: destroying another graph, or memory of another stream, would break the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,16 +1,16 @@
 """CUDA graphs of decode steps: capture the module's own forward for about ten numbers of rows, replay it.
 
-A step of a small batch takes less time on the device than Python needs to launch its thousands of kernels; a replay
-launches them together. Always true:
+A step of a small batch takes less time on the device than Python needs to launch its thousands of kernels. A replay launches
+them together. Always true:
 - All sizes are captured in one window, inside the first decode step that finds no graphs (usually that of the model's
-  verification, at construction), while the engine's lock is held. A step is padded to the least size that was captured.
-- All graphs read one `DecodeState`, which has room for so many columns of block tables and parts of keys; rows that need
-  more room cost all graphs.
+  verification, at construction), while the engine's lock is held. A step is padded to the next captured size.
+- All graphs read one `DecodeState`, which has room for a fixed number of columns of block tables and parts of keys. If rows
+  need more room, all graphs are dropped.
 - Graphs fix the addresses of the KV pool and of the weights, and everything that the forward reads in Python: plain
-  attributes, configurations, functions. They are dropped when one of these is another. Code of other packages may read
+  attributes, configurations, functions. They are dropped when one of these changes. Code of other packages may read
   anything, so a model with such code is captured again after each time the trainer may have modified it.
-- A capture that fails leaves the step to the model's own forward. One that another thread has disturbed is tried again some
-  steps later, one without memory after the next suspend; a model that fails at two sizes is not tried again.
+- If a capture fails, the step runs the model's own forward. It is tried again some steps later if another thread disturbed
+  it, or after the next suspend if memory was missing. A model that fails at two sizes is not tried again.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from rollout.engine.models.attention import Installation, forward_with
 from rollout.engine.models.model_support import ModelLayout, has_global_hooks
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
-"""Rows that decode steps are padded to; beyond, multiples of 128."""
+"""Numbers of rows that decode steps are padded to; above these, multiples of 128."""
 GRAPH_BYTES = 2**23
-"""Bytes of one graph until all are captured: about 1,600 kernels, of which the driver keeps about 5 KiB each."""
+"""Assumed bytes of one graph until all are captured: about 1,600 kernels, for which the driver keeps about 5 KiB each."""
 LEAST_LACKING = 2**26
-"""Bytes that are kept free at least, once a capture has found no memory."""
+"""Minimum bytes to keep free once a capture has run out of memory."""
 LEAST_WORKSPACE = 2**26
-"""Bytes for the parts of keys of a step, before they are merged; doubled, at the price of all graphs, for more."""
+"""Bytes for the parts of keys of a step, before they are merged. If more is needed it is doubled, which drops all graphs."""
 STATE_LENGTH = 16384
-"""Tokens that block tables have room for; doubled, at the price of all graphs, for a longer sequence."""
+"""Tokens that block tables have room for. For a longer sequence it is doubled, which drops all graphs."""
 WORTHWHILE = 64
 """Replays that amortise one capture."""
 MAX_WASTED = 8
@@ -57,7 +57,7 @@ RETRY_STEPS = 256
 _log = logging.getLogger(__name__)
 
 _Precision = torch.dtype | None
-"""Dtype of the autocast in force; None: there is none."""
+"""Dtype of the current autocast; None without autocast."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,11 +72,11 @@ class GraphedDecode:
 
     Args:
         cache: holds K and V.
-        max_rows: most rows of a step.
+        max_rows: maximum number of rows of a step.
         kernels: the attention of the module's forward.
 
     Attributes:
-        watched: key of what the modules compute next to their weights; graphs are valid while it stays equal.
+        watched: key of the modules' computation, without the weights; graphs are valid while it stays equal.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class GraphedDecode:
         self._graphs: dict[_Precision, dict[int, _Graph]] = {}
         self._logits: dict[torch.dtype, Tensor] = {}
         self._fixed: tuple[int, ...] | None = None
-        """Addresses of the KV pool that graphs have fixed."""
+        """Addresses of the KV pool that are fixed in the graphs."""
         self._module_epoch = -1
         self._signature: object = None
         self._replays = self._wasted = 0
@@ -114,12 +114,12 @@ class GraphedDecode:
 
     @property
     def why_not(self) -> str:
-        """Why capturing was given up; empty: it was not."""
+        """Why capturing was given up; empty if it was not."""
         return self._given_up or self._refused.get(self._precision(), "")
 
     @property
     def captured(self) -> list[int]:
-        """Rows of each graph that there is."""
+        """Rows of each captured graph."""
         return sorted(rows for graphs in self._graphs.values() for rows in graphs)
 
     @property
@@ -131,12 +131,12 @@ class GraphedDecode:
 
     @property
     def bytes_to_come(self) -> int:
-        """Device memory that graphs will still take, and their present pool, which torch counts as free."""
+        """Device memory that graphs will still take, including their current pool, which torch counts as free."""
         missing = 0 if self.why_not else max(0, self._expected - self.graph_bytes)
         return self._device.graph_bytes + missing
 
     def expect(self, peak: int, positions: int) -> None:
-        """Estimate the memory of graphs from an eager step of so many positions, which takes `peak` bytes."""
+        """Estimate the memory of graphs from an eager step of this many positions, which takes `peak` bytes."""
         if not self.captured:
             pool = self._sizes[-1] * peak // positions
             self._expected = max(self._expected, pool + len(self._sizes) * GRAPH_BYTES)
@@ -154,7 +154,7 @@ class GraphedDecode:
         Args:
             ids: [P] token ids.
             rows: the P positions.
-            keep: packed positions whose logits are wanted.
+            keep: packed positions whose logits are needed.
             module_epoch: changes whenever the trainer may have modified the module.
             rotary: see `DecodeState.send`.
 
@@ -176,7 +176,7 @@ class GraphedDecode:
         return self._logits[graph.dtype][:count]
 
     def retry(self) -> None:
-        """At a suspend: capture at the next step what is missing."""
+        """At a suspend: let the next step capture missing graphs."""
         self._waits.clear()
 
     def release(self) -> None:
@@ -189,7 +189,7 @@ class GraphedDecode:
         self._kernels.release()
 
     def give_up(self, why: str) -> None:
-        """Capture and replay nothing any more."""
+        """Stop capturing and replaying."""
         self._given_up = why
         self.release()
         self._say_why_not(why)
@@ -216,7 +216,7 @@ class GraphedDecode:
         """The rows on the device, with room for rows at these positions."""
         columns, parts = table_columns(int(positions.max()) + 1, self._cache.block_size), num_parts(positions)
         if columns > self._columns or parts > self._parts:
-            # Graphs read the state that there was.
+            # Graphs read the previous state.
             self.release()
             if columns > self._columns:
                 self._columns = max(columns, 2 * self._columns)
@@ -228,7 +228,7 @@ class GraphedDecode:
         return self._state
 
     def _graph_for(self, count: int) -> _Graph | None:
-        """The smallest graph of at least `count` rows; captures what is missing if it is time to."""
+        """The smallest graph of at least `count` rows. Captures missing graphs when they are due."""
         precision = self._precision()
         wait = self._waits.get(precision, 0)
         self._waits[precision] = wait - (wait > 0)
@@ -238,7 +238,7 @@ class GraphedDecode:
         return graphs.get(min((rows for rows in graphs if rows >= count), default=0))
 
     def _capture_all(self, precision: _Precision) -> None:
-        """Capture the sizes that are missing, the largest first: the others then find room in its memory."""
+        """Capture the missing sizes, the largest first, so that the others find room in its memory."""
         graphs = self._graphs.setdefault(precision, {})
         missing = [rows for rows in reversed(self._sizes) if rows not in graphs]
         wait, failed, short, lack = -1, 0, list[int](), ""
@@ -285,11 +285,11 @@ class GraphedDecode:
     def _run(self, rows: int) -> torch.dtype:
         """Run the forward and keep its logits; returns their dtype."""
         assert self._state is not None
-        # Casts that were made before are of the weights as they were then.
+        # Earlier casts are of the weights at that time.
         torch.clear_autocast_cache()
         logits = self._logits_of(self._state.inputs(rows, self._parts))
         if logits.dtype not in self._logits:
-            # Shared by all graphs: logits are the largest tensor of a small batch.
+            # Shared by all graphs, because logits are the largest tensor of a small batch.
             with torch.inference_mode(False):
                 shape = self._sizes[-1], logits.shape[1]
                 self._logits[logits.dtype] = torch.empty(shape, dtype=logits.dtype, device=logits.device)
@@ -329,7 +329,8 @@ def _addresses_of(model: nn.Module) -> list[object]:
 
 
 def _least_parts(layout: ModelLayout, rows: int) -> int:
-    """Parts of keys that every graph has room for: what fits into `LEAST_WORKSPACE`, or `rows` of `STATE_LENGTH` have."""
+    """Parts of keys that every graph has room for: as many as fit into `LEAST_WORKSPACE`, or as `rows` of `STATE_LENGTH`
+    have."""
     sizes = (call.num_heads * (shape.value_dim + 1) for shape, call in zip(layout.layers, layout.calls, strict=True))
     return min(LEAST_WORKSPACE // (4 * max(sizes)), rows * num_splits(STATE_LENGTH))
 

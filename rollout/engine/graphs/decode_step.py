@@ -1,4 +1,4 @@
-"""A captured decode step: its inputs, in one buffer at a fixed address that one copy per step fills, and its attention.
+"""A captured decode step: its attention, and its inputs in one buffer at a fixed address, which one copy per step fills.
 
 A step sends three numbers and the block tables of each row. The slot mapping follows from these on the device, inside the
 graph.
@@ -38,7 +38,7 @@ class DecodeInputs:
     positions: Tensor
     """[B] int64 rotary positions; 0 in padding."""
     seen: Tensor
-    """[B] int32, the last position that a row attends to, its own; -1 in padding."""
+    """[B] int32, the last position that a row attends to, which is its own; -1 in padding."""
     groups: list[tuple[Tensor, Tensor]]
     """Tensors of each group of layers: [B] int32 slot mapping, -1 in padding; [B, columns] int32 block tables."""
     parts: DecodeParts
@@ -49,8 +49,8 @@ class DecodeState:
     """Rows of decode steps on the device.
 
     Args:
-        rows: most rows of a step.
-        columns: of the block tables; a multiple of 16, as Triton compiles another kernel for other strides.
+        rows: maximum number of rows of a step.
+        columns: of the block tables; a multiple of 16, because Triton compiles another kernel for other strides.
         groups: of layers, which have a block table each.
 
     Attributes:
@@ -73,16 +73,16 @@ class DecodeState:
 
     @property
     def nbytes(self) -> int:
-        """Device memory that it takes."""
+        """Device memory of its buffers."""
         return self._flat.nbytes
 
     def clear(self) -> None:
-        """Make every row padding, for which nothing is written: the warm-up of a capture runs on it."""
+        """Make every row padding, for which nothing is written; the warm-up of a capture runs on it."""
         self._flat.zero_()
         self.seen.fill_(-1)
 
     def send(self, ids: NDArray[np.int64], rows: PagedRows, rotary: NDArray[np.int64] | None = None) -> None:
-        """Have these rows, of one position each, be those of the next step, by one asynchronous copy.
+        """Send the rows of the next step, with one position each, in one asynchronous copy.
 
         Args:
             ids: [B] token ids, B at most `rows`.
@@ -101,7 +101,7 @@ class DecodeState:
         self._flat[: len(message)].copy_(staged(message, self._device), non_blocking=True)
 
     def inputs(self, count: int, capacity: int = 0) -> DecodeInputs:
-        """The step's first `count` rows; a graph's first kernels.
+        """The step's first `count` rows, computed by the first kernels of a graph.
 
         Args:
             capacity: see `DecodeParts`.
@@ -167,7 +167,7 @@ class TritonDecode:
         """
         keys, values = self._cache.layer(layer)
         slots, table = inputs.groups[self._cache.group_of(layer)]
-        # Under an autocast that the engine was not built under, the cache has another dtype.
+        # If the engine was not built under the current autocast, the cache has another dtype.
         dtype, query = query.dtype, query.to(keys.dtype)
         if not serves(query, keys, values):
             raise Uncapturable(f"the Triton kernels do not take its heads ({query.dtype}, {tuple(query.shape[1:])})")
@@ -180,7 +180,7 @@ class TritonDecode:
 
     @property
     def nbytes(self) -> int:
-        """Size of the workspace, outgrown parts included."""
+        """Size of the workspace, including outgrown parts."""
         return self._paged.nbytes
 
     def release(self) -> None:

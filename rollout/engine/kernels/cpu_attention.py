@@ -12,7 +12,7 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import Rules, TorchPagedAttention
 
 MAX_GROUP = 64
-"""Most query heads per KV head that the kernel supports (`ROWS` in cpu_attention.h)."""
+"""Maximum query heads per KV head that the kernel supports (`ROWS` in cpu_attention.h)."""
 
 
 class Attention(ctypes.Structure):
@@ -31,7 +31,7 @@ class Attention(ctypes.Structure):
 
 
 class CpuPagedAttention:
-    """Attention of one step. A row's bits depend on its own keys alone, independent of the other rows of the step.
+    """Attention of one step. A row's bits depend only on its own keys, not on the other rows of the step.
 
     Args:
         library: see `cpu_library.load`.

@@ -36,9 +36,10 @@ class Drawn(NamedTuple):
     score: Tensor
     """[R] float32, score / temperature of the token."""
     kept_ids: Tensor | None
-    """[K] int32, what could be drawn in the rows that return it, row after row and ascending; None if none does."""
+    """[K] int32, the tokens that could be drawn in the rows that return them, row after row and ascending; None if no row
+    does."""
     kept_counts: Tensor | None
-    """[R] int64, how many of `kept_ids` are of each row."""
+    """[R] int64, number of `kept_ids` of each row."""
 
 
 class CpuDraw:
@@ -66,7 +67,7 @@ class CpuDraw:
             temperature: [R] float32.
             greedy: [R] bool, rows that take their largest score (lowest id on ties).
             keys, positions: [R] int64, each row's random stream and counter (`random_stream.uniforms`).
-            keeping: [R] bool, rows that return what could be drawn. None: none.
+            keeping: [R] bool, rows that return the tokens that could be drawn. None: none.
             room: with `keeping`, int32 [R, V], overwritten.
         """
         count, vocabulary = scores.shape
@@ -95,7 +96,7 @@ class CpuDraw:
 
 @cache
 def load() -> CpuDraw | None:
-    """The kernel, or None where it cannot be built."""
+    """The kernel, or None if it cannot be built."""
     library = cpu_library.load()
     return None if library is None else CpuDraw(library)
 

@@ -1,4 +1,4 @@
-"""The operations of the fused forward one at a time, on tensors: same C++, same bits per row, whatever the other rows are.
+"""The operations of the fused forward one at a time, on tensors: same C++, same bits per row, independent of the other rows.
 
 All tensors are contiguous, on the CPU, and of one dtype, float32 or bfloat16; nothing here records a gradient.
 """

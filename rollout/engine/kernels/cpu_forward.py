@@ -16,7 +16,7 @@ class NormKind(IntEnum):
     """weight * normalised, rounded after each."""
     RMS_ROUNDED_ONCE = 1
     RMS_OF_ONE_PLUS_WEIGHT = 2
-    """Rounded once."""
+    """(1 + weight) * normalised, rounded once."""
     LAYER_NORM = 3
 
 

@@ -1,8 +1,8 @@
 """Builds and loads `cpu_kernels.cpp`.
 
 Compiled on first use (about 5 seconds), never at import, and cached under a key of sources, compiler and processor, in the
-user's cache directory, or in the temporary directory where that cannot be written. Of processes that need it at the same
-time one compiles and the others wait. Without a compiler `load` returns None and warns once, and plain torch is used.
+user's cache directory, or in the temporary directory if that cannot be written. If several processes need it at the same
+time, one compiles and the others wait. Without a compiler `load` returns None and warns once, and plain torch is used.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _SOURCES = (
     "cpu_sampling.h", "cpu_team.h", "cpu_tree_attention.h",
 )  # fmt: skip
 COMPILE_TIMEOUT_S = 600
-"""Takes 5 s, and over two minutes where many others want the same cores."""
+"""Takes 5 s, and over two minutes if many other processes use the same cores."""
 COMPILERS = ("g++", "c++", "clang++")
-"""Tried in this order unless the environment variable CXX names one."""
+"""Tried in this order unless the environment variable CXX names a compiler."""
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 CPU_INFO = Path("/proc/cpuinfo")
 """Linux's description of the processor."""
@@ -58,7 +58,7 @@ def load() -> ctypes.CDLL | None:
 
 @cache
 def status() -> Kernels:
-    """The library, with what it was built by or why it was not; built on the first call."""
+    """The library, with its compiler or why it could not be built; built on the first call."""
     try:
         return _load()
     except (OSError, RuntimeError, subprocess.SubprocessError) as exc:
@@ -76,7 +76,7 @@ def _load() -> Kernels:
         try:
             return Kernels(ctypes.CDLL(str(path)), f"{compiler.version}, cached as {path}")
         except OSError as exc:
-            # A disk that was full while it was written, or a partial copy of the cache.
+            # The disk was full while it was written, or the cache was copied partly.
             _log.warning("%s cannot be loaded and is built again: %s", path, exc)
             with suppress(OSError):
                 path.unlink()
@@ -123,7 +123,7 @@ def tuned_for(machine: str) -> str:
 def _compile(compiler: _Compiler, target: Path) -> None:
     source = str(Path(__file__).with_name(_SOURCES[0]))
     failed = ""
-    # A compiler may not know the processor it runs on (Clang on a new Arm core): then without its special instructions.
+    # A compiler may not know the processor it runs on (Clang on a new Arm core); then compile without special instructions.
     for tuning in ((tuned_for(platform.machine()),), ()):
         command = [compiler.path, *FLAGS, *tuning, source, "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
@@ -145,7 +145,7 @@ def _key(compiler: _Compiler) -> str:
 def _folders() -> list[Path]:
     """Possible folders of the library, in order of preference."""
     folders = []
-    # Without HOME and without an entry for this user there is no home.
+    # Without HOME and a passwd entry there is no home folder.
     with suppress(RuntimeError):
         folders.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout-engine")
     return [*folders, _temporary()]
@@ -156,7 +156,7 @@ def _temporary() -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether no other user can have put a library there. Only the temporary directory is everybody's."""
+    """Whether no other user can have put a library there. Only the temporary directory is shared by all users."""
     if folder != _temporary():
         return True
     found = folder.lstat()
@@ -164,7 +164,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _built_in(folder: Path, name: str, compiler: _Compiler) -> Path:
-    """The library, compiled in `folder` by this process, or by another one that was compiling it.
+    """The library, compiled in `folder` by this process or by another.
 
     Raises:
         OSError: the folder cannot be written, or other users can write it.
@@ -177,7 +177,7 @@ def _built_in(folder: Path, name: str, compiler: _Compiler) -> Path:
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 built = Path(scratch) / "kernels.so"
-                # Above INFO: with default logging the process would seem to hang.
+                # Above INFO, because with default logging the process would seem to hang.
                 _log.warning(
                     "compiling the CPU kernels for this processor with %s into %s: once per machine, a minute or two",
                     compiler.version, path,
@@ -186,7 +186,7 @@ def _built_in(folder: Path, name: str, compiler: _Compiler) -> Path:
                 _compile(compiler, built)
                 _log.info("compiled the CPU kernels in %.1f s", time.monotonic() - began)
                 built.chmod(0o755)
-                # Where locks do not work several processes may build at once: all equal, and the last rename wins.
+                # If locks do not work, several processes may build at once. The results are equal, and the last rename wins.
                 built.replace(path)
     return path
 
@@ -213,7 +213,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _processor() -> str:
-    """Key of the instructions that the library may use."""
+    """Key of the processor's instructions that the library may use."""
     if CPU_INFO.exists():
         lines = CPU_INFO.read_text().splitlines()
         wanted = ("flags", "Features", "CPU part")

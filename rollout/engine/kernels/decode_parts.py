@@ -1,9 +1,9 @@
 """Lists of the parts of keys that a decode step computes, made on the device from positions, for all layers at once.
 
 The keys of a row are cut into parts of `SPLIT` tokens whatever the batch, so the bits of a row do not depend on its
-neighbours. A launch has as many programs as keep the device busy, and they share out the parts that there are, rather than
-one program for every part there could be. Shapes are fixed and nothing waits for the device: it can be captured, and a step
-whose positions were advanced on the device finds its new parts.
+neighbours. A launch has enough programs to keep the device busy. They divide the existing parts among themselves, instead of
+one program per possible part. Shapes are fixed and the host never waits for the device, so it can be captured, and positions
+advanced on the device yield new parts.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 SPLIT = 512
-"""Keys per part: eight turns of a tile's loop keep its pipeline full, and 64 sequences of 1k tokens still fill a GPU.
+"""Keys per part: eight iterations of a tile's loop keep its pipeline full, and 64 sequences of 1k tokens still fill a GPU.
 Writing and merging a part (one row of V per query head, in float32) costs a few percent of reading it."""
 
 
 class PartList(NamedTuple):
-    """Item i is part i - begins[owners[i]] of row owners[i]; there are begins[-1] of them, and room for more."""
+    """Item i is part i - begins[owners[i]] of row owners[i]. There are begins[-1] items, and room for more."""
 
     begins: Tensor
     """[B + 1] int32."""
     owners: Tensor
-    """[capacity] int32, not defined behind the last item."""
+    """[capacity] int32, undefined after the last item."""
 
 
 class DecodeParts:
-    """Parts of the keys of B rows with one query each. A list is made when it is first asked for.
+    """Parts of the keys of B rows with one query each. A list is made on first use.
 
     Args:
-        positions: [B] int32 or int64, last position that a row sees; negative: none.
-        capacity: room of every list, at least the parts that there are (`num_parts`).
+        positions: [B] int32 or int64, last position that a row attends to; negative: none.
+        capacity: room of every list, at least the number of parts (`num_parts`).
     """
 
     def __init__(self, positions: Tensor, capacity: int) -> None:
@@ -42,7 +42,7 @@ class DecodeParts:
         self._lists: dict[tuple[int, int], PartList] = {}
 
     def of(self, *, window: int | None = None, chunk: int | None = None) -> PartList:
-        """Parts that the rows see of their keys; without those before a window or a chunk."""
+        """Parts of the keys that the rows attend to, without those before a window or a chunk."""
         key = window or 0, chunk or 0
         if key not in self._lists:
             seen = self.positions + 1

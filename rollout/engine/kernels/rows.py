@@ -15,15 +15,15 @@ class PagedRows:
     offsets: NDArray[np.int64]
     """[R + 1], offset of each sequence's positions."""
     positions: NDArray[np.int64]
-    """[P], position in its sequence; it attends to those up to its own, or to `seen`."""
+    """[P], position in its sequence. It attends to positions up to its own, or to `seen`."""
     tables: NDArray[np.int64]
-    """[R, width] block ids, contiguous in memory; entries beyond a sequence's last position are never read. Of the first
-    group of layers, where the memory of a block is a page per group."""
+    """[R, width] block ids, contiguous in memory; entries beyond a sequence's last position are never read. If each group of
+    layers has pages of its own, these are the first group's."""
     block_size: int
     seen: NDArray[np.int64] | None = None
-    """[P], last position that each attends to, if not its own: within an image that sees itself in both directions."""
+    """[P], last position that each attends to, if not its own: within an image that attends in both directions."""
     others: tuple[NDArray[np.int64], ...] = ()
-    """Like `tables`, of each further group of layers (`blocks.pages`)."""
+    """Tables of the further groups of layers (`blocks.pages`), like `tables`."""
 
     def __len__(self) -> int:
         return len(self.tables)
@@ -39,7 +39,7 @@ class PagedRows:
         return self.positions[self.offsets[1:] - 1] + 1
 
     def select(self, entries: NDArray[np.int64]) -> tuple[PagedRows, NDArray[np.int64]]:
-        """Some of the sequences, in ascending order, and [P'] which of the packed positions are theirs."""
+        """Some of the sequences, in ascending order, and [P'] indices of their packed positions."""
         counts = self.counts[entries]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         chosen = np.repeat(self.offsets[entries] - offsets[:-1], counts) + np.arange(offsets[-1])

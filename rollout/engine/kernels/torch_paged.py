@@ -1,8 +1,8 @@
 """Paged attention in plain torch: the reference on every device, and the fallback for the faster kernels.
 
 Queries of one step are cut into *tiles*: sequences of similar length, padded to a rectangle, so that a tile is one call of
-`scaled_dot_product_attention`, whatever the number of sequences in it. Grouped query heads are packed as query rows, which
-reads each KV head once (expanding K and V, or `enable_gqa` in bf16, costs 6 to 14 times as much on a CPU).
+`scaled_dot_product_attention`, for any number of sequences. Grouped query heads are packed as query rows, which reads each
+KV head once (expanding K and V, or `enable_gqa` in bf16, costs 6 to 14 times as much on a CPU).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import upload
 
 MAX_TILE_SCORES = 1 << 22
-"""Most query x key pairs in one tile; bounds the mask."""
+"""Maximum query x key pairs in one tile; bounds the mask."""
 
 
 @dataclass(eq=False)
@@ -31,15 +31,15 @@ class Tile:
     query_index: Tensor | None
     """[B*T] int64 into the step's positions; None when the tile is its first B*T positions in order."""
     valid: Tensor | None
-    """[n] int64 into the flattened [B*T]: the rows that are not padding; None when there is no padding."""
+    """[n] int64 into the flattened [B*T]: the rows that are not padding; None without padding."""
     positions: Tensor
     """[B, T] int64, position of each query in its sequence (padding: 0)."""
     blocks: Tensor
     """[B*N] int64, block ids, N per sequence (padding: any valid id)."""
     fresh: bool
-    """A single sequence that starts at 0: its keys are the step's own, so plain causal attention suffices."""
+    """A single sequence that starts at 0. Its keys are the step's own, so plain causal attention suffices."""
     seen: Tensor | None = None
-    """[B, T] int64, last position that each query sees; None: its own."""
+    """[B, T] int64, last position that each query attends to; None: its own."""
     _masks: dict[tuple[int | None, int | None, int], Tensor] = field(default_factory=dict)
 
     @property
@@ -48,7 +48,8 @@ class Tile:
         return self.positions.shape[0], self.positions.shape[1]
 
     def mask(self, keys: int, window: int | None, chunk: int | None, groups: int) -> Tensor:
-        """[B, 1, groups*T, S] bool: keys that a query row may see: up to its own position or `seen`, in window and chunk."""
+        """[B, 1, groups*T, S] bool: keys that a query row attends to: up to its own position or `seen`, within window and
+        chunk."""
         cached = self._masks.get((window, chunk, groups))
         if cached is None:
             key_positions = torch.arange(keys, device=self.positions.device)
@@ -65,7 +66,7 @@ class Tile:
 
 
 class Workspace:
-    """Reused buffers for gathered keys and values: new ones would be page-faulted in again by every layer."""
+    """Reused buffers for gathered keys and values. New buffers would cost page faults in every layer."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -88,7 +89,7 @@ class Workspace:
 
 def write_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """Write K and V of every position into its slot; see `CacheWrite`."""
-    # A trainer under autocast may compute K in another dtype than the probed one.
+    # A trainer under autocast may compute K in another dtype than at probing.
     key_cache.flatten(0, 1).index_copy_(0, slots, key.to(key_cache.dtype))
     value_cache.flatten(0, 1).index_copy_(0, slots, value.to(value_cache.dtype))
 
@@ -107,15 +108,15 @@ class CacheWrite(Protocol):
 
 
 class Rules(TypedDict, total=False):
-    """Which keys a query sees, and how a score becomes a weight."""
+    """Rules for the keys that a query attends to, and for the weights of their scores."""
 
     scaling: Required[float]
     window: int | None
-    """A query sees the `window` last positions up to its own. Default None: all."""
+    """A query attends to the last `window` positions up to its own. Default None: all."""
     softcap: float | None
     """Scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118, section 2). Default None: as they are."""
     chunk: int | None
-    """A query sees only the positions of its own chunk, [i * chunk, (i + 1) * chunk) (Llama 4). Default None: all."""
+    """A query attends only to positions of its own chunk, [i * chunk, (i + 1) * chunk) (Llama 4). Default None: all."""
     sinks: Tensor | None
     """[H], a score per head that enters the softmax and has no value (gpt-oss; arXiv 2309.17453), not scaled. Default None:
     none."""
@@ -191,7 +192,7 @@ def _tile(rows: PagedRows, members: NDArray[np.int64], device: torch.device) -> 
     positions = np.where(inside, (ends - counts)[:, None] + steps, 0)
     index = np.where(inside, rows.offsets[members][:, None] + steps, 0).reshape(-1)
     used = -(-int(ends.max()) // rows.block_size)
-    # Padding reads a block of its own row: other blocks may hold NaN, and a masked NaN is still NaN.
+    # Padding reads a block of its own row, because other blocks may hold NaN, and a masked NaN is still NaN.
     held = np.arange(used) < -(-ends[:, None] // rows.block_size)
     blocks = np.where(held, rows.tables[members, :used], rows.tables[members, :1]).reshape(-1)
     leading = bool((members == np.arange(batch)).all() and inside.all() and rows.offsets[members[0]] == 0)
@@ -228,7 +229,7 @@ def attend_tiles(
         k, v = key, value
         if tile.fresh and index is not None:
             k, v = key.index_select(0, index), value.index_select(0, index)
-        # Under autocast its dtype differs from that of the queries.
+        # Under autocast its dtype differs from the queries'.
         part = _attend_tile(q, k, v, caches, tile, workspace, rules).to(out.dtype)
         if index is None:
             out[:count] = part

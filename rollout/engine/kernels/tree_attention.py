@@ -29,14 +29,14 @@ class Scores:
 
     scaling: float
     window: int | None = None
-    """Positions a query attends to, its own included; None: all."""
+    """Positions that a query attends to, including its own; None: all."""
     softcap: float | None = None
     """softcap * tanh(score / softcap); None: none."""
     causal: bool = False
-    """Whether images see themselves in both directions nowhere in this layer, whatever the tree says."""
+    """Whether this layer is causal even within images."""
 
     def lasts(self, tree: Tensor) -> Tensor | None:
-        """int32 [L] last token that each attends to; None: itself."""
+        """int32 [L] last token that each attends to. None: itself."""
         return None if self.causal or tree.shape[2] == 2 else tree[0, 0, 2]
 
 
@@ -68,7 +68,7 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scor
 # --- plain torch ------------------------------------------------------------------------------------------------------
 
 QUERIES = 512
-"""Queries that attend together in plain torch."""
+"""Queries that are computed together in plain torch."""
 
 
 def torch_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
@@ -100,11 +100,11 @@ def torch_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor
 
 FLEX_BLOCK = 128
 ALIGNMENT = FLEX_BLOCK
-"""The first query is at a multiple of this, where the blocks of every kernel begin."""
+"""The first query is at a multiple of this, at the start of a block of every kernel."""
 
 
 def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
-    """`tree_attention` by torch's FlexAttention, compiled on CUDA; blocks that see nothing of each other are skipped."""
+    """`tree_attention` by torch's FlexAttention, compiled on CUDA; blocks without visible pairs are skipped."""
 
     def soften(score: Tensor, *_: Tensor) -> Tensor:
         assert scores.softcap is not None
@@ -124,7 +124,7 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor,
 
 
 _MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Masks of every living tree, by window and whether it is causal: made once for all layers and passes."""
+"""Masks of every live tree, by window and whether they are causal: made once for all layers and passes."""
 
 
 def block_mask(tree: Tensor, window: int | None, causal: bool = True, start: int = 0) -> BlockMask:
@@ -151,7 +151,7 @@ def _block_mask(tree: Tensor, window: int | None, causal: bool, start: int) -> B
     length = len(ends)
     count = -(-length // FLEX_BLOCK)
     surplus = (0, count * FLEX_BLOCK - length)
-    # Padding repeats the last token: it changes no extreme.
+    # Padding repeats the last token, which changes no extreme.
     end, position, last = (
         pad(part[None].float(), surplus, "replicate")[0].view(count, -1) for part in (ends, positions, lasts)
     )
@@ -234,7 +234,7 @@ class _CpuTreeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, out, sums, tree = ctx.saved_tensors
-        # As the model lays them out, so that the views before the attention cost no copy.
+        # In the model's layout, so that the views before the attention cost no copy.
         gradients = [torch.empty_like(part.transpose(1, 2), memory_format=torch.contiguous_format) for part in
                      (query, key, value)]  # fmt: skip
         of_query, of_key, of_value = (part.transpose(1, 2) for part in gradients)

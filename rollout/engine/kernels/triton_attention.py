@@ -53,7 +53,7 @@ class TritonPagedAttention:
     ) -> Tensor:
         """Attention output of every position; see `torch_paged.PagedAttention`."""
         if query.dtype != key_cache.dtype:
-            # Under an autocast that the engine was not built under.
+            # The engine was not built under the current autocast.
             return self(
                 query.to(key_cache.dtype), key.to(key_cache.dtype), value.to(value_cache.dtype), key_cache, value_cache,
                 **rules,

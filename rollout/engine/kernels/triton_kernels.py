@@ -44,8 +44,8 @@ def _tile(
 ) -> None:
     """Attention of [rows] queries at `query + places` over keys `start` to `stop` of one sequence; all of one KV head.
 
-    `position`: of each query, negative: there is none. `target`: where its output goes in out [., Dv], and its log-sum-exp
-    in lse if `parted`. `sunk`: one more score is that of the sinks [H].
+    `position`: of each query, negative: no query. `target`: place of its output in out [., Dv], and of its log-sum-exp in
+    lse if `parted`. `sunk`: the sinks [H] are one more score.
     """
     live = position >= 0
     visible = 0
@@ -56,7 +56,7 @@ def _tile(
     if chunk > 0:
         visible = tl.maximum(oldest // chunk * chunk, visible)
     if window > 0 or chunk > 0:
-        # Only whole iterations are skipped, so the remaining ones are the same whatever else is in the tile.
+        # Only whole iterations are skipped, so the others are the same for any tile.
         low = start + tl.maximum(visible - start, 0) // span * span
 
     dims = tl.arange(0, padded_dim)
@@ -65,7 +65,7 @@ def _tile(
     peak = tl.full((rows,), float("-inf"), tl.float32)
     total = tl.zeros((rows,), tl.float32)
     if sunk:
-        # One more score of a row, in the binary logarithm like the others; its value is zero.
+        # One more score of a row, as a binary logarithm like the others; its value is zero.
         peak = tl.where(live, tl.load(sinks + head).to(tl.float32) * 1.4426950408889634, peak)
         total = tl.where(live, 1.0, total)
     sums = tl.zeros((rows, padded_value_dim), tl.float32)
@@ -78,7 +78,8 @@ def _tile(
         k = tl.load(keys + key_places[None, :] + dims[:, None], mask=inside[None, :] & (dims[:, None] < dim), other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         if cap > 0.0:
-            # cap * tanh(x), where exp2(scores) is exp(2x). Near 0 that form cancels: there a polynomial (Cephes tanhf).
+            # cap * tanh(x), where exp2(scores) is exp(2x). Near 0 that form loses precision, so a polynomial is used (Cephes
+            # tanhf).
             x = scores * 0.34657359028
             z = x * x
             near = -5.70498872745e-3 * z + 2.06390887954e-2

@@ -29,8 +29,8 @@ from rollout.engine.kernels.decode_parts import DecodeParts, num_splits
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 MIN_HEAD_DIM, MAX_HEAD_DIM, MAX_GROUP = 16, 512, 64
 PROGRAMS = 32
-"""Programs of a decode launch per processor: a multiple of what runs at a time, so that none waits for the last
-program of another, and few enough that starting those without work costs little."""
+"""Programs of a decode launch per processor: a multiple of the number that run at a time, so that none waits for another's
+last program, and few enough that idle ones start cheaply."""
 _MERGED_AT_ONCE = 8
 _LOG2_E = math.log2(math.e)
 _log = logging.getLogger(__name__)
@@ -60,13 +60,12 @@ def load(device: torch.device) -> TritonPaged | None:
 class TritonPaged:
     """The kernels and the workspace of one engine. All calls share the workspace: make them on one stream.
 
-    K and V caches are any views [num_blocks, block_size, Hkv, D] and [num_blocks, block_size, Hkv, Dv], and queries any
-    [P, H, D], with a contiguous last dimension; block tables need contiguous rows; other index tensors are contiguous. Block
-    tables may be int32 or int64, and entries behind a row's last block are never read.
-    `window`: a query sees the `window` last positions up to its own; None: all. `softcap`: scores become
-    softcap * tanh(scores / softcap). `chunk`: a query sees its own chunk of so many positions; None: all. `sinks`: [H]
-    contiguous, of any floating dtype, read when a kernel runs: scores without a value. Sums are float32 whatever the dtype
-    of the cache.
+    K and V caches are any views [num_blocks, block_size, Hkv, D] and [num_blocks, block_size, Hkv, Dv], and queries any [P,
+    H, D], with a contiguous last dimension; block tables need contiguous rows; other index tensors are contiguous. Block
+    tables may be int32 or int64, and entries behind a row's last block are never read. `window`: a query attends to the last
+    `window` positions up to its own; None: all. `softcap`: scores become softcap * tanh(scores / softcap). `chunk`: a query
+    attends to its own chunk of this many positions; None: all. `sinks`: [H] contiguous, of any floating dtype, read when a
+    kernel runs: scores without a value. Sums are float32 whatever the dtype of the cache.
     """
 
     def __init__(self, kernels: _Kernels) -> None:
@@ -118,8 +117,8 @@ class TritonPaged:
         Args:
             query: [B, H, D].
             table: [B, width], block ids.
-            positions: [B] or [B, 1] int32 or int64; the query sees positions 0 to its own. Negative: a padding row, for
-                which nothing is read.
+            positions: [B] or [B, 1] int32 or int64; the query attends to positions 0 to its own. Negative: a padding row,
+                for which nothing is read.
             parts: of these positions, made once for all layers; None: they are made here.
 
         Returns:
@@ -167,10 +166,10 @@ class TritonPaged:
     ) -> Tensor:
         """Attention of chunks of several sequences, whose own K and V are already in the cache.
 
-        The grid is P // tokens + R, an upper bound on the tiles of `tokens` queries that R chunks with P queries in total
-        can have; row r's tiles begin at begins[r] // tokens + r, so a program finds its row by a search in `begins`, and a
-        surplus one ends immediately. An exact map made on the host would need a copy to the device per step, with a shape
-        that a captured graph could not follow.
+        The grid is P // tokens + R, an upper bound on the tiles of `tokens` queries in R chunks with P queries in total. Row
+        r's tiles begin at begins[r] // tokens + r, so a program finds its row by a search in `begins`, and surplus programs
+        return at once. An exact map made on the host would need a copy to the device per step, and a captured graph has
+        fixed shapes.
 
         Args:
             query: [P, H, D], the chunks packed one after the other.
@@ -201,7 +200,7 @@ class TritonPaged:
         return sum(each.nbytes for each in self._buffers)
 
     def clear(self) -> None:
-        """Free the workspace. CUDA graphs captured with it must not be replayed any more."""
+        """Free the workspace. CUDA graphs captured with it must not be replayed after that."""
         self._buffers.clear()
 
     def _workspace(self, slots: int, heads: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -234,7 +233,7 @@ class _Call:
 
     @property
     def scale(self) -> float:
-        # The hardware has exp2: log2(e) goes into the scale, and with a cap so does the 2 of tanh's exp(2x).
+        # The hardware has exp2, so log2(e) is part of the scale; with a cap, so is the 2 of tanh's exp(2x).
         return self.scaling * _LOG2_E * (1.0 if self.softcap is None else 2.0 / self.softcap)
 
     @property
@@ -262,7 +261,7 @@ class _Kernels:
 
 @cache
 def _programs(device: torch.device) -> int:
-    """Most programs of a decode launch. The interpreter runs them one after the other."""
+    """Maximum programs of a decode launch. The interpreter runs them one after the other."""
     if device.type != "cuda":
         return 3
     return PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -313,12 +312,12 @@ def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
     """Tile sizes by head dimension, computed rather than auto-tuned, which would cost start-up time and repeatability.
 
     An H200 multiprocessor has 228 KB of shared memory and 65,536 registers. Shared memory holds Q and the K and V of an
-    iteration, 2 x 64 x 128 x 2 B = 32 KB at dim 128 in 16 bits: decoding with 120 registers in each of 128 threads leaves
-    room for four programs, more than enough concurrent loads to hide the memory latency. Prefill wants few rows of K per
-    row of Q instead: 128 rows over 8 warps, with 64 registers per thread for the float32 sums. At three stages the block ids
-    are prefetched too. Float32 runs without tensor cores (TF32 is not float32), from registers that hold K and V too: half
-    as many for the sums, or they spill to memory (7 KB per thread at dim 256 in 4 warps). Beyond 256 the tiles take less
-    than 99 KB, which smaller devices have.
+    iteration, 2 x 64 x 128 x 2 B = 32 KB at dim 128 in 16 bits. Decoding with 120 registers in each of 128 threads leaves
+    room for four programs, enough concurrent loads to hide the memory latency. Prefill needs few rows of K per row of Q
+    instead: 128 rows over 8 warps, with 64 registers per thread for the float32 sums. At three stages the block ids are
+    prefetched too. Float32 runs without tensor cores (TF32 is not float32), from registers that hold K and V too: half as
+    many for the sums, or they spill to memory (7 KB per thread at dim 256 in 4 warps). Beyond 256 the tiles take less than
+    99 KB, which smaller devices have.
     """
     whole = dtype.itemsize == 4
     width, heads = power_of_two(dim), power_of_two(group)
@@ -337,10 +336,10 @@ def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """A block in which `tensor`'s device is the current one, on which Triton launches."""
+    """Context manager in which `tensor`'s device is current; Triton launches there."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is at least `number`."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

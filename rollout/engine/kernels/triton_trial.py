@@ -1,7 +1,7 @@
 """Trial runs of the Triton kernels in the dtype and head sizes of a model, compared with plain torch.
 
 A kernel is compiled when it is first launched, for one dtype and shape: shared memory may be too small for it, or the
-compiler may not know the dtype on this device. Found here, plain torch serves; found in a step, requests would fail.
+compiler may not know the dtype on this device. If that is found here, plain torch is used; in a step, requests would fail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollout.engine.kernels.decode_parts import SPLIT
 from rollout.engine.kernels.triton_paged import TritonPaged
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest difference, for values of a normal distribution."""
+"""Maximum difference, for values of a normal distribution."""
 _CHUNK = 5
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Heads:
 def tried_out(
     paged: TritonPaged, kinds: Iterable[Heads], dtype: torch.dtype, block_size: int, device: torch.device
 ) -> TritonPaged | None:
-    """The kernels if they work for all `kinds`; else None, and a warning says what does not work, and why."""
+    """The kernels if they work for all `kinds`; else None, and a warning says what fails, and why."""
     for heads in kinds:
         trial = _Trial(paged, heads, dtype, block_size, device)
         for mode, run in {"write": trial.write, "decode": trial.decode, "prefill": trial.prefill}.items():
@@ -62,7 +62,7 @@ class _Trial:
         self._paged = paged
         self._device = device
         self._tokens = SPLIT + 9
-        # A few blocks less where no whole number of them makes a SPLIT.
+        # A few blocks less if SPLIT is not a multiple of the block size.
         self._prefix = SPLIT // block_size * block_size
         self._scale = heads.dim**-0.5
         self._tolerance = TOLERANCES[dtype]
@@ -88,7 +88,7 @@ class _Trial:
         )
 
     def write(self) -> None:
-        # The common beginning is the first sequence's: different slots, as in a step.
+        # The common beginning belongs to the first sequence: all slots differ, as in a step.
         own = [(0, slice(None)), (1, slice(self._prefix, None))]
         keys, values, slots = (
             torch.cat([part[row, span] for row, span in own]) for part in (self._keys, self._values, self._slots)
@@ -120,9 +120,9 @@ class _Trial:
         self._compare(out, self._expected(_CHUNK - 1, _CHUNK).flatten(0, 1))
 
     def _expected(self, unseen: int, count: int) -> Tensor:
-        """[2, count, H, Dv] of the first `count` queries, of which the first does not see the `unseen` last keys."""
+        """[2, count, H, Dv] of the first `count` queries, of which the first does not attend to the last `unseen` keys."""
         groups = self._query.shape[2] // self._keys.shape[2]
-        # In float64: products of float32 follow the user's setting of TF32.
+        # In float64, because products of float32 follow the user's TF32 setting.
         keys, values = (part.double().repeat_interleave(groups, 2) for part in (self._keys, self._values))
         scores = torch.einsum("rqhd,rkhd->rhqk", self._query[:, :count].double(), keys) * self._scale
         last = self._tokens - 1 - unseen + torch.arange(count, device=self._device)

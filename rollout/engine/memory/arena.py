@@ -39,7 +39,7 @@ from rollout.engine.memory.block_pool import Allocate, zeros
 from rollout.engine.memory.streams import wait_for_steps
 
 CHUNK_BYTES = 64 * 2**20
-"""Physical memory per mapping: few calls for a pool of 100 GB, and little less than all there is can be mapped."""
+"""Physical memory per mapping: few calls for a pool of 100 GB, and almost all free memory can be mapped."""
 _log = logging.getLogger(__name__)
 _OUT_OF_MEMORY = 2
 _SUPPORTED = 102
@@ -117,7 +117,7 @@ class CudaVirtualMemory:
         """Map new physical memory of `size` bytes to `address`; returns its handle.
 
         Raises:
-            torch.OutOfMemoryError: the device has not so much memory; nothing has changed.
+            torch.OutOfMemoryError: the device lacks the memory; nothing has changed.
         """
         handle = c_uint64()
         self._call("cuMemCreate", byref(handle), size, byref(self._properties), 0)
@@ -134,12 +134,12 @@ class CudaVirtualMemory:
         return handle.value
 
     def unmap(self, address: int, size: int, handle: int) -> None:
-        """Unmap `address` and give its physical memory back to the device."""
+        """Unmap `address` and return its physical memory to the device."""
         self._call("cuMemUnmap", address, size)
         self._call("cuMemRelease", handle)
 
     def free(self, address: int, size: int) -> None:
-        """Give reserved addresses back, of which none is mapped."""
+        """Return reserved addresses, none of which is mapped."""
         self._call("cuMemAddressFree", address, size)
 
     def settle(self) -> None:
@@ -147,7 +147,7 @@ class CudaVirtualMemory:
         wait_for_steps(self.device)
 
     def reclaim(self) -> None:
-        """Have torch give unused memory that it holds back to the device."""
+        """Let torch return unused memory to the device."""
         torch.cuda.empty_cache()
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -163,23 +163,23 @@ class CudaVirtualMemory:
 
 
 class Arena:
-    """Device memory with one user at a time, in ranges of addresses that stay where they are.
+    """Device memory with one user at a time, in ranges of fixed addresses.
 
-    Always true: mapped memory is a prefix of each range, and belongs to the tensors returned last, which nothing may use
+    Always true: mapped memory is a prefix of each range, and belongs to the last returned tensors, which must not be used
     after `release`.
     """
 
     def __init__(self, memory: CudaVirtualMemory) -> None:
         self._memory = memory
         self._ranges: list[_Mapped] = []
-        # Not at exit: the process gives everything back, and the driver may have been shut down.
+        # Not at exit: the process returns everything, and the driver may have been shut down.
         weakref.finalize(self, _free_all, self._ranges).atexit = False
 
     def allocate(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """Zeros of each of these sizes, each at the addresses of its predecessor unless it is larger.
+        """Zeros of each of these sizes, at the addresses of its predecessor unless it is larger.
 
         Raises:
-            torch.OutOfMemoryError: the device has not so much memory; nothing is mapped.
+            torch.OutOfMemoryError: the device lacks the memory; nothing is mapped.
         """
         self.release()
         self._memory.settle()
@@ -192,7 +192,7 @@ class Arena:
         return [each.view(dtype).zero_() for each in found]
 
     def release(self) -> None:
-        """Give all memory back to the device; the addresses stay reserved."""
+        """Return all memory to the device; the addresses stay reserved."""
         if any(place.chunks for place in self._ranges):
             self._memory.settle()
         for place in self._ranges:
@@ -200,7 +200,7 @@ class Arena:
 
 
 def _free_all(ranges: list[_Mapped]) -> None:
-    """Free, unless this process is a fork, in which the driver cannot be called: the memory is its parent's."""
+    """Free, unless this process is a fork, in which the driver cannot be called: the memory belongs to its parent."""
     for place in ranges:
         if os.getpid() == place.process:
             place.free()
@@ -208,20 +208,20 @@ def _free_all(ranges: list[_Mapped]) -> None:
 
 @dataclass(eq=False)
 class _Mapped:
-    """A range of reserved addresses, and the chunks of memory mapped to the first of them."""
+    """A range of reserved addresses, and the chunks of memory mapped to its start."""
 
     memory: CudaVirtualMemory
     address: int = 0
     reserved: int = 0
     whole: Tensor | None = None
-    """Over the whole range."""
+    """Tensor over the whole range."""
     chunks: list[tuple[int, int, int]] = field(default_factory=list)
     """Address, size and handle of each."""
     process: int = field(default_factory=os.getpid)
     """Process of the driver's handles."""
 
     def grow(self, used: int) -> Tensor:
-        """[used] bytes at the first addresses, none of which is mapped."""
+        """[used] bytes at the first addresses; none of them may be mapped yet."""
         unit = self.memory.granularity
         size = -(-max(used, 1) // unit) * unit
         if size > self.reserved or self.whole is None:
@@ -242,12 +242,12 @@ class _Mapped:
             return self.memory.map(address, size)
 
     def shrink(self) -> None:
-        """Unmap all of it, which nothing uses any more."""
+        """Unmap all of it; it must not be in use."""
         while self.chunks:
             self.memory.unmap(*self.chunks.pop())
 
     def free(self) -> None:
-        """Give the addresses back too."""
+        """Return the addresses too."""
         if self.chunks:
             self.memory.settle()
         self.shrink()
@@ -258,11 +258,11 @@ class _Mapped:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Source of one user's device memory, and how it goes back."""
+    """Source of one user's device memory, and how it is returned."""
 
     allocate: Allocate
     release: Callable[[], object] | None = None
-    """Called after the tensor was dropped; None: nothing is left to do."""
+    """Called after the tensor was dropped. None: nothing else to do."""
 
 
 def pool_memory(device: torch.device, *, virtual: bool) -> PoolMemory:
@@ -276,7 +276,7 @@ def pool_memory(device: torch.device, *, virtual: bool) -> PoolMemory:
             return PoolMemory(arena.allocate, arena.release)
         except (OSError, RuntimeError) as exc:
             _log.warning("memory on %s comes from torch's allocator: %s: %s", device, type(exc).__name__, exc)
-    # What is cached would be carved up by the trainer.
+    # The trainer would fragment cached memory.
     return PoolMemory(zeros, torch.cuda.empty_cache)
 
 
@@ -308,7 +308,7 @@ _kept: list[tuple[Any, ...]] = []
 
 
 def tensor_at(address: int, size: int, device: torch.device) -> Tensor:
-    """[size] uint8 at an address of `device`, without copying and without owning it. Nothing is read or written."""
+    """[size] uint8 at an address of `device`, without copying, owning, reading or writing it."""
     shape = (c_int64 * 1)(size)
     # No strides: contiguous. No deleter: the memory is not torch's.
     described = _DLManagedTensor(

@@ -42,7 +42,7 @@ class BlockPool:
     Args:
         widths: elements of one block in each part.
         allocate: makes the parts.
-        release: gives their memory back, after they were dropped; None: dropping them does.
+        release: returns their memory after they were dropped; None: dropping them does.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class BlockPool:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes on the host: of the pool that is kept for the next suspend, and of the slots for evicted blocks."""
+        """Bytes on the host: of the pool, kept for the next suspend, and of the slots for evicted blocks."""
         return self._host.nbytes + self._tier.nbytes
 
     @property
@@ -98,7 +98,7 @@ class BlockPool:
             torch.OutOfMemoryError: not enough device memory; nothing has changed.
         """
         sizes = [num_blocks * width for width in self._widths]
-        # The blocks of a model without attention layers have no content.
+        # The blocks of a model without attention layers are empty.
         flat = self._allocate(sizes, self.dtype, self.device) if any(sizes) else zeros(sizes, self.dtype, self.device)
         self._parts = [part.view(num_blocks, width) for part, width in zip(flat, self._widths, strict=True)]
         self.num_blocks, self._held = num_blocks, True
@@ -113,15 +113,15 @@ class BlockPool:
         return freed
 
     def keep_host_blocks(self, num_blocks: int) -> None:
-        """Have `num_blocks` slots on the host, for single blocks that `copy_blocks` moves.
+        """Allocate `num_blocks` slots on the host, for single blocks that `copy_blocks` moves.
 
         Raises:
-            HostMemoryError: the host has not so much (pinned) memory.
+            HostMemoryError: the host lacks the (pinned) memory.
         """
         self._tier.grow(num_blocks, num_blocks)
 
     def release_host_blocks(self) -> None:
-        """Give up the slots on the host and what they hold, after `drop`."""
+        """Free the slots on the host with their content, after `drop`."""
         self._tier = self._host_blocks()
 
     def _host_blocks(self) -> HostBlocks:
@@ -132,10 +132,10 @@ class BlockPool:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `source` to block `destination` for each pair, in this order; `~s` is slot s on the host.
 
-        Of pairs side by side that stay on the device, all are read before any is written.
+        Consecutive pairs within the device are all read before any is written.
         """
         for (from_host, to_host), run in groupby(pairs, lambda pair: (pair[0] < 0, pair[1] < 0)):
-            # What is written twice keeps the last.
+            # If a block is written twice, the last write wins.
             last = dict(pair[::-1] for pair in run)
             sources, targets = list(last.values()), list(last)
             if from_host or to_host:
@@ -157,14 +157,14 @@ class BlockPool:
     # --- suspend and resume -------------------------------------------------------------------------------------
 
     def prepare_save(self, num_blocks: int) -> None:
-        """Have host memory for so many blocks pinned in the background, for CUDA; `save` waits for it."""
+        """Pin host memory for this many blocks in the background, for CUDA; `save` waits for it."""
         self._host.prepare(num_blocks, partial(torch.cuda.device, self.device))
 
     def save(self, blocks: NDArray[np.int32]) -> int:
         """Copy `blocks` to the host and free the device memory; returns the bytes copied.
 
         Raises:
-            HostMemoryError: the host has no room for them; nothing has changed.
+            HostMemoryError: the host lacks the memory; nothing has changed.
         """
         self._host.grow(len(blocks), self.num_blocks)
         index = upload(blocks.astype(np.int64), self.device)
@@ -178,7 +178,7 @@ class BlockPool:
         """Copy the saved blocks into the (materialised) pool; returns the bytes copied.
 
         Args:
-            blocks: ids still wanted, a subset of the saved ones; None: those that `mapping` keeps.
+            blocks: ids to restore, a subset of the saved ones; None: all that `mapping` keeps.
             mapping: [old num_blocks] new id of each old block, negative for dropped ones; None: ids are unchanged.
         """
         if self._saved is None:
@@ -187,7 +187,7 @@ class BlockPool:
         if blocks is not None:
             targets[~np.isin(self._saved, blocks)] = -1
         kept = np.flatnonzero(targets >= 0)
-        # From here on blocks have their new ids, even if a copy fails and routes are still read from the host.
+        # From now on blocks have their new ids, even if a copy fails and routes are still read from the host.
         self._saved = targets
         index = upload(targets[kept].astype(np.int64), self.device)
         self._host.load(current_stream(self.device), self._parts, index, kept)

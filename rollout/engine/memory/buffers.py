@@ -14,7 +14,7 @@ from torch import Tensor
 BLOCK = 128
 """Vocabulary entries per block of the two-level search in a draw: first the block, then the token."""
 ALIGNMENT = 64
-"""Bytes. Triton compiles a kernel separately for addresses that are no multiple of 16: packed arrays avoid those."""
+"""Bytes. Triton compiles a kernel separately for addresses that are not a multiple of 16; packed arrays avoid those."""
 
 
 _OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED")
@@ -94,7 +94,7 @@ def upload_together(arrays: Sequence[NDArray[np.generic]], device: torch.device)
 
 
 def download_together(ids: Tensor, values: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Integers [R], below 2^31, and float32 numbers [R] of one device as arrays: the host waits for one copy."""
+    """Integers [R], below 2^31, and float32 numbers [R] of one device as arrays; the host waits for a single copy."""
     if ids.device.type == "cpu":
         return ids.numpy(), values.numpy()
     found = torch.stack((ids.to(torch.int32), values.view(torch.int32))).cpu().numpy()
@@ -102,7 +102,7 @@ def download_together(ids: Tensor, values: Tensor) -> tuple[NDArray[np.int64], N
 
 
 def packed(arrays: Sequence[NDArray[np.generic]]) -> tuple[NDArray[np.generic], list[int]]:
-    """Concatenate `arrays` of one dtype into a flat one; also returns each begin, a multiple of `ALIGNMENT` bytes."""
+    """Concatenate `arrays` of one dtype into a flat one; also returns each start, a multiple of `ALIGNMENT` bytes."""
     unit = ALIGNMENT // arrays[0].itemsize
     ends = np.cumsum([-(-array.size // unit) * unit for array in arrays]).tolist()
     flat = np.zeros(ends[-1], arrays[0].dtype)

@@ -1,8 +1,8 @@
-"""Host memory for blocks that leave the device: all of them in a suspend, or those that the prefix cache evicts.
+"""Host memory for blocks that leave the device: all of them in a suspend, or blocks that the prefix cache evicts.
 
-A slot holds all parts of one block. On CUDA a staging buffer gathers many blocks on the device, and slots side by side are
-one transfer: copies of many megabytes reach the bandwidth of the bus, those of single blocks do not. Gathers and scatters
-run on the model's stream, transfers beside it. A step waits for what it loads, not for what it offloads.
+A slot holds all parts of one block. On CUDA a staging buffer gathers many blocks on the device, and adjacent slots are one
+transfer: copies of many megabytes reach the bandwidth of the bus, copies of single blocks do not. Gathers and scatters run
+on the model's stream, transfers on a stream of their own. A step waits for the blocks it loads, not for offloads.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch import Tensor
 from rollout.engine.memory.streams import Stream
 
 CHUNK_BYTES = 2**30
-"""Size of a pinned chunk. Torch rounds pinned memory up to a power of two and keeps what was outgrown: a pool in one
-piece would take up to four times its size."""
+"""Size of a pinned chunk. Torch rounds pinned memory up to a power of two and keeps outgrown buffers, so a pool in one piece
+would take up to four times its size."""
 STAGING_BYTES = 64 * 2**20
-"""Size of a staging buffer: its copy takes milliseconds, starting it microseconds."""
+"""Size of a staging buffer. Its copy takes milliseconds, starting it takes microseconds."""
 
 Slots = Sequence[int] | NDArray[np.integer[Any]]
 
 
 class HostMemoryError(MemoryError):
-    """The host has not so much (pinned) memory."""
+    """The host lacks the (pinned) memory."""
 
 
 class HostBlocks:
-    """Slots of host memory, each with room for one block of a pool; as many as were ever asked for.
+    """Slots of host memory, each with room for one block of a pool. Their number never falls.
 
     Args:
         widths: elements of one block in each part.
@@ -67,7 +67,7 @@ class HostBlocks:
         """[slots, width] each."""
         self._growing: Thread | None = None
         self._leaving: tuple[Tensor, Any] | None = None
-        """A staging buffer that is still being read, and when it no longer is."""
+        """A staging buffer that is still being read, and the event after which it is free."""
 
     @property
     def num_slots(self) -> int:
@@ -89,7 +89,7 @@ class HostBlocks:
             return
 
         def work() -> None:
-            # `grow` tries again and says what is missing.
+            # `grow` tries again and raises with the reason.
             with suppress(RuntimeError, MemoryError), within():
                 self._add_chunks(num_slots, num_slots)
 
@@ -97,13 +97,13 @@ class HostBlocks:
         self._growing.start()
 
     def grow(self, num_slots: int, most: int) -> None:
-        """Have at least `num_slots` slots.
+        """Grow to at least `num_slots` slots.
 
         Args:
-            most: slots that will ever be asked for.
+            most: maximum that will ever be needed.
 
         Raises:
-            HostMemoryError: the host has not so much memory.
+            HostMemoryError: the host lacks the memory.
         """
         if self._growing is not None:
             self._growing.join()
@@ -122,7 +122,7 @@ class HostBlocks:
                 rounded = 1 << (missing * self._block_bytes - 1).bit_length()
                 size = max(1, min(CHUNK_BYTES, rounded) // self._block_bytes)
             else:
-                # Many small chunks would be many small copies.
+                # Many small chunks would lead to many small copies.
                 size = max(missing, min(self.num_slots, most - self.num_slots))
             shape = size, self._width
             self._chunks.append(torch.empty(shape, dtype=self._dtype, device="cpu", pin_memory=self._pinned))
@@ -147,7 +147,7 @@ class HostBlocks:
                 self._leaving = buffer, self._copies.mark()
 
     def load(self, compute: Stream | None, parts: Sequence[Tensor], blocks: Tensor, slots: Slots) -> None:
-        """Copy slots to distinct blocks of the device, before any later work of `compute`; arguments as of `offload`."""
+        """Copy slots to distinct blocks of the device, before any later work of `compute`; arguments as in `offload`."""
         if self._copies is None or compute is None:
             for rows, some in self._in_place(blocks, slots):
                 self._scatter(parts, some, rows)
@@ -180,7 +180,7 @@ class HostBlocks:
 
     @contextmanager
     def _settled_if_it_fails(self, copies: Stream) -> Iterator[None]:
-        """Let no transfer read or write memory that an exception frees."""
+        """Context manager that lets no transfer use memory that an exception frees."""
         try:
             yield
         except BaseException:
@@ -189,7 +189,7 @@ class HostBlocks:
             raise
 
     def _staged(self, compute: Stream, blocks: Tensor, slots: Slots) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
-        """Blocks, views of their slots and a staging buffer [n, width], for as many at a time as a buffer holds."""
+        """Blocks, views of their slots and a staging buffer [n, width], as many at a time as the buffer holds."""
         begin, most = 0, self._rows
         while begin < len(slots):
             self.release(compute)
@@ -211,7 +211,7 @@ class HostBlocks:
         return zip(views, blocks.split_with_sizes([len(each) for each in views]), strict=True)
 
     def _views(self, slots: Slots) -> list[Tensor]:
-        """[n, width] of the host, in the order of `slots`; slots side by side are one view."""
+        """[n, width] views of the host, in the order of `slots`; adjacent slots are one view."""
         wanted = np.asarray(slots, np.int64)
         if not len(wanted):
             return []

@@ -18,13 +18,13 @@ from torch import Tensor
 
 HUGE_PAGE = 2 << 20
 LEAST_BYTES = 16 << 20
-"""Least size of the parameters: fewer fit into the caches, or nearly."""
+"""Minimum size of the parameters: smaller models nearly fit into the caches."""
 _MADV_COLLAPSE = 25
 _SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _log = logging.getLogger(__name__)
 
 Advise = Callable[[int, int], bool]
-"""Collapses [address, address + bytes); whether it did."""
+"""Collapses [address, address + bytes); returns whether it succeeded."""
 
 
 def collapse(tensors: Iterable[Tensor], advise: Advise | None = None) -> int:
@@ -43,7 +43,7 @@ def collapse(tensors: Iterable[Tensor], advise: Advise | None = None) -> int:
         return 0
     pages = {page for start, size in places for page in range(start // HUGE_PAGE, -(-(start + size) // HUGE_PAGE))}
     begin = time.monotonic()
-    # The first and last page of a tensor may reach beyond the mapping it lies in; such a one stays as it is.
+    # The first and last page of a tensor may reach beyond its mapping; such a page is left as it is.
     done = sum(advise(page * HUGE_PAGE, HUGE_PAGE) for page in sorted(pages)) * HUGE_PAGE
     _log.info("parameters: %d MiB on huge pages, after %.1f s", done >> 20, time.monotonic() - begin)
     return done

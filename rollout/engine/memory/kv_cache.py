@@ -34,13 +34,13 @@ class RouteShape:
     """Experts chosen per token by a mixture of experts."""
 
     num_layers: int
-    """Layers with a router."""
+    """Number of layers with a router."""
     top_k: int
     num_experts: int
 
     @property
     def dtype(self) -> torch.dtype:
-        """uint8 where it holds every expert's index, else int16."""
+        """uint8 if it holds every expert's index, else int16."""
         return torch.uint8 if self.num_experts <= 256 else torch.int16
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
@@ -80,7 +80,7 @@ class KVCache(BlockPool):
         self._shapes = [(s.num_kv_heads, width) for s in layers for width in (s.head_dim, s.value_dim)]
         self._layers: list[tuple[Tensor, Tensor]] = []
         self.addresses: tuple[int, ...] = ()
-        # Several groups have layers of one size, as many as there are places.
+        # With several groups, their layers have one size, and there is one part per place.
         widths = [block_size * heads * width for heads, width in self._shapes[: 2 * self._groups.places]]
         self._num_parts = len(widths)
         if routes is not None:
@@ -99,7 +99,7 @@ class KVCache(BlockPool):
 
     @property
     def num_groups(self) -> int:
-        """Groups of layers, and pages of a block that is there in every layer."""
+        """Number of groups of layers, which is the number of pages of a complete block."""
         return self._groups.count
 
     def group_of(self, layer: int) -> int:
@@ -148,7 +148,7 @@ class KVCache(BlockPool):
         return read
 
     def _routes(self, part: Tensor) -> Tensor:
-        """The part of the routes as [blocks, block_size, layers, k]."""
+        """The routes as [blocks, block_size, layers, k]."""
         assert self.routes is not None
         shape = (self.block_size, self.routes.num_layers, self.routes.top_k)
         return part.view(self.routes.dtype)[:, : math.prod(shape)].view(-1, *shape)

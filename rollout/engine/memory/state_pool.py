@@ -18,7 +18,7 @@ from rollout.engine.memory.buffers import ALIGNMENT
 
 @dataclass(frozen=True)
 class StateKey:
-    """Which state of a model: transformers' cache addresses it by layer and index."""
+    """A state of a model, addressed by layer and index as in transformers' cache."""
 
     layer: int
     kind: str
@@ -49,7 +49,7 @@ def _shaped(flat: Tensor, state: StateShape) -> Tensor:
 
 
 class StatePool(BlockPool):
-    """`num_blocks` slots for the states `shapes`; a slot is a block of the pool."""
+    """`num_blocks` slots for states of these `shapes`; a slot is a block of the pool."""
 
     def __init__(
         self,

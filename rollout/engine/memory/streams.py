@@ -58,7 +58,7 @@ def current_stream(device: torch.device) -> Stream | None:
 
 
 def wait_for_steps(device: torch.device) -> None:
-    """Block the host until the steps of all engines on a CUDA device, and the caller's stream, have done what is queued."""
+    """Block the host until the queued work of all engines on a CUDA device, and of the caller's stream, is done."""
     streams = {stream for stream in tuple(_used) if stream.device == device}
     for stream in {*streams, torch.cuda.current_stream(device)}:
         stream.record_event().synchronize()
@@ -66,7 +66,7 @@ def wait_for_steps(device: torch.device) -> None:
 
 
 class StreamOrder:
-    """Lets steps run after work of callers, such as new weights or the KV that a resume copies back.
+    """Orders steps after callers' work, such as new weights or the KV that a resume copies back.
 
     Without effect on a device without streams.
 
@@ -80,12 +80,12 @@ class StreamOrder:
         self.stream: Callable[[], Stream | None] = partial(current_stream, device)
 
     def mark(self) -> None:
-        """Have later steps wait for what is queued on the caller's stream: an optimizer may run on one of its own."""
+        """Let later steps wait for work queued on the caller's stream; an optimizer may run on a stream of its own."""
         if (stream := self.stream()) is not None:
             self._marks.append(stream.mark())
 
     def follow(self) -> None:
-        """Before a step: let later work of the caller's stream wait for what was marked since the last call."""
+        """Before a step: let later work of the caller's stream wait for everything marked since the last call."""
         if self._device.type == "cuda":
             _used.add(torch.cuda.current_stream(self._device))
         for mark in self._marks:
@@ -94,11 +94,11 @@ class StreamOrder:
         self._marks.clear()
 
     def wait(self) -> None:
-        """Block the host until what was marked since the last `follow` is done."""
+        """Block the host until everything marked since the last `follow` is done."""
         for mark in self._marks:
             mark.synchronize()
 
     def settle(self) -> None:
-        """Block the host until the device has done what engines have queued, on whichever stream."""
+        """Block the host until all work that engines have queued on any stream is done."""
         if self._device.type == "cuda":
             wait_for_steps(self._device)

@@ -1,4 +1,4 @@
-"""LoRA adapters that requests name: read from folders, which sequence has which, and their part of a forward.
+"""LoRA adapters that requests name: reading them from folders, assigning them to sequences, and their part of a forward.
 
     y = W x + s · B (A x),   s = alpha / r, or alpha / √r with rsLoRA        (Hu et al. 2021, arXiv:2106.09685)
 
@@ -71,9 +71,9 @@ class LoraAdapter:
 
 
 def read_adapter(model: nn.Module, folder: str | PathLike[str]) -> LoraAdapter:
-    """Read an adapter, as PEFT's `save_pretrained` leaves it, and check it against a model.
+    """Read an adapter that PEFT's `save_pretrained` has written, and check it against a model.
 
-    Tensors keep their dtype, in which PEFT computes too, and go to the device of their layer.
+    Tensors keep their dtype, in which PEFT computes too, and are copied to the device of their layer.
 
     Raises:
         ConfigError: a file is missing or malformed; the adapter is not plain LoRA; or a layer is missing, not linear or of
@@ -153,7 +153,7 @@ def _layer(config: dict[str, Any], name: str, pair: dict[str, Tensor], weight: T
 
 
 MAX_ADAPTERS = 64
-"""Most adapters loaded at a time."""
+"""Maximum number of loaded adapters."""
 
 IntArray = NDArray[np.int64]
 Names = Sequence[str | None]
@@ -161,7 +161,7 @@ Names = Sequence[str | None]
 Forward = Callable[[IntArray, PagedRows, IntArray], Tensor]
 """Logits [len(keep), V] of (ids, rows, keep), as `ModelRunner.forward` takes them."""
 _Part = tuple[LoraLayer, Tensor | None]
-"""An update, and the positions that it is for; None: all."""
+"""An update, and the positions that it applies to; None: all."""
 
 
 class LoraAdapters:
@@ -182,7 +182,7 @@ class LoraAdapters:
         """Load an adapter, in place of one of the same name.
 
         Returns:
-            Whether there has been another adapter of this name, so that its KV may be in the prefix cache.
+            Whether another adapter had this name before, so that its KV may be in the prefix cache.
 
         Raises:
             ConfigError: it does not fit the model, or there are too many; nothing was changed.
@@ -196,7 +196,7 @@ class LoraAdapters:
         return known
 
     def unload(self, name: str) -> None:
-        """Forget an adapter, which no sequence uses any more. Harmless when repeated."""
+        """Remove an adapter that no sequence uses any more. Harmless when repeated."""
         if self._loaded.pop(name, None) is not None:
             self._unloaded.add(name)
 
@@ -256,7 +256,7 @@ class LoraAdapters:
 
     @contextmanager
     def _acting(self, named: NDArray[np.str_]) -> Iterator[None]:
-        """Forwards in the block compute each packed position with its adapter.
+        """Context manager whose forwards compute each packed position with its adapter.
 
         Args:
             named: [P] adapter of each position.
@@ -272,7 +272,7 @@ class LoraAdapters:
             for path, updates in parts.items():
                 module = self._model.get_submodule(path)
                 own: dict[str, Any] = vars(module)
-                # PEFT and accelerate may have put a forward of their own there.
+                # PEFT and accelerate may have replaced this forward by their own.
                 before = {name: own[name] for name in ("forward",) if name in own}
                 own["forward"] = partial(_updated, module.forward, path, updates, len(named))
                 stack.callback(own.update, before)

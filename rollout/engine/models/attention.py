@@ -1,8 +1,8 @@
 """Inputs of one attention step, and how the trainer's model runs with the paged attention.
 
-Transformers' attention interface passes every layer's queries, keys and values to `rollout_attention`. The step's batch
-travels as a keyword argument, and in a context variable for models that drop these. Only inside of an engine's forward, and
-only to its thread, the configuration names our attention: any other forward finds the model's own attention and masks.
+Transformers' attention interface passes every layer's queries, keys and values to `rollout_attention`. The step's batch is
+passed as a keyword argument, and in a context variable for models that drop it. The configuration names our attention only
+inside an engine's forward and only on its thread, so any other forward finds the model's own attention and masks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_rollout_forward() -> bool:
 
 
 def refuse_inside_forward() -> None:
-    """Raises: EngineStateError: this thread runs a forward of an engine, inside of which no request can run."""
+    """Raises: EngineStateError: this thread is inside a forward of an engine, where no request can run."""
     if is_rollout_forward():
         raise EngineStateError(
             "generate or score inside a forward of the model (a forward hook?), in the middle of a step: keep in the hook "
@@ -85,7 +85,7 @@ def rollout_attention(
             f"{IMPLEMENTATION!r} is the engine's own attention implementation: set the model's to 'sdpa'"
         )
     if torch.is_autocast_enabled(query.device.type):
-        # Rotary embeddings leave queries and keys in a wider type than values; the trainer's attention casts them too.
+        # Rotary embeddings return queries and keys in a wider type than values; the trainer's attention casts them too.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if attention_mask is not None:
@@ -97,7 +97,7 @@ AttentionInterface.register(IMPLEMENTATION, rollout_attention)
 
 
 def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The function that an attention layer calls for an implementation: as the file that defines it looks it up."""
+    """The function that an attention layer calls for an implementation, looked up as in the file that defines the layer."""
     files = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__ if kind.__module__ in sys.modules]
     interface = next((file["ALL_ATTENTION_FUNCTIONS"] for file in files if "ALL_ATTENTION_FUNCTIONS" in file), None)
     eager = next((file["eager_attention_forward"] for file in files if "eager_attention_forward" in file), None)
@@ -115,7 +115,7 @@ def forward_with(batch: AttentionBatch, model: nn.Module, **inputs: Any) -> Any:
 
 @contextmanager
 def carried(batch: AttentionBatch) -> Iterator[None]:
-    """A block in which this thread's forwards get the batch even if they drop keyword arguments."""
+    """Context manager in which this thread's forwards get the batch even if they drop keyword arguments."""
     token = _carried.set(batch)
     try:
         yield
@@ -137,10 +137,10 @@ class PagedBatch:
     windows: Mapping[nn.Module, int | None]
     """Sliding windows of layers that do not pass one themselves."""
     chunks: Mapping[nn.Module, int]
-    """Chunk sizes of the layers whose attention is in chunks."""
+    """Chunk sizes of the layers with chunked attention."""
     write: CacheWrite = write_slots
     unwindowed: Sequence[PagedAttention] | None = None
-    """Like `attention`, for layers without a window; None: they have the same kernels."""
+    """Like `attention`, for layers without a window; None: they use the same kernels."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, arguments: Arguments
@@ -169,8 +169,8 @@ class PagedBatch:
 class Installation:
     """The engine's use of the trainer's model: `with installation` spans many forwards, and may be nested.
 
-    Between two forwards in the block the model is as the trainer left it, for the trainer's code that runs in the block (a
-    reward function) and for other threads.
+    Between two forwards the model is as the trainer left it, both for the trainer's code inside the block (a reward
+    function) and for other threads.
 
     Args:
         autocast: dtype that forwards are autocast to; None: the caller's autocast applies.
@@ -199,7 +199,7 @@ class Installation:
         with uninterrupted():
             if not self._depth:
                 self._modules, self._configs = list(self._model.modules()), configs_of(self._model)
-                # Earlier casts of autocast may be outdated; the block's own stay valid until its end.
+                # Earlier casts of autocast may be outdated; casts inside the block stay valid until its end.
                 torch.clear_autocast_cache()
                 torch.autocast_increment_nesting()
                 self.module_epoch += 1
@@ -215,7 +215,7 @@ class Installation:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """A block without gradients, under the engine's autocast; on this thread."""
+        """Context manager without gradients, under the engine's autocast; for this thread."""
         with self, torch.no_grad():
             if self._autocast is None:
                 yield
@@ -245,7 +245,7 @@ class Installation:
             stack.callback(setattr, config, _IMPLEMENTATION_FIELD, own)
             setattr(config, _IMPLEMENTATION_FIELD, _Switched.of(own, self._implementation))
         if any(_is_compiled(module) for module in self._modules):
-            # Dynamo would break the graph in every layer, and compile for every shape.
+            # Dynamo would break the graph in every layer and compile for every shape.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(in_eval_mode(self._modules))
 
@@ -285,7 +285,7 @@ class _Switched(str):
 
 _IMPLEMENTATION_FIELD = "_attn_implementation_internal"
 _TOWERS = ("vision_config", "audio_config")
-"""Fields of a configuration that describe modules beside the decoder."""
+"""Fields of a configuration that describe modules outside the decoder."""
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -295,10 +295,10 @@ def _is_compiled(module: nn.Module) -> bool:
 
 @contextmanager
 def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """A block in which the modules do not behave as in training."""
-    # In eval mode bitsandbytes repacks 4-bit weights for some CPUs, for good, and a packed layer has no gradient.
+    """Context manager in which the modules do not behave as in training."""
+    # In eval mode bitsandbytes permanently repacks 4-bit weights for some CPUs, and a packed layer has no gradient.
     training = [module for module in modules if module.training and type(module).__name__ != "Linear4bit"]
-    # A tenth of the time of `nn.Module.__setattr__`, in every forward.
+    # Takes a tenth of the time of `nn.Module.__setattr__`, in every forward.
     flags = [vars(module) for module in training]
     for each in flags:
         each["training"] = False
@@ -315,7 +315,7 @@ def configs_of(model: nn.Module) -> list[Any]:
     own = getattr(model, "config", None)
     towers = tuple({type(getattr(own, name)) for name in _TOWERS if getattr(own, name, None) is not None})
     for module in model.modules():
-        # `getattr` of a PEFT module searches the modules that it wraps, which is slow.
+        # `getattr` of a PEFT module searches the wrapped modules, which is slow.
         config = vars(module).get("config")
         if hasattr(config, _IMPLEMENTATION_FIELD) and not isinstance(config, towers):
             found[id(config)] = config

@@ -1,4 +1,4 @@
-"""Learns a layer's attention window or chunk from transformers' mask functions, or refuses the mask.
+"""Reads a layer's attention window or chunk from transformers' mask functions, or rejects the mask.
 
 Some models apply a window only in the mask. While a model is probed, `probe_mask` makes its masks: each keeps the mask
 function it was made from, from which `limits_of` reads the window or the chunk, however large.
@@ -21,7 +21,7 @@ PROBE = "rollout_probe"
 _DENSE = 64
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(batch, head, query position, key position) → whether the query sees the key; arguments broadcast."""
+"""(batch, head, query position, key position) → whether the query attends to the key; arguments broadcast."""
 
 
 class OtherMask(Exception):  # noqa: N818 - describes a mask; the caller decides what follows
@@ -30,15 +30,15 @@ class OtherMask(Exception):  # noqa: N818 - describes a mask; the caller decides
 
 @dataclass(frozen=True)
 class Limits:
-    """Which positions up to its own a query sees."""
+    """Positions, up to its own, that a query attends to."""
 
     window: int | None = None
-    """Number of the last positions, its own included; None: all."""
+    """Number of last positions, including its own; None: all."""
     chunk: int | None = None
-    """Size of the chunks; a query sees its own chunk. None: all."""
+    """Size of the chunks; a query attends to its own chunk. None: all."""
 
     def firsts(self, positions: Tensor) -> Tensor:
-        """The first position that each of `positions` sees."""
+        """The first position that each of `positions` attends to."""
         firsts = torch.zeros_like(positions) if self.window is None else (positions + 1 - self.window).clamp(min=0)
         return firsts if self.chunk is None else torch.maximum(firsts, positions // self.chunk * self.chunk)
 
@@ -62,7 +62,7 @@ def function_of(mask: Tensor) -> MaskFunction | None:
 
 
 def limits_of(function: MaskFunction, length: int, device: torch.device) -> Limits:
-    """Which of the first `length` positions each of them sees.
+    """Which of the first `length` positions each of them attends to.
 
     Args:
         device: device of tensors that the function may hold.
@@ -75,7 +75,7 @@ def limits_of(function: MaskFunction, length: int, device: torch.device) -> Limi
     try:
         _compare(function, positions, Limits(window))
     except OtherMask:
-        # The positions that see position 0 are the first chunk.
+        # Positions that attend to position 0 are the first chunk.
         limits = Limits(chunk=max(1, int(_seen(function, positions, positions[0]).sum())))
         try:
             _compare(function, positions, limits)
@@ -92,7 +92,7 @@ def _compare(function: MaskFunction, positions: Tensor, limits: Limits) -> None:
     length, firsts = len(positions), limits.firsts(positions)
     dense = range(min(length, _DENSE))
     for query in sorted({*dense, length // 2, length - 1}):
-        # Later positions are checked for a few queries only: a row may have a million.
+        # Later positions are checked for a few queries only, because a row may have a million.
         keys = positions if query in (0, length // 2, length - 1) else positions[: max(dense.stop, query + 2)]
         _expect((keys <= query) & (keys >= firsts[query]), function, positions[query], keys, limits)
     before = (firsts - 1).clamp(min=0)

@@ -1,9 +1,8 @@
-"""Checks at construction that a model can be served exactly; `UnsupportedModelError` names layer and reason.
+"""Checks at construction that a model can be served exactly; `UnsupportedModelError` gives the layer and the reason.
 
 A few tokens go through the model with an attention that records its calls (modules, shapes, arguments, mask functions) and,
-if the configuration names recurrent or convolutional layers, a cache that records their states. Layers that keep state
-elsewhere appear in neither. Layers that need more than causal attention with a window, chunks, a cap or sinks show it in
-their arguments.
+if the configuration names recurrent or convolutional layers, a cache that records their states. Layers with state elsewhere
+appear in neither. Layers that need more than causal attention with a window, chunks, a cap or sinks have further arguments.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class AttentionCall:
 
     @property
     def reach(self) -> int | None:
-        """Positions, its own included, that a query can see; None: all."""
+        """Positions, including its own, that a query attends to; None: all."""
         return min((each for each in (self.window, self.chunk) if each is not None), default=None)
 
 
@@ -69,9 +68,9 @@ class ModelLayout:
     """One per layer, like `layers`."""
     layer_of: dict[nn.Module, int]
     mask_windows: dict[nn.Module, int | None]
-    """Window of the mask, for layers that pass a different one or none."""
+    """Window of the mask, for layers that pass another window or none."""
     chunks: dict[nn.Module, int]
-    """Chunk of the mask, for layers whose attention is in chunks."""
+    """Chunk of the mask, for layers with chunked attention."""
     kv_dtype: torch.dtype
     narrowest_dtype: torch.dtype
     """Narrowest dtype of keys and values; under a trainer's autocast it may differ from `kv_dtype`."""
@@ -89,11 +88,11 @@ class ModelLayout:
 
     @property
     def masks(self) -> tuple[object, ...]:
-        """Keys that the masks of the attention layers let a query attend to."""
+        """Keys that the attention masks let a query attend to."""
         return self.layer_of, self.mask_windows, self.chunks, [(call.window, call.chunk) for call in self.calls]
 
     def groups(self, length: int) -> LayerGroups:
-        """Groups of layers that keep KV for equally long, for sequences of up to `length` tokens."""
+        """Groups of layers that keep KV for the same time, for sequences of up to `length` tokens."""
         widths = [(each.num_kv_heads * each.head_dim, each.num_kv_heads * each.value_dim) for each in self.layers]
         return layer_groups(widths, [call.reach for call in self.calls], length)
 
@@ -136,21 +135,21 @@ class _Watcher:
 
 
 class Examined(NamedTuple):
-    """Things that the engine needs, a line each as present or missing, and the layout of a model that has them all."""
+    """Requirements of the engine, one line each as present or missing, and the layout of a model that meets all of them."""
 
     layout: ModelLayout | None
     present: list[str]
     missing: list[str]
-    """Each with its cure."""
+    """One line each, with its cure."""
     cause: BaseException | None = None
     """Exception that the model raised."""
 
 
 def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> ModelLayout:
-    """Return the properties of a model that the engine serves; see `examine`.
+    """Return the properties of a supported model; see `examine`.
 
     Raises:
-        UnsupportedModelError: the model lacks something that the engine needs; names all of it, a line each.
+        UnsupportedModelError: the model lacks something that the engine needs; lists everything missing, a line each.
     """
     found = examine(model, max_sequence_length)
     if found.layout is not None:
@@ -162,7 +161,7 @@ def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> M
 
 
 def examine(model: nn.Module, max_sequence_length: int | None = None) -> Examined:
-    """Run `PROBE_TOKENS` tokens, and read off the model's attention layers and what it lacks.
+    """Run `PROBE_TOKENS` tokens to find the model's attention layers and missing requirements.
 
     Args:
         max_sequence_length: longest sequence; None: the model's own limit.
@@ -200,7 +199,7 @@ def examine(model: nn.Module, max_sequence_length: int | None = None) -> Examine
     shapes = () if states is None else states.shapes
     whole = output is not None
     if not whole and not recurrent:
-        # Which layers go through the interface can be seen without the other arguments.
+        # Layers that use the interface are found even without the other arguments.
         watcher, whole = _watch_ids_alone(model, device)
     names = {module: name for name, module in model.named_modules()}
     if whole:
@@ -302,7 +301,7 @@ def _weights_missing(model: nn.Module) -> Iterator[str]:
 
 
 def devices_of(model: nn.Module) -> Iterator[str]:
-    """Say that the parameters are on more than one device, if they are: the KV cache is on one."""
+    """Yield a message if the parameters are on more than one device, because the KV cache is on one."""
     first: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
         first.setdefault(parameter.device, name)
@@ -326,7 +325,7 @@ def _layers_unknown(model: nn.Module, config: Any, recurrent: RecurrentLayers) -
 def _watch(
     model: nn.Module, device: torch.device, cache: Mapping[str, ProbedStates]
 ) -> tuple[_Watcher, Any, BaseException | None]:
-    """Run the engine's kind of forward; returns its output, or None and what it raised."""
+    """Run the engine's kind of forward; returns its output, or None and the exception."""
     watcher = _Watcher()
     ids = torch.arange(PROBE_TOKENS, device=device)[None]
     keep = torch.tensor([PROBE_TOKENS - 1], device=device)
@@ -341,7 +340,7 @@ def _watch(
 
 
 def _watch_ids_alone(model: nn.Module, device: torch.device) -> tuple[_Watcher, bool]:
-    """Run a forward of token ids without further arguments; returns whether it came to its end."""
+    """Run a forward of token ids without further arguments; returns whether it completed."""
     watcher, done = _Watcher(), False
     with Installation(model, implementation=PROBE).forward(), carried(watcher), suppress(Exception):
         model(input_ids=torch.arange(PROBE_TOKENS, device=device)[None])
@@ -425,7 +424,7 @@ def _limited(
                     "or in chunks"
                 )
         limits = Limits(asked.window) if mask is None else known[mask]
-        # A window of at least `length` equals no window.
+        # A window of at least `length` is the same as no window.
         same = (asked.window or length) >= length and (limits.window or length) >= length
         limited.append(replace(asked, window=asked.window if same else limits.window, chunk=limits.chunk))
     return limited
