@@ -121,7 +121,7 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
     finally:
         if ranks is not None:
             ranks.kill()
-    # Everything of ours is closed, or must not be waited for; an orderly teardown of torch would take seconds.
+    # Our own resources are closed, or must not be waited for. An orderly teardown of torch would take seconds.
     _leave_at_once(code)
 
 
@@ -210,7 +210,7 @@ def _llm(options: ServeOptions, model: Any, tokenizer: Any) -> LLM:
 
 
 def _other_ranks(options: ServeOptions, arguments: Sequence[str]) -> LocalRanks | None:
-    """Start the processes of the other ranks; None: this process is the only one."""
+    """Start the processes of the other ranks. Returns None if this process is the only one."""
     size = options.model.data_parallel_size
     if size == 1:
         return None
@@ -238,7 +238,7 @@ def _check_devices(device: str, size: int) -> None:
 
 
 def _load_for(options: ServeOptions, place: LocalRank | None) -> tuple[Any, Any]:
-    """Load model and tokenizer for a rank; None: the only one."""
+    """Load model and tokenizer for a rank. None: this is the only rank."""
     device = options.model.device
     if place is not None:
         import torch

@@ -36,7 +36,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 
 def warn_caller(message: str, through: tuple[str, ...] = ()) -> None:
-    """Issue a `UserWarning` at the line outside of this package, and of the packages `through`, that made the call."""
+    """Issue a `UserWarning` at the calling line outside of this package and the packages `through`."""
     frame, level, inside = sys._getframe(1), 2, {*_OURS, *through}
     while (above := frame.f_back) is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in inside:
         frame, level = above, level + 1
@@ -71,10 +71,10 @@ class RequestError(RolloutError):
 
 
 class InvalidRequestError(RequestError, ValueError):
-    """The request was rejected at admission: it can never be served as it is."""
+    """The request was rejected at admission: it can never be served."""
 
     def at(self, place: str = "") -> InvalidRequestError:
-        """Return the same error with `prompts[0]: `, say, in place of an id that the caller has never seen."""
+        """Return the same error with a place such as `prompts[0]: ` instead of an id that the caller has never seen."""
         return InvalidRequestError(place + re.sub(r"^request [0-9]+: ", "", str(self)), self.request_id)
 
 
@@ -87,7 +87,7 @@ class RequestFailedError(RequestError):
 
 
 class StaleRequestError(RequestError):
-    """The request holds tokens older than `max_staleness` allows."""
+    """The request has tokens older than `max_staleness` allows."""
 
 
 class RequestTimeoutError(RequestError, TimeoutError):
@@ -95,7 +95,7 @@ class RequestTimeoutError(RequestError, TimeoutError):
 
 
 class RankLostError(RequestError):
-    """Several ranks died while computing the request, which may be the cause; it is not assigned again."""
+    """Several ranks died while computing the request, possibly because of it; it is not assigned again."""
 
 
 class QueueFullError(RequestError):
@@ -137,8 +137,8 @@ class WeightsChangedError(RolloutError, RuntimeError):
 class DeadlineError(RolloutError, TimeoutError):
     """A wait exceeded its deadline.
 
-    `__notes__`, which tracebacks print, holds the state of this process's engines, connections and threads at that moment,
-    if it has any; see `rollout.threads.diagnosis`, which sets `note`.
+    `__notes__`, which tracebacks print, has the state of this process's engines, connections and threads at that moment, if
+    any; see `rollout.threads.diagnosis`, which sets `note`.
     """
 
     note: ClassVar[Callable[[], str]] = staticmethod(str)
@@ -214,18 +214,18 @@ SAME_AS = {
     "LLM": "LLMEngine",
     "AsyncLLM": "AsyncLLMEngine",
 }
-"""Our name → names of the same thing in transformers, TRL, vLLM, SGLang and verl."""
+"""Our name → names of the same option in transformers, TRL, vLLM, SGLang and verl."""
 
 _OUR_NAMES = {theirs: ours for ours, names in SAME_AS.items() for theirs in names.split()}
 
 
 def our_name(name: str) -> str:
-    """Return this package's name for what other libraries call `name`; `name` itself if it has none."""
+    """Return this package's name for `name` of another library; `name` itself if there is none."""
     return _OUR_NAMES.get(name, name)
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int = 1, cutoff: float = 0.6) -> str:
-    """Return a question that gives the known names that are the same as or nearest to `name`, or `otherwise`.
+    """Return a question with the known names that mean the same as `name` or are nearest to it, or `otherwise`.
 
     Args:
         most: how many names to give.
@@ -237,7 +237,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int =
 
 
 def unknown_attribute(owner: object, name: str) -> NoReturn:
-    """Refuse an attribute; for `__getattr__` of a class.
+    """Raise for an unknown attribute; for `__getattr__` of a class.
 
     Raises:
         AttributeError: always; gives the nearest name.
@@ -253,7 +253,7 @@ class NamedOptions:
     """Base of dataclasses of options.
 
     Raises:
-        ConfigError: a keyword argument is none of the options; gives the nearest one, also of a nested dataclass.
+        ConfigError: a keyword argument is not an option; gives the nearest one, also of a nested dataclass.
     """
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -280,10 +280,10 @@ class NamedOptions:
 # --- rules for the values of options ------------------------------------------------------------------------------------
 
 Rule = tuple[Callable[[Any], bool], str]
-"""Whether a value is allowed, and what is, for the message."""
+"""Whether a value is allowed, and the allowed values in words."""
 
 Rules = Mapping[Rule, tuple[str, ...]]
-"""Rule → names of the options it is for."""
+"""Rule → names of its options."""
 
 
 def is_int(value: object) -> bool:
@@ -307,7 +307,7 @@ def or_none(rule: Rule) -> Rule:
 
 
 def one_of(*choices: str | None) -> Rule:
-    """Return the rule that allows these values alone."""
+    """Return the rule that allows only these values."""
     return lambda value: value in choices, f"one of {', '.join(map(repr, choices))}"
 
 
@@ -319,7 +319,7 @@ ADDRESS: Rule = (is_text, "an address")
 
 
 class Options(NamedOptions):
-    """Validation shared by the configuration dataclasses: booleans and enums by their default, the rest by `_rules`."""
+    """Validation shared by the configuration dataclasses: booleans and enums by their default, other fields by `_rules`."""
 
     _rules: ClassVar[Rules] = {}
 

@@ -42,15 +42,15 @@ class ModelOptions:
     """Device of the model in torch's notation: cpu, cuda, cuda:1, ... auto: cuda if available, else cpu."""
 
     data_parallel_size: int = 1
-    """Number of engines, each with the whole model in a process of its own and, on CUDA, on a device of its own; they share
-    the requests. At least 1."""
+    """Number of engines that share the requests, each with the whole model in a process of its own and, on CUDA, on a device
+    of its own. At least 1."""
 
     use_coordinator: bool = False
     """Start a separate coordinator process, which pause and suspend require. Implied by --admin and
     --data-parallel-size."""
 
     log_requests: bool = False
-    """Print one line per request to stderr when its reply has ended: client, method, path, status, seconds, request id,
+    """Print one line per request to stderr when its reply is complete: client, method, path, status, seconds, request id,
     model and tokens."""
 
 
@@ -62,7 +62,7 @@ class ServeOptions:
     server: OmitArgPrefixes[ServerConfig]
     engine: OmitArgPrefixes[InferenceConfig]
     coordinator: CoordinatorConfig
-    """Prefixed, because the engine and the server have equal names."""
+    """Prefixed, because the engine and the server have options of the same name."""
 
     @property
     def wants_coordinator(self) -> bool:
@@ -149,7 +149,7 @@ def parse_doctor(arguments: Sequence[str], prog: str = "rollout doctor") -> tupl
 def _parsed(kind: type[T], arguments: Sequence[str], prog: str, about: str) -> T:
     known = _flags(kind)
     for argument in arguments:
-        # Only the name is shown: the value may be a key.
+        # Only the name is shown, because the value may be a key.
         name = argument.partition("=")[0].replace("_", "-")
         if re.match(r"--?[a-zA-Z]", name) and name not in known:
             raise ConfigError(f"{name}: no such option; {did_you_mean(name, known, f'`{prog} --help` lists them')}")

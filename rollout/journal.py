@@ -11,9 +11,9 @@ A journal is a folder. A file of it is written by one process, from an opening o
     {"rollout_journal": 4, "job": "run 17"}          the first line
     length, CRC of the body | body                   per group: its samples and its key, as msgpack
 
-Always true: `since` returns every appended group once, in order, also after a kill. A group is left out, with a warning,
-only if its bytes have changed since; a damaged length costs the rest of its file. Nothing is unpickled. Files older than
-the oldest of `keep_checkpoints` checkpoints are removed.
+Always true: `since` returns every appended group once, in order, even after a kill. A group is left out, with a warning,
+only if its bytes have changed since; a damaged length costs the rest of its file. Nothing is unpickled. Files older than the
+oldest of `keep_checkpoints` checkpoints are removed.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Journal:
     Args:
         folder: created if missing. Exclusive to one writer: every rank needs its own.
         job: name of the run; a folder of another job is rejected.
-        fsync_interval_s: appended groups are forced onto the disk by the first `append` after so many seconds, by
-            `checkpoint` and by `close`. 0: before `append` returns; infinite: left to the operating system. It matters
-            for a crash of the machine only.
+        fsync_interval_s: appended groups are synced to disk by the first `append` after this many seconds, by `checkpoint`
+            and by `close`. 0: before `append` returns; infinite: left to the operating system. It only matters if the
+            machine crashes.
         keep_checkpoints: number of newest checkpoints that `since` supports. At least 2, because the trainer has not
             yet saved the newest mark when `checkpoint` returns.
 
@@ -113,7 +113,7 @@ class Journal:
         self._interval_s = fsync_interval_s
         self._keep = keep_checkpoints
         self._line: list[str] = []
-        """Marks of the present line of checkpoints, oldest first."""
+        """Marks of the current line of checkpoints, oldest first."""
         self._file = -1
         """Descriptor of the newest file; -1: closed."""
         self._end = 0
@@ -151,7 +151,7 @@ class Journal:
         try:
             self._end = _write(self._file, _HEAD.pack(len(body), zlib.crc32(body)) + body, self._end)
         except BaseException as exc:
-            # Half a record that stays is overwritten by the next one, or ends the file.
+            # A partial record is overwritten by the next one, or is the end of the file.
             with suppress(OSError):
                 os.ftruncate(self._file, self._end)
             if isinstance(exc, OSError):
@@ -174,7 +174,7 @@ class Journal:
         self._line.append(self._begin(step))
         os.close(before)
         if len(self._line) >= self._keep:
-            # Counted along the present line: a newer mark may be of a checkpoint that was never saved.
+            # Counted along the current line, because a newer mark may belong to a checkpoint that was never saved.
             oldest = next((name.number for name in names if name.mark == self._line[-self._keep]), 0)
             for name in names:
                 if name.number < oldest:
@@ -200,7 +200,7 @@ class Journal:
         return (group for name in names for group in self._groups(name.path(self.folder)))
 
     def read(self, place: Place) -> FinishedGroup | None:
-        """Read one group again; None: its file was removed since, or is damaged."""
+        """Read one group again; None: its file has been removed since, or is damaged."""
         try:
             with place.path.open("rb") as file:
                 file.seek(place.start)
@@ -211,7 +211,7 @@ class Journal:
             raise _trouble(place.path, "be read", exc) from exc
 
     def sync(self) -> None:
-        """Force all appended groups onto the disk. A `JournalError` closes the journal, whose contents are then unknown."""
+        """Sync all appended groups to disk. A `JournalError` closes the journal, whose contents are then unknown."""
         try:
             os.fsync(self._file)
         except OSError as exc:
@@ -239,7 +239,7 @@ class Journal:
         if self._file >= 0:
             os.close(self._file)
             if not forked:
-                # Closing is not enough: a child that was forked just now still has a copy.
+                # Closing is not enough, because a child that was just forked still has a copy.
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._file = -1
@@ -259,7 +259,7 @@ class Journal:
         return sorted(found)
 
     def _begin(self, step: int) -> str:
-        """Go on with a new file; returns its mark."""
+        """Continue with a new file; returns its mark."""
         names = self._names()
         name = SegmentName(names[-1].number + 1 if names else 1, f"{step}-{secrets.token_hex(8)}")
         path = name.path(self.folder)
@@ -283,7 +283,7 @@ class Journal:
         return json.dumps({"rollout_journal": VERSION, "job": self.job}).encode() + b"\n"
 
     def _read_header(self, file: BinaryIO) -> None:
-        """Read the first line; one that a crash has cut off counts as read."""
+        """Read the first line. A line that a crash has cut off counts as read."""
         line = file.readline(1 << 16)
         if self._header().startswith(line):
             return
@@ -317,8 +317,8 @@ class Journal:
 
 
 def _locked(folder: Path) -> int:
-    """Descriptor of the folder's lock, which the end of the process releases, since forked children close their copies."""
-    # O_NOFOLLOW: a planted symbolic link must not make this process overwrite another of its files.
+    """Descriptor of the folder's lock. It is released when the process exits, because forked children close their copies."""
+    # O_NOFOLLOW: a planted symbolic link must not make this process overwrite another file.
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -338,7 +338,7 @@ def _locked(folder: Path) -> int:
 
 
 def _write(file: int, data: bytes, start: int) -> int:
-    """Write at an offset, unbuffered, so that it survives a kill of the process; returns the offset after it."""
+    """Write at an offset, unbuffered, so that the data survive a kill of the process; returns the offset after it."""
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, start)
@@ -356,7 +356,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _read_body(file: BinaryIO) -> bytes:
-    """Body of the record at the file's position, which moves behind it; at a damaged length, to the end of the file.
+    """Read the body of the record at the file's position, which moves past it; if the length is damaged, to the end of the
+    file.
 
     Raises:
         SerializationError: the record is damaged.

@@ -63,7 +63,7 @@ CUDA_STEP_TOKENS = 8192
 
 @dataclass(frozen=True, eq=False)
 class EngineBase:
-    """The parts of an engine that stay when the others are built again; see `DynamicInferenceEngine`."""
+    """The parts of an engine that stay when the others are rebuilt; see `DynamicInferenceEngine`."""
 
     config: InferenceConfig
     guard: WeightsGuard
@@ -110,7 +110,7 @@ def build(base: EngineBase) -> EngineParts:
 
     Raises:
         UnsupportedModelError, InvalidRequestError: the engine cannot serve this model.
-        ConfigError: not with this configuration.
+        ConfigError: the engine cannot serve it with this configuration.
     """
     model, config, peers = base.guard.source.sampled, base.config, base.peers
     collapse(model.parameters())
@@ -127,14 +127,14 @@ def build(base: EngineBase) -> EngineParts:
     if config.advanced.verify_model:
         room = min(longest, cache.num_blocks // cache.num_groups * config.advanced.block_size_tokens)
         verify_model(runner, room, peers.all_hold)
-    # The ranks of a group have agreed on one size of the pool, and a failing trial would end a lock-step group.
+    # The ranks of a group have agreed on one pool size, and a failing trial would stop a lock-step group.
     if peers.everyone is None:
         context.keep_free(peak_bytes(runner, config.step_tokens, longest, config.max_requests))
     return parts
 
 
 def rebuilt(base: EngineBase, before: EngineParts) -> EngineParts:
-    """Build the parts again, and move what `before` has in flight to them. If that raises, `before` is as it was.
+    """Build the parts again, and move the requests in flight from `before` to them. If that raises, `before` is unchanged.
 
     Raises: see `build`.
     """
@@ -238,7 +238,7 @@ def _memory(
     context = DynamicInferenceContext(config, cache, base.clock, spare, states, groups)
     context.may_shrink = peers.group is None
     if routers is not None:
-        # Routes of a whole sequence are read from its blocks at its end.
+        # Routes of a whole sequence are read from its blocks when it finishes.
         context.scheduler.table.read_routes = cache.read_routes
     return cache, states, context
 
@@ -254,7 +254,7 @@ def _runner(
     states: StatePool | None,
     context: DynamicInferenceContext,
 ) -> ModelRunner:
-    """The runner of the model's forward over the KV cache."""
+    """Build the runner of the model's forward over the KV cache."""
     peers, weights = base.peers, base.guard.source
     vision = Vision(
         model,
@@ -286,10 +286,10 @@ def _runner(
         exact=config.exact,
     )
     context.to_come = partial(bytes_to_come, runner)
-    # Collectives inside a forward are not captured, and neither are addresses that change with each gathering.
+    # Collectives inside a forward cannot be captured, nor can addresses that change with each gathering.
     alone = peers.everyone is None
     captured = config.advanced.cuda_graphs and alone and weights.fixed_addresses
-    # A graph returns logits alone.
+    # A graph returns logits only.
     captured = captured and routers is None and states is None and base.token_values is None
     whole = alone and weights.tensor_parallel_mesh is None
     _choose_forwards(runner, config, routers, base.lifecycle.lock.asked, config.max_requests * captured, whole=whole)
@@ -331,7 +331,7 @@ def _choose_forwards(
         if not config.exact:
             runner.runs = DecodeRuns(runner.fused, runner, asked)
     if graphed_rows and module.paged is not None:
-        # `release_workspace` must not free the graphs' workspace, so it is a separate one.
+        # A separate workspace, because `release_workspace` must not free the graphs' workspace.
         decode = TritonDecode(module.paged.with_own_workspace(), cache)
         runner.graphs = GraphedDecode(runner.model, layout, cache, graphed_rows, CudaDevice(layout.device), decode)
 
@@ -345,10 +345,10 @@ def _assemble(
     context: DynamicInferenceContext,
     controller: TextGenerationController,
 ) -> EngineParts:
-    """Bookkeeping, steps and control over the memory and the runner."""
+    """Assemble bookkeeping, steps and control over the memory and the runner."""
     scheduler, clock, lifecycle, tap = context.scheduler, base.clock, base.lifecycle, base.tap
     watch = ModelWatch(model, controller.layout, controller.runner.installation, base.autocast)
-    # Refuses adapters that cannot be sampled.
+    # Raises for adapters that cannot be sampled.
     watch.variant()
     if controller.runner.graphs is not None:
         controller.runner.graphs.watched = watch.modules
@@ -366,9 +366,9 @@ def _keep_host_blocks(cache: KVCache, peers: Peers, gib: float) -> None:
     """Take host memory for evicted blocks.
 
     Raises:
-        ConfigError: it holds no block, or the host has not so much.
+        ConfigError: it is too small for one block, or the host lacks the memory.
     """
-    # The first rank's slot numbers hold on all members.
+    # The first rank's slot numbers are valid on all members.
     blocks = peers.least(int(gib * 2**30 // cache.block_bytes) if cache.block_bytes else 0)
     named = f"InferenceConfig.kv_cache_host_memory_gb={gib}"
     if blocks < cache.num_groups:
@@ -411,7 +411,7 @@ def check_arguments(model: object, tokenizer: object, config: object) -> None:
 
 
 def step_tokens(config: InferenceConfig, model: Any, device: torch.device) -> int:
-    """Token budget of a step where the configuration names none."""
+    """Token budget of a step if the configuration does not set one."""
     if device.type != "cuda":
         return config.step_tokens
     # See `check_lengths`.

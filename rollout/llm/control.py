@@ -1,6 +1,6 @@
 """Scores, weights, adapters and the prefix cache of an `LLM`, on its engine or on all ranks' engines.
 
-No step runs while weights change; an engine that the caller has paused or suspended stays so.
+No step runs while weights change; an engine that the caller has paused or suspended stays in that state.
 """
 
 from __future__ import annotations
@@ -68,10 +68,9 @@ class LLMControl:
         return 1 if self._job is None else self._job.world_size
 
     def admit(self, what: str) -> None:
-        """Raise if a call of this name cannot be served here: not the primary rank, or weights changed without an update.
+        """Raise if this call cannot be served here: not the primary rank, or weights changed without an update.
 
-        Weights are checked only while no request runs and no long call is made, so that a request need not wait for a step
-        boundary."""
+        Weights are checked only while no request and no long call runs, so a request need not wait for a step boundary."""
         self.refuse_unless_primary(what)
         if not self._service.num_open and not self._long_calls:
             with self.engine.locked():
@@ -82,7 +81,7 @@ class LLMControl:
 
     @contextmanager
     def _long_call(self, what: str) -> Iterator[None]:
-        """Block that may occupy the engine for seconds although no request runs."""
+        """Context manager for calls that may occupy the engine for seconds although no request runs."""
         self._long_calls.append(what)
         try:
             yield
@@ -110,7 +109,7 @@ class LLMControl:
         entropy: bool = False,
         adapter: str | None = None,
     ) -> TokenScores:
-        """Log-probs of given sequences, by this rank's engine; see `RolloutManager.score`. Running requests wait meanwhile.
+        """Log-probs of given sequences, by this rank's engine; see `RolloutManager.score`. Running requests wait for it.
 
         Raises:
             InvalidRequestError, ConfigError: see `RolloutManager.score`.
@@ -128,7 +127,7 @@ class LLMControl:
         )
 
     def flush_prefix_cache(self) -> int:
-        """Evict cached blocks that no request uses, on every rank with a coordinator; returns their number.
+        """Evict cached blocks that no request uses, on every rank of a coordinator; returns their number.
 
         Raises:
             RuntimeError: not the primary rank: call `llm.engine.flush_prefix_cache()` for this rank's own.
@@ -150,7 +149,7 @@ class LLMControl:
         """
         self.refuse_in_group("weights_updated")
         if self.engine.state is not EngineState.STOPPED:
-            # No step may find the weights scattered.
+            # No step may run while the weights are scattered.
             with self.engine.locked():
                 self.engine.weights_updated(version)
                 if BLOCK not in self.engine.holds:
@@ -162,7 +161,7 @@ class LLMControl:
         """Stop before the weights change: no forward runs until `weights_updated`.
 
         Args:
-            mode: what happens to the KV cache; None: the configured mode. "persist" leaves it on the device.
+            mode: what happens to the KV cache; None: the configured mode. "persist" keeps it on the device.
         """
         self.refuse_in_group("before_optimizer_step")
         chosen = KVCacheManagementMode.parse(mode)
@@ -172,7 +171,7 @@ class LLMControl:
 
     @contextmanager
     def suspended(self, mode: Mode = None) -> Iterator[None]:
-        """A `with` block in which this rank runs no step and its KV cache is suspended; its end resumes both.
+        """A `with` block in which this rank runs no step and its KV cache is suspended; both resume on exit.
 
         Args:
             mode: what happens to the KV cache; None: the configured mode.
@@ -186,7 +185,7 @@ class LLMControl:
                 finally:
                     self._gathering.ensure()
         finally:
-            # What `before_optimizer_step` has stopped in the block goes on, too.
+            # Steps stopped by `before_optimizer_step` inside the block continue, too.
             self._let_go()
 
     def _let_go(self) -> None:
@@ -232,7 +231,7 @@ class LLMControl:
         Raises:
             ConfigError: an adapter of that name is loaded and `replace` is False; or it does not fit the model. Nothing was
                 changed.
-            ControlError: it does not fit, or is missing, on some of several ranks; names them. No rank has it then.
+            ControlError: it does not fit, or is missing, on some of several ranks; names them, and no rank has it.
             UnsupportedModelError: requests for this model cannot name adapters.
             RuntimeError: not the primary rank.
         """
@@ -318,7 +317,7 @@ async def _load_everywhere(
             await load()
         except ControlError as exc:
             if len(exc.engines) < size:
-                # The others have new weights: cached KV of the old ones must not be used.
+                # The others have new weights, so cached KV of the old ones must not be used.
                 await client.set_policy_version(version)
             raise
         await client.set_policy_version(version)

@@ -1,4 +1,4 @@
-"""Passes on the results of an engine's steps: ended samples to their groups, new tokens to streams at a bounded rate."""
+"""Delivers the results of an engine's steps: finished samples to their groups, new tokens to streams at a bounded rate."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
 DELTAS_PER_S = 1000
-"""Maximum pieces of text per second of all streams together; beyond it a piece has several tokens. Over HTTP a piece costs
-40 to 60 µs of one core, mostly Python that the steps wait for, and 25 µs of its client's: here some 5 % of the steps.
+"""Maximum pieces of text per second over all streams; above it a piece has several tokens. Over HTTP a piece costs 40 to 60
+µs of one core, mostly Python that delays the steps, and 25 µs of the client's core; in total about 5 % of the steps.
 """
 
 _NOTHING_KNOWN = (0, 0, 0)
@@ -26,7 +26,7 @@ Listener = RequestFuture | RequestStream
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """An open group: its request, its listener, and the samples that have ended."""
+    """An open group: its request, its listener, and its finished samples."""
 
     number: int
     tokens: list[int]
@@ -40,18 +40,18 @@ class Group:
     """Its request id in the engine; None: not queued yet."""
     ended: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
     steps: int = 0
-    """Steps since tokens were last passed on."""
+    """Steps since tokens were last delivered."""
     begun: bool = False
-    """Whether any tokens were passed on: the first ones are never held back."""
+    """Whether any tokens were delivered; the first ones are never held back."""
     known: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """Per unfinished sample, (tokens, version of the prompt, events) that were passed on."""
+    """Per unfinished sample, (tokens, version of the prompt, events) that were delivered."""
 
 
 class Delivery:
     """Open groups of one engine, for the thread that steps it.
 
     Attributes:
-        groups: number → group that was opened and has not ended.
+        groups: number → open group.
         readers: wakes the readers of streams; flushed by `tell`."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
@@ -76,7 +76,7 @@ class Delivery:
             group.known = dict.fromkeys(range(group.params.n), _NOTHING_KNOWN)
 
     def tell(self, ended: list[DynamicInferenceRequestRecord], *, everything: bool) -> None:
-        """Pass on the results of a step; `everything`: also tokens that are not due yet."""
+        """Deliver the results of a step; `everything`: also tokens that are not due yet."""
         for record in ended:
             group = self._by_request.get(record.request_id)
             if group is not None:
@@ -98,7 +98,7 @@ class Delivery:
     def _tell_streams(self, everything: bool) -> None:
         now, step = time.monotonic(), self._engine.parts.stepper.last
         early = now < self._next_deltas
-        # A first token comes with a step that computes its prompt, so that those that wait cost nothing here.
+        # First tokens come from a step that computes prompts, so streams that wait cost nothing here.
         fresh = set() if step is None else {sample.record.request_id for sample in step.prefills}
         due: dict[tuple[int, int], tuple[int, int, int]] = {}
         for number, (group, stream) in self._streams.items():
@@ -126,7 +126,7 @@ class Delivery:
             self.fail(group, exc)
 
     def fail(self, group: Group, error: BaseException) -> None:
-        """End a group without its samples, in the engine too."""
+        """Fail a group, also in the engine."""
         self._forget(group)
         if (number := group.in_engine) is not None and len(group.ended) < group.params.n:
             self._engine.abort_request(number)

@@ -1,7 +1,7 @@
-"""In-process engine loop: one thread steps an engine, applies commands between steps, and `Delivery` passes on results.
+"""In-process engine loop: one thread steps an engine, applies commands between steps, and `Delivery` delivers the results.
 
 - Commands (open, abort, deadlines) are applied at step boundaries, even while the engine is paused or suspended.
-- Every opened group ends once, with its samples or with an error that gives the reason.
+- Every opened group finishes once, with its samples or with an error that gives the reason.
 - The work at one boundary is bounded: new samples are queued in turns of `SAMPLES_AT_ONCE`, clients in rotation.
 """
 
@@ -36,11 +36,11 @@ _log = logging.getLogger(__name__)
 SAMPLES_AT_ONCE = 256
 """Maximum new samples queued at one step boundary, so that running samples are not delayed for long."""
 MOST_STALE_DEADLINES = 1024
-"""Maximum deadlines of ended groups that are kept before they are swept."""
+"""Maximum deadlines of finished groups that are kept before they are swept."""
 SHUTDOWN_TIMEOUT_S = 30.0
-"""Seconds for the step that runs when the loop is closed."""
+"""Seconds to wait for the current step when the loop is closed."""
 LOOK_S = 1.0
-"""Polling interval for Ctrl-C while another rank of a group waits for the first rank's shutdown."""
+"""Interval of checks for Ctrl-C while another rank of a group waits for the first rank's shutdown."""
 CLOSED = "the LLM was closed: build another"
 
 
@@ -48,7 +48,7 @@ class EngineLoop:
     """Steps one engine on a thread of its own, only while it is RUNNING; other threads may control it and call all methods.
 
     Attributes:
-        over: done when the thread has ended; its exception says why the engine died.
+        over: done when the thread has finished; its exception says why the engine died.
         readers: wakes the readers of streams."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
@@ -58,7 +58,7 @@ class EngineLoop:
         self._groups, self.readers = self._delivery.groups, self._delivery.readers
         self._deadlines: list[tuple[float, int]] = []
         self._next_beat = 0.0
-        # Guards the three fields below. A leaf lock: its holder acquires no other, least of all the engine's.
+        # Guards the three fields below. A leaf lock: its holder acquires no other lock, least of all the engine's.
         self._changed = threading.Condition()
         self._arrived: dict[Hashable, deque[Group]] = {}
         self._commands: list[Callable[[], None]] = []
@@ -107,7 +107,7 @@ class EngineLoop:
         interval: int = 1,
         client: Hashable = None,
     ) -> None:
-        """Queue a group; the listener receives its tokens and its end.
+        """Queue a group; the listener receives its tokens and its result.
 
         Args:
             tokens: as `DynamicInferenceEngine.check_request` returned them for these parameters.
@@ -149,13 +149,13 @@ class EngineLoop:
         return aborted
 
     def wake(self) -> None:
-        """Check the engine again: its state has changed, or it has new work."""
+        """Check the engine again, because its state has changed or it has new work."""
         with self._changed:
             self._moved = True
             self._notify()
 
     def _notify(self) -> None:
-        """End the thread's wait, or its current run of steps; the caller holds `_changed`."""
+        """Interrupt the thread's wait, or its current run of steps; the caller holds `_changed`."""
         self._changed.notify_all()
         self.engine.ask_for_boundary()
 
@@ -200,7 +200,7 @@ class EngineLoop:
             return not self._closed and self.engine.state is not EngineState.STOPPED
 
     def _due(self) -> float | None:
-        """Seconds until a deadline, or until the other members of a group need a sign of life; None: neither."""
+        """Seconds until a deadline, or until the other members of a group need a heartbeat; None: neither."""
         moments = [each[0] for each in self._deadlines[:1]] + [self._next_beat] * (self.engine.peers.leader is not None)
         return min(moments) - time.monotonic() if moments else None
 
@@ -211,7 +211,7 @@ class EngineLoop:
     def _steps(self) -> None:
         """Apply commands, and run steps until there is no work or another thread waits for the engine.
 
-        The module counts as unchanged between the steps, until the last step's results are passed on."""
+        The module counts as unchanged between the steps, until the last step's results are delivered."""
         engine = self.engine
         with engine.locked():
             self._apply()
@@ -231,7 +231,7 @@ class EngineLoop:
                         return
 
     def _apply(self) -> None:
-        """Apply what has arrived since the last step boundary."""
+        """Apply everything that has arrived since the last step boundary."""
         for number in self._passed_deadlines() if self._deadlines else ():
             if (late := self._groups.get(number)) is not None:
                 self._delivery.fail(late, RequestTimeoutError(f"request {number}: its timeout_s has passed", number))
@@ -247,7 +247,7 @@ class EngineLoop:
     def _passed_deadlines(self) -> list[int]:
         """Remove the deadlines that have passed; return the numbers of their groups."""
         now, numbers = time.monotonic(), list[int]()
-        # Looked at and removed under one lock: `open_group` may sweep them meanwhile.
+        # Read and removed under one lock, because `open_group` may sweep them in the meantime.
         with self._changed:
             while self._deadlines and self._deadlines[0][0] <= now:
                 numbers.append(heapq.heappop(self._deadlines)[1])
@@ -286,7 +286,7 @@ class EngineLoop:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Fail open groups, stop the engine and end the thread. Idempotent."""
+        """Fail open groups, stop the engine and finish the thread. Idempotent."""
         with self._changed:
             self._closed = True
             self._notify()
@@ -322,13 +322,13 @@ class EngineLoop:
 
 
 class FollowerLoop(EngineLoop):
-    """Follows the first rank until that shuts down; takes no requests."""
+    """Follows the first rank until it shuts down; takes no requests."""
 
     def _compute(self) -> None:
         self.engine.parts.stepper.follow()
 
     def close(self) -> None:
-        """Wait until the first rank has shut down, which could compute nothing without this one. Idempotent."""
+        """Wait until the first rank has shut down, because it could not compute without this one. Idempotent."""
         while self._thread.is_alive():
             self._thread.join(LOOK_S)
         self._closed = True

@@ -37,9 +37,9 @@ ATTEMPT_S = 10.0
 PAUSE_S = 0.1
 """Seconds between two attempts."""
 SHORTEST_S = 0.001
-"""Minimum of the `timeout_s` with which a request is submitted again."""
+"""Minimum `timeout_s` of a request that is submitted again."""
 _ENDS_AT = "ends_at"
-"""Key in a request's options of the time at which its `timeout_s` is over, by the loop's clock."""
+"""Key in a request's options: time of its deadline, by the loop's clock."""
 _CLOSED = "the JobLLM was closed: build another"
 
 
@@ -81,7 +81,7 @@ class JobLLM(LLMRequests):
         return super().serve(config, blocking=blocking)
 
     def abort(self, request_id: int | None = None) -> int:
-        """Abort one request, or all that this object has open (None); returns how many were open."""
+        """Abort one request, or all open requests of this object (None); returns their number."""
         self.loop.refuse_inside("abort()")
         return self.service.abort(None if request_id is None else [request_id]).result()
 
@@ -103,10 +103,9 @@ class JobLLM(LLMRequests):
 
 
 class _BesideRequests(JobRequests):
-    """Requests of a client that connects again after a loss, because the job replaces a coordinator that dies.
+    """Requests of a client that reconnects after a loss, because the job replaces a dead coordinator.
 
-    Open groups are submitted again with the tokens received, which are not computed again, and with the rest of their
-    `timeout_s`."""
+    Open groups are submitted again with the received tokens, which are not recomputed, and the rest of their `timeout_s`."""
 
     def __init__(self, manager: RolloutManager, loop: LoopThread) -> None:
         super().__init__(manager.engine, loop)
@@ -142,7 +141,7 @@ class _BesideRequests(JobRequests):
         loop = asyncio.get_running_loop()
         deadline = loop.time() + CONNECT_TIMEOUT_S
         while True:
-            # Of the present coordinator: its successor may listen elsewhere.
+            # Client of the current coordinator: its successor may listen elsewhere.
             client = self._manager.client("beside the job")
             try:
                 await client.start(ATTEMPT_S)

@@ -3,8 +3,8 @@
     AsyncLLM(model, tokenizer)                         direct mode: every rank is primary and runs its own prompts
     AsyncLLM(model, tokenizer, use_coordinator=True)   one coordinator for all ranks; rank 0 is primary and takes requests
 
-The model is sampled in place, on a thread of its own. Every accepted request ends with samples or with one named error.
-Change the module only while no request runs: in `suspended`, or by `trainer_hooks.optimizer.attach(optimizer, llm)`.
+The model is sampled in place, on a separate thread. Every accepted request finishes with samples or one error. Change the
+module only while no request runs: in `suspended`, or by `trainer_hooks.optimizer.attach(optimizer, llm)`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class AsyncLLM(LLMRequests):
-    """Generation for asyncio, from any event loop. Built as `LLM` is. No method blocks the caller's loop."""
+    """Generation for asyncio, from any event loop. Construct it like `LLM`. No method blocks the caller's loop."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class AsyncLLM(LLMRequests):
                 "for the others' forwards; load the model with ep_size=tp_size, or generate by RolloutManager on every rank"
             )
         engine = DynamicInferenceEngine(model, tokenizer, inference_config)
-        # Gathered until the shutdown: requests come at any time, and the ranks have to gather together.
+        # Gathered until the shutdown, because requests come at any time and the ranks have to gather together.
         world = World.of_torch() if engine.weights.collective else None
         calls = "LLM(), suspended(), before_optimizer_step() and weights_updated()"
         gathering = Gathering(engine, lambda call: None, world, calls)
@@ -97,12 +97,12 @@ class AsyncLLM(LLMRequests):
         self._control = LLMControl(engine, loop, gathering, self._service)
         direct = not isinstance(self._service, EngineService)
         super().__init__(engine, loop, self._service, direct=direct)
-        # Threads that compute while the interpreter ends would crash it.
+        # Threads that compute while the interpreter shuts down would crash it.
         self._at_exit = partial(_shut_down, weakref.ref(self))
         atexit.register(self._at_exit)
 
     def __del__(self) -> None:
-        # Otherwise its KV cache and its threads would live for ever. On a new thread: this one may be the engine's own.
+        # Otherwise its KV cache and its threads would never be freed. On a new thread: this one may be the engine's own.
         service: EngineLoop | EngineService | None = getattr(self, "_service", None)
         if service is not None and not service.closed:
             with suppress(RuntimeError):
@@ -112,7 +112,7 @@ class AsyncLLM(LLMRequests):
         self._control.admit(what)
 
     async def abort(self, request_id: int | None = None) -> int:
-        """Abort one request, or all open ones (None); returns how many were open."""
+        """Abort one request, or all open requests (None); returns their number."""
         numbers = None if request_id is None else [request_id]
         return await asyncio.wrap_future(self._service.abort(numbers))
 
@@ -125,7 +125,7 @@ class AsyncLLM(LLMRequests):
         Raises (the other three too):
             RuntimeError: direct mode, which has no coordinator.
             ControlError: not allowed now, or engines are late; names them.
-            DeadlineError: neither done nor refused in time.
+            DeadlineError: no result in time.
         """
         await self._control.relay(
             "pause", EngineState.PAUSED, timeout_s, lambda client: client.pause_engines(timeout_s)
@@ -155,7 +155,7 @@ class AsyncLLM(LLMRequests):
         self._control.refuse_in_group("set_policy_version")
         if not isinstance(self._service, EngineService):
             announce = self._control.weights_updated if self.engine.weights.collective else self.engine.weights_updated
-            # On a thread: it waits for a step boundary, and this may be the loop of the server's streams.
+            # On a thread, because it waits for a step boundary, and this may be the loop of the server's streams.
             return await on_thread(announce, chosen)
         await asyncio.wrap_future(self._service.control(lambda client: client.set_policy_version(chosen)))
         return chosen
@@ -191,7 +191,7 @@ class AsyncLLM(LLMRequests):
     @property
     def coordinator_keys(self) -> JobKeys | None:
         """Keys that admit a process to the job, without the coordinator's own secret. None: direct mode, or a coordinator on
-        loopback. Pass them on in a file that only its user can read (`JobKeys.serialize`).
+        loopback. Share them in a file that only its user can read (`JobKeys.serialize`).
         """
         keys = self._service.member.coordinator.keys if isinstance(self._service, EngineService) else None
         return None if keys is None else keys.client_side()
@@ -233,11 +233,11 @@ class AsyncLLM(LLMRequests):
         return super().serve(config, blocking=blocking)
 
     async def wait_for_shutdown(self, timeout_s: float | None = None) -> None:
-        """Wait until this rank's engine has ended, by a `close` here or on the primary rank.
+        """Wait until this rank's engine has stopped, after a `close` here or on the primary rank.
 
         Raises:
-            DeadlineError: it has not ended within `timeout_s`.
-            EngineDeadError, ConnectionLostError: why it ended.
+            DeadlineError: it has not stopped within `timeout_s`.
+            EngineDeadError, ConnectionLostError: why it stopped.
         """
         try:
             await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._service.over)), timeout_s)
@@ -272,7 +272,7 @@ class LLM:
 
     Args:
         model: the Hugging Face causal model, sampled in place; or the folder of one, which is loaded.
-        tokenizer: its tokenizer; None: the folder's, or none, if prompts are token ids and no text is wanted.
+        tokenizer: its tokenizer; None: the folder's, or none, if prompts are token ids and no text is needed.
         inference_config: None: defaults.
         use_coordinator: start one coordinator process for all ranks; every rank builds its LLM, rank 0 is primary.
         coordinator_host, coordinator_port: where the coordinator listens; None: loopback (across hosts: the address
@@ -316,7 +316,7 @@ class LLM:
         on_error: OnError = "raise",
         **fields: Any,
     ) -> Samples:
-        """Sample like `AsyncLLM.generate`, but always return a list. Ctrl-C ends the requests."""
+        """Sample like `AsyncLLM.generate`, but always return a list. Ctrl-C aborts the requests."""
         results = self._run(
             self._inner.generate(prompts, sampling_params, priority=priority, timeout_s=timeout_s, on_error=on_error)
         )

@@ -1,4 +1,4 @@
-"""Requests to engines through a service, whatever computes them, and HTTP in front of it."""
+"""Requests to engines through a service, for any kind of service, and HTTP in front of it."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ Samples = list[DynamicInferenceRequest]
 
 
 class Service(Protocol):
-    """Computes requests, by the engine of this process or by a job's. Methods may be called from any thread."""
+    """Computes requests, with the engine of this process or of a job. Methods may be called from any thread."""
 
     readers: Readers
 
     @property
     def num_open(self) -> int:
-        """Number of groups that were accepted and have not ended."""
+        """Number of accepted groups that have not finished."""
 
     def refuse_when_over(self) -> None:
-        """Raise `EngineDeadError`, `EngineStateError` or `ConnectionLostError` if no request is served any more."""
+        """Raise `EngineDeadError`, `EngineStateError` or `ConnectionLostError` if requests are no longer served."""
 
     @property
     def open_group(self) -> Callable[..., None]:
-        """Submit a group (number, tokens, params, listener, **options); the listener receives its tokens and its end."""
+        """Submit a group (number, tokens, params, listener, **options); the listener receives its tokens and its result."""
 
     def abort(self, numbers: Iterable[int] | None = None) -> Future[int]:
-        """Abort these groups, or all (None); returns how many were open."""
+        """Abort these groups, or all (None); returns the number of open ones."""
 
 
 class LLMRequests:
@@ -67,7 +67,7 @@ class LLMRequests:
         self._server: Server | None = None
 
     def _admit(self, what: str) -> None:
-        """Raise if a call of this name cannot be served now."""
+        """Raise if this call cannot be served now."""
 
     @takes_options
     def submit(

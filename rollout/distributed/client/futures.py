@@ -1,7 +1,7 @@
-"""`RequestFuture` and `RequestStream`: the result of one group, and its new tokens as they come.
+"""`RequestFuture` and `RequestStream`: the result of one group, and its new tokens as they arrive.
 
-Always true: each ends once, with the group's samples or with an error that gives the reason; cancelling the one, or closing
-the other, aborts the request.
+Always true: each finishes once, with the group's samples or an error that gives the reason. Cancelling the future or closing
+the stream aborts the request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Sleeper = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 
 class RequestFuture(asyncio.Future[Any]):
-    """Future of a group's n samples: an `asyncio.Future` that any thread may end and wait for.
+    """Future of a group's n samples: an `asyncio.Future` that any thread may finish and wait for.
 
     `await` it on any event loop, or call `result()` in a thread. Callbacks run on `get_loop()`. Cancelling it, or a
     task that awaits it, aborts the request; `asyncio.shield` prevents that.
@@ -35,7 +35,7 @@ class RequestFuture(asyncio.Future[Any]):
     Args:
         loop: runs the callbacks.
         abort: called with the request's id.
-        refuse_to_block: raises if a blocking `result()` would prevent the samples from coming. None: on `loop`.
+        refuse_to_block: raises if a blocking `result()` would keep the samples from arriving. None: on `loop`.
 
     Attributes:
         request_id: as in the samples.
@@ -59,16 +59,16 @@ class RequestFuture(asyncio.Future[Any]):
         self.group = group
         self._abort = abort
         self._refuse_to_block = refuse_to_block
-        # The base class calls its callbacks on the thread that ends it. It is given none, and these are kept here.
+        # The base class calls its callbacks on the thread that finishes it. It gets none; they are kept here.
         self._told: list[tuple[Told, asyncio.AbstractEventLoop | None, Context | None]] = []
         self._changing = threading.RLock()
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Return the samples, in order; block this thread until all have ended.
+        """Return the samples, in order; block this thread until all have finished.
 
         Raises:
-            DeadlineError: they have not within `timeout_s`; they continue.
-            RolloutError: why the request ended without samples.
+            DeadlineError: they did not finish within `timeout_s`; they continue.
+            RolloutError: why the request failed.
             asyncio.CancelledError: it was cancelled.
             RuntimeError, asyncio.InvalidStateError: waiting here would wait for ever, because this thread runs its
                 loop.
@@ -109,18 +109,18 @@ class RequestFuture(asyncio.Future[Any]):
         return super().result()
 
     def abort(self) -> None:
-        """Abort the request: it fails with `RequestAbortedError`, unless it has ended."""
+        """Abort the request: it fails with `RequestAbortedError`, unless it has already finished."""
         self._abort(self.request_id)
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Cancel the future and abort the request. Returns False if it had ended."""
+        """Cancel the future and abort the request. Returns False if it had already finished."""
         cancelled = self._finish(super().cancel, msg)
         if cancelled:
             self.abort()
         return cancelled
 
     def add_done_callback(self, fn: Told, /, *, context: Context | None = None) -> None:
-        """Call `fn(self)` on `get_loop()` once it has ended; from any thread."""
+        """Call `fn(self)` on `get_loop()` once it has finished; from any thread."""
         self._tell(fn, self.get_loop(), context)
 
     def remove_done_callback(self, fn: Told, /) -> int:
@@ -132,13 +132,13 @@ class RequestFuture(asyncio.Future[Any]):
         return removed
 
     def end(self, samples: Any) -> None:
-        """End with the samples; from any thread. No effect if it has ended."""
+        """Finish with the samples; from any thread. No effect if it has already finished."""
         self._finish(super().set_result, samples)
 
     def fail(self, error: type | BaseException) -> None:
-        """End without samples; from any thread. No effect if it has ended."""
+        """Fail with an error; from any thread. No effect if it has already finished."""
         if self._finish(super().set_exception, error) and isinstance(error, RequestAbortedError):
-            # Asked for: not logged as an exception that was never retrieved.
+            # Retrieve the exception, so that asyncio does not log it as never retrieved.
             self.exception()
 
     set_result, set_exception = end, fail
@@ -154,7 +154,7 @@ class RequestFuture(asyncio.Future[Any]):
         return True
 
     def _tell(self, fn: Told, loop: asyncio.AbstractEventLoop | None, context: Context | None) -> None:
-        """Call `fn(self)` once it has ended, on this loop; None: on the thread that ends it."""
+        """Call `fn(self)` on this loop once it has finished. None: on the thread that finishes it."""
         with self._changing:
             if not self.done():
                 self._told.append((fn, loop, context))
@@ -167,7 +167,7 @@ class RequestFuture(asyncio.Future[Any]):
         elif asyncio._get_running_loop() is loop:
             loop.call_soon(fn, self, context=context)
         else:
-            # The loop may have ended without it.
+            # The loop may have been closed in the meantime.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(fn, self, context=context)
 
@@ -180,7 +180,7 @@ Delta = TextDelta
 
 
 class Readers:
-    """Wakes the readers of streams: one call into a reader's loop per `flush`, however many streams have news.
+    """Wakes the readers of streams: one call into a reader's loop per `flush`, for any number of streams with new tokens.
 
     Args:
         schedule: called with `flush` if there is a reader to wake; None: the caller flushes.
@@ -204,7 +204,7 @@ class Readers:
         """Wake the waiting readers."""
         due, self._due = self._due, {}
         for loop, sleepers in due.items():
-            # The reader's loop may have ended without it.
+            # The reader's loop may have been closed in the meantime.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(_wake_all, sleepers)
 
@@ -225,7 +225,7 @@ class RequestStream:
         future: of the same group.
         reader: builds what is yielded.
         readers: wakes the reader.
-        whole: yield each sample once, as a whole, when the group has ended.
+        whole: yield each sample once, as a whole, when the group has finished.
     """
 
     def __init__(self, future: RequestFuture, reader: GroupText, readers: Readers, *, whole: bool = False) -> None:
@@ -246,12 +246,12 @@ class RequestStream:
 
     @property
     def prompt(self) -> str | None:
-        """Index of the sample, as in the results."""
+        """The prompt, if given as text."""
         return self.future.prompt
 
     @property
     def results(self) -> Any:
-        """The samples; `RolloutError` if the request ended without them, `RuntimeError` before its end."""
+        """The samples. Raises `RolloutError` if the request failed, `RuntimeError` before it has finished."""
         if not self.future.done():
             raise RuntimeError(f"request {self.request_id} has not ended: read the stream to its end first")
         return self.future.result()
@@ -259,11 +259,11 @@ class RequestStream:
     result = results
 
     def take_waiting(self) -> list[TextDelta]:
-        """Return the deltas that have arrived and were not read yet; never waits."""
+        """Return the deltas that have arrived and were not read yet, without waiting."""
         return list(iter(self._next, None))
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
-        """Yield the deltas, in order; then raise the `RolloutError` if the request ended without samples."""
+        """Yield the deltas, in order; then raise the `RolloutError` if the request failed."""
         try:
             while not self._closed:
                 ended = self.future.done()
@@ -304,7 +304,7 @@ class RequestStream:
                 self._sleeper = None
 
     async def aclose(self) -> None:
-        """End the iteration, and abort the request if it has not ended. Idempotent."""
+        """Stop the iteration, and abort the request if it has not finished. Idempotent."""
         self._closed = True
         with self._lock:
             sleeper, self._sleeper = self._sleeper, None
@@ -317,7 +317,7 @@ class RequestStream:
 
     @property
     def wants_more(self) -> bool:
-        """Whether the reader has read everything; if not, further tokens may come together."""
+        """Whether the reader has read everything. If not, further tokens may be delivered together."""
         return not self._waiting and not self._closed
 
     def take(self, delta: SampleDelta, ended: DynamicInferenceRequest | None = None) -> None:
@@ -326,17 +326,17 @@ class RequestStream:
         self._wake()
 
     def end(self, samples: Any) -> None:
-        """End with the samples; unless they are yielded whole, their last tokens were taken."""
+        """Finish with the samples; unless they are yielded whole, their last tokens were taken."""
         if self.whole:
             self._waiting.extend((None, sample) for sample in samples)
         self.future.end(samples)
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """End without samples."""
+        """Fail with an error."""
         self.future.fail(error)
         if not self.future.cancelled():
-            # The iteration raises it.
+            # The iteration raises it, so asyncio need not log it.
             self.future.exception()
         self._wake()
 

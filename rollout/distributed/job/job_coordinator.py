@@ -19,15 +19,15 @@ from rollout.errors import ConfigError
 from rollout.requests.codec import refuse, unpack_msgpack
 
 START_TIMEOUT_S = 120.0
-"""Deadline for all ranks to connect: they may load their models one after the other."""
+"""Deadline for all ranks to connect. They may load their models one after the other."""
 
 
 class JobCoordinator:
     """Address and keys of the job's coordinator, and its process on rank 0.
 
     Args:
-        config: the user's options; size, block size and seed are set from the job, and so is a loopback host if the
-            ranks are on several hosts. `ConfigError` if an option contradicts the job.
+        config: the user's options; size, block size and seed are set from the job, as is a loopback host if the ranks are on
+            several hosts. `ConfigError` if an option contradicts the job.
         world: the ranks; None: this process alone.
 
     Attributes:
@@ -54,11 +54,11 @@ class JobCoordinator:
 
         Raises:
             DeadlineError: rank 0 published no address, or the coordinator did not listen in time.
-            ConfigError, ConnectionLostError: it cannot listen as configured, or ended immediately. The other ranks raise
-                a `ConfigError` that says so.
+            ConfigError, ConnectionLostError: it cannot listen as configured, or exited immediately. The other ranks raise a
+                `ConfigError` that says so.
         """
         key = self._key(self._incarnation + 1)
-        # Let the other ranks fail now instead of at their deadline. Later, this one may try again.
+        # Let the other ranks fail now instead of at their deadline. This rank may try again later.
         with nullcontext() if self._world is None or self._incarnation >= 0 else self._world.joining():
             if self.primary:
                 self._launch()
@@ -68,7 +68,8 @@ class JobCoordinator:
         self._incarnation += 1
 
     def client(self, name: str, control_timeout_s: float) -> InferenceClient:
-        """A client of the current coordinator that is not a member of the job: no barrier waits for it. Not started yet."""
+        """A client of the current coordinator that is not a member of the job, so no barrier waits for it. It is not started
+        yet."""
         return InferenceClient(self.address, name=name, keys=self.keys, control_timeout_s=control_timeout_s)
 
     @property
@@ -81,7 +82,7 @@ class JobCoordinator:
         if self.address:
             if config.schedule_output_path is not None:
                 config = config.replace(schedule_output_path=f"{config.schedule_output_path}.{self._incarnation + 1}")
-            # The same port: peers that still use the old address are refused and reconnect immediately.
+            # Keep the port, so that peers with the old address are rejected and reconnect immediately.
             with suppress(ConfigError):
                 port = int(self.address.rpartition(":")[2])
                 self.handle = launch_coordinator(config.replace(inference_coordinator_port=port), self.keys)
@@ -139,7 +140,7 @@ def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world:
 
 
 def _portable(tokenizer: Any) -> str | None:
-    """A tokenizer as the content of a `tokenizer.json`; None if code of its own, in Python, takes part in its work."""
+    """A tokenizer as the content of a `tokenizer.json`. None if it uses Python code of its own."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     ours = type(tokenizer).__module__.startswith("transformers.")
     return str(backend.to_str()) if ours and hasattr(backend, "to_str") else None

@@ -197,7 +197,7 @@ def _recorded(runner: ModelRunner, chosen: list[Tensor]) -> Iterator[None]:
 
 
 class _Replayed(Topk):
-    """Answers the choices of one forward of all chunks with given ones.
+    """Replaces the choices of one forward of all chunks by given choices.
 
     Args:
         given: [rows, k] per choice; a choice of another shape stays the live one.

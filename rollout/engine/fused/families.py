@@ -55,7 +55,7 @@ class Family:
     gated_attention: bool = False
     """Whether each head's queries are packed with a gate of its outputs."""
     delta: Literal["none", "split", "interleaved"] = "none"
-    """Packing of the projections of layers that have a gated delta rule instead of attention; `none`: no layer has."""
+    """Packing of the projections of layers with a gated delta rule instead of attention; `none`: no such layers."""
     gated: bool = True
     """Whether the MLP has a gate."""
     experts: bool = False

@@ -147,10 +147,10 @@ def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
 
 @contextmanager
 def _own_cublas_workspace() -> Iterator[None]:
-    """Let what is captured allocate its cuBLAS workspace in the graph's pool.
+    """Let a capture allocate its cuBLAS workspace in the graph's pool.
 
-    One from outside could be freed under the graphs (by `torch.compile(mode="reduce-overhead")` in the trainer), which
-    would go on writing to it.
+    A workspace from outside could be freed (by `torch.compile(mode="reduce-overhead")` in the trainer) while the graphs
+    continue to write to it.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:

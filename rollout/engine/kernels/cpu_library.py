@@ -193,9 +193,9 @@ def _built_in(folder: Path, name: str, compiler: _Compiler) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """A block that one process at a time runs; without the lock where the file system has none, or when it is late.
+    """Context manager for one process at a time; without a lock if the file system has none, or if it takes too long.
 
-    The lock ends with its process, however that ends.
+    The lock is released when its process exits, even if it is killed.
     """
     import fcntl
 

@@ -1,10 +1,10 @@
 """Attention over a prefix tree, with its backward: C++ on a CPU, FlexAttention on CUDA, plain torch otherwise.
 
 A tree's tokens are in depth-first order; query q attends to key k iff k <= q < ends[k] and, with a window, positions[q] -
-positions[k] < window. In a tree with images that see themselves in both directions, k <= lasts[q] instead of k <= q, where
-lasts[q] is the last token of q's image, and q itself elsewhere; the C++ does not know these.
+positions[k] < window. If images of the tree attend in both directions, the rule is k <= lasts[q] instead of k <= q, where
+lasts[q] is the last token of q's image, or q itself outside of images; the C++ does not support these.
 
-Queries may be those of the last tokens alone: the first of them is token L - S, a multiple of `ALIGNMENT`.
+Queries may be of the last tokens only: the first of them is token L - S, a multiple of `ALIGNMENT`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ QUERIES = 512
 
 
 def torch_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
-    """`tree_attention` for every device and dtype: blocks of queries over the keys that some query of the block sees."""
+    """`tree_attention` for every device and dtype: blocks of queries over the keys that some query of the block reads."""
     ends, positions = tree[0, 0, :2].to(torch.int64)
     index = torch.arange(key.shape[2], device=query.device)
     found = scores.lasts(tree)

@@ -154,7 +154,7 @@ def attend_chunks(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Up to `tokens` queries of one chunk, over all keys; one KV head. Grid: tiles x KV heads; surplus tiles end at once."""
+    """Up to `tokens` queries of one chunk, over all keys; one KV head. Grid: tiles x KV heads; surplus tiles do nothing."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tile * 0
@@ -221,10 +221,11 @@ def attend_parts(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Parts of the keys of decoding rows, by a list of them: item i is a part of row owners[i], its first begins[owners[i]].
+    """Parts of the keys of decoding rows, from a list: item i is a part of row owners[i], whose first item is
+    begins[owners[i]].
 
-    A program takes every so many-th pair of an item and a KV head; the grid is any number of programs. The result of item i
-    goes to out[i, H, Dv] and lse[i, H].
+    Programs take pairs of an item and a KV head in turn; the grid is any number of programs. The result of item i goes to
+    out[i, H, Dv] and lse[i, H].
     """
     line = tl.arange(0, rows)
     items = tl.minimum(tl.load(begins + num_owners), capacity)

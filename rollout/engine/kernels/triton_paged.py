@@ -5,9 +5,9 @@ never at import; if that fails, `load` warns once and plain torch is used.
 
 K and V are read in place, once for all the query heads that share them. One function does the arithmetic of both kinds of
 attention: the query heads of a group, times the tokens of a chunk, are the rows of a matrix product. The keys of a decoding
-sequence are cut into parts (`decode_parts`), and `merge` combines the parts by their log-sum-exp. The split is independent
-of the batch, so the bits of a row do not depend on its neighbours. Grids depend on shapes alone and nothing waits for the
-device: every method can be captured in a CUDA graph.
+    sequence are cut into parts (`decode_parts`), and `merge` combines the parts by their log-sum-exp. The split is
+    independent of the batch, so the bits of a row do not depend on its neighbours. Grids depend only on shapes and the host
+    never waits for the device: every method can be captured in a CUDA graph.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Device memory of the KV pool: given back to the driver and taken again, at fixed addresses.
+"""Device memory of the KV pool, returned to the driver and allocated again at fixed addresses.
 
-If memory only goes back to torch's allocator, the trainer's tensors (Adam's states, made at the first step) pin parts of it,
-and the pool cannot come back whole. An `Arena` keeps addresses and maps memory to them.
+If memory only returned to torch's allocator, the trainer's tensors (Adam's states, made at the first step) would pin parts
+of it, and the whole pool could not be restored. An `Arena` keeps addresses and maps memory to them.
 """
 
 from __future__ import annotations

@@ -195,5 +195,5 @@ class BlockPool:
         return len(kept) * self.block_bytes
 
     def discard_saved(self) -> None:
-        """Forget what `save` copied: its blocks have been given up."""
+        """Drop the saved blocks, which are no longer needed."""
         self._saved = None

@@ -1,6 +1,6 @@
-"""Streams of a device, and the order of an engine's steps behind what callers queue on theirs.
+"""Streams of a device. Orders an engine's steps after work that callers queued on their streams.
 
-The host never waits for a whole device: while any thread of the process captures a CUDA graph, that is an error in both.
+The host never waits for a whole device, because that is an error while any thread of the process captures a CUDA graph.
 """
 
 from __future__ import annotations

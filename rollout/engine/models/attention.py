@@ -108,7 +108,7 @@ def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[
 
 
 def forward_with(batch: AttentionBatch, model: nn.Module, **inputs: Any) -> Any:
-    """Output of one forward of `model` that passes `batch` to every attention layer; inside of `Installation.forward`."""
+    """Output of one forward of `model` that passes `batch` to every attention layer; inside `Installation.forward`."""
     with carried(batch), interruptible():
         return model(use_cache=False, **inputs, **{BATCH_ARGUMENT: batch})
 
@@ -225,7 +225,7 @@ class Installation:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A block of inference in which the modules run: with our attention, uncompiled, training behaviour off.
+        """Context manager for inference in which the modules run with our attention, uncompiled, in eval mode.
 
         At the end, even after an exception, the attention implementation of every configuration object and the `training`
         flag of every module are as before. Other threads see the `training` flags, and no other change.
@@ -251,9 +251,9 @@ class Installation:
 
 
 class _Switched(str):
-    """The name of a model's own attention implementation, which equals ours to a thread inside of an engine's forward.
+    """The name of a model's own attention implementation. On a thread inside an engine's forward it equals our name.
 
-    A copy is the own name.
+    A copy is the original name.
     """
 
     ours: str

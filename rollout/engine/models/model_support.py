@@ -84,7 +84,7 @@ class ModelLayout:
     cache_argument: str = "past_key_values"
     """Argument of the forward that takes the cache of these states."""
     continues: bool = True
-    """Whether a chunk of several tokens continues from recurrent states (Mamba 1 starts again); one token always does."""
+    """Whether a chunk of several tokens continues from recurrent states (Mamba 1 restarts); a single token always does."""
 
     @property
     def masks(self) -> tuple[object, ...]:

@@ -52,7 +52,7 @@ class Checks:
         self._attributes: list[int] = []
 
     def seal(self) -> None:
-        """End the checks: attributes that a module gets from now on are changes."""
+        """Finish the checks: attributes that a module gets from now on are changes."""
         self._attributes = list(map(len, self._dicts))
 
     def hold(self) -> bool:
@@ -65,13 +65,13 @@ class Checks:
         )
 
     def item(self, mapping: Mapping[str, Any], key: str) -> Any:
-        """Record and return an item (None if missing); any other object in its place is a change."""
+        """Record and return an item (None if missing); another object in its place counts as a change."""
         value = mapping.get(key)
         self._items.append((mapping, key, value))
         return value
 
     def value(self, owner: object, name: str) -> Any:
-        """Record and return an attribute (None if missing); any other object in its place is a change."""
+        """Record and return an attribute (None if missing); another object in its place counts as a change."""
         value = getattr(owner, name, None)
         if (id(owner), name) not in self._places:
             self._places.add((id(owner), name))
@@ -95,7 +95,7 @@ class Checks:
             self._called(code, module)
 
     def function(self, module: ModuleType, name: str) -> None:
-        """Check and record a function of a module, with those of its file that it calls."""
+        """Check and record a function of a module, with the functions of its file that it calls."""
         if (id(module), name) in self._places:
             return
         function = self.value(module, name)
@@ -104,7 +104,7 @@ class Checks:
         code, home = _own_code(function, module), sys.modules.get(str(getattr(function, "__module__", None)))
         imported = code is None
         if imported and home is not None and ".models." not in home.__name__:
-            # Models of transformers do not share functions, so one of another model is a replacement.
+            # Models of transformers do not share functions, so a function of another model is a replacement.
             code = _own_code(function, home)
         if code is None or code.co_qualname != name:
             raise Unfusable(f"{name} in {module.__name__} is not the one that was defined there")
@@ -112,7 +112,7 @@ class Checks:
             self._called(code, module)
 
     def plain(self, module: nn.Module, *children: str) -> None:
-        """Check that a module has these children, and nothing that `unhooked` finds."""
+        """Check that a module has these children, and nothing that `unhooked` rejects."""
         self.unhooked(module)
         name = type(module).__name__
         require(set(module._modules) == set(children), f"{name} has other parts than {', '.join(children) or 'none'}")
@@ -151,7 +151,7 @@ def address(module: nn.Module, name: str, dtype: torch.dtype) -> int:
 
 
 def is_of(module: Any, name: str, package: str = "transformers.models.") -> bool:
-    """Whether a module is of the class of that name in a package."""
+    """Whether a module's class is the one of that name in a package."""
     kind = _kind(module)
     return kind.__name__ == name and kind.__module__.startswith(package)
 
@@ -182,7 +182,7 @@ def _torch_mode_active() -> bool:
 
 
 def foreign_part(model: nn.Module, attention_layers: Iterable[nn.Module]) -> str | None:
-    """A part that decides which positions attend to which, and how, and is not transformers' own; None: there is none.
+    """A part that affects which positions attend to which, and how, and is not transformers' own; None: there is none.
 
     Such parts are attention functions, the forwards of attention layers and of modules around them, and the forwards of
     modules without parameters, as a rotary embedding is. Projections, norms and experts process each position alone.
@@ -233,7 +233,7 @@ def _only_gathers(hook: Any) -> bool:
     if not ours:
         return False
     policy: Any = owner._mp_policy  # type: ignore[union-attr]
-    # Outputs of parameters of that dtype have it already (accelerate sets both).
+    # Outputs of parameters of that dtype already have it (accelerate sets both).
     return policy.output_dtype in (None, policy.param_dtype)
 
 

@@ -1,4 +1,4 @@
-"""Which layers of a model keep a recurrent or convolutional state, and whether chunks of tokens continue from it."""
+"""The layers of a model that keep a recurrent or convolutional state, and whether chunks of tokens continue from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WITHOUT_STATE = ("mlp", "moe")
 
 @dataclass(frozen=True)
 class RecurrentLayers:
-    """Layers of one model, by index, as transformers' own table of layer types has them. True if some keep a state."""
+    """Layers of one model, by index, as in transformers' own table of layer types. True if some keep a state."""
 
     stateful: frozenset[int]
     """Layers that keep a recurrent or convolutional state."""
@@ -34,7 +34,7 @@ class RecurrentLayers:
 
     @classmethod
     def of(cls, model: nn.Module, config: Any) -> RecurrentLayers:
-        """Layers of a text model's configuration; none if this version of transformers has no cache protocol for them."""
+        """Layers of a text model's configuration; empty if this version of transformers has no cache protocol for them."""
         layers: Sequence[object] = ()
         if hasattr(DynamicCache, "get_conv_state"):
             try:
@@ -75,7 +75,7 @@ class RecurrentLayers:
 
 
 class _OwnValue:
-    """`AttentionBatch` in which every position attends to itself alone, so that only states connect positions."""
+    """`AttentionBatch` in which every position attends only to itself, so that only states connect positions."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, arguments: Arguments
@@ -84,7 +84,7 @@ class _OwnValue:
 
 
 def continues(model: nn.Module, device: torch.device, shapes: Sequence[StateShape], argument: str) -> bool:
-    """Whether recurrent states matter to a chunk of two tokens, found by running it.
+    """Run a chunk of two tokens and return whether recurrent states affect it.
 
     Args:
         shapes: states of the model; empty: it has no recurrent layers.

@@ -1,11 +1,11 @@
 """Recurrent and convolutional states of a model through transformers' cache protocol.
 
-A layer that keeps a state per sequence asks the forward's cache for it (`get_conv_state`, `get_recurrent_state`) and hands
-back the next one, or changes it in place. `StateRows` answers with rows of the engine's state pool. A sequence without
+A layer that keeps a state per sequence gets it from the forward's cache (`get_conv_state`, `get_recurrent_state`) and
+returns the next one, or changes it in place. `StateRows` answers with rows of the engine's state pool. A sequence without
 tokens has a state of zeros, so every forward continues one. K and V of attention layers pass through to the paged attention.
 
-MiniMax's lightning attention uses names of its own (`get_linear_cache`, `set_linear_cache`). Given a state it computes
-position by position, and without one in blocks.
+MiniMax's lightning attention uses names of its own (`get_linear_cache`, `set_linear_cache`). With a state it computes
+position by position, without one in blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollout.engine.memory.state_pool import StateKey, StatePool, StateShape
 
 
 class _NoKV(Cache):  # type: ignore[misc]
-    """A cache that keeps no K and V, and has no states before a forward: masks are over the forward alone."""
+    """A cache without K and V, and without states before a forward, so masks cover the forward only."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -46,11 +46,11 @@ class _NoKV(Cache):  # type: ignore[misc]
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """[B, channels, kernel size], may be changed in place; None: there is no state before this forward."""
+        """[B, channels, kernel size], may be changed in place; None: no state before this forward."""
         return None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """[B, heads, ...], may be changed in place; None: there is no state before this forward."""
+        """[B, heads, ...], may be changed in place; None: no state before this forward."""
         return None
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
@@ -62,7 +62,7 @@ class _NoKV(Cache):  # type: ignore[misc]
 
 
 class ProbedStates(_NoKV):
-    """Records the shapes of the states that one forward of a sequence without a past makes."""
+    """Records the shapes of the states that one forward of a new sequence creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class StateRows(_NoKV):
 
     Args:
         slots: [B] their slots in the pool, all different.
-        begins: none of them has a token before this forward.
+        begins: whether none of them has a token before this forward.
     """
 
     def __init__(self, pool: StatePool, slots: NDArray[np.int32], *, begins: bool = False) -> None:
@@ -103,7 +103,7 @@ class StateRows(_NoKV):
         self._begins = begins
         self._rows: dict[StateKey, Tensor] = {}
         first = int(slots[0])
-        # Neighbouring slots are used in place, others are gathered and scattered.
+        # Neighbouring slots are used in place; others are gathered and scattered.
         neighbours = np.array_equal(slots, np.arange(first, first + len(slots)))
         self._place = slice(first, first + len(slots)) if neighbours else None
         self._index = None if neighbours else upload(slots.astype(np.int64), pool.device)
@@ -121,7 +121,7 @@ class StateRows(_NoKV):
         return None if self._begins else self.get_recurrent_state(layer_idx)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Append the inputs `conv_states` [B, channels, L]; returns them after the earlier ones, [B, channels, K + L]."""
+        """Append the inputs `conv_states` [B, channels, L]; returns them after the earlier inputs, [B, channels, K + L]."""
         state = self._row(StateKey(layer_idx, "conv", state_idx))
         full = torch.cat([state.to(conv_states.dtype), conv_states], dim=-1)
         state.copy_(full[..., -state.shape[-1] :])

@@ -1,8 +1,8 @@
 """The routers of a mixture of experts: found in the model, recorded by forward hooks, replayed by their own code.
 
 Transformers declares the class of a model's routers in `_can_record_outputs["router_logits"]`. A router returns (logits,
-weights, indices [P, k]) and chooses by one `topk` over the scores of all experts. Recording reads the indices. Replaying
-answers the `topk` with given indices and the live scores, so everything after it is the router's own.
+weights, indices [P, k]) and chooses by one `topk` over the scores of all experts. Recording reads the indices. In a replay
+`topk` returns given indices and the live scores, so everything after it is the router's own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Routers:
 
     @contextmanager
     def recorded(self, record: Record) -> Iterator[None]:
-        """A block in which `record` gets the choices of each router."""
+        """Context manager in which `record` gets the choices of each router."""
         with ExitStack() as stack:
             for index, module in enumerate(self.modules):
                 stack.callback(module.register_forward_hook(partial(self._chosen, index, record)).remove)
@@ -95,10 +95,10 @@ def _router_classes(modules: Iterable[nn.Module]) -> Iterator[type]:
 
 
 class Topk(TorchFunctionMode):
-    """Answers the choices of routers, which are calls of `topk`, at the live scores.
+    """Replaces the choices of routers, which are calls of `topk`, with the live scores.
 
     Args:
-        choose: returns the indices to answer with, given the scores and the live indices; None: the live ones.
+        choose: returns the indices to use, given the scores and the live indices; None: the live indices.
     """
 
     def __init__(self, choose: Callable[[Tensor, Tensor], Tensor | None]) -> None:
@@ -115,7 +115,7 @@ class Topk(TorchFunctionMode):
 
 
 class ChosenExperts(Topk):
-    """Answers the choice of a router with given experts; may be entered once.
+    """Replaces the choice of a router by given experts; may be entered once.
 
     Args:
         experts: int64 [P, k]; a row of negatives leaves the choice of that position to the router.

@@ -1,4 +1,4 @@
-"""The families of vision-language models that are served images: how each cuts a prompt's tensors into items."""
+"""The families of vision-language models with image support: how each cuts a prompt's tensors into items."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RotaryGridFamily(GridFamily):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.core = module_with(model, "get_rope_index")
-        # Without them a model that takes them silently gives every frame a second.
+        # Without them, a model that takes them silently assumes one second per frame.
         if SECONDS in inspect.signature(self.core.get_rope_index).parameters:
             self.videos = (*self.videos, SECONDS)
 
@@ -73,7 +73,7 @@ class RotaryGridFamily(GridFamily):
         videos = [item for item in items if item.video]
         if len(seconds) != len(videos):
             raise InvalidRequestError(f"{SECONDS} of {len(seconds)} for {len(videos)} videos: must be one each")
-        # Equal videos at another speed are different items: their positions in time differ.
+        # Equal videos at another speed are different items, because their positions in time differ.
         return items[: len(items) - len(videos)] + [
             replace(item, digest=digest_of(item.inputs | {SECONDS: each}))
             for item, each in zip(videos, seconds, strict=True)
@@ -82,7 +82,7 @@ class RotaryGridFamily(GridFamily):
     def positions(self, tokens: Tensor, kinds: Tensor, images: ImageInputs) -> Tensor:
         named = ("image_grid_thw", "video_grid_thw", SECONDS)
         given = {name: images.tensors[name].cpu() for name in named if name in images.tensors}
-        # A video may reach further in time than the text behind it, so the model is asked for the next token's position.
+        # A video may extend further in time than the text after it, so the model is asked for the next token's position.
         tokens, kinds = pad(tokens[None], (0, 1)), pad(kinds[None].int(), (0, 1))
         try:
             found: Tensor = self.core.get_rope_index(tokens, mm_token_type_ids=kinds, **given)[0]
@@ -95,7 +95,7 @@ class RotaryGridFamily(GridFamily):
 
 
 class CropFamily(Family):
-    """Gemma 3: one square crop per run of placeholders, whose positions see each other in both directions."""
+    """Gemma 3: one square crop per run of placeholders, whose positions attend to each other in both directions."""
 
     types = ("gemma3",)
     token_types = "token_type_ids"
@@ -127,7 +127,7 @@ class TileFamily(Family):
         vision = self.config.vision_config
         count = int((vision.image_size // vision.patch_size) ** 2 / self.config.scale_factor**2)
         for index, tile in enumerate(pixels):
-            # Processors fill a batch up with tiles of zeros, which the model leaves out.
+            # Processors pad a batch with tiles of zeros, which the model leaves out.
             if tile.any():
                 yield {PIXELS: tile} | ({} if mask is None else {"pixel_attention_mask": mask[index]}), count
 
@@ -155,7 +155,7 @@ class PooledFamily(Family):
         plain = tokens.masked_fill(marks, self.text.pad_token_id)
         inputs = super().embed(plain)
         if self.text.hidden_size_per_layer_input:
-            # [B, L, layers, ...], as the model computes them: of padding where a placeholder is.
+            # [B, L, layers, ...], as the model computes them; placeholders get the embedding of padding.
             inputs["per_layer_inputs"] = self.core.language_model.get_per_layer_inputs(plain, None)
         return inputs
 
@@ -199,7 +199,7 @@ class PooledFamily(Family):
             shown = {name: pixels, places_name: places}
             raise self._wrong_shapes(shown, f"[images, patches, {width}] and integers [images, patches, 2]")
         for patches, at in zip(pixels, places, strict=True):
-            # Processors fill an image up to the most patches that one may have.
+            # Processors pad an image to the maximum number of patches.
             real = (at >= 0).all(-1)
             count, rest = divmod(int(real.sum()), square)
             if rest or not count:
@@ -211,7 +211,7 @@ class PooledFamily(Family):
 
 
 def _first(config: Any, *names: str, default: int = 0) -> int:
-    """The first of these attributes that a configuration has."""
+    """The first of these attributes that is in a configuration."""
     return next((int(value) for name in names if (value := getattr(config, name, None)) is not None), default)
 
 
@@ -219,7 +219,7 @@ FAMILIES: tuple[type[Family], ...] = (RotaryGridFamily, GridFamily, CropFamily, 
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """The family of a model; None: the engine serves it no images."""
+    """The family of a model; None: the engine does not support its images."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if not hasattr(model, "get_image_features"):
         return None

@@ -1,7 +1,7 @@
 """How a family of vision-language models takes images: cut into items, encoded, and placed among the tokens of a step.
 
-An *item* is an image, or one tile of it. The tower encodes each alone, so that its embeddings depend on nothing else in the
-batch and can be shared. The model's own functions (`get_image_features`, `get_rope_index`) compute everything.
+An *item* is an image, or one tile of it. The tower encodes each item alone, so its embeddings do not depend on the batch and
+can be shared. The model's own functions (`get_image_features`, `get_rope_index`) compute everything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ImageItem:
     count: int
     """Number of embeddings, one per placeholder token."""
     digest: bytes
-    """Digest of the inputs, and of what else its positions depend on."""
+    """Digest of the inputs, and of everything else that affects its positions."""
     video: bool = False
     """Whether its placeholders are a video's."""
 
@@ -43,8 +43,8 @@ class StepImages:
     """Changes that the images of a step's sequences make in its forward; P packed positions.
 
     Attributes:
-        index: [I] packed positions that an image's embedding stands at.
-        embeddings: [I, hidden]; then those added behind the first decoder layers, if any. Empty: no position has one.
+        index: [I] packed positions of the image embeddings. embeddings: [I, hidden]; then those added behind the first
+            decoder layers, if any. Empty: no position has one.
         positions: [P], or [4, P] (place in the sequence, time, height, width) where the last three differ.
         seen: [P] last position that each attends to; None: its own.
     """
@@ -56,7 +56,7 @@ class StepImages:
 
     @property
     def only_shifts(self) -> bool:
-        """Whether the step differs from one of text by its positions alone, one per row."""
+        """Whether the step differs from a text step only in its positions, one per row."""
         return not len(self.index) and self.positions.ndim == 1 and self.seen is None
 
     def part(self, chosen: NDArray[np.int64]) -> StepImages:
@@ -78,20 +78,20 @@ class StepImages:
 
 
 class Family(ABC):
-    """How models of some types take images."""
+    """How models of some types process images."""
 
     types: ClassVar[tuple[str, ...]] = ()
     """`model_type` of the configurations."""
     images: tuple[str, ...] = (PIXELS,)
-    """Names of the tensors of images, which come together or not at all."""
+    """Names of the tensors of images; all or none of them must be given."""
     videos: tuple[str, ...] = ()
-    """Those of videos; empty: video is not served."""
+    """Names of the tensors of videos; empty: video is not supported."""
     optional: ClassVar[tuple[str, ...]] = ()
-    """Tensors that images may have besides."""
+    """Optional tensors of images."""
     token_types: ClassVar[str | None] = None
-    """Argument of the trainer's forward that marks the placeholders; None: it needs none."""
+    """Argument of the trainer's forward that marks the placeholders; None: not needed."""
     bidirectional: bool = False
-    """Whether the positions of an image see each other in both directions."""
+    """Whether the positions of an image attend to each other in both directions."""
     bidirectional_in_windows: ClassVar[bool] = False
     """Whether they do so only in layers with a sliding window."""
     tiled: ClassVar[bool] = False
@@ -104,7 +104,7 @@ class Family(ABC):
         """The module whose functions are used."""
 
     def items(self, images: ImageInputs) -> list[ImageItem]:
-        """The items of a prompt's images, in the order of their placeholders; then those of its videos, in theirs.
+        """The items of a prompt's images in the order of their placeholders, then the items of its videos.
 
         Raises:
             InvalidRequestError: a tensor is missing, unknown, or of the wrong shape.
@@ -119,36 +119,37 @@ class Family(ABC):
         ]
 
     def encode(self, item: ImageItem, device: torch.device) -> list[Tensor]:
-        """[count, hidden] embeddings of an item; then those added behind the first decoder layers (deepstack), if any.
+        """[count, hidden] embeddings of an item; then the embeddings added after the first decoder layers (deepstack), if
+        any.
 
         The caller has gradients and training behaviour off.
         """
         inputs = {name: value.to(device) for name, value in self._tower_inputs(item).items()}
         name = "get_video_features" if item.video else "get_image_features"
-        # Gemma 4's outermost module has the one for images alone.
+        # Gemma 4's outermost module has the tower for images only.
         tower = getattr(self.model if hasattr(self.model, name) else self.core, name)
         output = tower(**inputs, return_dict=True)
         pooled = _joined(getattr(output, "pooler_output", output))
         return [pooled, *(_joined(each) for each in getattr(output, "deepstack_features", None) or ())]
 
     def positions(self, tokens: Tensor, kinds: Tensor, images: ImageInputs) -> Tensor | None:
-        """[3, P + 1] rotary positions of a prompt and of the token after it; None: those of text.
+        """[3, P + 1] rotary positions of a prompt and of the token after it; None: as in text.
 
         Args:
             tokens: int64 [P].
-            kinds: int64 [P], 1 at placeholders of images, 2 at those of videos, 0 elsewhere.
+            kinds: int64 [P], 1 at placeholders of images, 2 at placeholders of videos, 0 elsewhere.
         """
         return None
 
     def embed(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Arguments of the model's forward in place of `input_ids` [B, L], which are below 0 where an image is:
-        `inputs_embeds` [B, L, hidden], any there, and what else follows from the token ids.
+        """Arguments of the model's forward in place of `input_ids` [B, L], which are below 0 at images: `inputs_embeds` [B,
+        L, hidden], with any values there, and other inputs computed from the token ids.
         """
         return {"inputs_embeds": self.model.get_input_embeddings()(tokens.clamp(min=0))}  # type: ignore[operator]
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of all tensors that a prompt may bring."""
+        """Names of all tensors that a prompt may have."""
         return (*self.images, *self.optional, *self.videos)
 
     def _check_names(self, given: Mapping[str, Tensor]) -> None:
@@ -168,7 +169,7 @@ class Family(ABC):
 
     @abstractmethod
     def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
-        """Cut tensors whose names are right into items."""
+        """Cut tensors, whose names were checked, into items."""
 
     def _wrong_shapes(self, tensors: Mapping[str, Tensor], rule: str) -> InvalidRequestError:
         shown = [f"{name} of shape {list(tensors[name].shape)}" for name in self.tensors if name in tensors]

@@ -15,7 +15,7 @@ from rollout.errors import ConfigError, InvalidRequestError
 MAX_PIXELS = 1 << 26
 """Width times height of the largest image that is decoded."""
 MAX_PROMPT_PIXELS = 1 << 29
-"""Pixels of all images of one prompt: files of a few kilobytes may decode to hundreds of megabytes each."""
+"""Maximum pixels of all images of one prompt: files of a few kilobytes may decode to hundreds of megabytes each."""
 
 
 def open_picture(source: Any, folder: str | None, where: str) -> Any:
@@ -23,8 +23,8 @@ def open_picture(source: Any, folder: str | None, where: str) -> Any:
 
     Args:
         source: an image of Pillow, bytes of an image file, a data URL, or a path (also as a `file:` URL).
-        folder: the folder that files may be read from; None: none may.
-        where: begins the message of an error.
+        folder: the folder that files may be read from; None: no files.
+        where: start of error messages.
 
     Raises:
         InvalidRequestError: it is none of these, is not allowed, is not an image, or is too large.
@@ -49,7 +49,7 @@ def open_picture(source: Any, folder: str | None, where: str) -> Any:
         return load_image(picture)
     except InvalidRequestError:
         raise
-    # Pillow raises nearly anything for a damaged file.
+    # Pillow raises nearly any exception for a damaged file.
     except Exception as exc:
         raise InvalidRequestError(
             f"{where}: {len(data)} bytes that are no image ({type(exc).__name__}: {exc})"

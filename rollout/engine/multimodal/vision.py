@@ -22,7 +22,7 @@ from rollout.requests.images import ImageInputs
 Embeddings = list[Tensor]
 Encode = Callable[[ImageItem], Embeddings]
 VIDEO = 2
-"""Kind of a video's placeholder, as models mark it in their token types; 1: an image's."""
+"""Kind of a video's placeholder in the models' token types; 1: an image's."""
 
 
 class EncodingError(Exception):
@@ -40,10 +40,10 @@ class EncodingError(Exception):
 class FeatureCache:
     """Embeddings of items by their digest, encoded once for all samples of a group and later turns.
 
-    Always true: they were computed under the present weights and adapters, since `clear` is called when these change.
+    Always true: they were computed under the current weights and adapters, because `clear` is called when these change.
 
     Args:
-        limit: bytes kept, of the items used last. A larger item is encoded whenever a step needs it.
+        limit: bytes of the most recently used items that are kept. A larger item is encoded whenever a step needs it.
         encode: computes an item's embeddings.
 
     Attributes:
@@ -86,9 +86,9 @@ class Vision:
 
     Args:
         cache_bytes: bytes of the embeddings that are kept.
-        longest_run: most positions that a step can compute at once.
+        longest_run: maximum positions that a step can compute at once.
         together: encodes an item by the given function while the other members of a tensor-parallel group do so too; None:
-            this rank is alone, or not the one that decides.
+            this rank is alone, or not the first.
     """
 
     def __init__(
@@ -103,23 +103,23 @@ class Vision:
         self._model = model
         self._device = device
         self._longest_run = longest_run
-        # The first rank alone runs a tower that is whole on every rank.
+        # If every rank has the whole tower, the first rank runs it alone.
         self._together = together if together is not None and _has_split_tower(model) else None
         config: Any = model.config
         self.image_token: int | None = getattr(config, "image_token_id", None)
         self.video_token: int | None = getattr(config, "video_token_id", None)
         self.family = None if self.image_token is None else family_of(model)
         self.causal_without_window = self.family is not None and self.family.bidirectional_in_windows
-        """Whether images see themselves in both directions in layers with a sliding window only."""
+        """Whether images attend in both directions only in layers with a sliding window."""
         self.features = FeatureCache(cache_bytes, self._encode)
 
     # --- admission ----------------------------------------------------------------------------------------------
 
     def read(self, tokens: Sequence[int], images: ImageInputs | None) -> PromptImages | None:
-        """The images of a prompt; None: it is text.
+        """The images of a prompt; None: it has no images.
 
         Args:
-            tokens: the prompt as it was given, without anything sampled.
+            tokens: the original prompt, without sampled tokens.
 
         Raises:
             InvalidRequestError: the images do not fit the model, or the placeholders of the prompt.
@@ -159,7 +159,7 @@ class Vision:
     def _placed(
         self, items: Sequence[ImageItem], kinds: NDArray[np.int64]
     ) -> tuple[list[ImageItem], NDArray[np.int64]]:
-        """The items in the order of their placeholders, and the places of these.
+        """The items in the order of their placeholders, and the places of the placeholders.
 
         Raises:
             InvalidRequestError: a kind of placeholders does not fit its items.
@@ -187,7 +187,7 @@ class Vision:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def text_ids(self, ids: NDArray[Any]) -> NDArray[Any]:
-        """Token ids of the scheduler's arrays: the placeholder again where a key is."""
+        """Token ids of the scheduler's arrays, with placeholders in place of keys."""
         if self.image_token is None:
             return ids
         plain = np.where(ids < 0, self.image_token, ids)
@@ -196,7 +196,7 @@ class Vision:
     def of_step(
         self, step: ScheduledStep, table: SequenceTable, offsets: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> StepImages | None:
-        """Return the changes that images make in the forward of a step; None: none. The caller has gradients off.
+        """Return the changes that images make in the forward of a step; None: no images. The caller has gradients off.
 
         Args:
             offsets: [R + 1], offsets of the rows in the packed positions.
@@ -248,7 +248,7 @@ class Vision:
             first += item.count
 
     def encode(self, item: ImageItem) -> Embeddings:
-        """Embeddings of an item, computed; the caller has gradients off."""
+        """Compute the embeddings of an item; the caller has gradients off."""
         assert self.family is not None
         return self.family.encode(item, self._device)
 
@@ -286,7 +286,7 @@ class Vision:
         def deepen(module: nn.Module, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return args, arguments | {"visual_pos_masks": mask.view_as(tokens), "deepstack_visual_embeds": deeper}
 
-        # The model's forward has no argument for these; its decoder has.
+        # The model's forward has no argument for these, but its decoder has.
         handle = self.family.core.language_model.register_forward_pre_hook(deepen, with_kwargs=True)
         try:
             yield inputs
@@ -304,7 +304,7 @@ def _has_split_tower(model: nn.Module) -> bool:
 
 
 def _runs(places: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
-    """(start, stop) of the runs of consecutive positions."""
+    """(start, stop) of each run of consecutive positions."""
     if not len(places):
         return ()
     cuts = np.flatnonzero(np.diff(places) > 1) + 1

@@ -24,13 +24,13 @@ _LENGTH_BYTES = 8
 IDLE_TIMEOUTS = 2.0
 """Longest silence of the channel, in control timeouts."""
 LEAST_TIMEOUT_S = 60.0
-"""Least `IDLE_TIMEOUTS` in seconds: the ranks may build their engines one after the other."""
+"""Minimum of `IDLE_TIMEOUTS` in seconds: the ranks may build their engines one after the other."""
 _built: dict[tuple[int, ...], int] = {}
 """Ranks → number of the last group that they built, equal on all of them."""
 
 
 class TensorParallelGroup:
-    """The ranks that hold the shards of one model. All of them build it at the same time.
+    """The ranks that hold the shards of one model. All of them construct it at the same time.
 
     Args:
         mesh: one-dimensional device mesh of the group.
@@ -64,7 +64,7 @@ class TensorParallelGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank decides."""
+        """Whether this rank is the first, which decides."""
         return self.place == 0
 
     @property
@@ -76,7 +76,7 @@ class TensorParallelGroup:
         """Broadcast a message; the first rank calls it, the others `receive`.
 
         Raises:
-            EngineDeadError: a member is gone.
+            EngineDeadError: a member is lost.
         """
         header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         room = HEADER_BYTES - _LENGTH_BYTES
@@ -90,7 +90,7 @@ class TensorParallelGroup:
         """The next message of the first rank.
 
         Raises:
-            EngineDeadError: the first rank is gone, or was silent for too long.
+            EngineDeadError: the first rank is lost, or was silent for too long.
         """
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         self._broadcast(header)
@@ -109,7 +109,7 @@ class TensorParallelGroup:
         return int(told)
 
     def refuse_unequal(self, what: str, value: str) -> None:
-        """Refuse a setting that is not the same on all members; every member calls it.
+        """Raise if a setting differs between members; every member calls it.
 
         Raises:
             ConfigError: names the ranks that differ from the first.
@@ -124,12 +124,12 @@ class TensorParallelGroup:
             )
 
     def refuse_when_lost(self) -> None:
-        """Raises: EngineDeadError: the group has ended."""
+        """Raises: EngineDeadError: the group has been lost."""
         if self._lost is not None:
             raise EngineDeadError(self._lost)
 
     def lose(self, why: BaseException | str) -> EngineDeadError:
-        """End the group and return its error. The other members find the channel closed."""
+        """Mark the group as lost and return its error. The other members find the channel closed."""
         if self._lost is None:
             others = ", ".join(f"rank {rank}" for rank in self.ranks if rank != self.ranks[self.place])
             said = why if isinstance(why, str) else f"{type(why).__name__}: {' '.join(str(why).split())[:300]}"

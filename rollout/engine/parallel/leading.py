@@ -1,7 +1,7 @@
 """A tensor-parallel group's shared forwards: the first rank broadcasts what to compute, the others follow.
 
-Always true: nothing is broadcast outside of `Leader.leading`, in which the other members follow. An exception that every
-member raises leaves the group intact; one that only some raise ends it.
+Always true: nothing is broadcast outside of `Leader.leading`, in which the other members follow. If every member raises the
+same exception, the group continues; if only some raise, it is lost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollout.threads.interrupts import uninterrupted
 Result = TypeVar("Result")
 
 BEAT_S = 1.0
-"""Least time between two messages that only say that this rank is alive."""
+"""Minimum time between two messages that only report that this rank is alive."""
 
 FORWARD, ENCODE, BEAT, CHECK, END = "forward", "encode", "beat", "check", "end"
 
@@ -47,11 +47,11 @@ class ForwardWork:
     rows: PagedRows
     """Positions and block tables of the P positions."""
     keep: NDArray[np.int64]
-    """[K] packed positions whose logits are wanted."""
+    """[K] packed positions whose logits are needed."""
     copies: Sequence[tuple[int, int]] = ()
     """(source, destination) blocks to copy before the forward, in this order."""
     zeroed_blocks: Sequence[int] = ()
-    """To fill with zeros before the copies."""
+    """Blocks to fill with zeros before the copies."""
     images: StepImages | None = None
 
 
@@ -81,7 +81,7 @@ class Together:
     """How a step's forward involves other ranks. This implementation involves none."""
 
     def refuse_alone(self) -> None:
-        """Raises: EngineStateError, EngineDeadError: the other ranks do not compute now, or the group has ended."""
+        """Raises: EngineStateError, EngineDeadError: the other ranks do not compute now, or the group has been lost."""
 
     def run(self, work: ForwardWork, compute: Callable[[ForwardWork], Tensor]) -> Tensor:
         """Compute one forward.
@@ -93,7 +93,7 @@ class Together:
         return compute(work)
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Have the other ranks fill these blocks with zeros before the next forward."""
+        """Let the other ranks fill these blocks with zeros before the next forward."""
 
 
 class Leader(Together):
@@ -109,7 +109,7 @@ class Leader(Together):
 
     @contextmanager
     def leading(self, outcome: Callable[[BaseException | None], Any]) -> Iterator[None]:
-        """A block in which the other members follow; at its end they get `outcome` of the exception that it raised."""
+        """Context manager in which the other members follow; on exit they get `outcome` of the exception raised inside."""
         self._leading = True
         failed: BaseException | None = None
         try:
@@ -122,7 +122,7 @@ class Leader(Together):
             try:
                 self._send(END, outcome(failed))
             except Exception:
-                # If the block has raised, that exception already says that the group has ended.
+                # If the block raised, that exception already reports the loss of the group.
                 if failed is None:
                     raise
 
@@ -154,15 +154,15 @@ class Leader(Together):
         return self._together(partial(compute, item))
 
     def _together(self, compute: Callable[[], Result]) -> Result:
-        """Result of `compute`, while the others compute what they were sent."""
+        """Result of `compute`, while the others compute the work they were sent."""
         try:
-            # A member that leaves a forward ends the group.
+            # A member that leaves a forward makes the group fail.
             with uninterrupted(wholly=True):
                 return compute()
         except Exception as exc:
             try:
                 self._send(CHECK)
-                # 0: a member has not failed; its collectives may be one ahead of the others'.
+                # 0: a member has not failed; its collectives may be one ahead of the others.
                 agreed = self.group.least(1)
             except EngineDeadError as lost:
                 raise self.group.lose_after(exc, lost) from exc
@@ -184,12 +184,12 @@ class Leader(Together):
 def follow(
     group: TensorParallelGroup, compute: Callable[[ForwardWork], object], encode: Callable[[ImageItem], object]
 ) -> Any:
-    """Compute forwards, and encode images, until the first rank ends its call; returns what it sends then.
+    """Compute forwards and encode images until the first rank's call is over; returns the outcome that it sends.
 
-    A forward that raises here must have raised on the first rank too, which then asks.
+    A forward that raises here must have raised on the first rank too, which then checks that.
 
     Raises:
-        EngineDeadError: the first rank is gone, or continues although this one has failed.
+        EngineDeadError: the first rank is lost, or continues although this rank has failed.
     """
     failed: Exception | None = None
     while True:

@@ -4,7 +4,7 @@
     round()         every rank computes one; the layers that its own step leaves out, it computes without tokens
 
 Always true: in a round every rank calls each module of experts once, in the same order. A step that schedules nothing, or
-fails outside of the experts, leaves the other ranks unharmed; one that fails inside them ends the group.
+fails outside of the experts, does not affect the other ranks; if a step fails inside the experts, the group is lost.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Lockstep(Together):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """A block in which the modules of experts refuse to be called outside of a round, or twice in one."""
+        """Context manager in which the modules of experts raise if called outside of a round, or twice in one."""
         with ExitStack() as undo:
             for layer in self._layers:
                 undo.enter_context(layer.in_place())
@@ -70,7 +70,7 @@ class Lockstep(Together):
         """The smallest of the ranks' states; every rank calls it before each round.
 
         Raises:
-            EngineDeadError: a rank is gone; the group has ended.
+            EngineDeadError: a rank is lost, and so is the group.
         """
         return self.group.least(state)
 
@@ -84,10 +84,10 @@ class Lockstep(Together):
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """A block with at most one forward of this rank, and none outside; layers it does not call are computed at its end.
+        """Context manager for at most one forward of this rank; layers that it does not call are computed on exit.
 
         Raises:
-            EngineDeadError: a rank is gone, or this one failed inside of its experts.
+            EngineDeadError: a rank is lost, or this rank failed inside its experts.
         """
         done = self._done = []
         try:
@@ -107,8 +107,8 @@ class Lockstep(Together):
 
     @contextmanager
     def _ended_by_failures(self) -> Iterator[None]:
-        """A block of forwards. An exception inside of experts, where the others wait for this rank's tokens, ends the group
-        and becomes an `EngineDeadError`.
+        """Context manager of forwards. An exception inside experts, where other ranks wait for this rank's tokens, makes the
+        group fail and becomes an `EngineDeadError`.
         """
         try:
             yield
@@ -131,7 +131,7 @@ class Lockstep(Together):
         self.refuse_alone()
         done = self._done
         assert done is not None
-        # While `learn` finds the order, only a second call is out of turn.
+        # While `learn` finds the order, only a second call is wrong.
         if layer in done or (layer.known and self._layers[len(done)] is not layer):
             raise EngineStateError(
                 f"{self.group.name}: a step calls a module of experts twice or in another order than the other ranks' steps "
@@ -162,7 +162,7 @@ class _Experts:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """A block in which the module's forward is this one."""
+        """Context manager in which this object is the module's forward."""
         own: dict[str, Any] = vars(self._module)
         before = own.get("forward")
         self._forward = self._module.forward
@@ -184,6 +184,6 @@ class _Experts:
         return output
 
     def compute_without_tokens(self) -> None:
-        """Join the exchange without tokens, and compute this rank's experts on those that the others send."""
+        """Join the exchange without tokens, and run this rank's experts on the tokens of the others."""
         assert self._empty is not None
         self(*self._empty)

@@ -34,9 +34,9 @@ from rollout.state import KVCacheManagementMode
 _log = logging.getLogger(__name__)
 KEPT_NOTHING, KEPT_HELD, KEPT_ALL = range(3)
 SHRINK_BY = 8
-"""A step that runs out of memory takes one in so many blocks from the pool."""
+"""A step that runs out of memory takes one eighth of the blocks from the pool."""
 PRECISION = 32
-"""A pool that does not fit whole is made within one in so many of the blocks that fit."""
+"""If the whole pool does not fit, it is within one 32nd of the blocks that fit."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class MemoryMove:
     blocks_restored: int = 0
     """Blocks whose KV was copied back."""
     offload_failed: bool = False
-    """There was no memory to offload the KV to, so it is computed again."""
+    """Whether there was no memory to offload the KV to, so it is computed again."""
 
 
 class DynamicInferenceContext:
@@ -67,7 +67,7 @@ class DynamicInferenceContext:
         states: pool of the recurrent states; None: the model has none.
         num_blocks: configured size of the pool, in pages; `cache.num_blocks` is the current one.
         headroom: bytes of the device that the pool leaves free for a step.
-        to_come: bytes that CUDA graphs will take; left free too if the pool keeps half of its blocks.
+        to_come: bytes that CUDA graphs will take; also left free if the pool keeps half of its blocks.
         may_shrink: whether `resume` may make the pool smaller; all pools of a tensor-parallel group have equal blocks.
         kept: the least that a suspend has kept since this was set: `KEPT_ALL`, `KEPT_HELD` or `KEPT_NOTHING`.
     """
@@ -100,12 +100,12 @@ class DynamicInferenceContext:
         self.scheduler = Scheduler(config, self.allocator, clock)
         self._mode: KVCacheManagementMode | None = None
         self._followed: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
-        """Pages in use on the first rank of a tensor-parallel group, with and without what is only cached."""
+        """Pages in use on the first rank of a tensor-parallel group, with and without pages that are only cached."""
         self.may_shrink = True
         self.kept = KEPT_ALL
 
     def follow_blocks(self, live: NDArray[np.int32], held: NDArray[np.int32]) -> None:
-        """Use the pages that the first rank reports: those with content, and those that a request holds."""
+        """Use the pages that the first rank reports: pages with content, and pages that a request holds."""
         self._followed = live, held
 
     def blocks_in_use(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -121,11 +121,11 @@ class DynamicInferenceContext:
     def _num_live_blocks(self) -> int:
         if self._followed is None:
             return self.allocator.num_used + self.allocator.num_cached
-        # A follower has only the number of complete blocks that its pages amount to.
+        # A follower has only the number of complete blocks, computed from its pages.
         return len(self._live_memory()) // self.allocator.pages.groups
 
     def prepare_suspend(self) -> None:
-        """Pin memory for an offload in the background, after the last of several steps: no optimizer hook may wait."""
+        """Pin memory for an offload in the background, after the last of several steps, so that no optimizer hook waits."""
         if self.config.kv_cache_management_mode is KVCacheManagementMode.OFFLOAD and self._mode is None:
             self.cache.prepare_save(len(self._live_memory(False)))
 
@@ -259,12 +259,12 @@ class DynamicInferenceContext:
         return max(needed, default=1)
 
     def _follow_pool(self) -> NDArray[np.int32] | None:
-        """Make the allocator agree with the pool's size; returns what `BlockPages.resize` does."""
+        """Set the allocator to the pool's size; returns the result of `BlockPages.resize`."""
         self.allocator.pages.poisoned.clear()
         return self.allocator.pages.resize(self.cache.num_blocks)
 
     def _materialize(self, most: int, least: int) -> None:
-        """Make a pool of at most `most` blocks: all of them, or by bisection nearly as many as fit."""
+        """Allocate a pool of at most `most` blocks: all of them, or by bisection nearly as many as fit."""
         size, fits, short = most, least - 1, most + 1
         while True:
             refused = self._take(size, least)
@@ -280,18 +280,18 @@ class DynamicInferenceContext:
                     "memory and call resume() again, or build another engine"
                 ) from refused
             else:
-                # Memory that was free before may be taken now.
+                # Memory that was free earlier may be in use now.
                 short, fits = size, fits if fits < size else least - 1
             near = short - fits <= max(1, fits // PRECISION)
             size = max(least, fits if near else (fits + short) // 2)
 
     def _take(self, size: int, least: int) -> torch.OutOfMemoryError | None:
-        """Make a pool of `size` blocks; the error if it does not fit, or leaves the forward too little."""
+        """Allocate a pool of `size` blocks; returns the error if it does not fit, or leaves the forward too little."""
         try:
             self.cache.materialize(size)
         except torch.OutOfMemoryError as exc:
             return exc
-        # Graphs and copies only add speed, so they cost at most half of the pool.
+        # Graphs and copies only add speed, so they may take at most half of the pool.
         needed = self.headroom + (self.to_come() if 2 * size > self.num_blocks else 0)
         if size <= least or self._spare() >= needed:
             return None
@@ -352,7 +352,7 @@ def pool_size(
     size, pages = config.advanced.block_size_tokens, groups.count
     if config.kv_cache_blocks is not None:
         return config.kv_cache_blocks * pages
-    # All sequences decode, or some compute a step's positions of their prompts instead.
+    # Either all sequences decode, or some compute a step's positions of their prompts.
     useful = config.max_requests * groups.needed(-(-max_sequence_length // size), 1, size)
     useful += groups.limited * -(-config.step_tokens // size)
     per_token = sum(each.num_kv_heads * (each.head_dim + each.value_dim) for each in layout.layers[: groups.places])
@@ -379,7 +379,7 @@ def _budget(config: InferenceConfig, device: torch.device) -> float:
 
 
 def spare_bytes(device: torch.device) -> float:
-    """Bytes that tensors on a CUDA device can still take, those cached by torch included; elsewhere infinite."""
+    """Bytes that tensors on a CUDA device can still use, including memory cached by torch; infinite on other devices."""
     return _free_bytes(device) if device.type == "cuda" else math.inf
 
 

@@ -50,7 +50,7 @@ class EngineControl:
 
     @contextmanager
     def adapter_switch(self, what: str | None = None) -> Iterator[None]:
-        """A block, at a step boundary, that changes which adapters of the model act. `what` is ignored."""
+        """Context manager, at a step boundary, for changing the model's active adapters. `what` is ignored."""
         with self._lifecycle.locked():
             try:
                 yield
@@ -67,7 +67,7 @@ class EngineControl:
         self._signal(ControlSignal.UNPAUSE, lambda: self._mark_active(Status.ACTIVE_AND_GENERATING_TOKENS))
 
     def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
-        """Free the KV cache's device memory as `mode` (None: the configured mode) says.
+        """Free the KV cache's device memory according to `mode` (None: the configured mode).
 
         Args:
             keep_prefix_cache: also keep cached blocks that no request holds. They are useless once the weights change.
@@ -80,7 +80,7 @@ class EngineControl:
 
         def act() -> MemoryMove:
             if chosen is not KVCacheManagementMode.PERSIST:
-                # Steps may have run on another stream than the caller's.
+                # Steps may have run on a stream other than the caller's.
                 self._controller.runner.order.settle()
                 self._controller.runner.release_workspace()
             return self._context.suspend(chosen, keep_prefix_cache=keep_prefix_cache)
@@ -88,7 +88,7 @@ class EngineControl:
         return self._signal(ControlSignal.SUSPEND, act) or MemoryMove()
 
     def resume(self) -> MemoryMove:
-        """Bring the KV cache back to the device; the engine is PAUSED then.
+        """Restore the KV cache on the device; the engine is PAUSED afterwards.
 
         On CUDA copies may continue after this: the next step waits for them, and so does `wait_until_restored`.
         """
@@ -106,7 +106,7 @@ class EngineControl:
             self._controller.runner.order.wait()
 
     def stop(self) -> list[DynamicInferenceRequestRecord]:
-        """Stop the engine. Every unfinished request ends with an error; returns all records not handed out yet."""
+        """Stop the engine. Every unfinished request fails; returns all records not returned yet."""
 
         def act() -> None:
             for sample in self._context.scheduler.remove(lambda key: True):
@@ -133,7 +133,7 @@ class EngineControl:
         """Announce changed weights: the policy version moves by 1, or to `version`, in any state but STOPPED.
 
         KV of earlier weights is no longer shared, even if `version` is the current one. Requests that would exceed
-        `max_staleness` are handled by `staleness_policy`; none of them makes this raise.
+        `max_staleness` are handled by `staleness_policy`; this never raises because of them.
 
         Returns:
             The new policy version.
@@ -234,10 +234,10 @@ class EngineControl:
             return self._adapters.num_layers(name)
 
     def unload_adapter(self, name: str) -> int:
-        """Unload an adapter: requests that name it end with an error. Harmless when repeated.
+        """Unload an adapter; requests that name it fail. Harmless when repeated.
 
         Returns:
-            Number of samples that this ended.
+            Number of samples that failed.
         """
         with self._lifecycle.locked():
             scheduler = self._context.scheduler

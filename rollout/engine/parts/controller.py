@@ -97,7 +97,7 @@ class TextGenerationController:
             options = {"chat_template": self.chat_template, "add_generation_prompt": True}
             try:
                 written = tokenizer.apply_chat_template(messages, tokenize=not images, return_dict=False, **options)
-            # A template raises what it likes.
+            # A template may raise anything.
             except Exception as exc:
                 raise InvalidRequestError(f"the chat template refuses these messages: {exc}") from exc
             return self.process(written, images) if images else [int(token) for token in written]
@@ -110,7 +110,7 @@ class TextGenerationController:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model is of a family whose images are served."""
+        """Whether images are supported for the model's family."""
         return self.runner.vision.family is not None
 
     @property
@@ -126,7 +126,7 @@ class TextGenerationController:
             images: in the order of their placeholders.
 
         Raises:
-            InvalidRequestError: there is no processor, it refuses an image, an image cannot be read, or all are too large.
+            InvalidRequestError: there is no processor, it rejects an image, an image cannot be read, or all are too large.
         """
         if self.processor is None:
             raise InvalidRequestError(
@@ -165,7 +165,7 @@ class TextGenerationController:
         """Check that prompt tokens are valid model input.
 
         Raises:
-            InvalidRequestError: the prompt is empty or holds an id outside the vocabulary.
+            InvalidRequestError: the prompt is empty or has an id outside the vocabulary.
         """
         if not tokens:
             raise InvalidRequestError("the prompt is empty: at least one token is needed (a BOS token will do)")
@@ -189,7 +189,7 @@ class TextGenerationController:
             self.constraints.check(params.structured)
         self.runner.adapters.check(params.adapter)
         stops, vocabulary = self.stop_ids(params) if params.min_tokens else (), self.layout.vocab_size
-        # The length is compared first, since it costs nothing.
+        # The length is compared first, because that is cheap.
         if len(stops) >= vocabulary and len({token for token in stops if token < vocabulary}) == vocabulary:
             raise InvalidRequestError(
                 f"min_tokens={params.min_tokens}: every one of the {vocabulary} tokens is a stop id, so no token can be "
@@ -227,7 +227,7 @@ class TextGenerationController:
         request.generated_sequence_lengths = [request.generated_length]
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Token ids that end a request: its own and, unless `ignore_eos`, the model's end-of-sequence ids."""
+        """Token ids that finish a request: its own and, unless `ignore_eos`, the model's end-of-sequence ids."""
         eos = () if params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
 

@@ -1,4 +1,4 @@
-"""Explains what one engine does with its model on this machine, and why: layers, forward, kernels, KV pool, and advice."""
+"""Explains how one engine runs its model on this machine, and why: layers, forward, kernels, KV pool, advice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rollout.observe.metric_table import binary_bytes, short_count
 from rollout.sampling_params import SamplingParams
 
 LENGTH = 512
-"""Tokens of a sequence that each of `max_requests` should have room for."""
+"""Number of tokens that the pool should have room for in each of `max_requests` sequences."""
 PACKAGES = ("torch", "transformers")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE")
 SEQUENCES, PROMPT, TOKENS = 16, 16, 32
@@ -50,7 +50,7 @@ class ModelPart:
     device: str
     weights: str
     layers: tuple[str, ...]
-    """Layers by kind: number, class, heads and window or recurrent state, and the modules beside them."""
+    """Layers by kind: number, class, heads and window or recurrent state, and the modules next to them."""
     fused: bool | None
     """Whether the fused forward runs; None: unknown while suspended or sharded."""
     why_not_fused: str
@@ -59,7 +59,7 @@ class ModelPart:
     graphs: str
     """CUDA graphs: `decode steps`, or why there are none."""
     exact: str
-    """Exact mode: what it runs if it is on; else whether it could be turned on, and why not."""
+    """Exact mode: its kernels if it is on; otherwise whether it could be turned on, and why not."""
 
 
 @dataclass(frozen=True)
@@ -73,21 +73,21 @@ class KVPart:
     bytes: int
     max_sequence_length: int
     full_sequences: int
-    """Sequences of the greatest length that fit together."""
+    """Number of sequences of maximum length that fit together."""
     max_requests: int
     state_bytes: int
     """Bytes of the recurrent states of one sequence."""
     state_slots: int
-    """Sequences and prefixes whose states are kept."""
+    """Number of sequences and prefixes whose states are kept."""
     window: int | None
-    """Tokens behind which layers with a window free the KV of a running sequence; None: they keep it."""
+    """Tokens after which layers with a window free the KV of a running sequence; None: they keep it."""
     bytes_per_token_behind: int
-    """Bytes that stay of a token behind the window."""
+    """Bytes kept per token outside the window."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine of the engine; None: the system does not say."""
+    """Machine of the engine; None: unknown."""
 
     processor: str
     cores: float
@@ -97,14 +97,14 @@ class Machine:
     """Processes of this job on this machine (`LOCAL_WORLD_SIZE`)."""
     variables: dict[str, str]
     load: float | None
-    """Runnable processes and threads, mean of a minute."""
+    """Runnable processes and threads, averaged over a minute."""
     memory_total: int | None
     memory_free: int | None
     python: str
     packages: tuple[str, ...]
-    """Packages that the forward depends on: name, version, and the versions that work."""
+    """Packages that the forward depends on: name, version, and the supported versions."""
     untested: tuple[str, ...]
-    """The packages of other versions than those."""
+    """Packages with other versions than the supported ones."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Report of what an engine does with its model on this machine. `str()` is a page of text, `as_dict()` plain values.
+    """Report of how an engine runs its model on this machine. `str()` is a page of text, `as_dict()` plain values.
 
     Attributes:
         compiler: compiler and file of the CPU kernels, or why there are none; empty on other devices.
-        advice: what makes this slower than it need be, and the cure.
+        advice: causes of unnecessary slowness, with cures.
         trial: a timed decode of this engine; None: not measured.
     """
 
@@ -149,7 +149,7 @@ class Explanation:
 def explain(
     runner: ModelRunner, scheduler: Scheduler, config: InferenceConfig, source: WeightSource, length: int
 ) -> Explanation:
-    """Read an engine's parts, which no step uses meanwhile; `length`: longest sequence, in tokens."""
+    """Read an engine's parts, which no step may use in the meantime; `length`: longest sequence, in tokens."""
     model, kv, machine = _model_part(runner, config, source), _kv_part(runner, scheduler, config, length), _machine()
     compiler = cpu_library.status().described if runner.layout.device.type == "cpu" else ""
     return Explanation(model, kv, machine, compiler, tuple(_advice(model, kv, machine)))
@@ -163,7 +163,7 @@ def decode_trial(
 ) -> Trial | None:
     """Decode random tokens, best of two; the time of the prompts is subtracted. None: not a single sequence fits.
 
-    Uses up request ids: for an engine that nothing else samples with.
+    Uses request ids, so nothing else should sample with this engine.
 
     Args:
         generate: the engine's method.
@@ -183,7 +183,7 @@ def decode_trial(
             took.append(clock() - start)
         return min(took)
 
-    # The first call also pays for what is built lazily.
+    # The first call also pays for lazy initialisation.
     difference = seconds(1 + TOKENS) - seconds(1)
     return Trial(count, PROMPT + TOKENS // 2, count * TOKENS / max(difference, 1e-9))
 
@@ -359,7 +359,7 @@ def usable_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
     """Cores that this process may use.
 
     Args:
-        root: folder of the control groups, version 2 or 1; a seam for tests.
+        root: folder of the control groups, version 2 or 1; for tests.
     """
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     with suppress(OSError, ValueError):

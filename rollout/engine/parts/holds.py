@@ -1,4 +1,4 @@
-"""Named holds on one engine: it stands at the highest level that any holder asks for.
+"""Named holds on one engine, which is kept at the highest level that any holder requests.
 
     holds.hold(UPDATE, HoldLevel.SUSPENDED)     the engine is paused and suspended, unless it is already
     holds.hold(COORDINATOR, HoldLevel.PAUSED)   nothing moves: suspended is higher
@@ -27,7 +27,7 @@ class HoldLevel(IntEnum):
     PAUSED = 1
     """No steps; the KV cache stays."""
     SUSPENDED = 2
-    """No steps; the KV cache is handled as the mode says."""
+    """No steps; the KV cache is handled according to the mode."""
 
 
 COORDINATOR = "coordinator"
@@ -63,7 +63,7 @@ class HeldEngine(Protocol):
 
 
 class Holds:
-    """Levels asked for by named holders; the engine is moved to the highest one at every change.
+    """Levels requested by named holders; the engine is moved to the highest one at every change.
 
     All methods may be called by any thread; those that move the engine wait for its step boundary.
     """
@@ -77,24 +77,24 @@ class Holds:
         return holder in self._asked
 
     def level(self, holder: str) -> HoldLevel:
-        """Level that a holder asks for; that of `DIRECT` follows from the engine's state at its step boundary."""
+        """Level that a holder requests; the level of `DIRECT` follows from the engine's state at its step boundary."""
         if holder == DIRECT:
             with self._engine.locked():
                 self._note_direct()
         return self._asked.get(holder, HoldLevel.RUNNING)
 
     def describe(self) -> str:
-        """Holders and the levels they ask for; takes no lock."""
+        """Holders and the levels they request; takes no lock."""
         asked = [f"{holder} ({level.name.lower()})" for holder, level in tuple(self._asked.items())]
         return ", ".join(asked) or "none"
 
     @property
     def forbid_steps(self) -> bool:
-        """Whether a holder other than `DIRECT` asks for more than RUNNING; takes no lock."""
+        """Whether a holder other than `DIRECT` requests more than RUNNING; takes no lock."""
         return any(holder != DIRECT for holder in tuple(self._asked))
 
     def hold(self, holder: str, level: HoldLevel, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
-        """Ask for `level` in place of what `holder` asked for before, and move the engine accordingly.
+        """Request `level` in place of the earlier request of `holder`, and move the engine accordingly.
 
         Args:
             mode, keep_prefix_cache: see `EngineControl.suspend`; used if this call suspends the engine.
@@ -105,7 +105,7 @@ class Holds:
         Raises:
             ConfigError: there is no such mode.
             EngineStateError, EngineDeadError: the engine is stopped.
-            Exception: suspending or resuming failed. After any error the holder asks for what it asked before.
+            Exception: suspending or resuming failed. After any error the earlier request is in force.
         """
         return self._change({holder: level}, mode, keep_prefix_cache)
 

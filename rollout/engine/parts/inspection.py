@@ -1,4 +1,4 @@
-"""Read-only state of an engine: unfinished samples and their progress, counters and gauges, what blocks progress."""
+"""Read-only state of an engine: unfinished samples and their progress, counters and gauges, obstacles to progress."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rollout.state import EngineState
 
 _HOLD_LEVELS = dict.fromkeys(EngineState, 1) | {EngineState.RUNNING: 0, EngineState.SUSPENDED: 2}
 _SHOWN = 4
-"""Oldest samples that a report of the state names."""
+"""Number of oldest samples that a report of the state lists."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +45,11 @@ class Inspection:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step has something left to do or to hand out, with the adapters that act now."""
+        """Whether a step has work to do or records to return, with the currently active adapters."""
         return bool(self._ledger.ended or self._context.scheduler.has_work(self._watch.adapters.variant))
 
     def changed_settings(self) -> str:
-        """Names of settings that masks depend on and that changed since the engine was built."""
+        """Names of settings that affect masks and have changed since the engine was built."""
         self._guard.source.follow()
         return self._watch.changed_settings()
 
@@ -60,7 +60,7 @@ class Inspection:
         return changed and self._guard.source.sampled is self._guard.model
 
     def refuse_when_nothing_can_run(self) -> None:
-        """Raises: EngineStateError: all unfinished samples wait for adapters that do not act now, or for nothing."""
+        """Raises: EngineStateError: all unfinished samples wait for inactive adapters, or for nothing."""
         if not self._ledger.live or self.has_unfinished:
             return
         waiting = {sample.variant for sample in self._context.scheduler}
@@ -77,12 +77,12 @@ class Inspection:
 
     @property
     def acting_adapters(self) -> str:
-        """Description of the model's adapters that act now."""
+        """Description of the model's active adapters."""
         with self._lifecycle.lock:
             return described(self._watch.variant())
 
     def explain(self) -> Explanation:
-        """Explain what the engine does with this model on this machine, and why; `print` it. Runs between two steps."""
+        """Explain how the engine runs this model on this machine, and why; `print` it. Runs between two steps."""
         with self._lifecycle.locked():
             return explain(
                 self._controller.runner, self._context.scheduler, self._config, self._guard.source,
@@ -115,7 +115,7 @@ class Inspection:
         """Copies of the records of all unfinished samples, in scheduling order.
 
         Raises:
-            EngineStateError: some wait for other adapters than are active, which no record can express.
+            EngineStateError: some wait for inactive adapters, which a record cannot express.
         """
         with self._lifecycle.lock:
             scheduler, variant = self._context.scheduler, self._watch.variant()
@@ -137,8 +137,8 @@ class Inspection:
         """Tokens that unfinished samples have gained since `known`; takes a few microseconds per sample.
 
         Args:
-            known: (request_id, sample_index) → (completion tokens known, the prompt's policy version they came with,
-                events known).
+            known: (request_id, sample_index) → (completion tokens known, the prompt's policy version at that time, events
+                known).
 
         Returns:
             One row per sample of `known` with more tokens, or that was requeued (`StalenessPolicy.REQUEUE`) and counts
@@ -157,7 +157,7 @@ class Inspection:
             return grown
 
     def staleness(self) -> dict[int, int]:
-        """Per unfinished request id: updates since the oldest token of its unfinished samples (0: they have none)."""
+        """Per unfinished request id: weight updates since the oldest token of its unfinished samples (0: no tokens)."""
         with self._lifecycle.lock:
             largest: dict[int, int] = {}
             for sample in self._context.scheduler:
@@ -171,7 +171,7 @@ class Inspection:
         return self._ledger.counters
 
     def stats(self) -> dict[str, float]:
-        """Counters since construction and present gauges, by the names of `ENGINE_STATS`."""
+        """Counters since construction and current gauges, by the names of `ENGINE_STATS`."""
         scheduler, runner, allocator = self._context.scheduler, self._controller.runner, self._context.allocator
         sources = SimpleNamespace(
             scheduler=scheduler,

@@ -1,4 +1,4 @@
-"""Takes requests in: checks prompts and records, builds their samples, numbers and queues them."""
+"""Accepts requests: checks prompts and records, builds their samples, numbers and queues them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Intake:
         _routes: shape of the expert routes that the engine records; None: it records none.
 
     Attributes:
-        next_request_id: id of the next request that brings none.
+        next_request_id: id of the next request without its own.
         order: number of groups queued so far, which breaks ties in the queue.
     """
 
@@ -73,7 +73,7 @@ class Intake:
         """Accept one prompt (and its n samples); it runs in the coming steps.
 
         Args:
-            prompt: text, token ids, chat messages, or what a processor returned for one prompt with images.
+            prompt: text, token ids, chat messages, or the processor's result for one prompt with images.
             request_id: yours, or None for the engine's next.
             priority: higher runs first; equal ones in order of arrival.
             metadata: msgpack-able, returned untouched in the results.
@@ -86,7 +86,7 @@ class Intake:
             The request id.
 
         Raises:
-            InvalidRequestError: it can never be served as asked; nothing was queued.
+            InvalidRequestError: it can never be served; nothing was queued.
             EngineStateError: the engine is stopping or stopped.
         """
         (params,) = one_each(sampling_params, 1)
@@ -126,7 +126,7 @@ class Intake:
         return numbers
 
     def add_record(self, record: DynamicInferenceRequestRecord) -> None:
-        """Continue an unfinished record (from `snapshot`, another engine or a checkpoint file) where it stands.
+        """Continue an unfinished record (from `snapshot`, another engine or a checkpoint file) where it stopped.
 
         Raises:
             InvalidRequestError: it can never be served here; nothing was queued.
@@ -145,7 +145,7 @@ class Intake:
         """Token ids of a prompt that `add_request` would accept; nothing is queued.
 
         Raises:
-            InvalidRequestError, ConfigError, TypeError: it would refuse it.
+            InvalidRequestError, ConfigError, TypeError: `add_request` would raise.
         """
         (params,) = one_each(sampling_params, 1)
         tokens = self._controller.tokenize(prompt)
@@ -169,10 +169,10 @@ class Intake:
         self._check(record[0].prompt_tokens, record[0].sampling_params)
 
     def abort_request(self, request_id: int, sample_index: int | None = None) -> int:
-        """End a request now, in any state; its blocks are free before this returns.
+        """Abort a request now, in any state; its blocks are free when this returns.
 
         Returns:
-            How many samples were ended (0: it had finished, or never was).
+            Number of aborted samples (0: it had finished, or never existed).
         """
         with uninterrupted(), self._lifecycle.lock:
             removed = self._scheduler.remove(lambda key: key[0] == request_id and sample_index in (None, key[1]))
@@ -181,7 +181,7 @@ class Intake:
             return len(removed)
 
     def forget(self, request_id: int, sample_index: int) -> None:
-        """Drop a sample that was never run here, uncounted; nothing is handed out. Unknown samples are ignored."""
+        """Drop a sample that never ran here, without counting or returning it. Unknown samples are ignored."""
         with self._lifecycle.lock:
             for sample in self._scheduler.remove(lambda key: key == (request_id, sample_index)):
                 self._ledger.forget(sample)
@@ -216,11 +216,11 @@ class Intake:
         """Build the samples `indices` of a new request: the first one, with the others as its unforked `siblings`.
 
         Raises:
-            InvalidRequestError: the request can never be served as asked.
+            InvalidRequestError: the request can never be served.
         """
         pictured = self.images(number, tokens)
         params = self.clamped(number, tokens, params)
-        # Every request has a seed, its own or a derived one, so that its random stream survives checkpoints.
+        # Every request has its own or a derived seed, so that its random stream survives checkpoints.
         seed = stream_key(self._config.seed, number) if params.seed is None else params.seed
         samples: list[Sample] = []
         for index in indices:
@@ -240,7 +240,7 @@ class Intake:
 
         Raises:
             InvalidRequestError: it can never be served here, its policy version is later than `version`, or its kept tokens
-                are not those of its tokens.
+                do not match its tokens.
         """
         number = record.request_id
         _refuse_unserved(record, self._routes, self._controller.layout.vocab_size)
@@ -299,7 +299,8 @@ class Intake:
         return self._sample(DynamicInferenceRequestRecord.from_request(fresh), order, pictured)
 
     def replace(self, sample: Sample, what: str, build: Callable[..., Sample]) -> bool:
-        """Queue what `build` (`continued` or `from_prompt`) makes of a sample in no queue; if it raises, the sample fails.
+        """Queue the result of `build` (`continued` or `from_prompt`) for a sample in no queue; if it raises, the sample
+        fails.
 
         Returns:
             Whether the new sample was queued.
@@ -316,7 +317,7 @@ class Intake:
         return True
 
     def images(self, number: int, tokens: list[int]) -> PromptImages | None:
-        """The images that a prompt carries; None: it is text.
+        """The images of a prompt; None: it has none.
 
         Raises:
             InvalidRequestError: they do not fit the prompt or the model.
@@ -371,7 +372,7 @@ class Intake:
     def _request(
         self, images: ImageInputs | None, pictured: PromptImages | None, tokens: list[int], **fields: Any
     ) -> DynamicInferenceRequest:
-        """A request for this engine, of the kind that its images need."""
+        """A request for this engine, of the class that its images need."""
         fields |= {
             "prompt_tokens": tokens,
             "block_size_tokens": self._config.advanced.block_size_tokens,
@@ -420,7 +421,7 @@ class Intake:
 
 
 def prompt_of(request: DynamicInferenceRequest) -> list[int]:
-    """Prompt tokens of a record's first segment as they were given, with the images."""
+    """Original prompt tokens of a record's first segment, with the images."""
     given, images = request.prompt_tokens[: request.original_prompt_length], _images(request)
     return given if images is None else ImagePrompt(given, images)
 
@@ -430,7 +431,7 @@ def _images(request: DynamicInferenceRequest) -> ImageInputs | None:
 
 
 def _refuse_unserved(record: DynamicInferenceRequestRecord, routes: RouteShape | None, vocabulary: int) -> None:
-    """Refuse a record with fields that the engine does not support, instead of ignoring them silently."""
+    """Raise for records with fields that the engine does not support, instead of ignoring them silently."""
     for request in record:
         if isinstance(request, VLMInferenceRequest) and request.images is None and request.num_tiles:
             field, cure = "num_tiles", "there is no image; give imgs, or clear it"
@@ -477,7 +478,7 @@ def _wrong_kept_tokens(request: DynamicInferenceRequest, vocabulary: int) -> str
 
 
 def _fit_values(record: DynamicInferenceRequestRecord, width: int) -> None:
-    """Drop a record's values where the engine has no function (`width` 0); make missing ones NaN where it has one."""
+    """Drop a record's values if the engine has no value function (`width` 0); otherwise make missing ones NaN."""
     for segment in record:
         shape = (segment.generated_length, width)
         if not width:

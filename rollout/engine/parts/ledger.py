@@ -1,6 +1,6 @@
-"""Samples of one engine from acceptance to hand-out: unfinished ones by request, ended records, counters.
+"""Samples of one engine from acceptance until they are returned: unfinished by request, finished records, counters.
 
-Always true: a sample that was accepted is either in `live` or in `ended`, until `take` hands it out once.
+Always true: an accepted sample is either in `live` or in `ended`, until `take` returns it once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Ledger:
 
     Attributes:
         live: unfinished samples, by request id and sample index.
-        ended: records that were not handed out yet.
-        counters: those of `ENGINE_STATS` that are counted here: steps, prompt tokens, requests.
+        ended: finished records that were not returned yet.
+        counters: `ENGINE_STATS` that are counted here: steps, prompt tokens, requests.
     """
 
     _scheduler: Scheduler
@@ -74,35 +74,35 @@ class Ledger:
 
     def unfinished(self) -> list[Sample]:
         """All unfinished samples."""
-        # Copies, since another thread may end a sample meanwhile.
+        # Copies, because another thread may finish a sample in the meantime.
         return [sample for samples in list(self.live.values()) for sample in list(samples.values())]
 
     def oldest_arrival(self) -> float:
-        """Arrival of the oldest unfinished request, seconds since the epoch; 0: there is none."""
-        # Not that of the lowest id: a request that continues here is older.
+        """Arrival of the oldest unfinished request, in seconds since the epoch; 0: there is none."""
+        # Not the one with the lowest id, because a continued request is older.
         firsts = (next(iter(list(samples.values())), None) for samples in list(self.live.values()))
         return min((sample.record[0].arrival_time for sample in firsts if sample is not None), default=0.0)
 
     def staleness(self, sample: Sample) -> int:
-        """Weight updates since the oldest completion token of a sample; 0: it has none."""
+        """Weight updates since the oldest completion token of a sample; 0: it has no tokens."""
         request = sample.request
         oldest = request.policy_spans.oldest(start=request.original_prompt_length)
         return 0 if oldest is None else self._scheduler.version - oldest
 
     def end(self, sample: Sample, reason: FinishReason, error: str | None = None) -> None:
-        """End a sample that is in no queue, and collect it."""
+        """Finish a sample that is in no queue, and collect it."""
         self._scheduler.leave(sample, reason, error)
         self.collect(sample)
 
     def fail(self, samples: Sequence[Sample], exc: Exception) -> None:
-        """End samples with an error and its event."""
+        """Finish samples with an error and its event."""
         now = self._clock()
         for sample in samples:
             sample.request.add_event_error_nontransient(exc, timestamp=now)
             self.end(sample, FinishReason.ERROR, f"{type(exc).__name__}: {exc}")
 
     def collect(self, sample: Sample) -> None:
-        """Move a sample that has ended from `live` to `ended`, with its text, latency and count."""
+        """Move a finished sample from `live` to `ended`, with its text, latency and count."""
         record, request = sample.record, sample.request
         if (counter := _COUNTED.get(request.finish_reason)) is not None:
             self.counters[counter] += 1
@@ -121,7 +121,7 @@ class Ledger:
             del self.live[number]
 
     def take(self, keys: Callable[[tuple[int, int]], bool] = lambda key: True) -> list[DynamicInferenceRequestRecord]:
-        """Hand out the ended records whose (request_id, sample_index) fits; the others stay."""
+        """Return the finished records whose (request_id, sample_index) matches; the others stay."""
         taken: list[DynamicInferenceRequestRecord] = []
         stay: list[DynamicInferenceRequestRecord] = []
         for record in self.ended:
@@ -130,7 +130,7 @@ class Ledger:
         return taken
 
     def put_back(self, taken: Sequence[DynamicInferenceRequestRecord]) -> None:
-        """Return records that `take` handed out and that did not arrive; the next `take` hands them out again."""
+        """Put back records that `take` returned and that did not arrive; the next `take` returns them again."""
         self.ended[:0] = taken
 
     def _text(self, sample: Sample) -> str | None:

@@ -31,12 +31,12 @@ class Lifecycle:
         self.cause_of_death: BaseException | None = None
         self.lock = FairLock()
         self.on_move: Callable[[], None] | None = None
-        # Not the engine's lock: a thread that waits for a state must not queue behind the steps.
+        # Not the engine's lock, because a thread that waits for a state must not queue behind the steps.
         self._changed = threading.Condition()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Several calls at one step boundary: no step of another thread comes between them."""
+        """Context manager for several calls at one step boundary: no step of another thread runs between them."""
         with interrupt_deferred(), self.lock, plain_tensors():
             yield
 
@@ -49,7 +49,7 @@ class Lifecycle:
         """Call `act` and move to the signal's next state. If `act` raises, the state is as before.
 
         Returns:
-            What `act` returns; None: the signal is harmless in this state, and nothing was done.
+            The result of `act`; None: the signal has no effect in this state.
 
         Raises:
             EngineStateError: the signal is not allowed in the current state.

@@ -12,7 +12,7 @@ from rollout.errors import EngineStateError
 
 
 class Peers:
-    """This rank's place among the ranks that compute forwards with it. Every one of them builds it at the same time.
+    """This rank's place among the ranks that compute forwards with it. All of them construct it at the same time.
 
     Attributes:
         group: ranks that compute every step together, each with its shard of the weights; None: this rank alone.
@@ -29,7 +29,7 @@ class Peers:
             self.group.refuse_unequal("InferenceConfig", repr(config))
         if (mesh := weights.expert_parallel_mesh) is not None:
             exchange = TensorParallelGroup(mesh, config.advanced.control_timeout_s, "expert-parallel")
-            # The verification is a forward of every rank, or of none.
+            # The verification is a forward of all ranks or of none.
             exchange.refuse_unequal("Advanced.verify_model", str(config.advanced.verify_model))
             self.lockstep = Lockstep(exchange, modules_split_over("ep", weights.trained))
         self.leader = Leader(self.group) if self.group is not None and self.group.leads else None
@@ -38,7 +38,7 @@ class Peers:
 
     @property
     def everyone(self) -> TensorParallelGroup | None:
-        """The ranks without which this one computes no forward; None: there are none."""
+        """The ranks that must take part in every forward of this one; None: there are none."""
         return self.group if self.lockstep is None else self.lockstep.group
 
     def least(self, value: int) -> int:
@@ -46,11 +46,11 @@ class Peers:
         return value if self.group is None else self.group.least(value)
 
     def all_hold(self, holds: bool) -> bool:
-        """Whether something holds on every rank that computes forwards with this one; all of them call it."""
+        """Whether a condition is true on every rank that computes forwards with this one; all of them call it."""
         return holds if self.everyone is None else self.everyone.least(int(holds)) == 1
 
     def refuse_alone(self) -> None:
-        """Raises: EngineStateError: a step needs the other ranks, and no call of theirs is running."""
+        """Raises: EngineStateError: a step needs the other ranks, and they are not in a call."""
         self.together.refuse_alone()
         if self.group is not None and self.leader is None:
             raise EngineStateError(

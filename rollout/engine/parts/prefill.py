@@ -4,7 +4,7 @@ Always true here:
 - sequences are packed and chunked like prompts, and shared prefixes, also those in the prefix cache, are computed once;
 - requests in flight wait; the youngest lose their KV only if the longest sequence finds no room;
 - at most `LOGITS_BYTES` of logits (or those of one position) exist at a time;
-- afterwards no block is held, even after an exception.
+- no block is held afterwards, even after an exception.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ Take = Callable[[NDArray[np.int64], NDArray[np.int64], Tensor], bool]
 
 
 class Wanted(NamedTuple):
-    """One sequence and where its logits are wanted."""
+    """One sequence, and the positions whose logits are needed."""
 
     tokens: Sequence[int]
     """At least one."""
     positions: NDArray[np.int64]
-    """Ascending, at least one; tokens behind the last are not computed, unless there are images."""
+    """Ascending, at least one; tokens after the last are not computed, unless there are images."""
     images: ImageInputs | None = None
     """Images of the placeholders among the tokens."""
     adapter: str | None = None
-    """Name of a loaded LoRA adapter; None: the model as it stands."""
+    """Name of a loaded LoRA adapter; None: the model with its own active adapters."""
 
     @property
     def params(self) -> SamplingParams:
@@ -69,7 +69,7 @@ class Prefill:
     _intake: Intake
 
     def run(self, wanted: Sequence[Wanted], take: Take) -> None:
-        """Hand the logits of every wanted position to `take`, each once or, after a preemption, again.
+        """Pass the logits of every wanted position to `take`, each once or, after a preemption, again.
 
         Raises:
             InvalidRequestError: a sequence cannot be computed (see `Intake.clamped`, `Intake.images`); names its index.
@@ -88,7 +88,7 @@ class Prefill:
                 scheduler.remove(lambda key: True)
 
     def _check(self, index: int, wanted: Wanted) -> int:
-        """Tokens of the longest image, which one step has to compute at once. Raises as `run`."""
+        """Tokens of the longest image, all of which one step must compute. Raises as `run`."""
         tokens = _tokens(wanted, len(wanted.tokens))
         try:
             self._intake.clamped(index, tokens, wanted.params)
@@ -101,7 +101,7 @@ class Prefill:
     def _scheduler(self, longest_whole: int) -> Scheduler:
         """An empty scheduler over the engine's blocks and prefix cache."""
         vocabulary = self._runner.layout.vocab_size
-        # No logits of an image's positions are wanted.
+        # Logits at an image's positions are not needed.
         most = max(1, longest_whole, min(self._config.step_tokens, LOGITS_BYTES // (4 * vocabulary)))
         config = replace(self._config, max_tokens_per_step=most, max_requests=min(self._config.max_requests, most))
         context = self._context
@@ -113,7 +113,7 @@ class Prefill:
         first, last = int(wanted.positions[0]), int(wanted.positions[-1])
         tokens = _tokens(wanted, last + 1)
         sample = self._intake.group(index, tokens, wanted.params, order=(0, index), version=scheduler.version)
-        # What is found in the prefix cache has no logits.
+        # Positions found in the prefix cache have no logits.
         sample.hashes, sample.reusable = sample.hashes[: first // self._config.advanced.block_size_tokens], first
         scheduler.add(sample)
         return sample
@@ -148,7 +148,7 @@ class Prefill:
         finite = take(indices, positions, logits[: len(keep)])
         memory = np.zeros(0, np.int32)
         if not finite:
-            # KV with a NaN must not be shared, nor be read by a kernel that multiplies it by zero.
+            # KV with a NaN must not be shared, nor read by a kernel that multiplies it by zero.
             scheduler.table.current[step.rows] = False
             memory = np.concatenate([scheduler.blocks.memory(row) for row in step.rows.tolist()])
         scheduler.update(step, _NOTHING_SAMPLED)
@@ -157,7 +157,7 @@ class Prefill:
 
 
 def _tokens(wanted: Wanted, count: int) -> list[int]:
-    """The first `count` tokens; with images all of them, since every placeholder needs its image."""
+    """The first `count` tokens; all tokens if there are images, because every placeholder needs its image."""
     return list(wanted.tokens[:count]) if wanted.images is None else ImagePrompt(wanted.tokens, wanted.images)
 
 

@@ -1,8 +1,7 @@
 """One engine step: follow the model's adapters and forward, schedule, execute, update.
 
-An exception fails the requests it belongs to; the others compute their KV again. After `MAX_FAILED_STEPS` failed steps in a
-row, or when a member of its tensor-parallel group is lost, the engine is dead, and every unfinished request ends with an
-error.
+An exception fails the requests that it belongs to; the others compute their KV again. After `MAX_FAILED_STEPS` failed steps
+in a row, or when a member of its tensor-parallel group is lost, the engine is dead, and every unfinished request fails.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Stepper:
 
     Attributes:
         last: the step that was scheduled last; None: there was nothing to run.
-        made: how many decode steps the last call made; 1 if it had prefill chunks, 0 if nothing ran or it failed.
+        made: number of decode steps of the last call; 1 if it had prefill chunks, 0 if nothing ran or it failed.
     """
 
     _context: DynamicInferenceContext
@@ -62,7 +61,7 @@ class Stepper:
         return self._context.scheduler
 
     def step(self, *, ahead: bool = False) -> None:
-        """Schedule, execute, update; records that end are in the ledger.
+        """Schedule, execute, update; finished records go to the ledger.
 
         Args:
             ahead: make several decode steps in one call if nothing needs Python in between.
@@ -90,11 +89,11 @@ class Stepper:
                 self._run(step, log)
 
     def follow_forward(self) -> Variant:
-        """Read which adapters and forward settings act now; KV of others is not shared. Returns the adapters."""
+        """Read the active adapters and forward settings; KV of other settings is not shared. Returns the adapters."""
         scheduler, installation = self._scheduler, self._controller.runner.installation
         variant = self._watch.variant()
         if variant != scheduler.variant:
-            # What a forward has bound of the model may be of the other adapters.
+            # Bindings of the forward to the model may refer to the other adapters.
             installation.module_epoch += 1
         forward = self._watch.forward_key()
         if (variant, forward) != (scheduler.variant, scheduler.forward):
@@ -152,7 +151,8 @@ class Stepper:
     # --- failures -----------------------------------------------------------------------------------------------
 
     def _contain(self, step: ScheduledStep, exc: Exception) -> None:
-        """Handle a forward that raised: without device memory the pool shrinks; else every request of the step fails."""
+        """Handle a forward that raised: if device memory ran out, the pool shrinks; otherwise every request of the step
+        fails."""
         if lacks_device_memory(exc):
             # Frames of the failed forward hold its tensors.
             clear_frames(exc.__traceback__)
@@ -181,7 +181,7 @@ class Stepper:
         return True
 
     def _fail_image(self, step: ScheduledStep, exc: EncodingError) -> None:
-        """Fail the request whose image the vision tower refused; the other requests of the step continue."""
+        """Fail the request whose image made the vision tower raise; the other requests of the step continue."""
         cause = exc.__cause__
         assert isinstance(cause, Exception)
         self._scheduler.preemption.requeue_step(step, exc)
@@ -190,8 +190,8 @@ class Stepper:
     def _start_over(self, exc: BaseException, *, half_taken: bool) -> None:
         """Rebuild queues, rows and blocks, which an exception in `schedule` or `update` has left in disagreement.
 
-        The request that was being admitted fails alone, and the others compute their KV again. If there was none, all that
-        held a row fail. An interrupt (Ctrl-C) fails no request.
+        The request that was being admitted fails alone, and the others compute their KV again. Without such a request, all
+        with a row fail. An interrupt (Ctrl-C) fails no request.
         """
         scheduler = self._scheduler
         admitting = scheduler.planner.admitting
@@ -208,7 +208,7 @@ class Stepper:
                 sample.request.add_event_error_transient(exc, timestamp=now)
                 sample.request.add_event_evict(timestamp=now)
                 self._intake.replace(sample, "cannot go on", self._intake.continued)
-        # A request that takes the blame is removed, so retries terminate without counting.
+        # The request that takes the blame is removed, so retries terminate without counting.
         if isinstance(exc, Exception) and not (group and guilty):
             self._count_failed_step(exc)
 
@@ -226,7 +226,7 @@ class Stepper:
     # --- steps together with other ranks ------------------------------------------------------------------------
 
     def follow(self) -> Any:
-        """Compute what the first rank of the tensor-parallel group decides, until it ends its call.
+        """Compute the work that the first rank of the tensor-parallel group sends, until its call is over.
 
         Returns:
             The outcome that the first rank sends (see `Leader.leading`).
@@ -251,7 +251,7 @@ class Stepper:
             return follow(self._peers.group, compute, encode)
 
     def agree(self, state: int) -> int:
-        """The smallest state of the ranks that exchange tokens with this one; every one calls it (see `Lockstep`).
+        """The smallest state of the ranks that exchange tokens with this one; all of them call it (see `Lockstep`).
 
         Raises:
             EngineDeadError: the group has ended.

@@ -1,6 +1,6 @@
-"""Structured output: which tokens may come next under a request's constraint, by llguidance.
+"""Structured output: the tokens that may come next under a request's constraint, by llguidance.
 
-A matcher is a cache of the constraint's state, which follows from the completion's tokens alone. Nothing has to be saved for
+A matcher caches the constraint's state, which depends only on the completion's tokens. Nothing has to be saved for
 preemption, suspension or a restart.
 """
 
@@ -35,10 +35,10 @@ class Allowed:
     rows: list[int]
     bits: Bits
     failed: dict[int, str]
-    """Row → why its constraint cannot be followed any further. Such a row has no token."""
+    """Row → why its constraint cannot be followed any further. Such a row gets no token."""
 
     def only(self, row: int, tokens: Sequence[int]) -> bool:
-        """Whether `row` is constrained to these tokens."""
+        """Whether `row` is constrained to exactly these tokens."""
         if row not in self.rows:
             return False
         bits = self.bits[self.rows.index(row)].copy()
@@ -49,7 +49,7 @@ class Allowed:
 
 @dataclass(slots=True, eq=False)
 class _Matcher:
-    """A matcher that has taken the first `taken` tokens of its completion."""
+    """A matcher that has consumed the first `taken` tokens of its completion."""
 
     state: Any
     taken: int = 0
@@ -59,9 +59,9 @@ class Constraints:
     """Constraints of the slots of one engine. `check` may be called from any thread.
 
     Args:
-        tokenizer: a Hugging Face tokenizer; None: constraints are refused.
+        tokenizer: a Hugging Face tokenizer; None: constraints are rejected.
         vocab_size: the model's, [V].
-        end_ids: end-of-text tokens, which are allowed where the text is complete.
+        end_ids: end-of-text tokens, which are allowed when the text is complete.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ class Constraints:
         self._matchers: dict[int, _Matcher] = {}
 
     def check(self, constraint: StructuredOutput) -> None:
-        """Compile a constraint, or find it compiled.
+        """Compile a constraint, unless it is already compiled.
 
         Raises:
             InvalidRequestError: it does not compile, or the tokenizer cannot be constrained.
@@ -82,7 +82,7 @@ class Constraints:
         self._copy_of(constraint)
 
     def set(self, slot: int, constraint: StructuredOutput | None) -> None:
-        """Set the constraint of the completion that a slot holds now."""
+        """Set the constraint of the completion in a slot."""
         if constraint is not None:
             self._matchers[slot] = _Matcher(self._copy_of(constraint))
         else:
@@ -103,7 +103,7 @@ class Constraints:
 
         Args:
             slots: [R], the slot of each row.
-            tokens: [S, C], tokens of every slot; those of its completion are `origin` … `length`, [S] each.
+            tokens: [S, C], tokens of every slot; its completion is `origin` … `length`, [S] each.
         """
         rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._matchers] if self._matchers else []
         if not rows:
@@ -140,7 +140,7 @@ class Constraints:
         if self._vocabulary is None:
             self._vocabulary = self._read_vocabulary()
         grammar = _lark(library, constraint)
-        # The library bounds the work of compiling, and of every mask; beyond it a matcher is in error.
+        # The library bounds the work of compiling and of every mask; above the bound a matcher has an error.
         matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
             raise InvalidRequestError(f"structured: the {constraint.kind} does not compile: {_why(matcher)}")
@@ -179,7 +179,7 @@ class _Vocabulary:
 
 
 _INTERNALS = re.compile(r"\n<state>.*|\n +\d+ \| .*|at \d+\(\d+\): failed to compile JSON schema: ", re.DOTALL)
-"""Parts of the library's messages about its own state, and about the grammar that it is given for a schema."""
+"""Parts of the library's messages about its own state, and about the grammar it gets for a schema."""
 
 
 def _why(matcher: Any) -> str:
@@ -190,7 +190,7 @@ def _why(matcher: Any) -> str:
 
 
 def _lark(library: Any, constraint: StructuredOutput) -> str:
-    """The constraint as llguidance's Lark, without forced tokens: those would leave only a text's own tokenisation."""
+    """The constraint as llguidance's Lark, without forced tokens, which would allow only the text's own tokenisation."""
     if constraint.json_schema is not None:
         text = f"start: {json_rule(json.loads(str(constraint.json_schema)))}"
     elif constraint.regex is not None:

@@ -1,4 +1,4 @@
-"""Changes of logits before they are filtered (logit_bias, banned tokens, constraints, penalties), and what filters kept."""
+"""Changes of logits before filtering (logit_bias, banned tokens, constraints, penalties), and the kept tokens."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def removed(allowed: Allowed, start: int, end: int, scores: Tensor) -> tuple[Ten
         return None
     rows = upload(np.array([allowed.rows[place] - start for place in places], np.int64), scores.device)
     packed = upload(allowed.bits[places], scores.device)
-    # Made on the device: a list would be copied there while the host waits for the forward.
+    # Created on the device, because a list would be copied there while the host waits for the forward.
     bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
     return rows, packed[:, :, None].bitwise_right_shift(bits).bitwise_and(1).eq(0).flatten(1)[:, : scores.shape[1]]
 
 
 def _penalize(scores: Tensor, rows: SamplingRows, histories: Sequence[History]) -> None:
-    # A repeated token is written repeatedly, with the same value.
+    # A repeated token is written several times with the same value.
     flat, penalized = scores.view(-1), rows.penalized.tolist()
     if rows.any_repetition:
         row, index = _places(penalized, [np.concatenate(histories[row]) for row in penalized], scores)
@@ -86,7 +86,7 @@ def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: 
     if not inside.all():
         counts = np.bincount(np.repeat(np.arange(len(rows)), counts)[inside], minlength=len(rows))
         token = token[inside]
-    # Four bytes per token of the histories: they go to the device in every step.
+    # Four bytes per token of the histories, because they are copied to the device in every step.
     first, count, token = (np.asarray(each, np.int32) for each in (rows, counts, token))
     row, times, column = upload_together((first, count, token), scores.device)
     row = row.long().repeat_interleave(times.long(), output_size=len(token))
@@ -96,7 +96,7 @@ def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: 
 def drawable(kept: Tensor, relative: Tensor, rows: SamplingRows, least: float) -> Sets:
     """The kept tokens that can be drawn; on a CPU the C++ kernel finds them while it draws (`CpuDraw`).
 
-    Tokens of weight 0 cannot; without them a set that top_k alone bounds stays small if the distribution is sharp.
+    Tokens of weight 0 cannot be drawn. Without them, a set bounded only by top_k stays small if the distribution is sharp.
 
     Args:
         kept: [R, V] bool, the tokens that pass the filters.

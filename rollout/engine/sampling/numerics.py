@@ -1,7 +1,7 @@
-"""Numbers that follow from a row alone: its random stream, and log-probs with the bits of torch's own log-softmax.
+"""Numbers that depend only on a row: its random stream, and log-probs with the bits of torch's own log-softmax.
 
-The random number at a position follows from key and position, so a sample's tokens are independent of the rest of the batch,
-of interruptions and of the device.
+The random number at a position depends only on key and position, so a sample's tokens are independent of the rest of the
+batch, of interruptions and of the device.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Sampling: logits and parameters to tokens and log-probs.
 
 Always true:
-- A row's token and log-probs follow from its logits, parameters, key and position alone, bit for bit. Probabilities are
-  summed as integers (the most likely token weighs 2^42), so the order of a sum is irrelevant.
+- A row's token and log-probs depend only on its logits, parameters, key and position, bit for bit. Probabilities are summed
+  as integers (the most likely token weighs 2^42), so the order of a sum is irrelevant.
 - A token of weight 0 cannot be drawn: filtered tokens, and tokens less than 2^-42 as likely as the most likely one.
-- The logits given are not changed. Nothing synchronises with the device, except for rows that return their kept tokens.
+- The given logits are not changed. Nothing synchronises with the device, except for rows that return their kept tokens.
 - A row without a finite largest logit (all -inf, or a NaN) gets log-prob NaN and some token id. The caller checks for NaN
   when it reads the log-probs; raising here would need a synchronisation.
 
@@ -43,7 +43,7 @@ LOWEST = -50.0
 """Logits this far or farther below the largest weigh at most exp(-50) * 2^42 < 1e-9, which rounds to 0."""
 
 CPU_ELEMENTS = 2**19
-"""Logits per operation and CPU thread: few enough for its cache, enough to amortise the call."""
+"""Logits per operation and CPU thread: few enough for the cache, enough to amortise the call."""
 
 DEVICE_ELEMENTS = 2**27
 """Logits per operation on other devices, which bounds the temporaries (about 20 bytes per logit)."""
@@ -164,7 +164,7 @@ def _joined(parts: Sequence[tuple[Tensor | None, ...]]) -> tuple[Any, ...]:
 
 
 class _Wanted(NamedTuple):
-    """Results of all rows of a call besides tokens and log-probs."""
+    """Optional results of all rows of a call, in addition to tokens and log-probs."""
 
     top_n: int
     kept: bool
@@ -221,7 +221,7 @@ def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tens
     relative = _exponentials(torch.sub(tempered, peak, out=scratch.take("relative", scores)))
     kept = _kept(tempered, peak, relative, rows)
     assert kept is not None
-    # A row with a NaN keeps it: the caller must see it, and the other rows must not change.
+    # A row with a NaN keeps it, so that the caller finds it; the other rows do not change.
     removed = kept.logical_not_().logical_and_(peak.isfinite())
     if wanted.scores:
         tempered = scratch.take("listed", scores).copy_(tempered).masked_fill_(removed, -torch.inf)
@@ -272,7 +272,7 @@ def _chosen(weights: Tensor, ends: Tensor, greedy_ids: Tensor | None, rows: Samp
     if greedy_ids is not None and rows.all_greedy:
         return greedy_ids
     total = ends[:, -1]
-    # The product rounds up to the total itself for the largest uniforms.
+    # For the largest uniforms the product rounds up to the total itself.
     draw = torch.minimum((uniforms(rows.key, positions) * total).to(torch.int64), total - 1)
     drawn = _first_above(weights, ends, draw)
     return drawn if greedy_ids is None else torch.where(rows.greedy, greedy_ids, drawn)
@@ -345,7 +345,7 @@ def _smallest(values: Tensor, width: int) -> Tensor:
 
 
 def _first_best(blocks: Tensor) -> Tensor:
-    """[R] int64: the first largest element of each row. Two small searches: one `argmax` takes ten times as long."""
+    """[R] int64: the first largest element of each row. Two small searches, because one `argmax` takes ten times as long."""
     block = blocks.amax(-1).argmax(-1, keepdim=True)
     return block[:, 0] * BLOCK + _inside(blocks, block).argmax(-1)
 
@@ -366,12 +366,12 @@ def _inside(blocks: Tensor, block: Tensor) -> Tensor:
 
 
 def _exponentials(shifted: Tensor) -> Tensor:
-    """Exponentiate in place, clamped at `LOWEST`: a CPU takes 40 times as long for results below 1e-38."""
+    """Exponentiate in place, clamped at `LOWEST`, because a CPU takes 40 times as long for results below 1e-38."""
     return shifted.clamp_(min=LOWEST).exp_()
 
 
 class _Total(NamedTuple):
-    """Log-sum-exp of scores, as peak + log_sum: in a single number a large peak would absorb the rest."""
+    """Log-sum-exp of scores, as peak + log_sum, because in a single number a large peak would absorb the rest."""
 
     peak: Tensor
     """[R, 1] float32, the largest score."""
@@ -398,7 +398,7 @@ def _log_probs(scores: Tensor, total: _Total) -> Tensor:
 def _by_softmax(
     scores: Tensor, token_ids: Tensor, top_ids: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probs [R] of token ids [R, 1], and `top_ids` [R, k] with theirs."""
+    """Log-probs [R] of token ids [R, 1], and `top_ids` [R, k] with their log-probs."""
     if top_ids is None:
         return softmax_logprobs(scores, token_ids)[:, 0], None, None
     found = softmax_logprobs(scores, torch.cat([token_ids, top_ids], 1))
@@ -410,7 +410,7 @@ def _top(scores: Tensor | None, total: _Total, k: int, scratch: Scratch) -> tupl
     if scores is None or k == 0:
         return None, None
     bits, order = scores.contiguous().view(torch.int32), scratch.take("order", scores, torch.int32)
-    # Float bits order as integers once those of negative numbers are flipped; `not` reverses the order.
+    # Float bits order as integers once the bits of negative numbers are flipped; `not` reverses the order.
     torch.bitwise_right_shift(bits, 31, out=order).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).bitwise_not_()
     keys = scratch.take("weights", scores, torch.int64).copy_(order).bitwise_left_shift_(32)
     keys.bitwise_or_(torch.arange(scores.shape[1], device=scores.device))

@@ -15,7 +15,7 @@ Biases = Mapping[int, tuple[NDArray[np.int64], NDArray[np.float32]]]
 """(token ids, biases) by row of the table, for rows with a logit_bias."""
 
 _COLUMNS = ("temperature", *PENALTIES, *FILTERS, "top_n", "greedy", "raw", "tempered", "keeps")
-"""Numbers that the table has of a row; the last four are 0 or 1. All are exact in float64."""
+"""Numbers per row of the table; the last four are 0 or 1. All are exact in float64."""
 _NO_TOP_K = 2**31 - 1
 
 
@@ -37,7 +37,7 @@ class SamplingRows:
         penalized: [N] numpy int64, the rows with a penalty.
         bias: numpy (row, token id, bias) of every logit_bias.
         top_n: the largest number of top log-probs of a row.
-        plain: whether all rows draw from the logits over the temperature, and want the log-prob of the token alone.
+        plain: whether all rows draw from the logits over the temperature, and return only the token's log-prob.
         keeps: [R] bool, the rows that return the tokens their filters kept; `keeping`: [K] int64, their numbers.
         scratch: buffers shared by all rows of a table.
     """
@@ -141,7 +141,7 @@ class SamplingTable:
         """Parameters of the table's `rows` [R], all set before; one may appear several times."""
         if self._selected is None or not np.array_equal(self._selected[0], rows):
             chosen = np.array(rows, np.int64)
-            # `take` leaves the values of a column next to each other, as the C++ kernel reads them.
+            # `take` leaves the values of a column adjacent, as the C++ kernel reads them.
             params = SamplingRows(
                 chosen,
                 self._columns.take(chosen, axis=1),

@@ -20,15 +20,15 @@ ValueFunction = Callable[[Tensor], Tensor]
 class TokenValues:
     """Collects the hidden states of a step's forwards, and computes values from them.
 
-    A step may be several forwards in any order, so each hidden state is kept with a key: the slot of its position in the KV
-    cache, which no other position of the step has.
+    A step may be several forwards in any order, so each hidden state has a key: the slot of its position in the KV cache,
+    which is unique in the step.
 
     Args:
         function: None: there are no values.
 
     Attributes:
         width: numbers per token; 0 until `try_out`, and without a function.
-        wanted: whether the forwards that run now must `put` hidden states.
+        wanted: whether the current forwards must `put` hidden states.
     """
 
     def __init__(self, model: nn.Module, function: ValueFunction | None) -> None:
@@ -69,7 +69,7 @@ class TokenValues:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """A block of forwards of one step."""
+        """Context manager for the forwards of one step."""
         self._keys, self._hidden, self.wanted = [], [], self._function is not None
         try:
             yield

@@ -1,1 +1,1 @@
-"""Scheduler, block allocator and block tables: which sequences run next and which blocks they hold. No tensors."""
+"""Scheduler, block allocator and block tables: which sequences run next, and their blocks. No tensors."""

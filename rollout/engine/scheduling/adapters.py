@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Variant = tuple[Any, ...]
-"""Hashable: the active adapters, once for all layers, or one entry per layer where they differ."""
+"""Hashable: the active adapters, once for all layers, or one entry per layer if they differ."""
 
 NO_ADAPTER: Variant = ()
 """Variant of a model without adapters, or with all of them disabled."""
@@ -94,7 +94,7 @@ def _is_pefts(layer: Any) -> bool:
 
 
 def _read(layer: Any) -> tuple[dict[str, Any], Any, Any, Any]:
-    """A layer's attributes, and copies of those that its variant depends on."""
+    """A layer's attributes, and copies of the attributes that its variant depends on."""
     own = vars(layer)
     return own, own.get("_disable_adapters"), copy(own.get("_active_adapter")), copy(own.get("scaling"))
 

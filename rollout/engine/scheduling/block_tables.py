@@ -1,7 +1,7 @@
-"""Block tables: which sequence holds which blocks, and which of them are shared.
+"""Block tables: the blocks of each sequence, and which of them are shared.
 
 Joins the sequence table with the allocator: blocks are reserved before they are written, a shared block is copied before it
-is written, and complete blocks are registered only if all KV before them is what a new request would compute now.
+is written, and complete blocks are registered only if a new request would compute the same KV before them now.
 
 With recurrent states a row also holds a state slot, and a cached prefix can be continued only from a snapshot of the state:
 at the last block boundary inside a prompt, and at the last one that a completion has passed.
@@ -31,7 +31,7 @@ class BlockTables:
     # --- room to write ------------------------------------------------------------------------------------------
 
     def need_block(self, rows: IntArray) -> IntArray:
-        """Those of `rows` that need a new or unshared block for their next position."""
+        """Rows among `rows` that need a new or unshared block for their next position."""
         table = self.table
         index = table.computed[rows] // table.block_size
         missing = index >= table.num_blocks[rows]
@@ -54,7 +54,7 @@ class BlockTables:
             source, target = int(table.blocks[row, index]), blocks.pop()
             self.allocator.copies += self.pages.pairs(source, target)
             table.blocks[row, index] = target
-            # Or it would be zeroed before it is copied.
+            # Otherwise it would be zeroed before it is copied.
             self.allocator.unview(np.asarray([source], np.int32), verified=True)
             self.allocator.release(np.asarray([source], np.int32))
         table.blocks[row, have : have + fresh] = blocks
@@ -62,7 +62,7 @@ class BlockTables:
         return True
 
     def release_reserved(self, rows: IntArray) -> None:
-        """Release the blocks of these rows behind the one that their next position goes to."""
+        """Release the blocks of these rows after the block of their next position."""
         table = self.table
         needed = table.computed[rows] // table.block_size + 1
         for at in np.flatnonzero(table.num_blocks[rows] > needed).tolist():
@@ -73,7 +73,7 @@ class BlockTables:
             table.num_blocks[row] = first
 
     def release(self, row: int) -> None:
-        """Release all blocks of a row, and its state."""
+        """Release all blocks and the state of a row."""
         table = self.table
         self.states.release(table.state.item(row))
         table.state[row] = NO_SLOT
@@ -82,7 +82,7 @@ class BlockTables:
         table.num_blocks[row] = table.seen_from[row] = 0
 
     def release_unseen(self, decoding: IntArray, prefilling: IntArray) -> int:
-        """Release the KV of layers with a window that no later query of these rows sees; returns of how many blocks."""
+        """Release KV that no later query of these rows reads in layers with a window; returns the number of blocks."""
         if not self.pages.limited:
             return 0
         return self._unview_leading(decoding, verified=True) + self._unview_leading(prefilling, verified=False)
@@ -98,11 +98,11 @@ class BlockTables:
         return int((first - before)[behind].sum())
 
     def _first_seen(self, position: IntArray | int) -> IntArray:
-        """Index of the first block that a query at `position` sees in the layers with a window."""
+        """Index of the first block that a query at `position` attends to in the layers with a window."""
         return self.pages.shape.first_seen(np.asarray(position, np.int32), self.table.block_size)
 
     def share(self, source: Sequence, target: Sequence) -> None:
-        """Start `target` with all KV, and a copy of the state, that `source` has computed."""
+        """Start `target` with all KV that `source` has computed, and a copy of its state."""
         self.allocator.acquire(self.table.held(source.row))
         self.pages.view(self.table.seen(source.row))
         self.table.fork(source, target)
@@ -113,11 +113,11 @@ class BlockTables:
         return self.pages.of_blocks(self.table.held(row))
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
-        """The copies that precede the next forward (`BlockAllocator.copies`); they are forgotten here."""
+        """Return and forget the copies that precede the next forward (`BlockAllocator.copies`)."""
         copies = tuple(self.allocator.copies)
         self.allocator.copies.clear()
         if copies and self.pages.poisoned:
-            # What is copied is sound, and what takes its place in this step has not been written yet.
+            # The copied content is valid, and the new content of the source is not written before this step.
             sources = {source for source, _ in copies}
             self.pages.poisoned[:] = [each for each in self.pages.poisoned if each not in sources]
         return copies
@@ -145,11 +145,11 @@ class BlockTables:
 
         Args:
             hashes: of the prompt's blocks that may be looked up.
-            budget: most positions of the first chunk.
+            budget: maximum positions of the first chunk.
             headroom: blocks that must stay free or evictable.
-            tails: whether the prefix may end in a copy of an ended sequence's partly filled last block. It takes one more
+            tails: whether the prefix may end in a copy of a finished sequence's partly filled last block. It takes one more
                 block while it is copied.
-            host: whether what the host has of the prefix is loaded.
+            host: whether to load the host's part of the prefix.
         """
         table, allocator, row, size = self.table, self.allocator, sequence.row, self.table.block_size
         found: list[int] = []
@@ -169,7 +169,7 @@ class BlockTables:
         table.blocks[row, : len(attached)] = attached
         table.num_blocks[row], table.chained[row] = len(attached), len(found)
         table.chain[row] = self._behind(sequence, hashes, len(found))[0]
-        # The last token is always computed: its logits are needed.
+        # The last token is always computed, because its logits are needed.
         start = table.computed[row] = min(len(found) * size + common, len(sequence.tokens) - 1)
         table.seen_from[row] = self._first_seen(start)
         self.pages.view(table.seen(row))
@@ -179,7 +179,7 @@ class BlockTables:
             allocator.index.count_refused(hashes[len(found) :])
             table.state[row] = self.states.allocate_at(attached)
             if common:
-                # It has been copied. Branches come at about the same time; later ones are rare.
+                # It has been copied. Branches usually come at the same time; later ones are rare.
                 allocator.evict_next(tail)
             return True
         allocator.unview(table.seen(row), verified=True)
@@ -188,7 +188,7 @@ class BlockTables:
         return False
 
     def _load(self, sequence: Sequence, hashes: list[int], found: list[int], budget: int, headroom: int) -> bool:
-        """Load what the host has behind the cached blocks of a prompt, pinned, into `found`; False: there is no room."""
+        """Load the host's blocks after the cached blocks of a prompt, pinned, into `found`; False: there is no room."""
         host, index, size = self.allocator.host, self.allocator.index, self.table.block_size
         if not host.num_slots or not self.allocator.enable_prefix_caching:
             return True
@@ -198,7 +198,7 @@ class BlockTables:
         start = min((len(found) + len(blocks)) * size, len(sequence.tokens) - 1)
         count = sequence.fitting(start, min(budget, len(sequence.tokens) - start))
         need = -(-(start + count) // size) - len(found)
-        # Blocks of `found` that the first query reads in layers with a window must not make room for the others.
+        # Blocks of `found` that the first query reads in layers with a window must not be evicted for the others.
         seen = np.asarray(found[int(self._first_seen(start)) :], np.int32)
         seen = seen[self.pages.complete(seen)]
         self.pages.view(seen)
@@ -213,23 +213,23 @@ class BlockTables:
         start, size = count * self.table.block_size, self.table.block_size
         chain = hashes[count - 1] if count else chain_root(sequence.request.sampling_params.prefix_share)
         tokens = sequence.tokens[start : min(start + size, len(sequence.tokens) - 1, max(start, sequence.reusable))]
-        # A state is that after all tokens, and a prefill begins at no image's middle.
+        # A state covers all tokens, and a prefill must not begin inside an image.
         return chain, tokens, bool(self.states.num_slots) or sequence.images is not None
 
     def _usable(self, found: list[int], length: int) -> int:
-        """How many of the leading blocks of a cached chain a prompt of `length` tokens can continue from."""
+        """Number of leading blocks of a cached chain after which a prompt of `length` tokens can continue."""
         size, count = self.table.block_size, len(found)
         while count := self.states.deepest(found[:count], (length - 1) // size):
             first = int(self._first_seen(min(count * size, length - 1)))
             missing = np.flatnonzero(~self.pages.complete(np.asarray(found[first:count], np.int32)))
             if not len(missing):
                 break
-            # The chain may continue before the last block that a window has passed and the pool has taken back.
+            # The chain may continue before the last block that is outside the window and whose pages were freed.
             count = first + int(missing[-1])
         return count
 
     def _match_tail(self, sequence: Sequence, hashes: list[int], found: list[int]) -> tuple[int, int]:
-        """The tail that a prompt continues behind its cached complete blocks, pinned, and how many of its tokens."""
+        """The tail that continues a prompt after its cached complete blocks, pinned, and its number of tokens."""
         chain, tokens, whole = self._behind(sequence, hashes, len(found))
         parent = found[-1] if found else NO_BLOCK
         tail, common = self.allocator.index.find_tail(chain, parent, tokens, whole=whole)
@@ -241,10 +241,10 @@ class BlockTables:
         return tail, common
 
     def register_tail(self, row: int) -> None:
-        """Register the partly filled last block of a row that ends, all of whose KV has made finite logits."""
+        """Register the partly filled last block of a finished row, if all its KV has produced finite logits."""
         table, size = self.table, self.table.block_size
         index, filled = divmod(table.computed.item(row), size)
-        # Without a token of its own its logits were never looked at.
+        # Without a token of its own, its logits were never checked.
         if not filled or not table.current[row] or table.chained[row] != index:
             return
         if table.length[row] <= table.prompt_length[row]:
@@ -266,7 +266,7 @@ class BlockTables:
         return sequence.hashes[int(self.table.chained[row]) :]
 
     def next_block(self, sequence: Sequence) -> int | None:
-        """Hash of the first prompt block that a waiting sequence would have to compute itself; None: it waits for none."""
+        """Hash of the first prompt block that a waiting sequence would have to compute itself; None: there is none."""
         if sequence.wants_prompt_logprobs or self.states.num_slots:
             return None
         return next((each for each in sequence.hashes if not self.allocator.findable(each)), None)
@@ -296,20 +296,20 @@ class BlockTables:
         hashes = chain_block_hashes(table.chain[rows], tokens.astype(np.int64))
         for at, row in enumerate(rows.tolist()):
             if self._register(row, index.item(at), hashes.item(at), tokens[at]) and self.states.num_slots:
-                # One snapshot per completion moves along with it.
+                # There is one snapshot per completion, which is replaced by the next one.
                 self.states.forget(table.trail.item(row))
                 table.trail[row] = self._keep_state(row)
 
     # --- snapshots of recurrent states --------------------------------------------------------------------------
 
     def cut(self, sequence: Sequence, count: int) -> int:
-        """Positions of a prompt chunk of at most `count`: it ends where a snapshot of the state is to be kept."""
+        """Positions of a prompt chunk of at most `count`; it ends where a snapshot of the state is to be kept."""
         start, boundary = self.table.computed.item(sequence.row), self._boundary(sequence)
         pauses = sequence.pauses_for_snapshot and start < boundary < start + count
         return boundary - start if pauses else count
 
     def _boundary(self, sequence: Sequence) -> int:
-        """The last block boundary before the last token of a prompt: a later request computes that token again."""
+        """The last block boundary before the last token of a prompt, which a later request computes again."""
         if not self.states.num_slots or not self.allocator.enable_prefix_caching:
             return 0
         return (len(sequence.tokens) - 1) // self.table.block_size * self.table.block_size

@@ -30,7 +30,7 @@ class StepPlanner:
 
     Attributes:
         admitting: the leader being admitted, inside `plan`.
-        deferred: leaders that the last `plan` passed over because another sequence is computing their next block.
+        deferred: leaders that the last `plan` skipped because another sequence is computing their next block.
     """
 
     def __init__(self, config: InferenceConfig, queues: Queues, preemption: Preemption) -> None:
@@ -101,7 +101,7 @@ class StepPlanner:
     def _reserve(self, sequence: Sequence, count: int) -> bool:
         """Reserve blocks for the next `count` positions, evicting younger sequences; False if that does not suffice.
 
-        A decoding sequence for which it does not suffice is evicted itself.
+        If it does not suffice for a decoding sequence, that sequence itself is evicted.
         """
         queues = self._queues
         while not queues.blocks.reserve(sequence.row, count):
@@ -153,16 +153,16 @@ class StepPlanner:
         hashes = [] if sequence.wants_prompt_logprobs else sequence.hashes
         table.add(sequence)
         headroom = queues.num_active + len(sequence.siblings) if queues.num_active else 0
-        # Enough blocks are left to the deferred ones, which this one overtakes.
+        # Leave enough blocks to the deferred leaders, which this one overtakes.
         headroom += sum(
             blocks_for(len(each.tokens), 0, table.block_size) + len(each.siblings) for each in self.deferred
         )
-        # A fully cached prompt needs one more block, a copy of the last one for the recomputed last token, and a prefix that
-        # ends in a tail one for the copy of the tail. If there is no room for it, recompute the last block instead.
+        # A fully cached prompt needs one more block, a copy of the last one, for the recomputed last token. A prefix that
+        # ends in a tail needs one for the copy of the tail. If there is no room, recompute the last block instead.
         whole = len(hashes) * table.block_size == len(sequence.tokens)
         tails = queues.blocks.has_tails and not sequence.wants_prompt_logprobs
         attempts = [*[(hashes, True)] * tails, (hashes, False), *[(hashes[:-1], False)] * whole]
-        # Loaded blocks take memory in all layers at first: one that runs alone may fit only without them.
+        # Loaded blocks first take memory in all layers, so a sequence that runs alone may fit only without them.
         alone = queues.allocator.host.num_slots and not queues.num_active
         for host, (usable, tail) in product([True, False] if alone else [True], attempts):
             if queues.blocks.attach_prefix(sequence, usable, budget, headroom, tails=tail, host=host):

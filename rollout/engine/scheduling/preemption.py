@@ -25,13 +25,13 @@ class Preemption:
         self._queues = queues
 
     def evict(self, sequence: Sequence) -> None:
-        """Requeue an active sequence, which others need the blocks or the place of."""
+        """Requeue an active sequence whose blocks or place others need."""
         counters = self._queues.counters
         counters["preemptions"] += 1
         counters["preemption_tokens_recomputed"] += self._checkpoint(sequence)
 
     def give_up_kv(self, group: list[Sequence]) -> None:
-        """Take row and blocks from a leader and its siblings and make them ready to be queued again."""
+        """Take row and blocks from a leader and its siblings and prepare them for the queue."""
         queues = self._queues
         queues.table.write_back(group[0])
         for each in group:
@@ -39,7 +39,7 @@ class Preemption:
             self._restart(each)
 
     def mark_evicted(self, sequences: Iterable[Sequence]) -> None:
-        """Add the event."""
+        """Add an eviction event to each sequence."""
         now = self._queues.clock()
         for each in sequences:
             each.request.add_event_evict(timestamp=now)
@@ -53,7 +53,7 @@ class Preemption:
         return sum(self._checkpoint(sequence, why) for sequence in reversed(self._queues.active()))
 
     def checkpoint_until_fits(self, num_pages: int) -> int:
-        """Requeue the youngest active sequences until at most so many pages are live; returns the KV lost."""
+        """Requeue the youngest active sequences until at most this many pages are live; returns the KV positions lost."""
         allocator, lost = self._queues.allocator, 0
         if len(allocator.pages.live()) > num_pages:
             allocator.drop_cached()
@@ -74,11 +74,11 @@ class Preemption:
         """Reset all rows and blocks after an exception inside a scheduler call.
 
         Args:
-            sequences: every sequence that was added and has not ended.
+            sequences: every sequence that was added and has not finished.
             half_taken: the exception was raised by `update`: tokens of that step are discarded.
 
         Returns:
-            Sequences that are in no queue now, records complete: they were active, or being admitted or removed.
+            Sequences that are now in no queue, with complete records: they were active, or being admitted or removed.
         """
         queues, table = self._queues, self._queues.table
         waiting: set[int] = set()
@@ -121,7 +121,7 @@ class Preemption:
         for column in columns:
             del column[made:]
         del request.tpot[max(0, made - 1) :]
-        # If reading them has failed, rows are missing, and are read again from the KV that is recomputed.
+        # If reading routes has failed, rows are missing; they are read again from the recomputed KV.
         rows, routes = request.total_length - 1 - route_rows(sequence.record.segments[:-1]), request.routing_indices
         request.routing_indices = None if routes is None or len(routes) < rows else routes[: max(0, rows)]
         request.policy_spans.truncate(request.total_length)

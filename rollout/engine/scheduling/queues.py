@@ -15,15 +15,15 @@ from rollout.engine.scheduling.step import ScheduledStep
 from rollout.observe.metric_table import ENGINE_STATS
 
 SWEEP_AT = 64
-"""Number of clients above which those without a claim are forgotten; doubles with the number that have one."""
+"""Number of clients above which clients without a claim are forgotten; doubles with the number of clients that have one."""
 
 
 class FairShares:
     """Start-time fair queueing of the clients of one priority: a request's turn, fixed when it arrives.
 
-    A client's request starts where its previous one is charged to end, but not before the virtual time: the turn of the
+    A client's request starts where its previous request is charged to end, but not before the virtual time: the turn of the
     request admitted last (Goyal, Vin, Cheng: Start-time Fair Queuing, SIGCOMM 1996). Backlogged clients thereby get equal
-    shares of the charged tokens, and a new client waits for at most one request of each other one.
+    shares of the charged tokens, and a new client waits for at most one request of each other client.
     """
 
     def __init__(self) -> None:
@@ -32,10 +32,10 @@ class FairShares:
         self._sweep_at = SWEEP_AT
 
     def turn(self, priority: int, client: Hashable, tokens: int) -> int:
-        """Turn of a client's next request; lower is earlier, equal ones are served in order of arrival.
+        """Turn of a client's next request; lower is earlier, equal turns are served in order of arrival.
 
         Args:
-            tokens: charged to the client: prompt and most completion tokens of all samples.
+            tokens: charged to the client: prompt and maximum completion tokens of all samples.
         """
         time = self._time
         turn = max(time.get(priority, 0), self._charged_to.get((priority, client), 0))
@@ -91,7 +91,7 @@ class Queues:
 
     @property
     def num_places(self) -> int:
-        """Number of sequences that may own a row: `max_requests`, or the state slots there are."""
+        """Number of sequences that may own a row: `max_requests`, or the number of state slots."""
         return min(self._max_requests, self.allocator.states.num_slots or self._max_requests)
 
     @property
@@ -118,7 +118,7 @@ class Queues:
         return sorted([*self.decoding, *self.prefilling], key=rank)
 
     def leaders(self) -> list[Sequence]:
-        """Every sequence that is not in another one's `siblings`, in no order."""
+        """Every sequence that is not in another sequence's `siblings`, in no order."""
         return [*self.waiting, *self.parked, *self.decoding, *self.prefilling]
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -167,7 +167,7 @@ class Queues:
         self.table.remove(sequence)
 
     def put_back(self, group: list[Sequence]) -> None:
-        """Return a group without rows to its place, led by its first sequence; nothing to do for an empty one."""
+        """Return a group without rows to its place, led by its first sequence; no effect on an empty group."""
         if group:
             leader, *siblings = group
             leader.siblings = siblings

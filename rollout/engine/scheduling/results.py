@@ -1,4 +1,4 @@
-"""Applies the tokens of a step to its sequences: ends, forks, and registered prefix blocks."""
+"""Applies the tokens of a step to its sequences: finishes, forks, and registered prefix blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepResults:
         self._pool_counts: dict[str, int] = {}
 
     def apply(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
-        """Apply the results of a step that began at `since`; returns the sequences that ended, records complete."""
+        """Apply the results of a step that began at `since`; returns the finished sequences, with complete records."""
         queues = self._queues
         queues.allocator.host.unsettled = False
         copied = sum(source >= 0 and target >= 0 for source, target in step.copies)
@@ -50,7 +50,7 @@ class StepResults:
         return ended
 
     def _apply_run(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
-        """Append the tokens of several decode steps of equal duration, without those drawn behind a row's end."""
+        """Append the tokens of several decode steps of equal duration, without tokens drawn after a row's end."""
         table, rows, steps, ended = self._queues.table, step.rows, sampled.steps, list[Sequence]()
         times = np.linspace(since, self._queues.clock(), steps + 1)[1:]
         needs_each = self._track_events or not table.plain[rows].all()
@@ -71,7 +71,8 @@ class StepResults:
         return ended
 
     def _steps_without_end(self, rows: IntArray, sampled: StepTokens) -> int:
-        """Leading steps of a run that end none of `rows`; not the last step, by which they may reach their length."""
+        """Number of leading steps of a run that finish none of `rows`; the last step never counts, because rows may reach
+        their length there."""
         tokens, logprobs = (each.reshape(len(rows), -1) for each in (sampled.token_ids, sampled.logprobs))
         ends = np.isnan(logprobs)
         for stop_ids in self._queues.table.stop_ids[rows].T:
@@ -81,7 +82,7 @@ class StepResults:
         return int(ends.any(axis=0).argmax())
 
     def _append_span(self, rows: IntArray, sampled: StepTokens, span: slice, times: NDArray[np.float64]) -> None:
-        """Append the tokens of these steps of a run to `rows`; they end no row and cross no block boundary."""
+        """Append the tokens of these steps of a run to `rows`; they finish no row and cross no block boundary."""
         queues, table = self._queues, self._queues.table
         count = span.stop - span.start
         at = rows[:, None], table.length[rows, None] + np.arange(count)
@@ -98,7 +99,7 @@ class StepResults:
     def _append(
         self, rows: IntArray, sampled: StepTokens, indices: NDArray[np.int64], now: float, ended: list[Sequence]
     ) -> NDArray[np.bool_]:
-        """Append the sampled tokens at `indices` to `rows`, one to each; what ends goes to `ended`.
+        """Append the sampled tokens at `indices` to `rows`, one to each; finished sequences go to `ended`.
 
         Returns:
             [len(rows)] bool, the rows that have not ended.
@@ -150,7 +151,7 @@ class StepResults:
         self._queues.counters["kept_tokens_bytes"] += total
 
     def leave(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        """End a sequence, active or already removed from the queue: complete its record, release its blocks and row."""
+        """Finish a sequence, active or already removed from the queue: complete its record, release its blocks and row."""
         queues, request = self._queues, sequence.request
         if sequence.active:
             queues.table.write_back(sequence)
@@ -170,7 +171,7 @@ class StepResults:
             request.add_event_fail(timestamp=now)
         else:
             request.add_event_finish(timestamp=now)
-        # Last, because a finish_reason marks the sequence as ended.
+        # Last, because a finish_reason marks the sequence as finished.
         request.finish_reason = reason
 
     def _take_token(self, sequence: Sequence, index: int, sampled: StepTokens, now: float) -> FinishReason | None:
@@ -182,7 +183,7 @@ class StepResults:
             why = "its logits have no finite value; " + (
                 f"beyond float32 after {extreme}" if extreme else "look for NaN or inf in the weights"
             )
-            # A constraint that cannot be followed is the caller's.
+            # If a constraint cannot be followed, the caller is at fault.
             kind = "InvalidRequestError" if index in sampled.failed else "RequestFailedError"
             sequence.request.error = (
                 f"{kind}: request {sequence.record.request_id} sample {sequence.record.sample_index}: "
@@ -207,7 +208,7 @@ class StepResults:
         return None
 
     def _end_prompt(self, leader: Sequence, ended: list[Sequence]) -> None:
-        """Fork the samples of a fully computed prompt and start decoding; those that generate nothing go to `ended`."""
+        """Fork the samples of a fully computed prompt and start decoding; samples that generate nothing go to `ended`."""
         queues, table = self._queues, self._queues.table
         group = [leader, *leader.siblings]
         discard(queues.prefilling, leader)

@@ -1,4 +1,4 @@
-"""How long a step takes, and how many decode steps may be made in one call. No tensors, no clock."""
+"""Duration of steps, and the number of decode steps that may be made in one call. No tensors, no clock."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rollout.engine.scheduling.sequences import IntArray
 from rollout.engine.scheduling.step import ScheduledStep
 
 LONGEST_S = 0.03
-"""Seconds that a run of steps may take: aborts, new requests and the next tokens of streams wait for its end."""
+"""Upper bound on one run of steps, in seconds. Aborts, new requests and stream updates wait for the run to finish."""
 MOST = 64
-"""Most steps of a run, however short a step is measured."""
+"""Maximum steps of a run, even if steps are measured as very short."""
 MOST_WITH_TEXT = 8
-"""Most steps of a run with rows that their text may end: tokens behind the end are computed for nothing."""
+"""Maximum steps of a run with rows that their text may finish: tokens after the end are computed for nothing."""
 
 _NEWEST = 0.2
 """Weight of the newest step in the mean."""
@@ -24,7 +24,7 @@ _OUTLIER = 3.0
 
 
 class StepCost:
-    """Seconds of a decode step: a mean in which recent steps count most, and at which number of rows it was measured."""
+    """Seconds of a decode step: a mean that favours recent steps, and the number of rows it was measured with."""
 
     def __init__(self) -> None:
         self._rows = 1.0
@@ -33,13 +33,13 @@ class StepCost:
     def observe(self, rows: int, seconds: float) -> None:
         """Take in one step. A step much longer than expected counts in part: others may have used the machine."""
         if _OUTLIER * seconds < self.step(rows):
-            # The steps known so far were slower: the first ones may compile kernels and capture graphs.
+            # All earlier steps were slower: the first ones may compile kernels and capture graphs.
             self._rows, self._seconds = rows, seconds
         self._seconds += _NEWEST * (min(seconds, _OUTLIER * self.step(rows)) - self._seconds)
         self._rows += _NEWEST * (rows - self._rows)
 
     def step(self, rows: int) -> float:
-        """Most seconds that a step of so many rows is expected to take; infinite before the first observation."""
+        """Maximum seconds expected for a step of this many rows; infinite before the first observation."""
         return self._seconds * max(1.0, rows / self._rows)
 
 
@@ -59,12 +59,12 @@ def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost) -> ScheduledS
         most = min(most, int((table.block_size - table.computed[rows] % table.block_size).min()))
     while most > 1 and not _reserve(queues, rows, most):
         most //= 2
-    # What is evicted for it may be kept on the host.
+    # Blocks evicted for it may be kept on the host.
     return replace(step, ahead=max(1, most), copies=(*step.copies, *queues.blocks.take_copies()))
 
 
 def _reserve(queues: Queues, rows: IntArray, count: int) -> bool:
-    """Reserve blocks for the next `count` positions of every row; False, reserving none, if too few are free."""
+    """Reserve blocks for the next `count` positions of every row. False: too few are free, and none was reserved."""
     table = queues.table
     fresh = -(-(table.computed[rows] + count) // table.block_size) - table.num_blocks[rows]
     if not (fresh > 0).any():

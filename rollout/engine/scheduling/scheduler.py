@@ -3,12 +3,12 @@
 Owns the queues, the sequence table and every block id. No tensors; the clock is passed in.
 
 Always true between calls:
-- admission is in order of (priority, client's turn, arrival); an evicted sequence returns to its place. A sequence waiting
-  for a prefix that another one is computing is passed over, with rows and blocks kept free for it;
+- admission is in order of (priority, client's turn, arrival); an evicted sequence returns to its place. A sequence that
+  waits for a prefix that another one is computing is skipped, with rows and blocks kept free for it;
 - the oldest active sequence can always run: it may evict every younger one, and alone it fits (checked by `add`);
-- blocks are registered as a shareable prefix only if all KV before them is what a new request would compute now;
-- a sequence runs only under the variant (active adapters) it was accepted under; under another it is parked;
-- a sequence ends exactly once, as a `Sequence` whose record is complete.
+- blocks are registered as a shareable prefix only if a new request would compute the same KV before them now;
+- a sequence runs only under the variant (active adapters) it was accepted under; otherwise it is parked;
+- a sequence finishes exactly once, as a `Sequence` whose record is complete.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Scheduler(Queues):
         preemption: takes KV from active sequences.
         planner: chooses the work of a step.
         cost: seconds of a step without prefill.
-        forward: key of the forward settings besides the variant: part of the prefix key alone.
+        forward: key of the forward settings besides the variant; part of the prefix key only.
         version: the current policy version.
     """
 
@@ -59,11 +59,11 @@ class Scheduler(Queues):
         return self.planner.plan(self.version)
 
     def run_ahead(self, step: ScheduledStep) -> ScheduledStep:
-        """The same decodes with as many further ones as may follow in one call."""
+        """The same decodes, with as many further steps as may follow in one call."""
         return run_ahead(self, step, self.cost)
 
     def update(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
-        """Apply the results of a step; returns the sequences that ended, records complete."""
+        """Apply the results of a step; returns the finished sequences, with complete records."""
         if not step.prefills:
             self.cost.observe(step.num_tokens, max(0.0, self.clock() - self._scheduled_at) / sampled.steps)
         return self._results.apply(step, sampled, self._scheduled_at)
@@ -87,11 +87,11 @@ class Scheduler(Queues):
         insert(self.queue_of(sequence), sequence)
 
     def check_fits(self, request_id: int, samples: int, prompt: int = 0, length: int = 0) -> None:
-        """Refuse a group that does not fit even alone.
+        """Raise for a group that does not fit even alone.
 
         Args:
             prompt: tokens of the prompt.
-            length: most tokens of a sample, prompt included.
+            length: maximum tokens of a sample, including the prompt.
 
         Raises:
             InvalidRequestError: it has more samples than `max_requests`, or than there are state slots; or the pool has too
@@ -154,7 +154,7 @@ class Scheduler(Queues):
         return removed
 
     def leave(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        """End a sequence, active or already removed from the queue: complete its record, release its blocks and row."""
+        """Finish a sequence, active or already removed from the queue: complete its record, release its blocks and row."""
         self._results.leave(sequence, reason, error)
 
     # --- changes of the model -----------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Scheduler(Queues):
     def switch(self, variant: Variant, forward: Hashable) -> None:
         """Change the variant and the forward key: older KV stays in its own index, KV computed on top of it is not shared.
 
-        If the variant changes, all active sequences are evicted, since their KV belongs to the old one.
+        If the variant changes, all active sequences are evicted, because their KV belongs to the old variant.
         """
         self.allocator.index.switch((variant, forward))
         self.table.current[:] = False

@@ -48,15 +48,15 @@ Order = tuple[int, int]
 ReadRoutes = Callable[[IntArray, int, int], NDArray[np.integer[Any]]]
 """(blocks of a sequence, start, stop) → expert routes [stop - start, layers, k] of these positions."""
 _one_run = lru_cache(maxsize=64)(VersionSpans.of_run)
-"""The rows of a step share their spans, as a delta is not changed."""
+"""The rows of a step share their spans, because a delta is never changed."""
 
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
     """The images of one prompt, shared by its samples. No tensors.
 
-    In the arrays of the scheduler a *key*, a negative number made of the image's content, replaces each placeholder, so that
-    block hashes, comparisons of cached blocks and forks tell images apart like tokens.
+    In the arrays of the scheduler a *key*, a negative number computed from the image's content, replaces each placeholder,
+    so that block hashes, comparisons of cached blocks and forks tell images apart like tokens.
 
     Attributes:
         items: one per image (or tile of one), each with a `digest` of its content and the `count` of its embeddings.
@@ -92,7 +92,7 @@ class PromptImages:
         return array
 
     def fitting(self, start: int, count: int) -> int:
-        """The most positions, at most `count`, of a chunk from `start` that ends inside no run."""
+        """Maximum positions, up to `count`, of a chunk from `start` that does not end inside a run."""
         for first, stop in self.whole:
             if first < start + count < stop:
                 return max(0, first - start)
@@ -107,7 +107,7 @@ class PromptImages:
         return np.concatenate([known, own[:, known.shape[1] :] + self.shift], axis=1)
 
     def seen(self, start: int, stop: int) -> NDArray[np.int64]:
-        """[stop - start] last position that each of these sees: its own, or the last of its run."""
+        """[stop - start] last position that each of these attends to: its own, or the last of its run."""
         last = np.arange(start, stop, dtype=np.int64)
         for first, end in self.whole:
             last[max(0, first - start) : max(0, end - start)] = end - 1
@@ -125,7 +125,7 @@ def image_keys(digests: list[bytes], counts: list[int], videos: list[bool]) -> I
 
 
 def is_video(ids: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which of the ids, some of them keys, are keys of videos."""
+    """Which of the ids are keys of videos."""
     keys: NDArray[np.bool_] = (ids < 0) & ((-1 - ids) % 2 == 1)
     return keys
 
@@ -138,11 +138,11 @@ class Sequence:
     order: Order
     """Place of its request in the queue of its priority."""
     tokens: IntArray
-    """[P] prompt of the live segment: all tokens known when the sequence was last queued; images as keys."""
+    """[P] prompt of the live segment: all tokens known when the sequence was last queued, with images as keys."""
     stop_ids: tuple[int, ...]
-    """Token ids that end it: the request's and, unless `ignore_eos`, the model's."""
+    """Token ids that finish it: the request's and, unless `ignore_eos`, the model's."""
     max_length: int
-    """Prompt + completion length at which it ends."""
+    """Prompt + completion length at which it finishes."""
     min_length: int
     """Prompt + completion length below which stops are ignored."""
     hashes: list[int]
@@ -155,13 +155,14 @@ class Sequence:
     """The stop string that ended it."""
     row: int = NO_ROW
     variant: Variant = NO_ADAPTER
-    """Adapter variant it was accepted under; it runs under no other."""
+    """Adapter variant under which it was accepted, and the only one under which it runs."""
     pauses_for_snapshot: bool = True
-    """With recurrent states its prefill ends a step where a snapshot is kept; not after a preemption, which costs enough."""
+    """With recurrent states its prefill ends a step where a snapshot is kept; not after a preemption, which is costly
+    enough."""
     wants_prompt_logprobs: bool = False
-    """Prompt log-probs are still to be computed, so its whole prompt must be prefilled."""
+    """Whether prompt log-probs are still to be computed, so its whole prompt must be prefilled."""
     reusable: int = sys.maxsize
-    """Leading positions that may come from the prefix cache, next to `hashes`: logits behind them are wanted."""
+    """Leading positions that may come from the prefix cache, as do `hashes`: logits after them are needed."""
     images: PromptImages | None = None
     """The images of its prompt."""
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -197,7 +198,7 @@ class Sequence:
         return self.row != NO_ROW
 
     def set_prompt(self, tokens: list[int], block_size: int) -> None:
-        """Make `tokens`, which begin with the prompt so far, the prompt of the live segment."""
+        """Make `tokens`, which start with the current prompt, the prompt of the live segment."""
         self.tokens = np.asarray(tokens, np.int32) if self.images is None else self.images.keyed(tokens)
         self.hashes = compute_block_hashes_batched(self.tokens, block_size, self.request.sampling_params.prefix_share)
 
@@ -241,13 +242,13 @@ class SequenceTable:
         stop_ids: [S, K], padded with `NO_TOKEN`.
         blocks: [S, B] block table, padded with `NO_BLOCK`.
         num_blocks: [S].
-        seen_from: [S], leading blocks whose KV was given back in the layers with a window alone.
+        seen_from: [S], leading blocks whose KV was freed only in the layers with a window.
         state: [S], slot of its recurrent states, or `NO_SLOT`: there are none, or it has computed nothing yet.
-        trail: [S], the last block after which a decode kept a snapshot of the state, or `NO_BLOCK`.
-        chain: [S] int64, hash of the last complete block registered or matched.
-        chained: [S], how many leading blocks `chain` covers.
+        trail: [S], the last block after which a decode kept a snapshot of the state, or `NO_BLOCK`. chain: [S] int64, hash
+            of the last complete block registered or matched.
+        chained: [S], number of leading blocks that `chain` covers.
         position_shift: [S], added to a position after the prompt for its rotary position (images).
-        current: [S] bool, its KV equals what a new request would compute now (same weights, variant and forward).
+        current: [S] bool, a new request would compute the same KV now (same weights, variant and forward).
         plain: [S] bool, no Python is needed per token (no stop strings or top-k log-probs).
         read_routes: reads recorded expert routes; None: none are recorded.
     """
@@ -302,7 +303,7 @@ class SequenceTable:
         self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
         self.current[row] = True
         self.plain[row] = sequence.text is None and not params.logprobs
-        # Last: after an exception on the way, the row's content is still another sequence's.
+        # Last, because until then the row's content belongs to another sequence, even after an exception.
         sequence.row = row
 
     def fork(self, source: Sequence, target: Sequence) -> None:
@@ -326,7 +327,7 @@ class SequenceTable:
         return self.blocks[row, : self.num_blocks[row]]
 
     def seen(self, row: int) -> IntArray:
-        """Those of its blocks that its next query may see in layers with a window."""
+        """Its blocks that the next query may attend to in layers with a window."""
         return self.blocks[row, self.seen_from[row] : self.num_blocks[row]]
 
     def block_tables(self, rows: IntArray, width: int) -> list[NDArray[np.int64]]:
@@ -389,12 +390,12 @@ class SequenceTable:
         row = sequence.row
         if self.length[row] > self.prompt_length[row]:
             return self.read_routes(self._first_pages(row), start, stop)
-        # It has sampled nothing on its present KV: its tokens go with the routes that are in the record.
+        # It has sampled nothing on its current KV, so its tokens use the routes in the record.
         earlier = [each.routing_indices for each in sequence.record.segments[:-1] if each.routing_indices is not None]
         return np.concatenate(earlier)[start:stop]
 
     def write_back(self, sequence: Sequence) -> None:
-        """Bring the record of an active sequence up to date with its row."""
+        """Update the record of an active sequence from its row."""
         row, request = sequence.row, sequence.request
         computed, prompt = int(self.computed[row]), int(self.prompt_length[row])
         tokens, logprobs, times = self.generated(row)
@@ -421,7 +422,7 @@ class SequenceTable:
                 request.routing_indices = self.read_routes(self._first_pages(row), known, stop)
 
     def _first_pages(self, row: int) -> IntArray:
-        """Places of the blocks of a row in the first group of layers, expert routes among them."""
+        """Pages of a row's blocks in the first group of layers, which include expert routes."""
         first: IntArray = self._pages.page_of[self.held(row), 0]
         return first
 

@@ -35,7 +35,7 @@ class ScheduledStep:
     sampled_rows: IntArray
     """[K] int32, the table row that receives the token."""
     ahead: int = 0
-    """Most decode steps of these rows that may be made in one call; their blocks are reserved. 0: one step."""
+    """Maximum decode steps of these rows that may be made in one call; their blocks are reserved. 0: one step."""
 
     state_moves: tuple[tuple[int, int], ...] = ()
     """(source, destination) state slots to copy before the forward, all sources before any destination; a negative source:
@@ -47,7 +47,7 @@ class ScheduledStep:
         return int(self.counts.sum())
 
     def distinct_entries(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """`sampled_entries` without duplicates, and [K] for each the index in them."""
+        """`sampled_entries` without duplicates, and for each of the K entries its index in them."""
         if not self.prefills:
             entries = self.sampled_entries.astype(np.int64)
             return entries, entries
@@ -67,9 +67,9 @@ class StepTokens:
     logprobs: NDArray[np.float32]
     """[K]; NaN where the logits had no finite value."""
     top: list[list[tuple[int, float]]] | None = None
-    """[K] of (token, log-prob), best first; None if no request asks for them."""
+    """[K] of (token, log-prob), best first; None if no request needs them."""
     failed: Mapping[int, str] = field(default_factory=dict)
-    """Index in K → why the sample has no token, where that is known."""
+    """Index in K → why the sample has no token, if known."""
     complete: Sequence[int] = ()
     """Indices in K of samples whose text was complete, so that they stop before `min_tokens`."""
     kept: list[bytes] | None = None
@@ -77,4 +77,4 @@ class StepTokens:
     values: NDArray[np.float32] | None = None
     """[K, k] numbers of the user's function of the hidden states; None: there is no function."""
     steps: int = 1
-    """Decode steps that were made."""
+    """Number of decode steps made."""

@@ -1,4 +1,4 @@
-"""`exact(model)`: for the length of a block the trainer's forward has the rollout's arithmetic.
+"""`exact(model)`: inside the block the trainer's forward uses the rollout's arithmetic.
 
 The module's `forward` is replaced on the instance and restored in `finally`. It is verified as the engine verifies a module
 before its C++ forward: known classes, original functions, no hooks. Any other module raises `UnsupportedModelError`.
@@ -31,7 +31,7 @@ _LOSS_OPTIONS = ("num_items_in_batch", "shift_labels")
 
 
 def why_not_exact(model: nn.Module, layout: ModelLayout, cache: KVCache) -> str | None:
-    """Why exact mode does not serve a model in its present state; None: it does."""
+    """Why exact mode does not support a model in its current state; None: it does."""
     try:
         cpu_exact.library()
         _bound(model, layout, cache)
@@ -42,18 +42,19 @@ def why_not_exact(model: nn.Module, layout: ModelLayout, cache: KVCache) -> str 
 
 @contextmanager
 def exact(model: nn.Module) -> Iterator[None]:
-    """A block in which `model(...)` computes logits bit for bit as an engine with `InferenceConfig(exact=True)` does.
+    """Context manager in which `model(...)` computes the same logits, bit for bit, as an engine with
+    `InferenceConfig(exact=True)`.
 
-    A token's logits depend on the weights, itself and the tokens before it alone: not on padding, packing, the batch or the
-    number of threads. Gradients are those of the same function, by torch. Logits at padding are 0. `input_ids`,
-    `attention_mask`, `position_ids`, `labels` and `logits_to_keep` mean what they mean to transformers, except that
-    positions count from each sequence's first real token.
+    A token's logits depend only on the weights, the token and the tokens before it, not on padding, packing, the batch or
+    the number of threads. Gradients are those of the same function, by torch. Logits at padding are 0. `input_ids`,
+    `attention_mask`, `position_ids`, `labels` and `logits_to_keep` have transformers' meaning, except that positions count
+    from each sequence's first real token.
 
     Args:
         model: a Llama, Mistral, Qwen2 or Qwen3 …ForCausalLM on a CPU, float32 or bfloat16, also in DDP.
 
     Raises:
-        UnsupportedModelError: on entering, or in the forward: names what exact mode does not serve.
+        UnsupportedModelError: on entering, or in the forward: the message names the unsupported part.
     """
     source = weights_of(model)
     trained = source.trained
@@ -74,7 +75,7 @@ def exact(model: nn.Module) -> Iterator[None]:
 
 
 class _ExactForward:
-    """Stands in for `forward` of one …ForCausalLM."""
+    """Replaces `forward` of one …ForCausalLM."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -129,7 +130,7 @@ class _ExactForward:
             )
 
     def _bind(self) -> None:
-        """Verify the module as it is without the replaced forward."""
+        """Verify the module in its state without the replaced forward."""
         model = self._model
         installed = vars(model).get("forward") is self
         if installed:

@@ -1,11 +1,11 @@
-"""Numbers read off a model's logits in its own forward, without ever holding the logits.
+"""Numbers read from a model's logits in its own forward, without storing the logits.
 
 For that forward our function replaces the head's `forward`. So it runs where the head's parameters are whole (FSDP, ZeRO).
-It computes a tile of logits, takes from it what is wanted, and drops it. The backward computes the tiles again and turns
-each in place into its gradient. Tiles of a linear head are columns of the vocabulary for all rows: every part of the
+It computes a tile of logits, reads the requested numbers, and drops the tile. The backward computes the tiles again and
+turns each in place into its gradient. Tiles of a linear head are columns of the vocabulary for all rows: every part of the
 weight's gradient is then a single product. Any other head (LoRA, quantised) runs on a few rows at a time.
 
-The model gets one row of logits and scales or caps it as it does all of them, which shows whether we do the same.
+The model gets one row of logits and scales or caps it as usual, which shows whether we do the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollout.engine.models.attention import is_rollout_forward
 from rollout.errors import UnsupportedModelError
 
 TILE_ELEMENTS = {"cpu": 1 << 21}
-"""Logits of a tile, by device: on a CPU, what stays near its cache."""
+"""Logits of a tile, by device; on a CPU, as many as stay near its cache."""
 OTHER_TILE_ELEMENTS = 1 << 26
 
 
@@ -32,7 +32,7 @@ class LogitReader:
 
     Args:
         model: a causal language model of transformers, or a wrapper of it.
-        run: the forward; it calls the head, which it is given, once. Returns the model's logits; None: only the head ran.
+        run: the forward; it calls the head, its argument, once. Returns the model's logits; None: only the head ran.
         entropy: also read entropies.
         top_k: also read so many most likely tokens.
 
@@ -62,7 +62,7 @@ class LogitReader:
         Args:
             rows: int64 [M], the row of the head's input that predicts each of M tokens.
             temperature: one, or [M].
-            tokens, ids: int64 [E] twice: the logits to read, of which of the M tokens and of which id.
+            tokens, ids: int64 [E] twice: the logits to read, index among the M tokens, and id.
             whole: int64 [W], the tokens whose log-sum-exp is read.
 
         Returns:
@@ -73,7 +73,7 @@ class LogitReader:
         """
         warm = torch.as_tensor(temperature, dtype=torch.float64, device=rows.device).expand(len(rows))
         kinds, kind = torch.unique(warm, return_inverse=True)
-        # Tokens that share their predictor and temperature share its softmax.
+        # Tokens with the same predictor and temperature share its softmax.
         keys, state_of = torch.unique(rows * max(1, len(kinds)) + kind, return_inverse=True)
         asked = _Asked(
             states=keys // max(1, len(kinds)),
@@ -95,7 +95,7 @@ class LogitReader:
         post = _posts.get(self._model) or _Post.of(self._model.config.get_text_config())
         row, values, logits = self._forward(asked, post)
         if logits is not None and not post.makes(logits, row):
-            # A scale that the configuration does not name is seen in that row; the forward runs again, once per model.
+            # A scale that is not in the configuration shows in that row; the forward then runs again, once per model.
             post = post.fitted(logits, row)
             row, values, logits = self._forward(asked, post)
             if logits is None or not post.makes(logits, row):
@@ -104,12 +104,12 @@ class LogitReader:
                     "model(...).logits and rollout.algorithms.replay_logprobs"
                 )
         _posts[self._model] = post
-        # FSDP gathers the parameters for the backward where it meets the model's output: every gradient passes there first.
+        # FSDP gathers the parameters for the backward at the model's output, so every gradient passes there first.
         start = (row if logits is None else logits).flatten()[:0].sum()
         return [each + start.to(each) if each.is_floating_point() else each for each in values]
 
     def _forward(self, asked: _Asked, post: _Post) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """The row of the head's output that the model got, the values read, and what the model made of the row."""
+        """The row of the head's output given to the model, the values read, and the model's logits of the row."""
         head = self._model.get_output_embeddings()
         before, original, seen = vars(head).get("forward"), head.forward, []
 
@@ -176,13 +176,13 @@ class _Post(NamedTuple):
         return self.scale if self.cap is None else (logits / self.cap).square_().neg_().add_(1).mul_(self.scale)
 
     def makes(self, logits: Tensor, row: Tensor) -> bool:
-        """Whether the model made these logits of a row of output, up to rounding in their dtype."""
+        """Whether the model computed these logits from a row of output, up to rounding in their dtype."""
         ours, theirs = self(row.detach().float().clone()), logits.detach().float()
         most = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if theirs.numel() else 0.0
         return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=0, atol=0.02 * most, equal_nan=True)
 
     def fitted(self, logits: Tensor, row: Tensor) -> _Post:
-        """The same cap with the scale that the logits show."""
+        """The same cap, with the scale that follows from the logits."""
         ours, theirs = row.detach().double(), logits.detach().double()
         if ours.shape != theirs.shape:
             return self
@@ -193,11 +193,11 @@ class _Post(NamedTuple):
 
 
 _posts: WeakKeyDictionary[nn.Module, _Post] = WeakKeyDictionary()
-"""The scale and cap seen in each model."""
+"""The scale and cap found in each model."""
 
 
 class _Asked(NamedTuple):
-    """The numbers to read off the logits of U hidden states."""
+    """The numbers to read from the logits of U hidden states."""
 
     states: Tensor
     """int64 [U]: their places in the head's input."""
@@ -230,13 +230,13 @@ class _Lane(NamedTuple):
 
     original: Callable[[Tensor], Tensor]
     parameters: tuple[Tensor, ...]
-    """Those whose gradient the tiles make: of a linear head, weight and bias."""
+    """Parameters whose gradients the tiles compute: weight and bias of a linear head."""
     linear: bool
     autocast: torch.dtype | None
     row: Tensor
     """[1, 1, V]: the output of the first state."""
     random: tuple[Any, ...]
-    """State of the random numbers, which dropout of an adapter draws a second time in the backward."""
+    """State of the random numbers, so that an adapter's dropout draws the same in the backward."""
 
     @classmethod
     def of(cls, head: nn.Module, original: Callable[[Tensor], Tensor], hidden: Tensor) -> _Lane:
@@ -261,13 +261,13 @@ class _Columns:
     """Tiles of a linear head: all rows, some columns.
 
     Args:
-        needed: whether the gradients of the states and of each parameter are; empty: none.
+        needed: whether the gradients of the states and of each parameter are needed; empty: none.
     """
 
     def __init__(self, lane: _Lane, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self._weight, self._bias = parameters[0], parameters[1] if len(parameters) > 1 else None
         self._states = states.to(lane.autocast or self._weight.dtype)
-        # Every column of a parameter is in one tile, and every state in all of them.
+        # Every column of a parameter is in one tile; every state is in all tiles.
         self.gradients = [
             torch.zeros_like(each, dtype=each.dtype if index else _wide(each)) if wanted else None
             for index, (each, wanted) in enumerate(zip((states, *parameters), needed, strict=False))
@@ -300,7 +300,7 @@ class _Columns:
 
 
 class _Rows:
-    """Tiles of any head: some rows, all columns. The arguments of `_Columns`."""
+    """Tiles of any head: some rows, all columns. Same arguments as `_Columns`."""
 
     def __init__(self, lane: _Lane, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self._lane, self._states, self._parameters, self._backward = lane, states, parameters, bool(needed)
@@ -350,7 +350,7 @@ class _Read(torch.autograd.Function):
     def forward(ctx: Any, lane: _Lane, asked: _Asked, post: _Post, states: Tensor, *parameters: Tensor) -> Any:
         kind = _wide(states)
         single = states.new_zeros(len(asked.ids), dtype=kind)
-        # Sums over many tiles, which rounding must not reach.
+        # Sums over many tiles, in a dtype wide enough to avoid rounding errors.
         sums = states.new_full((len(states),), -torch.inf, dtype=torch.float64)
         entropies = torch.zeros_like(sums)
         top = states.new_zeros(len(states), min(asked.top_k, lane.row.shape[-1]), dtype=kind)
@@ -428,7 +428,7 @@ def _add_tile(sums: Tensor, entropies: Tensor | None, rows: slice, logits: Tenso
     before, own = sums[rows], peak.double() + total.double().log()
     joint = torch.logaddexp(before, own)
     if entropies is not None:
-        # The tile's entropy, that of the tiles before it, and that of the choice between the two.
+        # The tile's entropy, the entropy of earlier tiles, and the entropy of the choice between the two.
         inside = torch.special.entr(weights.div_(total.clamp(min=torch.finfo(total.dtype).tiny)[:, None])).sum(1)
         share, rest = ((part - joint.clamp(min=lowest)).exp() for part in (own, before))
         entropies[rows] = share * inside + rest * entropies[rows] + torch.special.entr(share) + torch.special.entr(rest)
@@ -436,7 +436,7 @@ def _add_tile(sums: Tensor, entropies: Tensor | None, rows: slice, logits: Tenso
 
 
 def _keep_best(top: Tensor, top_ids: Tensor, rows: slice, columns: slice, logits: Tensor) -> None:
-    """Merge the most likely tokens of a tile into those of the columns before it."""
+    """Merge the most likely tokens of a tile into the tokens of earlier columns."""
     k = top.shape[1]
     found = logits.topk(min(k, logits.shape[1]))
     known = min(k, columns.start)

@@ -1,7 +1,7 @@
 """Differentiable operations over the C++ kernels of exact mode.
 
-The forward's bits are those of the kernels; the backward is torch's, of the same functions, so gradients differ from plain
-torch's by rounding only. Each operation can be differentiated once.
+The forward has the kernels' bits; the backward is torch's, of the same functions, so gradients differ from plain torch's by
+rounding only. Each operation can be differentiated once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def linear(
     """x [P, K] through nn.Linear's weight [N, K] and bias [N].
 
     Args:
-        padded: places [P] int64 of the rows among so many rows of the result, whose others are 0; None: [P, N].
+        padded: places [P] int64 of the rows in the result, and its number of rows; other rows are 0. None: [P, N].
     """
     return _apply(_Linear, x, weight, bias, *(padded or (None, 0)))
 
@@ -161,7 +161,7 @@ class _Attention(Function):
 def _attention_gradients(
     upstream: Tensor, parts: list[Tensor], window: int | None, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value [b, H or Hkv, L, D], from these, the output and its log-sums."""
+    """Gradients of query, key and value [b, H or Hkv, L, D], computed from them, the output and its log-sums."""
     query, key, value, *outputs = parts
     groups, mask = query.shape[1] // key.shape[1], None
     if window is not None:

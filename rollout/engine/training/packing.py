@@ -13,7 +13,7 @@ from torch import Tensor
 from rollout.errors import UnsupportedModelError
 
 SHORTEST = 0.75
-"""Sequences of one attention call have at least this share of the longest one's length; bounds the padding."""
+"""Minimum length of the sequences of one attention call, as a share of the longest; bounds the padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class Packing:
     """P real tokens of a batch [B, T], as R sequences packed one after the other."""
 
     tokens: Tensor | None
-    """[P] int64 into the flattened batch; None: all of it, in order."""
+    """[P] int64 into the flattened batch; None: the whole batch, in order."""
     rows: Tensor
     """[B, T] int64, each position's place among the P tokens; -1: padding."""
     starts: NDArray[np.int64]
@@ -53,7 +53,8 @@ class Packing:
 
 
 def packing_of(ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Packing:
-    """Find the sequences of a batch: rows without their padding, or, without a mask, wherever positions restart.
+    """Find the sequences of a batch: rows without their padding or, without a mask, pieces that start where positions
+    restart.
 
     Transformers reads a batch in the same way.
 

@@ -1,10 +1,10 @@
-"""`replay(batch, model)`: for the length of a block the model's routers choose the experts that the rollout chose.
+"""`replay(batch, model)`: inside the block the model's routers choose the experts that the rollout chose.
 
 The trainer's forward is aligned with the batch by its tokens: any rows of the batch in any order, padded on the left or the
 right, or packed with `position_ids` that start at 0 in every sequence. To replay the forward of a prefix tree pass the tree
-instead. Only the choice is replayed: scores, softmax and normalisation are the live router's, with gradient. An engine's
-own forwards inside of the block (`generate`, `score`) are routed live. The module is as before after the block, also after
-an exception.
+instead. Only the choice is replayed: scores, softmax and normalisation are the live router's, with gradient. An engine's own
+forwards inside of the block (`generate`, `score`) are routed live. The module is restored after the block, even after an
+exception.
 """
 
 from __future__ import annotations
@@ -66,21 +66,21 @@ class RoutedTree(Protocol):
 
 @contextmanager
 def replay(batch: Routed | RoutedTree, model: nn.Module) -> Iterator[None]:
-    """A block in which the routers of `model` choose the experts recorded in `batch.routed_experts`.
+    """Context manager in which the routers of `model` choose the experts recorded in `batch.routed_experts`.
 
-    With gradient checkpointing, which computes the routers again in the backward, the backward belongs into the block too,
+    With gradient checkpointing, which computes the routers again in the backward, run the backward inside the block too,
     before the next forward. Padding and the last token of a row, which have no routes, are routed live.
 
     Args:
-        batch: a `RolloutBatch` of an engine with `InferenceConfig(record_routes=True)`; for the forward of a tree, what
-            `batch.tree()` returned.
+        batch: a `RolloutBatch` of an engine with `InferenceConfig(record_routes=True)`; for the forward of a tree, the
+            result of `batch.tree()`.
         model: the model that runs in the block, or a wrapper of it (DDP, PEFT).
 
     Raises:
-        ValueError: the batch has no routes, for some row, or of another model; or a forward in the block has other
-            sequences than the batch.
-        UnsupportedModelError: the model's routers are of unknown form; names them.
-        RuntimeError: with gradient checkpointing, a backward was left out of the block.
+        ValueError: the batch has no routes, or not for some row, or routes of another model; or a forward in the block has
+            other sequences than the batch.
+        UnsupportedModelError: the model has routers of an unknown form; names them.
+        RuntimeError: with gradient checkpointing, a backward ran outside of the block.
     """
     routers = routers_of(model)
     owner = next(module for module in model.modules() if getattr(module, "_can_record_outputs", None))
@@ -104,7 +104,7 @@ def _restore(module: nn.Module, forward: Any) -> None:
 
 
 class _Replaying:
-    """Stands in for `forward` of one router."""
+    """Replaces `forward` of one router."""
 
     def __init__(self, router: nn.Module, index: int, alignment: _Alignment) -> None:
         self._forward: Callable[..., Any] = router.forward
@@ -189,7 +189,7 @@ class _Rows:
             columns = np.flatnonzero(real[row])
             cuts = [] if starts is None else np.flatnonzero(starts[row])[1:].tolist()
             for sequence in np.split(columns, cuts):
-                # A sequence that occurs twice is that of two samples; one that occurs more often repeats the last.
+                # A sequence that occurs twice belongs to two samples; if it occurs more often, the last one is repeated.
                 found = left.get(_key(tokens[sequence]))
                 if found is None:
                     if self._is_surplus(tokens[sequence]):
@@ -204,7 +204,7 @@ class _Rows:
         return torch.from_numpy(routes)
 
     def _is_surplus(self, tokens: np.ndarray[Any, Any]) -> bool:
-        """Whether a sequence is what rounding up added to a packed row: one token repeated."""
+        """Whether a sequence is padding that rounded up a packed row: one token repeated."""
         return len(tokens) == 0 or bool((tokens == tokens[0]).all())
 
 
@@ -216,14 +216,14 @@ def _refuse_row(row: int) -> NoReturn:
 
 
 class _Alignment:
-    """The routes of the tokens of the forward that runs."""
+    """The routes of the tokens of the current forward."""
 
     def __init__(self, source: _Rows | _Tree, shape: RouteShape) -> None:
         self.shape = shape
         self._source = source
         self._current: Tensor | None = None
         self._forwards = 0
-        """Forwards with gradient since the last backward that computed a router again."""
+        """Forwards with gradient since the last backward that recomputed a router."""
         self._recomputed = False
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -242,7 +242,7 @@ class _Alignment:
             self._recomputed = False
 
     def routes(self) -> Tensor:
-        """int64 [B * T, layers, k] of the forward that runs, or is computed again by a backward."""
+        """int64 [B * T, layers, k] of the current forward, or of the one that a backward recomputes."""
         if self._current is None:
             raise RuntimeError("replay: a router ran outside of a forward of the model; call the model itself")
         if torch._C._current_graph_task_id() != -1:
@@ -255,7 +255,7 @@ class _Alignment:
         return self._current
 
     def end(self, model: nn.Module) -> None:
-        """Refuse to leave the block with a checkpointed forward that was not computed again.
+        """Raise if the block is left before a checkpointed forward was recomputed.
 
         Raises:
             RuntimeError: its backward would route live.

@@ -1,13 +1,13 @@
 """Prefix-tree attention in the trainer's own forward and backward, through transformers' attention interface.
 
-While attached, a model's attention implementation is one of ours that stands before the model's own. A tree travels as
-the `attention_mask`, int32 [1, 1, 2 or 3, L] (see `manager.batch.tree`). Transformers passes a mask of four dimensions on
-to every layer as it is, and so do gradient checkpointing (also to the recomputation in the backward), DDP, FSDP and PEFT.
-With any other mask the model's own implementation runs on the mask made for it. The model gets no hooks, and its modules are
-not changed.
+While attached, a model's attention implementation is a wrapper of ours around the model's own. A tree is passed as the
+`attention_mask`, int32 [1, 1, 2 or 3, L] (see `manager.batch.tree`). Transformers passes a mask of four dimensions on to
+every layer as it is, and so do gradient checkpointing (also to the recomputation in the backward), DDP, FSDP and PEFT. With
+any other mask the model's own implementation runs on the mask made for it. The model gets no hooks, and its modules are not
+changed.
 
-Inside of `paths_of(model)` the tokens of a forward continue a path: earlier tokens whose keys and values are kept, and whose
-gradients collect there until the backward of their own forward takes them.
+Inside of `paths_of(model)` the tokens of a forward continue a path: keys and values of earlier tokens are kept, and their
+gradients are summed until the backward of their own forward takes them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class _Layer(NamedTuple):
 
     window: int | None
     causal: bool
-    """Whether also in an image."""
+    """Whether it is causal even within an image."""
 
 
 class _Path:
-    """Keys and values of one layer for the tokens of a path, and what later forwards add to their gradients."""
+    """Keys and values of one layer for the tokens of a path, and the gradients that later forwards add."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -51,7 +51,7 @@ class _Path:
         self._gradients: list[Tensor] = []
 
     def extended(self, key: Tensor, value: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the path [1, H, start + S, D], of which the given ones are the last."""
+        """Keys and values of the path [1, H, start + S, D]; the given ones are the last."""
         if not self._kept:
             self._kept = [each.new_zeros(*each.shape[:2], self._capacity, each.shape[3]) for each in (key, value)]
             # Many branches add to them.
@@ -62,15 +62,15 @@ class _Path:
         return found
 
     def write(self, parts: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, ...]:
-        """Store the keys and values from token `start` on; returns those of all tokens so far."""
+        """Store the keys and values from token `start` on; returns the keys and values of all tokens so far."""
         end = start + parts[0].shape[2]
         for kept, part in zip(self._kept, parts, strict=True):
             kept[:, :, start:end] = part
-        # Later forwards write behind the end alone, of which autograd is not told.
+        # Later forwards only write after the end, and autograd is not told about that.
         return tuple(kept.data[:, :, :end] for kept in self._kept)
 
     def take(self, gradients: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, ...]:
-        """Add gradients of all tokens; returns those from `start` on, which are complete, and forgets them."""
+        """Add gradients of all tokens; returns and forgets the gradients from `start` on, which are complete."""
         taken = []
         for kept, gradient in zip(self._gradients, gradients, strict=True):
             end = gradient.shape[2]
@@ -94,12 +94,12 @@ class _Extend(torch.autograd.Function):
 
 
 _paths: WeakKeyDictionary[nn.Module, _Path] = WeakKeyDictionary()
-"""Inside of `paths_of`: the path of each attention module."""
+"""The path of each attention module inside of `paths_of`."""
 
 
 @contextmanager
 def paths_of(model: nn.Module, capacity: int) -> Iterator[None]:
-    """A block in which forwards of trees continue a path of up to `capacity` tokens."""
+    """Context manager in which forwards of trees continue a path of up to `capacity` tokens."""
     own = [module for module in model.modules() if module in _layers]
     _paths.update({module: _Path(capacity) for module in own})
     try:
@@ -116,8 +116,8 @@ class TreeAttachment:
         model: a decoder of transformers, not wrapped (DDP, FSDP1); it may be wrapped, sharded or given adapters afterwards.
 
     Raises:
-        UnsupportedModelError: a layer needs more than causal attention, also in a sliding window, or is recurrent; or
-            `model` is a wrapper.
+        UnsupportedModelError: a layer is recurrent or needs more than causal attention (with or without a sliding window);
+            or `model` is a wrapper.
         ValueError: tree attention is attached already.
     """
 
@@ -137,7 +137,7 @@ class TreeAttachment:
                 f"{type(model).__name__} has recurrent layers, whose state would pass from a branch of a tree to the next; "
                 "train it on padded rows"
             )
-        # The configuration of an attached model, if it was copied, has a name of ours already.
+        # If the configuration was copied from an attached model, it already has one of our names.
         self._before = [(config, _own_of(config)) for config in configs_of(model)]
         self._modules = list(layout.layer_of)
         family = family_of(model)
@@ -175,7 +175,7 @@ def _own_of(config: Any) -> str | None:
 
 
 def _registered(own: str) -> str:
-    """Name of the implementation that stands before `own`; registered with attention and mask on first use."""
+    """Name of the implementation that wraps `own`; registered with attention and mask on first use."""
     name = TREE_PREFIX + own
     AttentionInterface.register(name, partial(_attention, own))
     masks = AttentionMaskInterface()

@@ -1,4 +1,4 @@
-"""Interface of a weight source, and the scaffold of those that gather sharded weights."""
+"""Interface of a weight source, and the scaffold of sources that gather sharded weights."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class Weights:
         """Mark gathered or copied weights stale after an update."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Name and local part of every parameter and persistent buffer of `trained`, tied ones under each name."""
+        """Name and local part of every parameter and persistent buffer of `trained`; tied ones under each name."""
         return [(name, local_part(tensor)) for name, tensor in persistent_tensors(self.trained)]
 
     def stale(self) -> list[str]:
-        """Names of tensors whose values in `sampled`, though `ready`, differ from `trained`; non-empty only for a copy."""
+        """Names of tensors in `sampled` that differ from `trained` although `ready`; non-empty only for a copy."""
         return []
 
 
 class GatheredWeights(Weights):
-    """Weights that are sharded over the ranks, and whole between `gather` and `release`."""
+    """Weights that are sharded over the ranks, but whole between `gather` and `release`."""
 
     collective = True
     fixed_addresses = False
@@ -85,5 +85,5 @@ class GatheredWeights(Weights):
         self.release()
 
     def _gather(self, undo: ExitStack) -> None:
-        """Gather, and register what undoes it."""
+        """Gather, and register the undo."""
         raise NotImplementedError

@@ -143,7 +143,7 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _buckets(parameters: dict[str, Tensor], dtype: torch.dtype | None, device: torch.device) -> Iterator[_Bucket]:
-    """Split the parameters into buckets, in order; a parameter above `BUCKET_BYTES` has a bucket to itself."""
+    """Split the parameters into buckets, in order; a parameter above `BUCKET_BYTES` has its own bucket."""
     kind: torch.dtype | None = None
     names: dict[str, int] = {}
     used = 0

@@ -3,8 +3,8 @@
 Contents are compared: fused optimizers and PEFT's merges change neither a tensor's address nor its version counter. Only
 samples or sums are kept, and taking them does not synchronise with the device.
 
-    sampled    SAMPLES elements of each tensor, spread evenly, other ones after every update
-    full       position-weighted sums over all elements, which detect any single change for certain
+    sampled SAMPLES elements of each tensor, spread evenly, different ones after every update full       position-weighted
+    sums over all elements, which detect any single change for certain
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Part = tuple[list[tuple[str, torch.dtype, tuple[int, ...], int]], Tensor]
 def persistent_tensors(model: nn.Module) -> list[Named]:
     """Every parameter and persistent buffer, without the running statistics of batch normalisation.
 
-    A tied tensor is listed under each of its names, since each may be tied to another tensor later.
+    A tied tensor is listed under each of its names, because each may be tied to another tensor later.
     """
     running = nn.modules.batchnorm._NormBase
     found: list[Named] = []
@@ -87,7 +87,7 @@ def samples_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
 def sums_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
     """Yield (name, [1] int64) of each tensor: the sum of its words, weighted by odd position factors, modulo 2**64."""
     factors: dict[torch.device, Tensor] = {}
-    # The tensor is kept beside its sum so that its id is not reused.
+    # The tensor is kept next to its sum so that its id is not reused.
     summed: dict[int, tuple[Tensor, Tensor]] = {}
     for name, tensor in tensors:
         if tensor.is_meta or not tensor.numel():
@@ -133,7 +133,7 @@ class Fingerprints:
 
     @torch.no_grad()
     def changed(self) -> list[str]:
-        """Names of tensors that differ from the reference or are gone.
+        """Names of tensors that differ from the reference or no longer exist.
 
         New tensors are not a change (an adapter not yet in use); they are included from then on.
         """

@@ -1,4 +1,4 @@
-"""Loads a folder of safetensors: its weights into a model in place, or the model itself with its tokenizer."""
+"""Loads a folder of safetensors: its weights into a model in place, or a new model with its tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def load_weights(model: nn.Module, folder: str | PathLike[str]) -> int:
-    """Copy every tensor of a folder that `save_pretrained` wrote into the parameter or buffer of its name.
+    """Copy every tensor of a folder written by `save_pretrained` into the parameter or buffer of the same name.
 
     Returns:
         Number of tensors copied.
@@ -77,7 +77,7 @@ def _check(folder: Any, name: str, target: torch.Tensor | None, shape: list[int]
 def load_model(
     folder: str | PathLike[str], tokenizer: Any = None, *, dtype: str | torch.dtype = "auto", device: str = "auto"
 ) -> tuple[nn.Module, Any]:
-    """The model of a folder that `save_pretrained` wrote, with its tokenizer or, for a vision model, its processor.
+    """Load the model from a folder written by `save_pretrained`, with its tokenizer or, for a vision model, its processor.
 
     A name that is not a folder is an error, not a download.
 

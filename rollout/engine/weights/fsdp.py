@@ -1,8 +1,8 @@
 """FSDP-sharded weights: gathered while the engine generates, resharded afterwards.
 
-Always true: between `gather` and `release` forwards are not collective, so ranks may run different numbers of them;
-after `release` training continues as if nothing had been gathered, partial gradients of accumulated micro-batches
-included, also after an interrupted forward.
+Always true: between `gather` and `release` forwards are not collective, so ranks may run different numbers of them; after
+`release` training continues as if nothing had been gathered, including partial gradients of accumulated micro-batches, even
+after an interrupted forward.
 """
 
 from __future__ import annotations
@@ -147,11 +147,11 @@ def _check_internals(states: list[Any]) -> None:
 
 
 def reshard(unit: Any) -> None:
-    """Give up the gathered parameters of a unit, in whatever state a forward or a backward has left it."""
+    """Free the gathered parameters of a unit, in any state that a forward or backward has left it in."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-    # An interrupted forward leaves its state behind, in which reshard() does nothing. The public cure,
-    # reset_iter_state(), would drop the gradients of accumulated micro-batches.
+    # An interrupted forward leaves a state in which reshard() does nothing. The public cure, reset_iter_state(), would drop
+    # the gradients of accumulated micro-batches.
     state = state_of(unit)
     state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None
     getattr(state, "_modules_to_run_forward", set()).clear()
@@ -190,7 +190,7 @@ class UnitWeights(GatheredWeights):
     """FSDP1 (`FullyShardedDataParallel`) weights, gathered by `summon_full_params` with the units' own forwards bypassed.
 
     Raises:
-        UnsupportedModelError: `mixed_precision` is set: rollouts would use another dtype than the trainer's forward.
+        UnsupportedModelError: `mixed_precision` is set, so rollouts would use another dtype than the trainer's forward.
     """
 
     def __init__(self, wrapper: Any) -> None:

@@ -1,4 +1,4 @@
-"""Gathers and releases an engine's weights, and detects changes of them that no update announced."""
+"""Gathers and releases an engine's weights, and detects unannounced changes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class WeightsGuard:
 
     Attributes:
         model: the Hugging Face model the optimizer steps, without its wrappers.
-        training_device: device of the model when its source was chosen; the trainer wants its batches there.
-        rebuild_due: whether FSDP2 has sharded the weights after the engine was built.
+        training_device: device of the model when its source was chosen; the trainer expects batches there.
+        rebuild_due: whether FSDP2 has sharded the weights since the engine was built.
 
     Raises:
         UnsupportedModelError: see `weights_of`.
@@ -83,7 +83,7 @@ class WeightsGuard:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """A block in which steps can run; if the weights are spread over the ranks, every rank enters it."""
+        """Context manager in which steps can run; if the weights are spread over the ranks, every rank enters it."""
         if self.source.collective and self.source.ready:
             yield
             return
@@ -104,7 +104,8 @@ class WeightsGuard:
         return None if now == vocabulary else now
 
     def check(self, version: int, vocabulary: int) -> None:
-        """Compare the weights with their fingerprints. The first call takes them: a checkpoint may be loaded before it.
+        """Compare the weights with their fingerprints. The first call takes them, because a checkpoint may be loaded before
+        it.
 
         Args:
             version: the policy version, for the message.
@@ -144,7 +145,7 @@ class WeightsGuard:
             )
 
     def refuse_scattered(self) -> None:
-        """Raises: EngineStateError: the weights are sharded, and gathering them needs every rank."""
+        """Raises: EngineStateError: the weights are sharded, so every rank must take part in gathering them."""
         if self.source.collective:
             raise EngineStateError(
                 f"{type(self.model).__name__} has its weights spread over the ranks, where no step can run: generate by "

@@ -58,7 +58,7 @@ def fully_sharded_since(weights: Weights) -> bool:
 
 
 def refuse_sharded_since(weights: Weights) -> None:
-    """Refuse weights that were sharded after their source was chosen.
+    """Raise if the weights were sharded after their source was chosen.
 
     Raises:
         EngineStateError: names the first sharded parameter or module.

@@ -1,4 +1,4 @@
-"""Tensor- and expert-parallel weights: the mesh dimensions that split a model's parameters; refuses other parallelism.
+"""Tensor- and expert-parallel weights: the mesh dimensions that split a model's parameters; other parallelism raises.
 
 A parameter is tensor-parallel if it is a DTensor on a dimension that FSDP2 does not gather, whether transformers' `tp_plan`
 or torch's `parallelize_module` made it. Transformers' meshes show how experts are split:
@@ -28,7 +28,7 @@ def expert_parallel_mesh(model: nn.Module) -> Any:
     """The one-dimensional mesh of the ranks that exchange tokens inside each layer; None: no layer does.
 
     Raises:
-        UnsupportedModelError: the ranks of a tensor-parallel group share one of the batches.
+        UnsupportedModelError: some batches belong to a whole tensor-parallel group.
     """
     manager: Any = getattr(model, "_mesh_manager", None)
     if "ep" not in _sizes(manager, "_expert_mesh"):
@@ -57,17 +57,17 @@ def modules_split_over(name: str, model: nn.Module) -> list[nn.Module]:
 
 
 def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]]) -> Any:
-    """The one-dimensional mesh that splits a model's parameters, except exchanged experts; None: none does.
+    """The one-dimensional mesh that splits a model's parameters, except exchanged experts; None: no mesh does.
 
     Args:
         gathered: names of the mesh dimensions that FSDP2 gathers, for each parameter that it manages.
 
     Raises:
-        UnsupportedModelError: the model is parallel in a way that the engine does not serve.
+        UnsupportedModelError: the model's parallelism is not supported.
     """
     _refuse_other_meshes(model)
     exchanged = expert_parallel_mesh(model)
-    # With `ep_size == tp_size` both names stand for the same ranks.
+    # With `ep_size == tp_size` both names refer to the same ranks.
     shared = "ep" in _sizes(getattr(model, "_mesh_manager", None), "_expert_mesh")
     found: tuple[str, Any] | None = None
     for name, parameter in model.named_parameters():
@@ -90,7 +90,7 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
                 f"{found[1].mesh.tolist()}; one tensor-parallel group per model is served"
             )
         found = found or (name, own)
-        # Both transformers and torch replicate the norms of a sequence-parallel model as DTensors, and nothing else.
+        # In a sequence-parallel model, transformers and torch replicate the norms as DTensors, and nothing else.
         placements = getattr(parameter, "placements", ())
         if parameter.ndim == 1 and name.endswith("weight") and all(each.is_replicate() for each in placements):
             raise UnsupportedModelError(
@@ -102,7 +102,7 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
 
 
 def _refuse_other_meshes(model: nn.Module) -> None:
-    """Refuse parallelism that this rank's parameters do not show; transformers keeps its mesh at the model."""
+    """Raise for parallelism that does not show in this rank's parameters; transformers keeps its mesh on the model."""
     sizes = _sizes(getattr(model, "_mesh_manager", None), "_dense_mesh")
     found = [
         f"{_OTHERS[name]} ({name}={size} in its device mesh)"
@@ -110,7 +110,7 @@ def _refuse_other_meshes(model: nn.Module) -> None:
         if name in _OTHERS and size > 1
     ]
     if any(type(module).__name__ == "PipelineIdentityLayer" for module in model.modules()):
-        # transformers before 5.20 notes no mesh.
+        # transformers before 5.20 records no mesh.
         found.append(f"{_OTHERS['pp']} (it has layers of another stage)")
     if found:
         raise UnsupportedModelError(
