@@ -45,32 +45,28 @@ from rollout.threads.diagnosis import watch
 
 
 class RolloutManager:
-    """Rollouts from the module the optimizer steps.
+    """A rollout engine around the module that the optimizer steps.
 
     Args:
-        model: the Hugging Face causal model being trained, as it is or in its wrapper (DDP, FSDP1, torch.compile). Where
-            FSDP has spread its weights over the ranks, every rank builds its manager at the same time. A model that
-            FSDP2 shards later (a trainer's own wrapping) is taken as it is then by the next `generate`.
-        tokenizer: its tokenizer, or the processor of a vision model; None where prompts are token ids and no text is asked
-            for.
-        config: see `InferenceConfig`; None: defaults.
-        engine: an engine of this model made elsewhere; then without `config`.
-        token_values: a function of the hidden states that tokens are drawn from: [rows, hidden], as the output embeddings
-            read them → [rows, k] (or [rows]), such as the value head of a critic or a probe. Called without gradients, under
-            the weights that sample. Its numbers are stored like log-probs, in `RolloutBatch.token_values`. The same on all
-            ranks.
-        coordinator: on several ranks (torch.distributed is initialised), how they compute each other's groups: options,
-            True: the default ones, False: every rank for itself. Alone it changes nothing: no process, no socket.
-        journal: where finished groups survive between two checkpoints; this rank's own. Every group is appended when its
-            last sample has ended. `state_dict` begins a new file of it, `load_state_dict` takes from it what ended since:
-            groups that were in flight are handed out as finished, and a prompt that is submitted again with the same
-            parameters and metadata as a group that has ended is not computed again (an evaluation wants a manager of
-            its own for that reason). The caller closes it.
-        clock: seconds that never run backwards; a seam for tests.
+        model: the Hugging Face causal model being trained, bare or wrapped (DDP, FSDP1, torch.compile). If FSDP shards its
+            weights, all ranks build their managers at the same time. FSDP2 may also shard it later: the next `generate`
+            follows.
+        tokenizer: its tokenizer, or the processor of a vision model. None: prompts are token ids and texts are not needed.
+        config: options of the engine. None: the defaults.
+        engine: an existing engine of this model, in place of `config` and `token_values`.
+        token_values: a function of the hidden states, [rows, hidden] → [rows, k] or [rows], such as the value head of a
+            critic or a probe. It gets the input of the output embeddings, runs without gradients under the weights that
+            sample, and must be the same on all ranks. `RolloutBatch.token_values` has its results.
+        coordinator: how several ranks (of torch.distributed) compute each other's groups: options, True for the default
+            options, or False: each rank computes its own. It has no effect on a single rank.
+        journal: file of this rank that keeps finished groups between two checkpoints; the caller closes it. `state_dict`
+            begins a new file. After `load_state_dict`, groups that had finished are returned without computing them again,
+            also if you submit the same prompt, parameters and metadata. Evaluate with another manager.
+        clock: monotonic clock in seconds, for tests.
 
     Raises:
-        UnsupportedModelError: the model does something the engine cannot honour; the message names it.
-        ConfigError: `engine` is of another model, or comes with a `config`.
+        UnsupportedModelError: the engine cannot reproduce the model's forward; names what is in the way.
+        ConfigError: `engine` belongs to another model, or comes with `config` or `token_values`.
         DeadlineError: the ranks have not found each other.
     """
 
@@ -121,22 +117,22 @@ class RolloutManager:
 
     @property
     def groups_in_flight(self) -> int:
-        """Groups submitted and not yet handed out."""
+        """Number of groups submitted and not yet returned."""
         return len(self._rounds.groups)
 
     @property
     def episode_groups_in_play(self) -> int:
-        """Groups of episodes that were begun and not yet handed out."""
+        """Number of groups of episodes started and not yet returned."""
         return len(self._rounds.player)
 
     @property
     def image_layout(self) -> ImageLayout | None:
-        """How the model finds images among its tokens; None: it is of no family that is served images."""
+        """How the model finds images among its tokens. None: images are not supported for this model."""
         return self._rounds.image_layout
 
     @property
     def policy_version(self) -> int:
-        """Weight updates so far."""
+        """Number of weight updates so far."""
         return self.engine.policy_version
 
     generate = called("_generation", Generation.generate)
@@ -161,7 +157,7 @@ class RolloutManager:
     adapter_switch = called("_updates", Updates.adapter_switch)
 
     def metrics(self, reset: bool = True) -> dict[str, float]:
-        """Metrics since the last call as a flat dict for `wandb.log`; see `rollout.observe.metric_table`."""
+        """Return the metrics since the last call as a flat dict, for `wandb.log`; `reset=False` keeps counting."""
         self._rounds.loop.sync_metrics()
         return self._rounds.metrics.snapshot(reset)
 
@@ -170,30 +166,30 @@ class RolloutManager:
 
     @property
     def coordinator_address(self) -> str | None:
-        """`tcp://host:port` of the job's coordinator, for `client` elsewhere and `rollout top`; None on one rank."""
+        """`tcp://host:port` of the job's coordinator, for clients elsewhere and `rollout top`. None: a single rank."""
         coordinator = self._rounds.backend.coordinator
         return None if coordinator is None else coordinator.address
 
     @property
     def coordinator_keys(self) -> JobKeys | None:
-        """Keys that admit a process to the job; None on one rank, and on loopback.
+        """Keys that a process needs to join the job. None: a single rank, or a coordinator on loopback.
 
-        Hand them on by a file that only its user can read (`JobKeys.serialize`).
+        Pass them on in a file that only you can read (`JobKeys.serialize`).
         """
         coordinator = self._rounds.backend.coordinator
         return None if coordinator is None or coordinator.keys is None else coordinator.keys.client_side()
 
     def client(self, name: str = "agent") -> InferenceClient:
-        """A client of the running job, for agents and evaluation: `async with manager.client() as client`.
+        """Return a client of the running job, for agents and evaluation: `async with manager.client() as client`.
 
-        All ranks compute its requests while they are in `generate`, `as_completed` or `run`; in between, requests wait.
+        The ranks compute its requests during `generate`, `as_completed` and `run`; between these calls requests wait.
         In another process: `InferenceClient(manager.coordinator_address, keys=manager.coordinator_keys)`.
 
         Args:
             name: shown in logs and in `rollout top`.
 
         Raises:
-            EngineStateError: closed; or there is no coordinator (one rank, `coordinator=False`, a following rank).
+            EngineStateError: the manager is closed or has no coordinator (a single rank, or `coordinator=False`).
         """
         coordinator = self._rounds.backend.coordinator
         if self._rounds.closed or coordinator is None:
@@ -205,9 +201,9 @@ class RolloutManager:
         return coordinator.client(name, self.config.advanced.control_timeout_s)
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
-        """A block whose timeline is written to `path` when it ends, for Perfetto and Chrome.
+        """Record a `with` block and write its timeline to `path`, for Perfetto and Chrome.
 
-        On several ranks every rank enters and leaves it with the same path; rank 0 writes one file of all. If the block
+        On several ranks, all enter and leave the block with the same path; rank 0 writes one file for all. If the block
         raises, or a rank is missing, each rank writes its own file, with `.rank<number>` before the suffix.
 
         Args:

@@ -142,23 +142,23 @@ class EpisodeRuns:
         timeout_s: float | None = None,
         **fields: Any,
     ) -> EpisodeBatch:
-        """Play episodes of many turns; blocks until they are done. Tools of one overlap with the tokens of others.
+        """Play episodes of many turns, and block until they are done. While one waits for a tool, others are sampled.
 
-        What is in play when it returns, or raises, stays in play: tools keep running, and completions continue in the next
-        call, under the weights of that time. On several ranks every rank calls it, as `generate`.
+        Episodes that are unfinished when it returns or raises stay in play: tools keep running, and completions continue in
+        the next call under the weights of that time. On several ranks, all ranks call it, as for `generate`.
 
         Args:
-            tasks: one group of n episodes each. An iterator is drawn from as groups finish; all of anything else is begun.
-            environment: makes an object with `reset` and `step`, one per episode; or a coroutine function of an `Episode`
-                that plays all of it and returns the reward. None: tasks are `EnvironmentTask`s, as `mixture` makes them.
-            sampling_params: of a turn, with n = 1.
-            max_turns: of an environment with `reset` and `step`.
-            min_groups: None: until all have finished, also what earlier calls left in play. A number: until so many groups
-                have finished, and those that `max_staleness` does not let wait.
-            max_groups: most groups in play at once, drawn from an iterator; None: `min_groups`.
-            keep: whether a finished group is returned; otherwise it is dropped and does not count. See `rewards_differ`.
-            max_discarded: after this many dropped groups every one is kept. None: four times `min_groups`, or all.
-            episode_timeout_s: an episode fails after this many seconds within `run`, with the turns that it has.
+            tasks: each becomes a group of n episodes. A list is started at once, an iterator as groups finish.
+            environment: a class or function that makes an object with `reset` and `step` for each episode; or a coroutine
+                function that plays a whole `Episode` and returns the reward. None: each task is an `EnvironmentTask`.
+            sampling_params: of one turn, with n = 1.
+            max_turns: upper bound on the turns of an episode, for environments with `reset` and `step`.
+            min_groups: return when this many groups have finished, and those that `max_staleness` would make too old. None:
+                wait for all groups, including those that earlier calls left in play.
+            max_groups: maximum number of groups in play, if `tasks` is an iterator. None: `min_groups`.
+            keep: called with a finished group; False drops it, and it does not count. See `rewards_differ`.
+            max_discarded: number of dropped groups after which every group is kept. None: four times `min_groups`, or all.
+            episode_timeout_s: seconds within `run` after which an episode fails with the turns that it has.
             environments: without `environment`: `__qualname__` → environment, of episodes from `load_state_dict`.
             on_error: `raise`: `RolloutFailedError` if an episode failed. `mask`: its rows are masked; the error is raised if
                 every episode failed.

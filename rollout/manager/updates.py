@@ -50,7 +50,7 @@ class Updates:
 
         Args:
             mode: `persist`, `offload` or `recompute`; None: the configuration's.
-            keep_prefix_cache: keep cached blocks that no request holds, too; False before the weights change.
+            keep_prefix_cache: also keep cached blocks that no request uses. Pass False if the weights will change.
         """
         with self._together("suspend"):
             return self._rounds.suspend(SUSPEND, mode, keep_prefix_cache=keep_prefix_cache)
@@ -61,10 +61,10 @@ class Updates:
             return self._rounds.release(SUSPEND, PAUSE, UPDATE, DIRECT)
 
     def suspended(self, mode: Mode = None) -> AbstractContextManager[None]:
-        """A `with` block in which the KV cache is off the device; the first `generate` afterwards brings it back.
+        """Take the KV cache off the device for a `with` block; the next `generate` brings it back.
 
-        Cached blocks that no request holds are dropped, because the weights are about to change. After an exception inside
-        the next `generate` continues as well.
+        Cached blocks that no request uses are dropped, because the weights are about to change. `generate` also works after
+        an exception in the block.
         """
         self._rounds.player.refuse_inside("suspended")
         return self._suspended(mode)
@@ -91,7 +91,7 @@ class Updates:
         """Announce that the weights have changed: version + 1. The optimizer hook calls it; without one, call it yourself.
 
         Returns:
-            The policy version. A manager that is closed, or whose engine is dead, counts no more.
+            The policy version, unchanged if the manager is closed or its engine is dead.
         """
         rounds, engine = self._rounds, self._rounds.engine
         rounds.player.refuse_inside("weights_updated")
