@@ -265,8 +265,9 @@ class RunLoop:
         return self._backend.local_samples(self.groups.samples_missing + len(self.samples))
 
     def _step(self, timeout_s: float, patient: bool) -> None:
-        with self._engine.locked():
-            self.samples.apply(self._backend, self.journal)
+        if self.samples:
+            with self._engine.locked():
+                self.samples.apply(self._backend, self.journal)
         if patient and self._backend.idle:
             self.samples.wait(min(timeout_s, PATIENCE_S))
             return

@@ -260,10 +260,10 @@ class RolloutMetrics(MetricsRecorder):
             samples_missing: samples that are still to come; those not running wait.
         """
         self._set(self._load(samples_missing) | {"kv_blocks_used": self._engine.context.allocator.num_used})
-        if (step := self._engine.parts.stepper.last) is not None:
-            for _ in range(self._engine.parts.stepper.made):
-                self.observe("rollout/step_requests", len(step.rows))
-                self.observe("rollout/step_tokens", step.num_tokens)
+        stepper = self._engine.parts.stepper
+        if (step := stepper.last) is not None:
+            self.observe("rollout/step_requests", [len(step.rows)] * stepper.made)
+            self.observe("rollout/step_tokens", [step.num_tokens] * stepper.made)
 
     def sync(self, samples_missing: int, groups_in_flight: int) -> None:
         """Bring counters and gauges up to date with the engine's."""
