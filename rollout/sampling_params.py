@@ -31,7 +31,7 @@ MAX_KEPT_TOKENS = 4096
 MAX_SALT = 1024
 """Characters of a `cache_salt`."""
 _SEPARATOR = "\0" * (MAX_SALT + 1)
-"""Stands between adapter and salt in a `prefix_share`: longer than any salt, so that no salt names an adapter's share."""
+"""Separates adapter and salt in a `prefix_share`. It is longer than any salt, so no salt can imitate an adapter's share."""
 
 LOGPROBS_MODES = ("processed", "raw", "tempered")
 """Values of `logprobs_mode`."""
@@ -43,18 +43,18 @@ ORDINARY_LOGIT = 1e6
 # --- structured output ---------------------------------------------------------------------------------------------------
 
 MAX_CHARACTERS = 2**18
-"""Maximum length of a schema, an expression or a grammar: what one request may cost the others is bounded by it."""
+"""Maximum length of a schema, an expression or a grammar; bounds the cost of one request for the others."""
 
 WHITESPACE = r"[ \t\r\n]{1,20}"
-"""Between the parts of JSON. Bounded, because a model that likes white space would write nothing else."""
+"""Allowed between the parts of JSON. Bounded, because a model that likes white space would write nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutput(NamedOptions):
     """Constraint on the text of a completion: exactly one of the three fields. Needs the extra `structured`.
 
-    Tokens that no text of the constraint continues with get probability 0 before temperature and filters; log-probs are of
-    that distribution. The completion ends when its text is complete, also before `min_tokens`.
+    Tokens that violate the constraint get probability 0 before temperature and filters; log-probs are of that distribution.
+    The completion finishes when its text is complete, even before `min_tokens`.
 
     Raises:
         ConfigError: (a `ValueError`) not exactly one field is given, or one is malformed. Whether it compiles is
@@ -92,7 +92,7 @@ class StructuredOutput(NamedOptions):
         """Return the constraint that the text is one of `choices`.
 
         Raises:
-            ConfigError: there are none, or one is no text or empty, or they are too long.
+            ConfigError: there are none, one is empty or not text, or they are too long.
         """
         if isinstance(choices, str) or not choices or not all(isinstance(each, str) and each for each in choices):
             raise ConfigError(f"choices={choices!r:.80}: must be a list of texts, none of them empty")
@@ -112,7 +112,7 @@ class StructuredOutput(NamedOptions):
 
     @classmethod
     def read(cls, given: Any) -> Self | None:
-        """Return the constraint that `given` (one of them, what `serialize` returned, or None) stands for.
+        """Return the constraint from `given`: a constraint, the result of `serialize`, or None.
 
         Raises:
             ConfigError: as the class.
@@ -126,7 +126,7 @@ class StructuredOutput(NamedOptions):
 
 
 def json_rule(schema: Any, *, lenient: bool = False) -> str:
-    """Return the body of a rule of a grammar: JSON that fits `schema`; `lenient`: as far as its keywords are served."""
+    """Return the body of a grammar rule for JSON that fits `schema`; `lenient`: as far as its keywords are supported."""
     if isinstance(schema, dict):
         schema = schema | {"x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
     return f"%json {json.dumps(schema)}"
@@ -222,7 +222,7 @@ _WHOLE, _ANY, _SWITCH = _integer(), _number(f"within {LARGEST:.2g} of 0"), _Kind
 _OCCURRENCE = _number("[-2, 2]", lambda number: abs(number) <= 2)
 
 FILTER, PENALTY = "filter", "penalty"
-"""Roles of an option. A filter restricts the tokens that can be drawn; a penalty changes logits by what was generated."""
+"""Roles of an option. A filter restricts the tokens that can be drawn; a penalty changes logits by the generated tokens."""
 
 
 def _option(
@@ -234,7 +234,7 @@ def _option(
     host: str | None = None,
     hash: bool | None = None,
 ) -> Any:
-    """Declare an option of `SamplingParams`; all that reads options reads its `metadata`.
+    """Declare an option of `SamplingParams`; all readers of options use its `metadata`.
 
     Args:
         role: FILTER, PENALTY, or None.
@@ -308,10 +308,10 @@ class SamplingParams(NamedOptions):
     """End-of-sequence and stop token ids are not sampled before this many tokens. At most `max_tokens`."""
 
     stop: tuple[str, ...] = _option((), _Kind(_stop_strings, "a string or a list of strings, none of them empty"))
-    """Strings that end the completion, even if they begin or end inside a token. A plain `str` is one stop string."""
+    """Strings that finish the completion, even if they begin or end inside a token. A plain `str` is one stop string."""
 
     stop_token_ids: tuple[int, ...] = _option((), _Kind(_ids, "a list of token ids (integers of at least 0)"))
-    """Token ids that end the completion, in addition to the model's end-of-sequence ids."""
+    """Token ids that finish the completion, in addition to the model's end-of-sequence ids."""
 
     ignore_eos: bool = _option(False, _SWITCH)
     """Continue after an end-of-sequence token."""
@@ -324,8 +324,8 @@ class SamplingParams(NamedOptions):
     engine from its base seed."""
 
     logprobs: int | None = _option(None, _or_none(_WHOLE), host="int32")
-    """Log-probs to return per generated token. None: none requested. 0: the sampled token's. k: also those of the k
-    likeliest tokens."""
+    """Log-probs to return per generated token. None: none requested. 0: only the sampled token. k: also the k most likely
+    tokens."""
 
     prompt_logprobs: int | None = _option(None, _or_none(_WHOLE), host="int32")
     """The same for prompt tokens, from the second token on (the first has no log-prob)."""
@@ -333,8 +333,8 @@ class SamplingParams(NamedOptions):
     logprobs_mode: str = _option(
         "processed", _text("|".join(LOGPROBS_MODES), f"one of {', '.join(map(repr, LOGPROBS_MODES))}"), stored="int8"
     )
-    """Distribution of the log-probs. `processed`: the one sampled from (greedy: at temperature 1). `raw`: softmax of the
-    model's logits. `tempered`: softmax(logits / temperature), without penalties, biases and filters."""
+    """Distribution of the log-probs. `processed`: the distribution sampled from (greedy: at temperature 1). `raw`: softmax
+    of the model's logits. `tempered`: softmax(logits / temperature), without penalties, biases and filters."""
 
     return_kept_tokens: bool = _option(False, _SWITCH, stored="bool")
     """Return for each generated token the ids that `structured`, `top_k`, `top_p` and `min_p` left to draw it from, so
@@ -348,8 +348,8 @@ class SamplingParams(NamedOptions):
     cache_salt: str | None = _option(
         None, _or_none(_text(rf"(?s:[^\ud800-\udfff]{{0,{MAX_SALT}}})", f"a text of at most {MAX_SALT} characters"))
     )
-    """Name of a share of the prefix cache, of at most 1024 characters: KV is reused among requests of equal salt only, so
-    that the time of a reply tells nothing about the prompts of others. None: the share without a name."""
+    """Name of a share of the prefix cache, of at most 1024 characters: KV is reused only among requests with the same salt,
+    so the time of a reply reveals nothing about others' prompts. None: the share without a name."""
 
     adapter: str | None = _option(
         None,
@@ -360,8 +360,8 @@ class SamplingParams(NamedOptions):
             )
         ),
     )
-    """Name of a LoRA adapter that the engine has loaded (`LLM.load_lora_adapter`), to compute the sample with. None: the
-    model as it stands."""
+    """Name of a LoRA adapter that the engine has loaded (`LLM.load_lora_adapter`), used for the sample. None: the model with
+    its own active adapters."""
 
     def __post_init__(self) -> None:
         for name, option in _OPTIONS:
@@ -408,14 +408,14 @@ class SamplingParams(NamedOptions):
 
     @property
     def truncated(self) -> bool:
-        """Whether a filter (`FILTERS`) restricts what can be drawn."""
+        """Whether a filter (`FILTERS`) restricts the tokens that can be drawn."""
         return any(getattr(self, name) != off for name, off in FILTERS.items())
 
     def shaping(self, names: Iterable[str] | None = None) -> list[str]:
         """Options that make the distribution sampled from differ from softmax(logits / temperature), as `name=value`.
 
         Args:
-            names: the options to look at; None: all such.
+            names: the options to check; None: all.
         """
         chosen = SHAPING if names is None else {name: SHAPING[name] for name in names}
         return [f"{name}={value!r}" for name, off in chosen.items() if (value := getattr(self, name)) != off]
@@ -434,7 +434,7 @@ class SamplingParams(NamedOptions):
 
     @property
     def prefix_share(self) -> str | None:
-        """Key that separates KV of equal tokens in the prefix cache; None: nothing."""
+        """Key that separates KV of equal tokens in the prefix cache; None: no separation."""
         return prefix_share(self.cache_salt, self.adapter)
 
     def replace(self, **changes: Any) -> Self:
@@ -483,11 +483,11 @@ def _defaults(role: str) -> dict[str, Any]:
 
 
 FILTERS = _defaults(FILTER)
-"""Option → value that switches it off, of options that restrict the tokens that can be drawn."""
+"""Option → value that turns it off, of options that restrict the tokens that can be drawn."""
 PENALTIES = _defaults(PENALTY)
-"""Option → value that switches it off, of options that change logits by what was generated."""
+"""Option → value that turns it off, of options that change logits by the generated tokens."""
 SHAPING = FILTERS | PENALTIES | {"logit_bias": None, "min_tokens": 0, "structured": None}
-"""Option → value that switches it off, of options that make the distribution differ from softmax(logits / temperature)."""
+"""Option → value that turns it off, of options that make the distribution differ from softmax(logits / temperature)."""
 MIRRORED = [
     (name, option["stored"] or option["host"], option["stored"] is not None)
     for name, option in _OPTIONS
@@ -497,7 +497,7 @@ MIRRORED = [
 
 
 def warn_of_equal_samples(params: SamplingParams, n: int) -> None:
-    """Warn of n > 1 greedy samples of a prompt."""
+    """Warn if n > 1 greedy samples of a prompt are requested."""
     if params.greedy and n > 1:
         warn_caller(
             f"n={n} with temperature=0: all samples of a prompt are equal, so their advantages are 0; set "
@@ -506,11 +506,11 @@ def warn_of_equal_samples(params: SamplingParams, n: int) -> None:
 
 
 def one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Sampling parameters per prompt, of those for all `count` prompts, of one each, or of None (defaults).
+    """Sampling parameters per prompt, from one for all `count` prompts, one each, or None (defaults).
 
     Raises:
         ConfigError: their number is not `count`.
-        TypeError: one is no `SamplingParams`.
+        TypeError: one is not a `SamplingParams`.
     """
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
@@ -527,7 +527,7 @@ def one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int
 
 def _must_be(given: object) -> str:
     """How to write these sampling parameters, for a message."""
-    # A GenerationConfig of transformers has a method for its fields that are not defaults, and is greedy by default.
+    # A GenerationConfig of transformers has a method for its non-default fields, and is greedy by default.
     known = given if isinstance(given, Mapping) else getattr(given, "to_diff_dict", dict)()
     names = SamplingParams.__dataclass_fields__
     options = {

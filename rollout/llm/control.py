@@ -256,7 +256,7 @@ class LLMControl:
             return present if version is None else version
 
     def unload_lora_adapter(self, name: str) -> int:
-        """Unload an adapter on every rank; returns the number of samples that ended, with `RequestAbortedError`.
+        """Unload an adapter on every rank; returns the number of its samples, which fail with `RequestAbortedError`.
 
         Raises:
             InvalidRequestError: no adapter of that name is loaded.

@@ -86,21 +86,21 @@ class LLMRequests:
         Args:
             priority: requests with a higher priority run first.
             timeout_s: seconds after which the request fails. None: never.
-            client: within a priority, clients with waiting requests get equal shares of the tokens, and the requests of
-                one client run in order of arrival. None: this request is a client of its own. Direct mode only.
+            client: within a priority, clients with waiting requests get equal shares of the tokens, and the requests of one
+                client run in order of arrival. None: this request has a client of its own. Direct mode only.
             fields: fields of `SamplingParams` in place of `sampling_params`: `submit(prompt, n=8)`.
 
         Returns:
-            A future of the list of samples: `await` it on any event loop, or call `result(timeout_s)` in a thread. It
-            fails with a `RequestError` (aborted, timed out), or with `ConnectionLostError` if engine or coordinator have
-            ended. A sample that failed alone is in the list, with its `error`.
+            A future of the list of samples: `await` it on any event loop, or call `result(timeout_s)` in a thread. It fails
+            with a `RequestError` (aborted, timed out), or with `ConnectionLostError` if engine or coordinator are lost. A
+            sample that failed alone is in the list, with its `error`.
 
         Raises:
             InvalidRequestError: the prompt can never be served; nothing was queued.
             ConfigError: `client` with a coordinator, which serves requests in order of arrival.
             RuntimeError: not the primary rank.
             WeightsChangedError: weights changed without an announced update; checked only while no request runs.
-            EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
+            EngineStateError, EngineDeadError, ConnectionLostError: requests are no longer served.
         """
         self._admit("submit")
         (params,) = one_each(sampling_params, 1)
@@ -125,9 +125,9 @@ class LLMRequests:
         Args:
             priority, timeout_s, client: see `submit`.
             interval: tokens of a sample per piece, after the first; more while the reader is busy, or if all streams
-                together would have more than 1,000 pieces per second. None: each sample as a whole, when all have ended.
+                together would have more than 1,000 pieces per second. None: each sample as a whole, when all have finished.
 
-        Raises: as `submit`; the iteration raises what happens later.
+        Raises: as `submit`; later errors are raised by the iteration.
         """
         self._admit("stream")
         (params,) = one_each(sampling_params, 1)
@@ -172,7 +172,7 @@ class LLMRequests:
         asked, single = normalized(self._engine.controller.unpadded(prompts, single=True))
         params = one_each(sampling_params, len(asked))
         tokens = [self._checked(position, *each) for position, each in enumerate(zip(asked, params, strict=True))]
-        # The prompts of one call are one client.
+        # The prompts of one call share one client.
         options = self._options(priority, timeout_s, None if not self.direct else ("generate", next(self._calls)))
         return [
             (self._submit(prompt, ids, each, options), ids, each)
@@ -203,10 +203,10 @@ class LLMRequests:
             prompts: a text, token ids, chat messages, or a list of one of these; `[]` gives `[]`.
             sampling_params: for all prompts, or one per prompt.
             priority, timeout_s, fields: as in `submit`, for every prompt.
-            on_error: `raise`: the first failure, once all have ended. `return`: failed samples have their `error`.
+            on_error: `raise`: raise the first failure, once all have finished. `return`: failed samples have their `error`.
 
         Returns:
-            One request for a single prompt and n = 1, else a list: prompts in order, with their samples side by side.
+            One request for a single prompt and n = 1, else a list: prompts in order, each with its samples.
 
         Raises: as `submit`, and
             TypeError: `prompts` are something else.
@@ -255,11 +255,11 @@ class LLMRequests:
 
     @property
     def num_open(self) -> int:
-        """Number of prompts that were accepted and have not ended."""
+        """Number of accepted prompts that have not finished."""
         return self.service.num_open
 
     def refuse_when_over(self) -> None:
-        """Raise `EngineDeadError`, `EngineStateError` or `ConnectionLostError` if no request is served any more."""
+        """Raise `EngineDeadError`, `EngineStateError` or `ConnectionLostError` if requests are no longer served."""
         self.service.refuse_when_over()
 
     @property
@@ -308,7 +308,7 @@ class LLMRequests:
 
 
 def _abort(service: Service, number: int) -> None:
-    # Harmless when the request or the service has ended.
+    # Harmless if the request or the service has already finished.
     with suppress(RolloutError):
         service.abort([number])
 

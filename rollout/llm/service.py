@@ -4,7 +4,7 @@
     engine thread   the engine's steps, while there are any
     apply thread    the coordinator's messages, at the next step boundary (`rollout.distributed.worker.worker`)
 
-Every accepted group ends once at its listener; calls to a service that has ended fail immediately; `close` leaves no thread
+Every accepted group is reported to its listener once; calls to a closed service fail immediately; `close` leaves no thread
 and no process.
 """
 
@@ -47,7 +47,7 @@ SHUTDOWN_TIMEOUT_S = 30.0
 RECONNECT_TIMEOUT_S = 10.0
 """Short, because a lost coordinator is not replaced."""
 JOIN_POLL_S = 0.05
-"""Seconds between two polls for the ranks that have joined."""
+"""Seconds between two checks of which ranks have joined."""
 
 
 class JobRequests:
@@ -57,7 +57,7 @@ class JobRequests:
         self.engine = engine
         self.loop = loop
         self.readers = Readers(loop.call_soon)
-        # None: on its way to the loop.
+        # None: not yet submitted on the loop.
         self._groups: dict[int, OpenGroup | None] = {}
         self._client: InferenceClient | None = None
         self._closed = False
@@ -139,7 +139,7 @@ class JobRequests:
     # --- control ----------------------------------------------------------------------------------------------------
 
     def control(self, ask: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start a control call of the client on the private loop; raises `EngineStateError` where there is no client."""
+        """Start a control call of the client on the private loop; raises `EngineStateError` if there is no client."""
         return self._start(ask(self._the_client()))
 
     def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -161,7 +161,7 @@ def _grown(stream: RequestStream, group: OpenGroup, stretch: Stretch) -> None:
 
 
 class EngineService(JobRequests):
-    """Client, worker and engine thread of one `LLM`; running once built.
+    """Client, worker and engine thread of one `LLM`; running from construction on.
 
     Args:
         coordinator: options of the coordinator, a process of its own for all ranks of the job.
@@ -169,7 +169,7 @@ class EngineService(JobRequests):
     Attributes:
         is_primary: whether this rank takes requests.
         member: this rank of the job.
-        over: done when the engine's thread has ended; its exception says why it died.
+        over: done when the engine's thread has finished; its exception says why it died.
 
     Raises:
         DeadlineError: the ranks have not found each other.
@@ -234,7 +234,7 @@ class EngineService(JobRequests):
             if not self._closed:
                 _log.error("the engine's thread has ended: %s: %s", type(exc).__name__, exc)
             try:
-                # Without steps nothing here would ever end: other ranks are to have it.
+                # Without steps its requests would never finish here, so other ranks take them.
                 self.member.worker.stop()
             finally:
                 self._end(exc)
@@ -250,7 +250,7 @@ class EngineService(JobRequests):
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End everything this service has started; on the primary rank, the engines of all ranks. Idempotent."""
+        """Stop everything that this service has started; on the primary rank, the engines of all ranks. Idempotent."""
         with self._closing:
             if self._closed:
                 return

@@ -1,7 +1,7 @@
 """Backends of `RolloutManager`: the local engine, or all ranks of the job.
 
-A manager has groups and results; a backend computes them. Always true: every group that was submitted and not aborted
-returns each of its samples once, by `step` or `take_ended`.
+A manager has groups and results; a backend computes them. Always true: each sample of a group that was submitted and not
+aborted is returned once, by `step` or `take_ended`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollout.sampling_params import SamplingParams
 
 
 class Backend(Protocol):
-    """Place in which a manager's groups are computed. Methods with a body do what is right without other ranks."""
+    """Computes a manager's groups. Methods with a body are correct for a single rank."""
 
     @property
     def next_group_id(self) -> int:
@@ -36,29 +36,29 @@ class Backend(Protocol):
         """Make `next_group_id` at least `until`."""
 
     def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
-        """Continue saved samples where they stand: all of them, or none.
+        """Continue saved samples where they stopped: all of them, or none.
 
         Raises:
             InvalidRequestError: one can never be served here.
         """
 
     def abort(self, group_id: int) -> None:
-        """End a group: here now, elsewhere soon. Unknown ids are ignored."""
+        """Abort a group: here at once, on other ranks soon. Unknown ids are ignored."""
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until there is something to do, at most so long. Ctrl-C may interrupt it.
+        """Wait until there is something to do, or `timeout_s` has passed. Ctrl-C may interrupt it.
 
         Raises:
             EngineStateError: nothing can progress.
             DeadlineError: other ranks do not finish their calls; names them.
-            ConnectionLostError: the coordinator was lost, and none took its place in time.
+            ConnectionLostError: the coordinator was lost, and not replaced in time.
         """
 
     def step(self) -> list[DynamicInferenceRequest]:
-        """Make at most one step; return the samples that have ended, merged."""
+        """Make at most one step; return the finished samples, merged."""
 
     def take_ended(self) -> list[DynamicInferenceRequest]:
-        """Return the samples that have ended between two steps, merged."""
+        """Return the samples that have finished between two steps, merged."""
 
     def staleness(self) -> Iterable[tuple[int, int]] | None:
         """(group id, updates since its oldest token was sampled) of groups with unfinished samples.
@@ -73,7 +73,7 @@ class Backend(Protocol):
         """Whether this rank may stop computing; called repeatedly, with `step` in between, until it may.
 
         Raises:
-            EngineStateError: the ranks have come here by different calls, or with different policy versions.
+            EngineStateError: the ranks are in different calls, or have different policy versions.
         """
         return True
 
@@ -83,7 +83,7 @@ class Backend(Protocol):
         return False
 
     def wake(self) -> None:
-        """End a `wait` on another thread, or the run of steps that it makes."""
+        """Interrupt a `wait` on another thread, or its current run of steps."""
         return
 
     def report_idle(self) -> None:
@@ -91,7 +91,7 @@ class Backend(Protocol):
         return
 
     def local_samples(self, samples_missing: int) -> int:
-        """Number of samples that this engine has to compute, of those still to come and those that others ask for."""
+        """Number of samples that this engine has to compute, for this rank and for others."""
         return samples_missing
 
     def barrier(self, what: str) -> None:
@@ -120,7 +120,7 @@ class Backend(Protocol):
         return [value]
 
     def close(self) -> None:
-        """Give up all groups and connections. Harmless when repeated."""
+        """Abandon all groups and connections. Harmless when repeated."""
         return
 
 

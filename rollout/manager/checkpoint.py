@@ -31,7 +31,7 @@ def save(
     journal: GroupJournal,
     player: EpisodePlayer,
 ) -> dict[str, Any]:
-    """The state of a rollout: versions, the groups, their samples that have come back, records of the others, episodes."""
+    """Serialise the state of a rollout: versions, groups, their finished samples, records of the others, episodes."""
     fields = {
         "model": engine.controller.layout.described,
         "policy_version": engine.policy_version,
@@ -42,7 +42,7 @@ def save(
         "unfinished": [record.serialize() for record in backend.snapshot() if record.request_id in groups],
         "episodes": player.save(),
     }
-    # Last: a checkpoint that failed must not count among those for which the journal keeps its files.
+    # Last, because a failed checkpoint must not count among those for which the journal keeps its files.
     fields["journal"] = journal.checkpoint(engine.policy_version)
     data = msgpack.packb(fields, use_bin_type=True)
     return {"format": FORMAT, "checksum": zlib.crc32(data), "data": data}
@@ -51,7 +51,7 @@ def save(
 def load(
     state: Any, engine: DynamicInferenceEngine, backend: Backend, journal: GroupJournal, player: EpisodePlayer
 ) -> tuple[GroupLedger, int]:
-    """Restore what `save` made, where nothing is in flight. If it raises, nothing is in flight afterwards.
+    """Restore the result of `save` while nothing is in flight. If it raises, nothing is in flight afterwards.
 
     Args:
         journal: of the run that made it, with the groups that were finished since; restored too.
@@ -61,10 +61,10 @@ def load(
         The groups, and the updates per round.
 
     Raises:
-        SerializationError: not such a state, or of another format; the message names the field.
+        SerializationError: not a saved state, or another format; the message names the field.
         ConfigError: the state is of another model, the engine's policy version is beyond the state's, or the journal does
             not know the state.
-        InvalidRequestError: a request does not fit this engine (its pool is smaller than the saved one's, say).
+        InvalidRequestError: a request does not fit this engine (for example, its pool is smaller).
     """
     loaded = _decode(state)
     if loaded["model"] != (here := engine.controller.layout.described):
@@ -75,12 +75,12 @@ def load(
     try:
         finished, records = _finish(loaded["finished"], loaded["unfinished"], journal)
         groups = _ledger(loaded["groups"], finished, records)
-        # Also where it is the present one: what is cached here may have been computed by other weights.
+        # Even if the version is the same, because cached KV may have been computed by other weights.
         engine.weights_updated(loaded["policy_version"])
         backend.continue_from(records)
         backend.reserve_group_ids(max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
     except BaseException:
-        # Groups finished after a checkpoint that failed to load must not be given out.
+        # Groups finished after a checkpoint that failed to load must not be returned.
         journal.restore("", 0)
         raise
     player.load(loaded["episodes"])
@@ -90,7 +90,7 @@ def load(
 def _finish(
     finished: list[DynamicInferenceRequest], unfinished: list[DynamicInferenceRequestRecord], journal: GroupJournal
 ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequestRecord]]:
-    """Finished samples, with groups of the journal that were in flight, and the records that are still unfinished."""
+    """Finished samples, including groups of the journal that were in flight, and the unfinished records."""
     ended: dict[int, list[DynamicInferenceRequest]] = {}
     for group_id, first in {record[0].request_id: record[0] for record in unfinished}.items():
         tokens = first.prompt_tokens[: first.original_prompt_length]
@@ -118,7 +118,7 @@ def check_portable(name: str, value: Any) -> None:
 
 
 def _decode(state: Any) -> dict[str, Any]:
-    """The fields that `save` packed. Their checksum is right, so that only their types are checked."""
+    """The fields that `save` packed. Their checksum is correct, so only their types are checked."""
     if isinstance(state, dict) and state.get("format") != FORMAT:
         refuse("state.format", state.get("format"), f"{FORMAT}, the format that this version reads,")
     envelope = decode_fields("state", state, {"format": INT, "checksum": INT, "data": OPAQUE})

@@ -23,7 +23,7 @@ def prompts_of(controller: TextGenerationController, prompts: Any, name: str = "
     """The prompts of one call, without padding.
 
     Raises:
-        TypeError: it is one prompt instead of a list of prompts.
+        TypeError: a single prompt instead of a list of prompts.
         InvalidRequestError: see `unpadded`.
     """
     prompts = controller.unpadded(prompts, name)
@@ -39,7 +39,7 @@ def prompts_of(controller: TextGenerationController, prompts: Any, name: str = "
 
 
 def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], extras: list[Any]) -> list[int]:
-    """Queue a group per prompt, the longest expected completions first, or take it finished from the journal.
+    """Queue a group per prompt, the longest expected completions first, or take finished groups from the journal.
 
     The caller holds the engine's lock.
 
@@ -65,7 +65,7 @@ def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], 
         for position, prompt in enumerate(prompts):
             if has_images(prompt):
                 where = f"prompts[{position}]"
-                # Prompts with images are told apart by their content.
+                # Prompts with images are distinguished by their content.
                 prompts[position] = rounds.engine.controller.tokenize(prompt)
         keys = [length_key(prompt) for prompt in prompts]
         journal_keys = [loop.journal.key(*each) for each in zip(prompts, params, extras, strict=True)]
@@ -96,7 +96,7 @@ def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], 
 
 
 class Generation:
-    """The groups in flight of one manager. `pacer` chooses those that have to end before an update."""
+    """The groups in flight of one manager. `pacer` chooses groups that have to finish before an update."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
@@ -120,26 +120,26 @@ class Generation:
 
         On several ranks every rank calls it, with its own prompts or with `[]`, and all ranks return together: a rank that
         finishes early computes for the others. If it raises on one rank, the others wait until that rank calls again or
-        ends; after `control_timeout_s` they raise a `DeadlineError` that names it. Sharded weights are gathered when all
+        exits; after `control_timeout_s` they raise a `DeadlineError` that names it. Sharded weights are gathered when all
         ranks have called it. Threads that call it take turns.
 
         Args:
-            prompts: texts, token id sequences, lists of chat messages, or what a processor returned for one prompt with
-                images; or the output of one call of the tokenizer, whose padding is dropped by its `attention_mask`.
+            prompts: texts, token id sequences, lists of chat messages, or the processor's result for one prompt with images;
+                or the output of one call of the tokenizer, whose padding is dropped by its `attention_mask`.
             sampling_params: for all prompts, or one per prompt; `n` samples per prompt.
             min_groups: None: return exactly these prompts. A number: return as soon as that many groups (a prompt with its
-                samples) have finished, earlier calls' groups included. The rest stays in flight and continues in the next
+                samples) have finished, earlier calls' groups included. The others stay in flight and continue in the next
                 call, under the new weights. With `max_staleness`, `generate` also waits for groups that would be too old
                 after the next updates.
             metadata: one msgpack-able object per prompt, returned in `batch.metadata`.
             on_error: `raise`: a failed sample raises `RolloutFailedError`, which carries the whole batch. `mask`: its row
                 is masked and named in `batch.errors`.
             progress: a progress bar. None: on a terminal, once a call takes more than two seconds.
-            timeout_s: raise after this many seconds; what is in flight stays in flight.
+            timeout_s: raise after this many seconds; unfinished groups stay in flight.
             fields: fields of `SamplingParams` for all prompts, in place of `sampling_params`: `generate(prompts, n=8)`.
 
         Returns:
-            Samples of a prompt side by side, prompts in order of submission.
+            Samples of a prompt next to each other, prompts in order of submission.
 
         Raises:
             InvalidRequestError: a prompt can never be served; nothing of this call was queued.
@@ -147,10 +147,10 @@ class Generation:
             WeightsChangedError: weights have changed without an optimizer step; names them. Nothing was queued.
             EngineDeadError: too many steps in a row have failed.
             DeadlineError: `timeout_s` has passed, or another rank is missing; names it.
-            ConnectionLostError: the coordinator was lost, and none took its place within `control_timeout_s`.
+            ConnectionLostError: the coordinator was lost, and not replaced within `control_timeout_s`.
             JournalError: a finished group cannot be written; it stays in flight, and the next call tries again.
             RolloutFailedError: see `on_error`.
-            KeyboardInterrupt: Ctrl-C, at the end of the step; this call's prompts are aborted.
+            KeyboardInterrupt: Ctrl-C, after the current step; this call's prompts are aborted.
         """
         check_on_error(on_error)
         if min_groups is not None and (type(min_groups) is not int or min_groups < 0):
@@ -201,7 +201,7 @@ class Generation:
             with rounds.engine.locked():
                 added = submit(rounds, prompts, params, extras)
         except (KeyboardInterrupt, SystemExit):
-            # It came while interrupts were deferred, and takes effect only now.
+            # It arrived while interrupts were deferred, and takes effect only now.
             rounds.loop.abort(added)
             raise
         return added
@@ -209,15 +209,15 @@ class Generation:
     def as_completed(
         self, group_ids: Iterable[int] | None = None, *, on_error: OnError = "raise"
     ) -> Iterator[RolloutBatch]:
-        """Run, and yield each group as it finishes (also groups submitted meanwhile, if `group_ids` is None).
+        """Run, and yield each group as it finishes (also groups submitted in the meantime, if `group_ids` is None).
 
         If the loop ends early, the other groups stay in flight. On several ranks every rank runs such a loop (or a
         `generate`), and waits for the others at its end. Sharded weights stay gathered until then.
 
         Raises:
             WeightsChangedError: at the start of the loop, see `generate`.
-            KeyError: a group id that was never given out, or was handed out already.
-            RolloutFailedError: the group at hand failed, see `generate`; the others stay in flight.
+            KeyError: an unknown group id, or a group that was already returned.
+            RolloutFailedError: the current group failed, see `generate`; the others stay in flight.
         """
         check_on_error(on_error)
         if (lockstep := self._rounds.engine.peers.lockstep) is not None:
@@ -255,7 +255,7 @@ class Generation:
 
     def _end_together(self) -> None:
         rounds = self._rounds
-        # At the end of the interpreter the threads that talk to the others have ended already.
+        # While the interpreter shuts down, the threads that talk to the other ranks have already stopped.
         if not rounds.closed and not sys.is_finalizing() and (rounds.loop.attended or not rounds.backend.try_finish()):
             with rounds.turn("as_completed"):
                 rounds.ensure_running()
@@ -272,7 +272,7 @@ class Generation:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything in flight, with versions and random streams, for torch.save (`weights_only`) or msgpack."""
+        """Return everything in flight, with versions and random streams, for torch.save (`weights_only`) or msgpack."""
         rounds = self._rounds
         with rounds.engine.locked():
             rounds.loop.take_ended()
@@ -282,7 +282,7 @@ class Generation:
             )  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue what `state_dict` saved. The model must hold the weights of that moment.
+        """Continue from a `state_dict`. The model must have the weights of that moment.
 
         Episodes continue with the next `run`, in new environments (see docs/how-to/agents.md). If this raises, nothing is in
         flight.

@@ -1,7 +1,7 @@
-"""Groups of a training loop: submitted, finished, handed out; and their journal.
+"""Groups of a training loop: submitted, finished, returned; and their journal.
 
 Always true: a group is *unfinished* or *complete* from `add` to `drop`, and leaves once, with all its samples; results of
-groups that are not here (aborted, handed out) are refused.
+other groups (aborted, returned) are rejected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollout.sampling_params import SamplingParams
 
 @dataclass
 class Group:
-    """A group that was submitted and not handed out."""
+    """A group that was submitted and not returned yet."""
 
     size: int
     prompt: Hashable
@@ -41,7 +41,7 @@ class GroupLedger:
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
         self.unfinished: set[int] = set()
-        """Ids of groups of which samples are missing."""
+        """Ids of groups with missing samples."""
         self.samples_missing = 0
         self.rewards: dict[int, list[float | None]] = {}
         """Rewards of the samples of groups that `generate_scored` keeps."""
@@ -59,17 +59,17 @@ class GroupLedger:
         return self._groups[group_id]
 
     def complete(self) -> list[int]:
-        """Ids of groups whose samples have all come back, in order of submission."""
+        """Ids of groups whose samples have all finished, in order of submission."""
         return [each for each in self._groups if each not in self.unfinished]
 
     def add(self, group_id: int, size: int, prompt: Hashable = None, key: bytes = b"") -> None:
-        """Book an accepted group of `size` samples."""
+        """Add an accepted group of `size` samples."""
         self._groups[group_id] = Group(size, prompt, key)
         self.unfinished.add(group_id)
         self.samples_missing += size
 
     def take(self, result: DynamicInferenceRequest) -> bool:
-        """Book a sample that has ended; False if its group is unknown or has it already."""
+        """Record a finished sample; False if its group is unknown or already has it."""
         group = self._groups.get(result.request_id)
         if group is None or result.sample_index in group.results:
             return False
@@ -83,11 +83,11 @@ class GroupLedger:
         return True
 
     def results(self, group_ids: Iterable[int]) -> list[DynamicInferenceRequest]:
-        """Ended samples of these groups: groups in the order given, samples side by side."""
+        """Finished samples of these groups, in the given order of groups, the samples of a group next to each other."""
         return [result for each in group_ids for _, result in sorted(self._groups[each].results.items())]
 
     def drop(self, group_ids: Iterable[int]) -> None:
-        """Remove groups that were handed out or given up. Unknown ids are ignored."""
+        """Remove groups that were returned or abandoned. Unknown ids are ignored."""
         for each in group_ids:
             group = self._groups.pop(each, None)
             self.rewards.pop(each, None)
@@ -96,7 +96,7 @@ class GroupLedger:
                 self.samples_missing -= group.size - len(group.results)
 
     def oldest_versions(self) -> Iterator[tuple[int, int]]:
-        """(group id, oldest version of a token that has come back) of unfinished groups that have one."""
+        """(group id, oldest version of a received token) of unfinished groups that have one."""
         for each in self.unfinished:
             oldest = self._groups[each].oldest_version
             if oldest is not None:
@@ -108,7 +108,7 @@ _TURN = b"turn:"
 
 
 class GroupJournal:
-    """Writes finished groups and turns of episodes to a journal, and gives them out again after a restart.
+    """Writes finished groups and turns of episodes to a journal, and returns them again after a restart.
 
     Always true: a finished group is appended once, whole, or tried again with the next one, or it is in a checkpoint made
     since; a failed group is not appended. After a restart each group is given out once: one that the checkpoint has in
@@ -118,7 +118,7 @@ class GroupJournal:
     version, the last that both lines of updates have in common.
 
     Args:
-        journal: None: nothing is written, and nothing was finished earlier.
+        journal: None: nothing is written, and nothing finished earlier.
     """
 
     def __init__(self, journal: Journal | None = None) -> None:
@@ -135,7 +135,7 @@ class GroupJournal:
     # --- writing ------------------------------------------------------------------------------------------------
 
     def write(self, results: Iterable[DynamicInferenceRequest], groups: GroupLedger) -> None:
-        """Append the groups that have ended with these results.
+        """Append the groups that these results complete.
 
         Raises:
             JournalError: the disk is full, say; the next call tries again.
@@ -153,7 +153,7 @@ class GroupJournal:
             del self._unwritten[0]
 
     def add_turn(self, prompt: Any, params: SamplingParams, turn: DynamicInferenceRequest) -> None:
-        """Have the next `write` append a turn of an episode."""
+        """Let the next `write` append a turn of an episode."""
         if self._journal is not None:
             self._unwritten.append((_turn_key(prompt, params), [turn]))
 
@@ -161,22 +161,22 @@ class GroupJournal:
         """Begin a new journal file for a checkpoint of this policy version; returns its mark, "" without a journal.
 
         Raises:
-            JournalError: no new file can be made; the journal goes on as it was.
+            JournalError: no new file can be made; the journal is unchanged.
         """
         if self._journal is None:
             return ""
         mark = self._journal.checkpoint(version)
-        # A group that a full disk kept out is in the checkpoint, or was handed out before it.
+        # A group that could not be written to a full disk is in the checkpoint, or was returned before it.
         self._unwritten.clear()
         return mark
 
     # --- after a restart ----------------------------------------------------------------------------------------
 
     def restore(self, mark: str, version: int) -> None:
-        """Go on from a checkpoint: its mark, and its policy version.
+        """Continue from a checkpoint, given its mark and its policy version.
 
         Raises:
-            ConfigError: the journal does not know it.
+            ConfigError: the journal does not have it.
         """
         by_id: dict[int, Place] = {}
         by_key: defaultdict[bytes, deque[Place]] = defaultdict(deque)
@@ -188,7 +188,7 @@ class GroupJournal:
         self._version, self._by_id, self._by_key = version, by_id, by_key
 
     def in_flight(self, group_id: int, tokens: list[int], params: SamplingParams) -> Samples | None:
-        """A group that the checkpoint has in flight and that was finished since; None: it has to be computed."""
+        """Return a group that was in flight at the checkpoint and has finished since; None: it has to be computed."""
         place = self._by_id.get(group_id)
         group = self._read(place)
         if place is None or group is None:
@@ -200,7 +200,7 @@ class GroupJournal:
         return self._here(group.samples, group_id)
 
     def submitted(self, key: bytes, group_id: int) -> FinishedGroup | None:
-        """A group of this key that was finished since, from now on under this id; None: it has to be computed."""
+        """Return a group with this key that has finished since, now under this id; None: it has to be computed."""
         places = self._by_key.get(key)
         while places:
             group = self._read(places.popleft())
@@ -210,12 +210,12 @@ class GroupJournal:
         return None
 
     def turn(self, prompt: Any, params: SamplingParams, request_id: int) -> DynamicInferenceRequest | None:
-        """A turn of an episode that ended after the checkpoint, from now on under this id; None: it has to be sampled."""
+        """Return a turn of an episode that finished after the checkpoint, now under this id; None: it has to be sampled."""
         group = self.submitted(_turn_key(prompt, params), request_id) if self._by_key else None
         return None if group is None else group.samples[0]
 
     def put_back(self, groups: Iterable[FinishedGroup]) -> None:
-        """Return unused groups of `submitted`, in the order they were given out."""
+        """Return unused groups to `submitted`, in their original order."""
         for group in reversed(list(groups)):
             self._by_key[group.key].appendleft(group.place)
 
@@ -235,12 +235,12 @@ class GroupJournal:
 
 
 def _turn_key(prompt: Any, params: SamplingParams) -> bytes:
-    # The seed among the parameters is of the episode and the turn.
+    # The seed in the parameters belongs to the episode and the turn.
     return _TURN + key_of(prompt, params, None)
 
 
 def key_of(prompt: Any, params: SamplingParams, metadata: Any) -> bytes:
-    """SHA-256 of a submitted group: equal where prompt, parameters and metadata are."""
+    """SHA-256 of a submitted group: equal if prompt, parameters and metadata are."""
     plain = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if (images := images_of(prompt)) is not None:
         plain = [list(prompt), images.digest]

@@ -6,8 +6,8 @@
     with manager.suspended():
         loss.backward(); optimizer.step()
 
-Promises: a group that was accepted is handed out exactly once, whole, unless it is given up: by `abort`, by `close`, or
-by Ctrl-C in the `generate` that brought it. Whatever else raises, it stays in flight and the next call goes on with it.
+Promises: an accepted group is returned exactly once, whole, unless it is abandoned: by `abort`, by `close`, or by Ctrl-C in
+    the `generate` that submitted it. After any other exception it stays in flight and the next call continues it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Backends and loops of a manager whose ranks compute each forward together.
 
 Tensor parallelism: the first rank runs a call (`LeaderLoop`), the others compute its forwards until it ends, then book the
-same results (`FollowerLoop`). `GroupCalls.meet` begins a call on all members, with equal prompts, version and adapters.
-Always true: a call ends on all members together, with the same results or the same error; groups of requests that end
-between two calls are told with the next. Ctrl-C on the first rank ends the call on all. On another member, or between two
-steps, it takes effect when the call has ended, so that all members keep the same groups.
+same results (`FollowerLoop`). `GroupCalls.meet` starts a call on all members, with equal prompts, version and adapters.
+Always true: a call returns on all members together, with the same results or the same error; requests that finish between
+two calls are reported with the next. Ctrl-C on the first rank ends the call on all. On another member, or between two steps,
+it takes effect when the call has ended, so that all members keep the same groups.
 
 Expert parallelism: in each round the ranks agree on what to do (nothing any more, wait, or compute) and then compute one
 step; a rank without requests runs the layers of experts without tokens (`LockstepLoop`). Always true: they begin and end a
@@ -41,7 +41,7 @@ from rollout.state import EngineState
 from rollout.threads.interrupts import interrupt_deferred, interruptible, uninterrupted
 
 IDLE_S = 0.005
-"""Longest wait for work between two rounds, in which no rank had any."""
+"""Longest wait for work between two rounds without any."""
 
 
 class LockstepLoop(RunLoop):
@@ -75,7 +75,7 @@ class LockstepLoop(RunLoop):
                             left()
                             self._wait(self._clock() - idle_since)
             except BaseException:
-                # After the last round (a deferred Ctrl-C) the others agree on nothing any more.
+                # After the last round (a deferred Ctrl-C) the others no longer agree on anything.
                 if told not in (LEFT, DONE):
                     with suppress(EngineDeadError):
                         self._engine.parts.stepper.agree(LEFT)
@@ -85,7 +85,7 @@ class LockstepLoop(RunLoop):
         return self._engine.has_unfinished and self._engine.state is EngineState.RUNNING
 
     def _wait(self, idle_s: float) -> None:
-        """Wait for work; after a control timeout for so long that the backend names the ranks that do not come."""
+        """Wait for work; after a control timeout, for long enough that the backend names the missing ranks."""
         limit = self._engine.config.advanced.control_timeout_s
         self._backend.wait(IDLE_S if idle_s < limit else 2 * limit)
         if self._engine.state is EngineState.SUSPENDED:
@@ -98,10 +98,10 @@ _KEPT = "what suspend() has kept of the KV cache (0: nothing, 1: what requests h
 
 
 class FollowerBackend(LocalBackend):
-    """Requests of a member that follows: checked and kept in its engine, which computes none of them."""
+    """Requests of a following member: checked and kept in its engine, which computes none of them."""
 
     def ended(self, result: DynamicInferenceRequest) -> None:
-        """The first rank has told how a sample has ended."""
+        """Record how a sample has finished, as reported by the first rank."""
         self._engine.parts.intake.forget(result.request_id, result.sample_index)
 
     def wait(self, timeout_s: float) -> None:
@@ -129,7 +129,7 @@ class GroupCalls:
         self._submitted = hashlib.sha256()
 
     def submitted(self, first: int, prompts: Sequence[Any], params: Sequence[Any]) -> None:
-        """Note prompts that were queued: those of all members have to be equal."""
+        """Record queued prompts, which have to be equal on all members."""
         plain = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
         plain += [images.digest for prompt in prompts if (images := images_of(prompt)) is not None]
         self._submitted.update(msgpack.packb([first, plain, [each.serialize() for each in params]], default=str))
@@ -138,12 +138,12 @@ class GroupCalls:
         """Wait until every member makes its next call.
 
         Args:
-            groups: ids of those in flight.
+            groups: ids of the groups in flight.
 
         Raises:
-            DeadlineError: some have not come within `control_timeout_s`; names them. Raised on all that have.
+            DeadlineError: some have not arrived within `control_timeout_s`; names them. Raised on all that have.
             EngineStateError: they were given other prompts, or are in another state; says which. Raised on all.
-            EngineDeadError: the group has ended.
+            EngineDeadError: the group has been lost.
         """
         self._group.refuse_when_lost()
         engine = self._engine
@@ -160,7 +160,7 @@ class GroupCalls:
         if decision == GO.decode():
             return
         if INTERRUPTED in decision:
-            # On all members: each gives up the prompts of this call.
+            # On all members: each abandons the prompts of this call.
             raise KeyboardInterrupt
         if decision.startswith(_DIFFER):
             raise EngineStateError(f"{self._group.name}: {decision}")
@@ -175,7 +175,7 @@ class GroupCalls:
         for name, expected in told[0].items():
             for rank, each in zip(ranks, told, strict=True):
                 value = each.get(name)
-                # The first rank alone may be suspended by its coordinator, which loses no block of the others.
+                # Only the first rank may be suspended by its coordinator, which drops no block of the others.
                 if value != expected and not (name == _KEPT and value > expected):
                     return (
                         f"{_DIFFER}{name} of rank {rank}: {value!s:.100}, of rank {ranks[0]}: {expected!s:.100}; every rank "
@@ -185,7 +185,7 @@ class GroupCalls:
 
 
 class LeaderLoop(RunLoop):
-    """The loop of the rank that decides."""
+    """The loop of the first rank, which decides."""
 
     attended = True
 
@@ -235,7 +235,7 @@ class LeaderLoop(RunLoop):
 
 
 class FollowerLoop(RunLoop):
-    """The loop of a rank that follows."""
+    """The loop of a following rank."""
 
     attended = True
 
@@ -296,7 +296,7 @@ def _error_of(name: str, message: str) -> BaseException:
 
 
 def loop_of(engine: DynamicInferenceEngine, world: World | None, *parts: Any) -> RunLoop:
-    """The loop of a manager: that of this rank's place in its group, or of a rank without one.
+    """The loop of a manager, for this rank's place in its group or for a rank without one.
 
     Args:
         world: the job's ranks.
@@ -319,7 +319,7 @@ def choose_backend(
     A tensor-parallel group is one rank: its first member is asked, and the others follow.
 
     Args:
-        world: the job's ranks; None: this one alone.
+        world: the job's ranks; None: this rank only.
 
     Raises:
         ConfigError: `coordinator` asks for a schedule file, and there is one rank.

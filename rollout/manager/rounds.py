@@ -1,7 +1,7 @@
 """`Rounds`: begins and ends every call of a manager that steps its engine, and owns what these calls share.
 
 Holds of a manager on its engine: `pause` until `unpause` or `resume`, `suspend` until `resume`, `suspended` and the
-optimizer hook until the next `generate`. What a caller stopped explicitly stays stopped whatever the hook does.
+optimizer hook until the next `generate`. If a caller stopped the engine explicitly, the hook does not restart it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollout.threads.interrupts import interrupt_deferred
 
 OnError = Literal["raise", "mask"]
 MOST_DISCARDED = 4
-"""A call discards at most this many times the groups it returns, if `max_discarded` is None."""
+"""If `max_discarded` is None, a call discards at most this many times the number of groups it returns."""
 Batch = TypeVar("Batch", bound=RolloutBatch)
 
 
@@ -48,8 +48,8 @@ class Groups(Protocol):
 class StalenessPacer:
     """Chooses the unfinished groups that a `generate` with `min_groups` has to wait for.
 
-    A round is the time between two such calls, and is expected to have as many weight updates as the last one. A group left
-    in flight ages by that many before it can be used, so one that would then exceed the limit has to finish first.
+    A round is the time between two such calls, and is assumed to have as many weight updates as the last one. A group in
+    flight ages by that many before it can be used, so a group that would then exceed the limit has to finish first.
     """
 
     def __init__(self, max_staleness: int | None, updates_per_round: int = 1) -> None:
@@ -58,7 +58,7 @@ class StalenessPacer:
         self._version: int | None = None
 
     def begin_round(self, version: int) -> None:
-        """Begin a call under this policy version, which tells how many updates the last round had."""
+        """Begin a call under this policy version, from which the number of updates in the last round follows."""
         if self._version is not None and version > self._version:
             self.updates_per_round = version - self._version
         self._version = version
@@ -112,7 +112,7 @@ class Rounds:
 
     @property
     def groups(self) -> GroupLedger:
-        """Groups that were submitted and not handed out."""
+        """Groups that were submitted and not returned yet."""
         return self.loop.groups
 
     def new_pacer(self, updates_per_round: int = 1) -> StalenessPacer:
@@ -123,7 +123,7 @@ class Rounds:
 
     @contextmanager
     def turn(self, call: str, timeout_s: float | None = None) -> Iterator[None]:
-        """The turn of this thread at the engine, for a blocking method of this name.
+        """Context manager for this thread's turn at the engine, for a blocking method of this name.
 
         Raises:
             EngineStateError: called by an environment, whose thread must not wait.
@@ -195,7 +195,7 @@ class Rounds:
     # --- holds --------------------------------------------------------------------------------------------------------
 
     def ensure_running(self) -> None:
-        """End the holds of `make_way`. The coordinator may hold the engine still.
+        """Release the holds of `make_way`. The coordinator may still hold the engine.
 
         Raises:
             EngineStateError: closed, stopped explicitly, or inside `suspended`; names the cure.
@@ -218,7 +218,7 @@ class Rounds:
             self.suspend(UPDATE, mode, keep_prefix_cache=False)
 
     def release(self, *holders: str) -> MemoryMove:
-        """End these holds, and measure a resume."""
+        """Release these holds, and measure a resume."""
         if not self._suspended():
             return self.engine.holds.release(*holders)
         with self.metrics.phase("resume"), interrupt_deferred():
@@ -260,7 +260,7 @@ class Rounds:
 
     @property
     def image_layout(self) -> ImageLayout | None:
-        """How the model finds images among its tokens; None: it is of no family that is served images."""
+        """How the model finds images among its tokens; None: the engine does not support its images."""
         vision = self.engine.controller.runner.vision
         if vision.family is None or vision.image_token is None:
             return None
@@ -295,9 +295,9 @@ class Rounds:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give up the groups in flight (with a warning) and free the engine's memory. Harmless when repeated.
+        """Abandon the groups in flight (with a warning) and free the engine's memory. Harmless when repeated.
 
-        The model trains on as before; an attached optimizer hook has nothing more to do.
+        Training can continue; an attached optimizer hook does nothing more.
         """
         if self.closed:
             return
@@ -328,7 +328,7 @@ def check_on_error(on_error: str) -> None:
 
 
 def most_discarded(groups: int | None, asked: int | None) -> float:
-    """How many groups a call may discard: `asked`, or four times the groups it returns.
+    """Number of groups that a call may discard: `asked`, or four times the groups it returns.
 
     Raises:
         ConfigError: `asked` is neither None nor an integer of at least 0.

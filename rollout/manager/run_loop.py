@@ -1,4 +1,4 @@
-"""Steps a manager's backend until groups have ended, and books every sample that ends."""
+"""Steps a manager's backend until groups have finished, and records every finished sample."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from rollout.threads.interrupts import uninterrupted
 PATIENCE_S = 0.1
 """Longest wait while environments are busy; then their deadlines are checked."""
 BAR_AFTER_S = 2.0
-"""Without `progress=True` only calls that take longer show a bar."""
+"""Without `progress=True`, only calls that take longer show a bar."""
 NEWEST_SHARE = 0.5
-"""Weight of the newest length in a prompt's running mean: the policy changes, and the lengths with it."""
+"""Weight of the newest length in a prompt's running mean, because lengths change with the policy."""
 
 
 class LengthBook:
     """Running mean of completion lengths, per prompt and over all.
 
-    A batch ends with its longest sample, and one of four thousand tokens that starts last is computed nearly alone. Prompts
-    come back epoch after epoch, so their earlier lengths decide which starts first, never what is sampled.
+    A batch takes as long as its longest sample, and a long sample that starts last is computed nearly alone. Prompts repeat
+    every epoch, so their earlier lengths decide which starts first, but never change the samples.
 
     Args:
         capacity: number of prompts remembered; the least recently seen are forgotten.
@@ -49,7 +49,7 @@ class LengthBook:
         self._overall: float | None = None
 
     def observe(self, prompt: Hashable, length: int) -> None:
-        """Add the completion length of an ended sample to the mean of its prompt, given as its `length_key`."""
+        """Add the completion length of a finished sample to the mean of its prompt, given as its `length_key`."""
         before = self._means.pop(prompt, None)
         self._means[prompt] = length if before is None else before + NEWEST_SHARE * (length - before)
         self._overall = length if self._overall is None else self._overall + 0.01 * (length - self._overall)
@@ -57,7 +57,7 @@ class LengthBook:
             self._means.popitem(last=False)
 
     def longest_first(self, prompts: Sequence[Hashable]) -> list[int]:
-        """Positions of prompts, the longest expected first, equal ones in their order. A new prompt counts as the mean."""
+        """Positions of prompts, longest expected completion first, ties in their order. A new prompt counts as the mean."""
         overall = self._overall or 0.0
         expected = np.array([self._means.get(prompt, overall) for prompt in prompts], dtype=float)
         order: list[int] = np.argsort(-expected, kind="stable").tolist()
@@ -77,22 +77,22 @@ def length_key(prompt: Any) -> Hashable:
 
 
 class Goal(Protocol):
-    """When a run has done enough. May begin groups and drop others while it is asked."""
+    """Goal of a run. While it is checked, it may start groups and drop others."""
 
     @property
     def number(self) -> int:
-        """Groups that are waited for, for the progress bar."""
+        """Number of groups to wait for, for the progress bar."""
 
     def ended(self) -> int:
         """How many of them have ended."""
 
     def reached(self) -> bool:
-        """Whether enough has ended; asked before every step."""
+        """Whether enough groups have finished; checked before every step."""
 
 
 @dataclass(eq=False)
 class GroupGoal:
-    """A number of groups have ended, and then all that are awaited."""
+    """A number of groups have finished, including all awaited ones."""
 
     unfinished: set[int]
     """Ids of unfinished groups, kept up to date by their owner."""
@@ -100,7 +100,7 @@ class GroupGoal:
     """Ids of the groups that count."""
     number: int
     awaited: Callable[[], set[int] | None]
-    """Ids of groups that must have ended too; asked once the number is reached, until it is not None."""
+    """Ids of groups that must have finished too; called once the number is reached, until it is not None."""
     _must: set[int] | None = None
 
     def ended(self) -> int:
@@ -115,13 +115,13 @@ class GroupGoal:
 
 
 def progress_bar(total: int, shown: bool | None) -> tqdm[Any]:
-    """A bar of ended groups; `shown` None: on a terminal, after `BAR_AFTER_S`."""
+    """A bar of finished groups; `shown` None: on a terminal, after `BAR_AFTER_S`."""
     disable, delay = (None, BAR_AFTER_S) if shown is None else (not shown, 0.0)
     return tqdm(total=total, desc="rollout", unit="group", leave=False, disable=disable, delay=delay)
 
 
 def advance(bar: tqdm[Any], ended: Callable[[], int], running: int) -> None:
-    """Bring a bar up to date. `ended` is asked only if something is, or may later be, shown."""
+    """Update a bar. `ended` is called only if something is, or may later be, shown."""
     if not bar.disable:
         bar.set_postfix(running=running, refresh=False)
         bar.update(min(ended(), bar.total) - bar.n)
@@ -131,14 +131,14 @@ class RunLoop:
     """The loop of one manager.
 
     Args:
-        ensure_running: ends holds on the engine, or raises.
+        ensure_running: releases holds on the engine, or raises.
         clock: seconds that never run backwards.
 
     Attributes:
         groups: submitted and not handed out.
         journal: where groups that have ended are written.
         lengths: completion lengths per prompt.
-        samples: completions that are asked for one at a time; every step computes them too.
+        samples: completions that are requested one at a time; every step computes them too.
         gathering: gathers sharded weights for the length of a run.
         attended: whether other ranks make each of its runs too, also one that finds nothing to do.
     """
@@ -181,11 +181,11 @@ class RunLoop:
         Args:
             call: the manager's method that runs, for messages.
             progress: a progress bar; None: on a terminal, after a while.
-            alone: return at the goal, without steps for other ranks; of a call that has not followed the model.
+            alone: return at the goal, without steps for other ranks; for a call that has not followed the model.
             patient: wait while environments have nothing to sample.
 
         Raises:
-            DeadlineError: `timeout_s` has passed; what is in flight stays in flight.
+            DeadlineError: `timeout_s` has passed; unfinished groups stay in flight.
         """
         deadline = math.inf if timeout_s is None else self._clock() + timeout_s
         self._metrics.enter_phase("generate")
@@ -208,7 +208,7 @@ class RunLoop:
                     self._step(min(longest_s, left()), patient)
                     advance(bar, goal.ended, self._engine.load[0])
 
-                # The backend may have others to help, and they may have work for this engine even where there is none.
+                # The backend may have to help others, who may have work for this engine even if this rank has none.
                 self._steps(lambda: goal.reached() and (alone or self._backend.try_finish()), step, left)
         finally:
             self._backend.report_idle()
@@ -219,7 +219,7 @@ class RunLoop:
         """Step until `finished`.
 
         Args:
-            step: makes one step, and waits at most so many seconds for something to do.
+            step: makes one step, and waits at most this many seconds for something to do.
             left: seconds to the deadline of the run, for waits outside of `step`; raises `DeadlineError` after it.
         """
         while not finished():
@@ -230,15 +230,15 @@ class RunLoop:
         return nullcontext()
 
     def submitted(self, first: int, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
-        """Note prompts that were queued, as groups from `first` on."""
+        """Record queued prompts, as groups from `first` on."""
 
     def book(self, samples: Iterable[DynamicInferenceRequest]) -> None:
-        """Book samples that had ended before they were submitted again."""
+        """Record samples that had finished before they were submitted again."""
         for sample in samples:
             self.groups.take(sample)
 
     def take_ended(self) -> None:
-        """Book the samples that have ended between two steps.
+        """Record the samples that have finished between two steps.
 
         Raises:
             JournalError: a group cannot be written; the next call tries again.
@@ -247,7 +247,7 @@ class RunLoop:
             self._take(self._backend.take_ended())
 
     def abort(self, group_ids: Iterable[int]) -> None:
-        """End groups now, handing nothing out. Unknown ids are ignored.
+        """Abort groups now, without returning them. Unknown ids are ignored.
 
         Their KV blocks are free when this returns; blocks on other ranks, as soon as these have read the message.
         """
@@ -273,7 +273,7 @@ class RunLoop:
             return
         self._backend.wait(min(timeout_s, PATIENCE_S) if patient else timeout_s)
         if self._engine.state is EngineState.SUSPENDED:
-            # The coordinator held the engine when this run began, and may hold it no longer.
+            # The coordinator held the engine when this run began, but may have released it.
             self._ensure_running()
         with uninterrupted(), self._engine.locked():
             self._take(self._backend.step())

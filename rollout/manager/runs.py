@@ -1,7 +1,7 @@
 """`sample` and `run` of a manager: one completion at a time, and whole episodes.
 
 Environments run on a thread of their own, so that tools overlap with the steps, which the thread that called `run` makes.
-Between two calls of `run` tools continue and completions wait: no step is made while the trainer has the weights.
+Between two calls of `run`, tools continue and completions wait, because no step is made while the trainer uses the weights.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from rollout.sampling_params import SamplingParams, one_each, takes_options, war
 
 @dataclass(eq=False)
 class PlayGoal:
-    """The goal of one `run`: decides when it has played enough, which groups it keeps, and when it begins others."""
+    """The goal of one `run`: decides when enough was played, which groups are kept, and when others start."""
 
     player: EpisodePlayer
     tasks: Iterator[Any]
-    """Drawn from while fewer than `most` groups are in play."""
+    """Source of tasks while fewer than `most` groups are in play."""
     begin: Callable[[Any], None]
-    """Begins a group."""
+    """Starts a group."""
     most: float
     least: int | None
     """Number of kept groups that must have finished; None: all that are in play."""
@@ -100,7 +100,7 @@ class EpisodeRuns:
     async def sample(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, session: Episode | None = None
     ) -> DynamicInferenceRequest:
-        """Sample one completion in an environment of `run`, of which it becomes no turn. Cancelling aborts the request.
+        """Sample one completion in an environment of `run`, without making it a turn. Cancelling aborts the request.
 
         Args:
             sampling_params: with n = 1.
@@ -217,7 +217,7 @@ class EpisodeRuns:
         named: Mapping[str, EnvironmentFactory | Play],
         max_turns: int,
     ) -> None:
-        """Let the episodes that `load_state_dict` brought go on; all of them or none."""
+        """Continue all episodes from `load_state_dict`, or none of them."""
         player, tokenizer = self._rounds.player, self._rounds.engine.controller.tokenizer
         plays: dict[int, Play] = {}
         for number, name in player.restored.items():

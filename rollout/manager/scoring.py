@@ -36,28 +36,28 @@ class Scored(Protocol):
 
 
 def rewards_differ(group: Sequence[Scored]) -> bool:
-    """Whether a group teaches GRPO anything: what did not fail in it has different rewards. For `keep=`."""
+    """Whether a group is useful for GRPO: its successful samples have different rewards. For `keep=`."""
     return len({each.reward for each in group if each.error is None}) > 1
 
 
 Reward = Callable[[Sequence[DynamicInferenceRequest]], Sequence[float] | Tensor]
-"""The rewards of a group: of its samples that did not fail, in their order."""
+"""The rewards of a group: of its successful samples, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTask:
-    """A prompt as `generate_scored` draws it."""
+    """A prompt for `generate_scored`."""
 
     prompt: Prompt
     metadata: Any = None
-    """msgpack-able; `request.metadata` where the reward is computed, and in `batch.metadata`."""
+    """msgpack-able; available as `request.metadata` where the reward is computed, and in `batch.metadata`."""
     sampling_params: SamplingParams | None = None
-    """None: those of the call."""
+    """None: the parameters of the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredSample:
-    """A sample with its reward, as `keep` judges it."""
+    """A sample with its reward, for `keep`."""
 
     request: DynamicInferenceRequest
     reward: float | None
@@ -77,18 +77,18 @@ class ScoredBatch(RolloutBatch):
     """float32 [N]; NaN: the sample failed."""
 
     discarded_rewards: Tensor
-    """float32 [M]: of the samples of the groups that this call has discarded. The mean of both is the policy's reward; that
-    of `rewards` alone is of prompts that were chosen for being neither solved nor hopeless."""
+    """float32 [M]: rewards of the groups that this call has discarded. The mean of both is the policy's reward; `rewards`
+    alone cover only prompts that are neither solved nor hopeless."""
 
 
 @dataclass(eq=False)
 class ScoredGoal:
-    """The goal of one `generate_scored`. Scores groups that finish, discards some, and begins others."""
+    """The goal of one `generate_scored`. Scores finished groups, discards some, and starts others."""
 
     groups: GroupLedger
     """Groups in flight, of this call and of earlier ones."""
     tasks: Iterator[Any]
-    """Drawn from while fewer than `most` groups are in flight."""
+    """Source of tasks while fewer than `most` groups are in flight."""
     begin: Callable[[Sequence[Any]], None]
     """Submits groups."""
     number: int
@@ -105,14 +105,14 @@ class ScoredGoal:
     """Ids of groups that must have finished too; None: not known yet."""
     _full: bool = False
     _pending: dict[int, Any] = field(default_factory=dict)
-    """Group id → future of its rewards, of a reward with `submit`."""
+    """Group id → future of its rewards, for a reward with `submit`."""
 
     def ended(self) -> int:
         return len(self.groups.rewards)
 
     def reached(self) -> bool:
         if self._full:
-            # Other ranks may need more steps; what ends in them is scored by the next call.
+            # Other ranks may need more steps; groups that finish in them are scored by the next call.
             return True
         self._score()
         if len(self.groups.rewards) < self.number:
@@ -135,7 +135,7 @@ class ScoredGoal:
             with span("reward"):
                 rewards = rewards_of(requests, reward)
             samples = [ScoredSample(*each) for each in zip(requests, rewards, strict=True)]
-            # A failed sample has to be seen, not discarded.
+            # A failed sample must be reported, not discarded.
             failed = any(sample.error is not None for sample in samples)
             if self.keep is None or failed or self.discards_left == 0 or self.keep(samples):
                 self.groups.rewards[group_id] = rewards
@@ -145,7 +145,7 @@ class ScoredGoal:
                 self.discard(rewards)
 
     def _ready(self, group_id: int, requests: Sequence[DynamicInferenceRequest]) -> Reward | None:
-        """The reward function, or one that returns what others have computed; None: they are not done."""
+        """The reward function, or one that returns rewards computed elsewhere; None: they are not done."""
         sound = [request for request in requests if request.error is None]
         if not hasattr(self.reward, "submit") or not sound:
             return self.reward
@@ -166,7 +166,7 @@ def rewards_of(requests: Sequence[DynamicInferenceRequest], reward: Reward) -> l
     """Rewards of a group's samples; None of those that failed.
 
     Raises:
-        ValueError: there are not as many rewards as samples, or one is not a finite number.
+        ValueError: the number of rewards is wrong, or one is not a finite number.
     """
     sound = [request for request in requests if request.error is None]
     try:
@@ -228,26 +228,26 @@ class Scoring:
         is discarded, and another prompt starts in its place. On several ranks every rank calls it, as `generate`.
 
         Args:
-            tasks: prompts as in `generate`, or `PromptTask`s. What was not drawn stays in an iterator.
+            tasks: prompts as in `generate`, or `PromptTask`s. Unused tasks stay in an iterator.
             reward: gets the list of a group's samples and returns one finite number each. It runs on the stepping thread,
                 or in other processes as a `trainer_hooks.rewards.RewardPool` (anything with `submit(samples)` → future).
             sampling_params: of tasks without their own; `n` samples per prompt.
             groups: size of the batch, unless the tasks run out.
-            max_groups: most groups in flight, kept ones included. Above `groups` the call does not wait for the slowest:
-                groups in flight at its end continue in the next call, after the weight update. None: `groups`.
-            keep: whether a finished group counts. None: each counts. A group with a failed sample always counts.
-            max_discarded: after this many discarded groups every one counts. None: four times `groups`.
+            max_groups: most groups in flight, kept ones included. Above `groups` the call does not wait for the slowest
+                groups, which continue in the next call, after the weight update. None: `groups`.
+            keep: whether a finished group counts. None: every group counts. A group with a failed sample always counts.
+            max_discarded: after this many discarded groups every group counts. None: four times `groups`.
             on_error, progress, timeout_s, fields: as in `generate`.
 
         Returns:
-            Groups in order of submission. Groups left over when the batch is full begin the next batch.
+            Groups in order of submission. Groups left over when the batch is full start the next batch.
 
         Raises:
             ConfigError: an option is out of its range.
             TypeError: `reward` does not take one argument.
             ValueError: `reward` did not return one finite number per sample; the group stays in flight.
             InvalidRequestError, TypeError, ConfigError: a task can never be served, and is dropped; a note shows it.
-            KeyboardInterrupt: Ctrl-C, at the end of the step; the groups that this call began are aborted.
+            KeyboardInterrupt: Ctrl-C, after the current step; the groups that this call started are aborted.
             Exception: others as `generate`.
         """
         rounds, engine = self._rounds, self._rounds.engine
@@ -283,7 +283,7 @@ class Scoring:
             return self._hand_out(groups, discarded, on_error)
 
     def _submit_sound(self, tasks: Sequence[PromptTask], params: SamplingParams) -> list[int]:
-        """Submit the tasks that can be served; then raise for the first that cannot."""
+        """Submit the valid tasks; then raise for the first invalid one."""
         try:
             prompts, chosen = [each.prompt for each in tasks], [each.sampling_params or params for each in tasks]
             return submit(self._rounds, prompts, chosen, [each.metadata for each in tasks])

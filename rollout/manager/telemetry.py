@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from rollout.manager.batch.batch import RolloutBatch
 
 NEWEST = 8192
-"""Number of values, the newest of an interval, that percentiles are of."""
+"""Number of newest values of an interval from which percentiles are computed."""
 
 
 class _Summary:
     """Statistics of a stream of numbers in bounded memory.
 
-    Mean, maximum and share of non-zeros are of all values (float64), percentiles of the `NEWEST` ones. A NaN value makes
-    mean and maximum NaN, and the percentiles while it is among those.
+    Mean, maximum and share of non-zeros cover all values (float64), percentiles the newest `NEWEST`. A NaN value makes mean
+    and maximum NaN, and percentiles too while it is among the newest.
     """
 
     def __init__(self, stats: tuple[Statistic, ...]) -> None:
@@ -160,7 +160,7 @@ class MetricsRecorder:
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        """Attribute the wall time of the body to `phase`, then return to the previous phase, also on an exception."""
+        """Attribute the wall time of the body to `phase`, then return to the previous phase, even after an exception."""
         before = self._phase
         self.enter_phase(phase)
         try:
@@ -237,7 +237,7 @@ class RolloutMetrics(MetricsRecorder):
     """The recorder of one `RolloutManager`.
 
     Args:
-        engine: whose counters are read, from their present values on.
+        engine: source of the counters, from their current values on.
         clock: seconds that never run backwards.
     """
 
@@ -257,7 +257,7 @@ class RolloutMetrics(MetricsRecorder):
         """Record the gauges with a peak, and the size of each step made, after every call of the engine; about 15 µs.
 
         Args:
-            samples_missing: samples that are still to come; those not running wait.
+            samples_missing: samples that have not finished; samples that do not run count as waiting.
         """
         self._set(self._load(samples_missing) | {"kv_blocks_used": self._engine.context.allocator.num_used})
         stepper = self._engine.parts.stepper
@@ -266,7 +266,7 @@ class RolloutMetrics(MetricsRecorder):
             self.observe("rollout/step_tokens", [step.num_tokens] * stepper.made)
 
     def sync(self, samples_missing: int, groups_in_flight: int) -> None:
-        """Bring counters and gauges up to date with the engine's."""
+        """Update counters and gauges from the engine's."""
         before, stats = self._counted, self._engine.stats()
         self._counted = {name: stats[name] for name in _COUNTERS}
         for name, value in self._counted.items():
@@ -285,7 +285,7 @@ class RolloutMetrics(MetricsRecorder):
             self.set(f"rollout/{name}", value)
 
     def result(self, result: DynamicInferenceRequest) -> None:
-        """Record a sample that has ended; a failed one is only counted, by the engine."""
+        """Record a finished sample; a failed one is only counted, by the engine."""
         if result.error is not None:
             return
         self.add("rollout/requests_finished")
@@ -299,12 +299,12 @@ class RolloutMetrics(MetricsRecorder):
             self.observe("rollout/request_s", result.latency)
         for event in result.events:
             if event.type is DynamicInferenceEventType.ADD_CONTEXT:
-                # The event is by the clock of the rank that computed it.
+                # The event's time is by the clock of the rank that computed it.
                 self.observe("rollout/queue_s", max(0.0, event.timestamp - result.arrival_time))
                 return
 
     def batch(self, batch: RolloutBatch) -> None:
-        """Record the staleness of a batch that is handed out."""
+        """Record the staleness of a returned batch."""
         real = batch.attention_mask.bool()
         sampled = real & (batch.position_ids >= batch.prompt_lengths[:, None])
         self.observe("rollout/policy_staleness", batch.policy_staleness[sampled])
@@ -316,7 +316,7 @@ class RolloutMetrics(MetricsRecorder):
         Args:
             batch: from `generate`.
             logprobs: [N, T] of the trainer, aligned like `batch.logprobs[rows]`, on any device.
-            rows: int64 or a slice: the rows that they are of.
+            rows: int64 or a slice: rows of the log-probs.
 
         Raises:
             ValueError: another shape.

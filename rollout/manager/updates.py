@@ -56,7 +56,7 @@ class Updates:
             return self._rounds.suspend(SUSPEND, mode, keep_prefix_cache=keep_prefix_cache)
 
     def resume(self) -> MemoryMove:
-        """Bring the KV cache back and allow generating again, also after `pause`. Harmless when running."""
+        """Restore the KV cache and allow generating again, also after `pause`. Harmless when running."""
         with self._together("resume"):
             return self._rounds.release(SUSPEND, PAUSE, UPDATE, DIRECT)
 
@@ -78,7 +78,7 @@ class Updates:
     def before_optimizer_step(self, mode: Mode = None) -> None:
         """Suspend the KV cache before the weights change; the next `generate` resumes. The optimizer hook calls it.
 
-        Waits until a `generate` of another thread has ended.
+        Waits until a `generate` of another thread has returned.
 
         Args:
             mode: `persist`, `offload` or `recompute`; None: the configured mode.
@@ -101,7 +101,7 @@ class Updates:
         if engine.state is not EngineState.STOPPED:
             with engine.locked():
                 engine.weights_updated()
-                # The weights have moved whatever becomes of a group: what cannot be written is tried again later.
+                # The weights have changed in any case; groups that cannot be written now are tried again later.
                 with suppress(JournalError):
                     rounds.loop.take_ended()
             rounds.loop.sync_metrics()
@@ -109,10 +109,10 @@ class Updates:
 
     @contextmanager
     def adapter_switch(self, what: str | None = None) -> Iterator[None]:
-        """A block that changes which adapters of the model act; `trainer_hooks.peft.adapter` is the way to do so.
+        """Context manager for changing the model's active adapters; use `trainer_hooks.peft.adapter`.
 
         Args:
-            what: its name, equal on all ranks; the block's end waits for theirs. None: no other rank is waited for.
+            what: its name, equal on all ranks; on exit it waits for theirs. None: wait for no other rank.
 
         Raises:
             DeadlineError: some ranks have not done the same; names them.

@@ -90,7 +90,7 @@ def areas(steps: Sequence[int], series: Sequence[tuple[str, str, Values]], *, sh
         columns = [[v / total if total else 0.0 for v, total in zip(values, sums, strict=True)] for values in columns]
 
     def draw(axes: Axes) -> None:
-        # One step alone is drawn as a bar of the chart's width.
+        # A single step is drawn as a bar of the chart's width.
         at = list(steps) if len(steps) > 1 else [steps[0] - 0.5, steps[0] + 0.5]
         tall = columns if len(steps) > 1 else [values * 2 for values in columns]
         axes.stackplot(at, tall, colors=[color for _, color, _ in series], linewidth=0)
@@ -125,7 +125,7 @@ def slots(engine: TracedEngine, duration_s: float) -> str:
                     bar = axes.broken_barh([(start, end - start)], (number, 0.92), facecolors=SLOT_COLORS[state])
                     bar.set_gid(f"tip{len(tips)}")
                     tips.append(f"{told}, {state} {end - start:.3f} s")
-                # Where one sample follows another, an edge shows it.
+                # If one sample follows another, an edge shows the boundary.
                 color = SLOT_COLORS[PREEMPTED] if evicted else "#ffffff"
                 axes.plot([stay[-1][2]] * 2, [number, number + 0.92], color=color, linewidth=2.5 if evicted else 0.8)
         for name, start, _ in engine.controls:
@@ -157,7 +157,7 @@ def note(text: str = "not recorded in this run") -> str:
 
 
 def _svg(draw: Any, size: tuple[float, float], tips: Sequence[str] = ()) -> str:
-    """Return what `draw` draws, for a page: without declarations and clips; `tips` are shown where the pointer is."""
+    """Return the result of `draw` for a page: without declarations and clips; `tips` are shown at the pointer."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure

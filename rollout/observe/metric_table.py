@@ -1,4 +1,4 @@
-"""Table of metrics: name, kind, unit, meaning, and where an engine's counters and gauges are read.
+"""Table of metrics: name, kind, unit, meaning, and the place from which an engine's counters and gauges are read.
 
 `METRICS` defines every metric; `LOGGED` lists the flat names that a snapshot can contain, and `ENGINE_STATS` the plain names
 of `engine.stats()`. A new counter or gauge of an engine is one row with `read`: the manager's metrics,

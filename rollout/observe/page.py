@@ -18,7 +18,7 @@ AGES = ("#ffffff", "#fdf3d0", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f")
 """Background of tokens sampled 0, 1, 2 … weight updates ago; the last one for all older tokens."""
 AGE_AREAS = ("#dbe7f3", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f", "#a33a3a")
 SHOWN = 6
-"""Slowest, and most stale samples of the run that are shown."""
+"""Number of slowest and of most stale samples of the run that are shown."""
 
 
 def report(
@@ -32,8 +32,8 @@ def report(
     Args:
         folder: of the run.
         out: the file. None: `report.html` in the folder.
-        trace: the step whose slots are drawn: a file of `rollout.trace`, or those of all ranks. None: the last one in the
-            folder or in its `traces`; if there is none, that part is left out.
+        trace: the step whose slots are drawn: a file of `rollout.trace`, or the files of all ranks. None: the last one in
+            the folder or in its `traces`; without one, that part is left out.
 
     Returns:
         The file.
@@ -54,7 +54,7 @@ def report(
 
 
 def _traces(folder: Path) -> list[str | os.PathLike[str]]:
-    """The last trace below a run, with those of the other ranks of the same step."""
+    """The last trace in a run's folder, with the files of all ranks of that step."""
     patterns = ("*.json.gz", "step*.json", "traces/*.json.gz", "traces/step*.json")
     found = [path for pattern in patterns for path in folder.glob(pattern)]
     if not found:

@@ -1,10 +1,10 @@
-"""Records what the engines and the trainer of one process do, as rows in memory, and the lives of samples.
+"""Records the work of the engines and the trainer of one process as rows in memory, and the lives of samples.
 
     Stepper, Ledger, EngineControl → EngineTap → EngineLog      steps, ended samples, control calls of one engine
     manager phases, `span`, `mark`  → TraceRecorder             what happens around the engines
 
-A trace is of a process: engines that are built while it is on are in it too. Appends to lists only, so that any thread
-may report. After `MAX_ROWS` steps or samples the rest is counted, not kept.
+A trace covers a process, including engines that are built while it is on. It only appends to lists, so any thread may
+report. After `MAX_ROWS` steps or samples, further ones are counted, not kept.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Life:
 
 
 def life_of(record: DynamicInferenceRequestRecord, until: float) -> Life:
-    """Life of a sample; one that has not ended lives `until` that time."""
+    """Life of a sample; an unfinished sample lives `until` that time."""
     first, last = record[0], record[-1]
     at, state = first.arrival_time, WAITING
     states: list[tuple[str, float, float]] = []
@@ -100,7 +100,7 @@ _FOLLOWS = {
 def _close(
     states: list[tuple[str, float, float]], state: str, start: float, end: float, first_token: float | None
 ) -> float:
-    """Append `state`, in two parts if a prefill has led to a first token; returns its end, at least `start`."""
+    """Append `state`, in two parts if a prefill has produced a first token; returns its end, at least `start`."""
     end = max(start, end)
     if state == PREFILL and first_token is not None and start <= first_token < end:
         states.append((PREFILL, start, first_token))
@@ -122,7 +122,7 @@ def _add_versions(versions: list[tuple[float, int]], segment: DynamicInferenceRe
 
 
 MAX_ROWS = 500_000
-"""Steps, samples, and spans that are kept, each."""
+"""Maximum number of steps, samples and spans that are kept, each."""
 
 
 class StepRow(NamedTuple):
@@ -150,7 +150,7 @@ class StepRow(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Something with a beginning and an end on a track; `end` equals `start` for an instant."""
+    """Something with a start and an end on a track; `end` equals `start` for an instant."""
 
     track: str
     name: str
@@ -163,7 +163,7 @@ class EngineLog:
     """Rows of one engine.
 
     Attributes:
-        lives: of samples that have ended.
+        lives: of finished samples.
         controls: control calls and weight updates.
         states: (time, value of the `EngineState`), from the beginning on.
         tools: request id → when an episode began to wait for the tool that its turn asked for, and when it continued.
@@ -183,17 +183,17 @@ class EngineLog:
         self._marks: list[float] = []
 
     def step_begins(self, tokens_saved: int) -> None:
-        """A step begins; `step_reached` and `step_ends` follow, unless it is empty or fails."""
+        """Record the start of a step; `step_reached` and `step_ends` follow, unless it is empty or fails."""
         self._marks = [self.clock()]
         if not self.steps:
             self.saved_before = tokens_saved
 
     def step_reached(self) -> None:
-        """The step is scheduled, or executed."""
+        """Record that the step is scheduled, or executed."""
         self._marks.append(self.clock())
 
     def step_ends(self, numbers: Iterable[int]) -> None:
-        """The step's tokens are booked; `numbers` are what a `StepRow` holds after its times."""
+        """Record the end of a step; `numbers` are the fields of a `StepRow` after its times."""
         if len(self.steps) >= MAX_ROWS:
             self.dropped += 1
             return
@@ -207,12 +207,12 @@ class EngineLog:
         self.lives.append(life_of(record, self.clock()))
 
     def tool_begins(self, request_id: int) -> None:
-        """The episode of this turn begins to wait for a tool; from any thread."""
+        """Record that the episode of this turn starts to wait for a tool; from any thread."""
         if len(self.tools) < MAX_ROWS:
             self.tools[request_id] = (self.clock(), math.inf)
 
     def tool_ends(self, request_id: int) -> None:
-        """The episode of this turn goes on, or ends; without effect where the trace began later."""
+        """Record that the episode of this turn continues, or is over; no effect if the trace began later."""
         if (wait := self.tools.get(request_id)) is not None:
             self.tools[request_id] = (wait[0], self.clock())
 
@@ -221,7 +221,7 @@ class EngineLog:
         self.controls.append(Span("engine", name, now, now, args))
 
     def control(self, name: str, start: float, state: str, **args: Any) -> None:
-        """A control call that began at `start` has ended, and the engine is in `state`."""
+        """Record a finished control call that began at `start`; the engine is now in `state`."""
         now = self.clock()
         self.controls.append(Span("engine", name, start, now, args))
         self.states.append((now, state))
@@ -231,7 +231,7 @@ class TraceRecorder:
     """Rows of one process.
 
     Args:
-        clock: seconds since the epoch, of everything but the engines, which have their own.
+        clock: seconds since the epoch, for everything except the engines, which have their own.
 
     Attributes:
         started, ended: seconds; `ended` is 0 until `finish`.
@@ -267,7 +267,7 @@ class TraceRecorder:
             self.spans.append(span)
 
     def phase(self, of: object, phase: str | None, before: str | None) -> None:
-        """Note that `of` moves from the phase `before` to another; the earlier one becomes a span."""
+        """Record that `of` moves from the phase `before` to another; the earlier phase becomes a span."""
         now = self.clock()
         name, since = self._phases.get(of, (before, self.started))
         if name == phase:
@@ -277,7 +277,8 @@ class TraceRecorder:
         self._phases[of] = (phase, now)
 
     def finish(self) -> None:
-        """End the trace: unfinished things are recorded as they stand. Waits for the step boundary of every engine."""
+        """Finish the trace: unfinished things are recorded in their current state. Waits for the step boundary of every
+        engine."""
         self.ended = self.clock()
         for of in list(self._phases):
             self.phase(of, None, None)
@@ -292,7 +293,7 @@ _switching = threading.Lock()
 
 
 class EngineTap:
-    """Report of one engine; `log` is None while nothing is recorded.
+    """Reports of one engine; `log` is None while nothing is recorded.
 
     Args:
         clock: the engine's, for its events and steps.
@@ -331,7 +332,7 @@ def start(destination: str, clock: Callable[[], float] = time.time) -> TraceReco
 
 
 def stop(recorder: TraceRecorder) -> None:
-    """End the recording; harmless when it has ended."""
+    """Stop the recording; harmless when it has already stopped."""
     global _active
     with _switching:
         if _active is not recorder:
@@ -347,7 +348,7 @@ def active() -> TraceRecorder | None:
 
 @contextmanager
 def span(name: str, *, track: str = "trainer", **args: Any) -> Iterator[None]:
-    """A block that a trace shows as a span on a track; without effect while no trace is recorded.
+    """Context manager that a trace shows as a span on a track; no effect while no trace is recorded.
 
     Args:
         name: of the span, such as "reward".
@@ -366,7 +367,7 @@ def span(name: str, *, track: str = "trainer", **args: Any) -> Iterator[None]:
 
 
 def mark(name: str, *, track: str = "trainer", **args: Any) -> None:
-    """Record an instant on a track; without effect while no trace is recorded."""
+    """Record an instant on a track; no effect while no trace is recorded."""
     recorder = _active
     if recorder is not None:
         now = recorder.clock()

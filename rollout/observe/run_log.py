@@ -21,19 +21,19 @@ from rollout.errors import ConfigError
 
 FILE = "run.jsonl"
 LONGEST_TEXT = 4000
-"""Characters of a prompt, and of a run of tokens, that are kept."""
+"""Maximum characters of a prompt, and of a run of tokens."""
 
 
 class RunLog:
     """Appends the steps of one run to `<folder>/run.jsonl`.
 
     Args:
-        folder: made if need be. A run that is there already is continued.
+        folder: created if needed. An existing run is continued.
         title: of the report.
         samples: number of the slowest, and of the most stale samples that are kept per step.
 
     Raises:
-        ConfigError: the folder cannot be made, or the file not be written.
+        ConfigError: the folder cannot be created, or the file not written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, title: str = "", samples: int = 2) -> None:
@@ -60,13 +60,13 @@ class RunLog:
 
         Args:
             number: of the step.
-            metrics: `manager.metrics()` of it, and any numbers of yours.
+            metrics: `manager.metrics()` of it, and any further numbers.
             batch: the `RolloutBatch` it was trained on, for staleness and samples; None: neither is logged.
             rewards: one number per sample of the batch: a sequence, array or tensor of N elements.
             tokenizer: decodes the samples' runs of tokens by version; None: their ids are kept.
 
         Raises:
-            ValueError: `rewards` are not one per sample of `batch`, or come without one.
+            ValueError: `rewards` are not one per sample of `batch`, or there is no batch.
             OSError: the file cannot be written.
         """
         row: dict[str, Any] = {"step": int(number), "metrics": {k: _number(v) for k, v in metrics.items()}}
@@ -147,7 +147,7 @@ def _sample(
 def version_runs(batch: Any, index: int, tokenizer: Any) -> list[tuple[int, int, str]]:
     """Return (version, number of tokens, text) of each run of completion tokens that one policy version sampled.
 
-    Without a tokenizer the text is their ids, with a space behind each.
+    Without a tokenizer the text is their ids, with a space after each.
     """
     request = batch.requests[index]
     prompt, runs, begin = len(request.prompt_tokens), [], 0
@@ -167,7 +167,7 @@ def _number(value: Any) -> float | None:
 
 def flat_array(values: Any) -> NDArray[np.float64]:
     """float64 [n] of a number, a sequence, an array, or a torch tensor on any device and with any dtype."""
-    # Duck-typed, since this module avoids torch: numpy reads no tensor on a device, in bfloat16 or with a gradient.
+    # Duck-typed, because this module avoids torch: numpy cannot read tensors on a device, in bfloat16 or with a gradient.
     if hasattr(values, "detach"):
         values = values.detach().double().cpu().numpy()
     return np.asarray(values, dtype=np.float64).reshape(-1)

@@ -65,7 +65,7 @@ def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write(trace: dict[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write a trace in one move, compressed if the name ends in `.gz`; `ConfigError` if it cannot be written."""
+    """Write a trace atomically, compressed if the name ends in `.gz`; `ConfigError` if it cannot be written."""
     target = Path(path)
     data = json.dumps(trace, separators=(",", ":")).encode()
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
@@ -167,7 +167,7 @@ def _sample(pid: int, tid: int, life: Life, held: list[tuple[float, float]], bas
 
 
 def _held(log: EngineLog, around: Iterable[Span], end: float) -> list[tuple[float, float]]:
-    """Spans in which samples with KV make no tokens: the engine is stopped, or its manager is in another phase."""
+    """Spans in which samples with KV produce no tokens: the engine is stopped, or its manager is in another phase."""
     found = [(span.start, span.end) for span in around if span.args.get("phase") not in (None, "generate")]
     for (time, state), (until, _) in zip(log.states, [*log.states[1:], (end, "")], strict=True):
         if state != "running":
@@ -184,7 +184,7 @@ def _held(log: EngineLog, around: Iterable[Span], end: float) -> list[tuple[floa
 def _without(
     state: str, start: float, end: float, held: list[tuple[float, float]]
 ) -> Iterator[tuple[str, float, float]]:
-    """The parts of a state, those inside `held` as `HELD`; a sample that waits in the queue waits there too."""
+    """The parts of a state; parts inside `held` become `HELD`. A sample in the queue keeps waiting there."""
     if end <= start:
         return
     if state in (PREFILL, DECODE):
@@ -244,7 +244,7 @@ class TracedEngine:
 
 
 class ReadTrace(NamedTuple):
-    """A trace file, or several of the ranks of one job."""
+    """A trace file, or the files of several ranks of one job."""
 
     duration_s: float
     engines: tuple[TracedEngine, ...]
@@ -254,7 +254,7 @@ def read(paths: Sequence[str | os.PathLike[str]]) -> ReadTrace:
     """Read one trace file, or those of several ranks; see `merged`.
 
     Raises:
-        ConfigError: a file is missing, damaged or not a trace of this package; names it. Or two are of the same rank.
+        ConfigError: a file is missing, damaged or not a trace of this package; names it. Or two belong to the same rank.
     """
     traces = sorted(map(_load, paths), key=lambda trace: trace["otherData"]["rank"])
     ranks = [rank for trace in traces for rank in trace["otherData"].get("ranks", [trace["otherData"]["rank"]])]

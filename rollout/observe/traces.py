@@ -1,4 +1,4 @@
-"""Traces of a training process: a block of one process, and of the whole job."""
+"""Traces of a training process: of one process, and of the whole job."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rollout.observe.timeline import merged, timeline, write
 
 
 def trace(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
-    """A block whose timeline is written when it ends, also after an exception, for Perfetto and Chrome.
+    """Context manager that writes a timeline of its block, even after an exception, for Perfetto and Chrome.
 
-    All engines of this process are in it: those of managers, of `LLM`, and bare ones. With torch.distributed on several
-    ranks each rank writes a file of its own, `.rank<number>` before the suffix; `RolloutManager.trace` writes one for all.
+    It covers all engines of this process, of managers, of `LLM`, and bare ones. With torch.distributed on several ranks each
+    rank writes its own file, with `.rank<number>` before the suffix; `RolloutManager.trace` writes one for all.
 
     Args:
         path: `.json`, or `.json.gz`; an existing file is replaced.
@@ -35,7 +35,7 @@ def trace(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
 
 @contextmanager
 def traced(path: str | os.PathLike[str], gather: Callable[[str, bytes], list[bytes] | None] | None) -> Iterator[Path]:
-    """See `RolloutManager.trace`; `gather` as a manager's `Backend` has it. None: the path is this rank's own."""
+    """See `RolloutManager.trace`; `gather` is a method of the manager's `Backend`. None: the path is this rank's own."""
     target = Path(path)
     own = target if gather is None else _own_path(target)
     every: list[bytes] | None = []
@@ -47,7 +47,7 @@ def traced(path: str | os.PathLike[str], gather: Callable[[str, bytes], list[byt
             every = gather("trace", zlib.compress(json.dumps(timeline(recorder, _torch_rank() or 0)).encode(), 1))
     finally:
         stop(recorder)
-        # Without a coordinator the ranks have nothing of each other; after an exception they may not come to their end.
+        # Without a coordinator the ranks cannot exchange traces; after an exception some may never finish.
         if every is not None and len(every) < 2:
             write(timeline(recorder, _torch_rank() or 0), own)
     if every is not None and len(every) > 1:
@@ -66,7 +66,7 @@ def _own_path(path: Path) -> Path:
 
 
 def _checked(path: Path) -> str:
-    """Refuse a path before the block that would be lost."""
+    """Raise for a bad path before the block, whose trace would be lost."""
     if not path.parent.is_dir():
         raise ConfigError(f"trace({str(path)!r}): there is no folder {str(path.parent)!r}; make it first")
     if path.is_dir():

@@ -6,7 +6,7 @@
 `mix` is the finaliser of splitmix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014)
 after adding its golden-ratio constant. It is applied to every token first, because a plain polynomial of the tokens is
 easily made to collide (31k more at j, k less at j+1). The chain is linear modulo a prime, hence injective in the parent:
-once two chains differ, equal later blocks keep them apart. A cache hit still counts only after the tokens compare equal.
+once two chains differ, equal later blocks keep them different. A cache hit still counts only if the tokens are equal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def compute_block_hashes_batched(
 
     Args:
         prompt_tokens: token ids (a list, a numpy array or a torch tensor of one dimension).
-        salt: `SamplingParams.prefix_share`: equal prompts of different salts have different hashes.
+        salt: `SamplingParams.prefix_share`: equal prompts with different salts have different hashes.
 
     Raises:
         ConfigError: `block_size` is below 1, or the tokens are not integers of one dimension.
@@ -55,7 +55,7 @@ def compute_block_hashes_batched(
 
 
 def chain_root(salt: str | None) -> int:
-    """Hash that a chain begins with, in 0 … `HASH_PRIME`: 0 without a salt."""
+    """Start hash of a chain, in 0 … `HASH_PRIME`: 0 without a salt."""
     if salt is None:
         return 0
     return int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "little") % HASH_PRIME + 1
@@ -123,7 +123,7 @@ def integer_array(name: str, values: Any, dimensions: int = 1) -> NDArray[np.int
 def stream_key(seed: int, index: int) -> int:
     """Key in [0, 2^63) of random stream `index` of `seed`: two rounds of splitmix64.
 
-    A request without a seed gets the stream of its number, its samples get the streams of their index.
+    A request without a seed gets the stream of its number; its samples get the streams of their index.
     """
     return _mixed(_mixed(seed + GOLDEN) + (index + 1) * GOLDEN) >> 1
 

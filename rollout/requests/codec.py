@@ -205,7 +205,7 @@ def _array(dtypes: str, rule: str) -> Codec:
         if not re.fullmatch(dtypes, dtype):
             refuse("array", dtype, rule)
         _check_size("array", shape, np.dtype(dtype).itemsize, data)
-        # frombuffer is read-only, a field is not
+        # frombuffer is read-only; a field is not
         return np.frombuffer(data, dtype).reshape(shape).copy()
 
     return Codec(_encode_array, decode)

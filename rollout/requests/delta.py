@@ -46,10 +46,10 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """How an optional field of `SampleDelta` is checked, joined and sliced. An absent value is None."""
+    """How an optional field of `SampleDelta` is checked, joined and sliced. A missing value is None."""
 
     types: frozenset[type]
-    """Types of a value; it travels as msgpack encodes it."""
+    """Types of a value, sent as msgpack encodes it."""
     rule: str
     """Description of the types."""
     join: Callable[[list[Any]], Any]
@@ -95,22 +95,22 @@ def _cut_evenly(value: bytes, start: int, stop: int, count: int) -> bytes:
 
 @dataclass(slots=True)
 class SampleDelta:
-    """New completion tokens of one sample, and what is known with them. Read-only once it has been passed on."""
+    """New completion tokens of one sample, with the other fields known at that time. Read-only after delivery."""
 
     request_id: int
     sample_index: int
     start: int = 0
-    """Index of the first token in the completion. 0 although tokens were known: the sample was restarted."""
+    """Index of the first token in the completion. 0 if earlier tokens were known: the sample was restarted."""
     token_ids: bytes = b""
     """int32 [count] in host order, little-endian wherever torch runs."""
     log_probs: bytes = b""
-    """float32 [count], as the token ids."""
+    """float32 [count], encoded like the token ids."""
     versions: VersionSpans = field(default_factory=VersionSpans)
     """Policy versions of the tokens."""
     prompt_version: int = 0
     """Policy version under which the prompt was admitted."""
     ttft: float | None = _column("seconds", float, int, join=_first, cut=_at_start)
-    """Seconds from arrival to the first token, where that is among them."""
+    """Seconds from arrival to the first token, if that is among them."""
     top_n: bytes | None = _column(
         "bytes", bytes, join=b"".join, cut=lambda packed, start, stop, _: pack_top_n(unpack_top_n(packed)[start:stop])
     )
@@ -120,19 +120,19 @@ class SampleDelta:
     )
     """Sets that the tokens were drawn from, packed by `pack_kept`, if they are returned."""
     values: bytes | None = _column("bytes", bytes, join=b"".join, cut=_cut_evenly)
-    """float32 [count, k], as the log-probs: numbers of the user's function of hidden states, from an engine that has one."""
+    """float32 [count, k], encoded like the log-probs: numbers of the user's function of hidden states, if the engine has
+    one."""
     text: str | None = _column("a string", str, join=_last, cut=_at_end)
-    """Text of the whole completion, if it has ended, from an engine that detokenises."""
+    """Text of the whole completion, if it has finished and the engine detokenises."""
     routes: bytes | None = _column("bytes", bytes, join=b"".join, cut=cut_routes)
-    """Expert routes of the positions that the tokens were sampled from, packed by `pack_routes`,
-    from an engine that records them; with the first token after KV was computed, or computed again, those of all positions
-    before it."""
+    """Expert routes of the positions that the tokens were sampled from, packed by `pack_routes`, if the engine records them.
+    The first token after KV was computed, or computed again, comes with the routes of all positions before it."""
     outcome: bytes | None = _column("bytes", bytes, join=_last, cut=_at_end)
-    """Packed `rollout.distributed.protocol.outcome.Outcome`, if it has ended."""
+    """Packed `rollout.distributed.protocol.outcome.Outcome`, if the sample has finished."""
     events: bytes | None = _column("bytes", bytes, join=b"".join, cut=_at_end, outlives_restart=True)
-    """Packed events since the delta before."""
+    """Packed events since the previous delta."""
     num_events: int = 0
-    """Number of events of the sample, those in `events` included."""
+    """Number of events of the sample, including those in `events`."""
 
     @property
     def count(self) -> int:
@@ -154,7 +154,7 @@ class SampleDelta:
         return joined.delta()
 
     def slice(self, start: int, stop: int | None = None) -> SampleDelta:
-        """Delta of tokens `start` … `stop` - 1 of this one; the last token brings the values of the sample's end."""
+        """Delta of tokens `start` … `stop` - 1 of this one; the last token comes with the values of the sample's end."""
         count = self.count
         stop = count if stop is None else stop
         span = slice(start * TOKEN_BYTES, stop * TOKEN_BYTES)
@@ -197,7 +197,7 @@ class SampleDelta:
         """Expert routes [positions, layers, k]; None: not recorded.
 
         Raises:
-            SerializationError: malformed, or of another number of positions.
+            SerializationError: malformed, or a wrong number of positions.
         """
         if self.routes is None:
             return None
@@ -313,7 +313,7 @@ class DeltaJoin:
         return self._versions
 
     def put(self, name: str, value: Any) -> None:
-        """Add the value of an optional field of the tokens added last."""
+        """Add the value of an optional field for the tokens added last."""
         if value is not None:
             self._columns.setdefault(name, []).append(value)
 
@@ -337,13 +337,13 @@ class DeltaJoin:
 # --- growth of a record ---------------------------------------------------------------------------------------------------
 
 MAX_EVENTS_SENT = 1 << 18
-"""Most events sent of one sample; later ones are dropped."""
+"""Maximum events sent per sample; later ones are dropped."""
 
 
 def growth(
     record: DynamicInferenceRequestRecord, known: int, prompt_version: int, events_known: int = 0
 ) -> SampleDelta:
-    """New output of an inactive (waiting or ended) record beyond the known tokens and events.
+    """New output of an inactive (waiting or finished) record after the known tokens and events.
 
     Args:
         known, events_known: number of known completion tokens, and of known events.
@@ -368,7 +368,7 @@ def growth(
     if live.sampling_params.logprobs:
         delta.top_n = pack_top_n(joined(record, "generated_top_n_logprobs", start))
     last = live.original_prompt_length + made - 1
-    # Samples that failed in their prompt have routes of a part of it.
+    # Samples that failed in their prompt have routes for a part of it.
     if (made > start or not made) and 0 < last <= route_rows(record):
         first = first_unread(computed_length(record), live.original_prompt_length + start)
         routes = [each.routing_indices for each in record if each.routing_indices is not None]
@@ -386,7 +386,7 @@ def completion_length(live: DynamicInferenceRequest) -> int:
 
 
 def computed_length(record: DynamicInferenceRequestRecord) -> int:
-    """Prompt length of the segment that the last token was sampled in, of the first if there is none."""
+    """Prompt length of the segment in which the last token was sampled, or of the first segment if there is none."""
     sampled = (each for each in reversed(record.segments) if each.generated_tokens)
     return len(next(sampled, record[0]).prompt_tokens)
 
@@ -439,7 +439,7 @@ def values_since(record: DynamicInferenceRequestRecord, start: int, stop: int) -
 
 
 def new_events(record: DynamicInferenceRequestRecord, known: int) -> tuple[bytes | None, int]:
-    """(packed events after the first `known` ones, number of events of the sample)."""
+    """Return (packed events after the first `known` ones, number of events of the sample)."""
     events = record.joined("events") if len(record.segments) > 1 else record.segments[0].events
     count = min(len(events), MAX_EVENTS_SENT)
     return (pack_events(events[known:count]) if count > known else None), count

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 WINDOW = 16
-"""Most tokens decoded together, except for a run of byte tokens."""
+"""Maximum tokens decoded together, except for a run of byte tokens."""
 
 CONTEXT = 4
 """Tokens kept when the window moves: at least one byte each, so at least one UTF-8 character of 4 bytes."""
@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
 
     @property
     def pending(self) -> str:
-        """Unsettled text after `text`, as `decode` shows it now."""
+        """Unsettled text after `text`, as `decode` currently shows it."""
         return self._pending
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -64,7 +64,7 @@ class IncrementalDetokenizer:
         return "".join([self._push(int(token)) for token in token_ids])
 
     def finish(self) -> str:
-        """End of the tokens: returns the text that was held back."""
+        """Finish the tokens: returns the text that was held back."""
         return self._give(self._pending, "")
 
     def _push(self, token: int) -> str:
@@ -116,7 +116,7 @@ def pieces_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 
 
 class CompletionText:
-    """Text of one completion, ended by the first of its stop strings.
+    """Text of one completion, up to the first of its stop strings.
 
     The stop string that starts earliest counts; of several with the same start, the longest. It may span tokens. A stop
     string that was completed while stopping was not allowed does not count later.
@@ -155,7 +155,7 @@ class CompletionText:
 
     def _find(self, seen: str) -> None:
         searched = self._searched - self._before_tail
-        # New matches end behind the searched text. Stops are sorted longest first and `min` takes the first of equals.
+        # New matches end after the searched text. Stops are sorted longest first, and `min` takes the first of equal ones.
         hits = [(seen.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stops]
         start, self._stop = min((hit for hit in hits if hit[0] >= 0), key=lambda hit: hit[0], default=(0, None))
         if self._stop is not None:
@@ -166,8 +166,8 @@ class CompletionText:
 class StableText:
     """Streams the text that no later token can change: no unsettled bytes, no tail that may become a stop string.
 
-    It does not search for stop strings: once the completion has ended, `rest` returns the part of its final text that is
-    still to be shown.
+    It does not search for stop strings: once the completion has finished, `rest` returns the part of its final text that is
+    not shown yet.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], include_stop_str_in_output: bool) -> None:
@@ -190,11 +190,11 @@ class StableText:
         return settled[:safe]
 
     def text(self) -> str:
-        """The whole text if the completion ended now without a stop string."""
+        """The whole text if the completion finished now without a stop string."""
         return self._detokenizer.text + self._detokenizer.pending
 
     def rest(self, text: str) -> str | None:
-        """The part of the final text that is still to be shown; None if the text shown is not a prefix of it."""
+        """The part of the final text that is not shown yet; None if the final text does not start with the shown text."""
         shown = self._detokenizer.text[: self._shown]
         return text[self._shown :] if text.startswith(shown) else None
 
@@ -234,7 +234,7 @@ class TokenBytes:
         self._bytes: dict[int, bytes] = {}
 
     def of(self, token: int) -> bytes:
-        """Bytes of a token; of a special one, its name; empty for an id that stands for no token."""
+        """Bytes of a token; of a special token, its name; empty for an id without a token."""
         known = self._bytes.get(token)
         if known is None:
             known = self._bytes[token] = self._read(token)

@@ -138,7 +138,7 @@ def _exception(plain: Any) -> Exception:
 EVENT = Codec(DynamicInferenceEvent.serialize, DynamicInferenceEvent.deserialize)
 
 MAX_MESSAGE = 2000
-"""Most characters of an exception's message in packed events."""
+"""Maximum characters of an exception's message in packed events."""
 
 
 def pack_events(events: Iterable[DynamicInferenceEvent]) -> bytes:
@@ -233,10 +233,10 @@ class EventLog:
     add_event_evict = partialmethod(_bare, DynamicInferenceEventType.EVICT)
     """Record an eviction: its KV is dropped and it waits."""
     add_event_finish = partialmethod(_bare, DynamicInferenceEventType.FINISH)
-    """Record the end with a result."""
+    """Record that the request finished with a result."""
     add_event_fail = partialmethod(_bare, DynamicInferenceEventType.FAIL)
-    """Record the end without a result."""
+    """Record that the request finished without a result."""
     add_event_error_transient = partialmethod(_add, DynamicInferenceEventType.ERROR_TRANSIENT)
     """Record an error that the request survives: (error, timestamp)."""
     add_event_error_nontransient = partialmethod(_add, DynamicInferenceEventType.ERROR_NONTRANSIENT)
-    """Record an error that ends the request: (error, timestamp)."""
+    """Record an error that fails the request: (error, timestamp)."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 NO_TENSORS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
-"""Outputs of tokenizers and processors that are not tensors of images; token types follow from the token ids."""
+"""Outputs of tokenizers and processors that are not image tensors; token types follow from the token ids."""
 PIXELS = "pixel_values"
 TILED_DIMENSIONS = 5
 """Number of dimensions of `pixel_values` [1, tiles, channels, height, width]."""
@@ -32,7 +32,7 @@ class ImageInputs:
     """Tensors of all images of one prompt, in the layout of the model's image processor."""
 
     tensors: Mapping[str, torch.Tensor]
-    """`pixel_values`, and what the model takes with it (`image_grid_thw`, `pixel_attention_mask`)."""
+    """`pixel_values`, and the model's other inputs for them (`image_grid_thw`, `pixel_attention_mask`)."""
 
     @cached_property
     def digest(self) -> bytes:
@@ -50,8 +50,8 @@ class ImageInputs:
         return cls(TENSORS.decode(unpack_msgpack("images", packed)))
 
     def begins_with(self, earlier: ImageInputs) -> bool:
-        """Whether the first images are those of `earlier`."""
-        # Tiles of images lie along the second dimension, behind that of the batch.
+        """Whether the first images equal `earlier`."""
+        # Tiles of images are in the second dimension, after the batch dimension.
         tiled = PIXELS in self.tensors and self.tensors[PIXELS].ndim == TILED_DIMENSIONS
         dim = 1 if tiled else 0
         return self.tensors.keys() >= earlier.tensors.keys() and all(
@@ -65,7 +65,7 @@ class ImageInputs:
 
 
 class ImagePrompt(list[int]):
-    """Token ids of a prompt, placeholders of images included, with the images.
+    """Token ids of a prompt, including placeholders of images, with the images.
 
     Args:
         token_ids: every image's placeholder repeated once per embedding, as processors return them.
@@ -81,12 +81,12 @@ class ImagePrompt(list[int]):
 
 
 def images_of(tokens: object) -> ImageInputs | None:
-    """The images that token ids carry; None: they carry none."""
+    """The images of token ids; None: no images."""
     return tokens.images if isinstance(tokens, ImagePrompt) else None
 
 
 def processed_prompt(inputs: Mapping[str, Any]) -> list[int]:
-    """Prompt of what a processor returned for one prompt; an `ImagePrompt` if there are images.
+    """Prompt from a processor's result for one prompt; an `ImagePrompt` if there are images.
 
     Args:
         inputs: `input_ids` [P] or [1, P], and the images' tensors (`pixel_values`, …). Masked padding is removed.

@@ -1,4 +1,4 @@
-"""Prompts as callers may pass them: the `prompts` argument normalised, padding removed, chat messages made plain."""
+"""Prompts in all accepted forms: the `prompts` argument normalised, padding removed, chat messages made plain."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rollout.errors import InvalidRequestError, warn_caller
 from rollout.requests.images import NO_TENSORS, ImagePrompt
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Text, token ids, chat messages, or what a processor returned for one prompt with images."""
+"""Text, token ids, chat messages, or the processor's result for one prompt with images."""
 
 
 def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = False) -> Any:
     """Return prompts that a tokenizer returned together as lists of token ids without padding; anything else as it is.
 
     A mapping with `input_ids` of several rows loses the positions that its `attention_mask` masks. A 2-D array has no mask,
-    so a row that begins or ends with the padding token is refused; lists of equal length lead to a warning. A bos or eos
-    token that also is the padding token counts as a token if every row has one, since the longest row has no padding.
+    so a row that begins or ends with the padding token raises; lists of equal length lead to a warning. A bos or eos token
+    that is also the padding token counts as a token if every row has one, because the longest row has no padding.
 
     Args:
         owners: tokenizer and configurations of the model, which name the padding, bos and eos tokens.
@@ -57,13 +57,13 @@ def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = F
         )
         if is_array:
             raise InvalidRequestError(f"{name}{found}: {cure}")
-        if len(rows) > 1:  # It names no row, so that Python shows it once per line of the caller.
+        if len(rows) > 1:  # The text names no row, so Python shows it once per line of the caller.
             warn_caller(f"{name}: a row begins or ends with the padding token: {cure}")
     return rows if is_array else prompts
 
 
 def _rows(values: Any) -> list[list[int]] | None:
-    """The rows of a 2-D array, or of a list of lists or 1-D arrays of token ids; None: it is something else."""
+    """The rows of a 2-D array, or of a list of lists or 1-D arrays of token ids; None: anything else."""
     ndim = getattr(values, "ndim", None)
     if ndim is not None:
         rows: list[list[int]] | None = values.tolist() if ndim == 2 else None
@@ -76,7 +76,7 @@ def _rows(values: Any) -> list[list[int]] | None:
 
 
 def _padded(rows: Sequence[Sequence[int]], owners: Sequence[Any]) -> str:
-    """Which row begins or ends with padding, for a message; "" if none does."""
+    """Description of a row that begins or ends with padding, for a message; "" if there is none."""
     found = [getattr(owner, "pad_token_id", None) for owner in owners]
     pad = next((each for each in found if isinstance(each, int)), None)
     special: list[Any] = []
@@ -92,7 +92,7 @@ def _padded(rows: Sequence[Sequence[int]], owners: Sequence[Any]) -> str:
 
 
 def has_images(prompt: object) -> bool:
-    """Whether a prompt is what a processor returned, or chat messages with parts that are not text."""
+    """Whether a prompt is a processor's result, or chat messages with parts that are not text."""
     if isinstance(prompt, Mapping):
         return True
     if not isinstance(prompt, list | tuple) or not prompt or not isinstance(prompt[0], Mapping):
@@ -108,7 +108,7 @@ _RULE = (
 
 
 def normalized(prompts: object) -> tuple[list[Prompt], bool]:
-    """The prompts as a list, and whether a single one was given. `[]` gives no prompt.
+    """Return the prompts as a list, and whether a single one was given. `[]` means no prompt.
 
     Args:
         prompts: a `Prompt`, or a list of prompts of one kind; tuples, numpy arrays and tensors count as lists.
@@ -128,7 +128,7 @@ def normalized(prompts: object) -> tuple[list[Prompt], bool]:
 
 
 def _processed(item: object) -> bool:
-    """Whether it is what a processor returned for one prompt."""
+    """Whether it is a processor's result for one prompt."""
     return isinstance(item, Mapping) and "input_ids" in item
 
 
@@ -143,7 +143,7 @@ def _one(item: object, name: str) -> Prompt:
 
 
 def _kind(items: list[Any], name: str) -> str | None:
-    """Return the kind that all items have; None: there are no items."""
+    """Return the kind of all items; None if there are no items."""
     first = None
     for position, item in enumerate(items):
         kind = _kind_of(item)
@@ -206,8 +206,8 @@ def plain_messages(
 
     Args:
         shown: keys that the template may read; None: all keys.
-        images: takes every image; a content with one stays a list of parts, as templates of vision models read it.
-            None: they are refused.
+        images: called with every image; content with images stays a list of parts, for templates of vision models. None:
+            images are rejected.
 
     Raises:
         InvalidRequestError: a message is malformed.
@@ -311,7 +311,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def plain_arguments(written: Any) -> Any:
-    """Arguments of a call parsed from JSON into an object, as templates expect; other texts are returned unchanged."""
+    """Arguments of a call parsed from JSON into an object, for templates; other texts are returned unchanged."""
     if not isinstance(written, str):
         return {} if written is None else written
     try:

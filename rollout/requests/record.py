@@ -1,8 +1,8 @@
 """`DynamicInferenceRequestRecord`: the segments of one sample across checkpoints, and their merge.
 
-Always true: a segment's prompt is the prompt of the one before plus what that one generated, so the segments cover the
-completion with no gap and no overlap; only the last segment (the live one) changes, except for expert routes
-(`set_routes`); `merge` equals an uninterrupted request.
+Always true: a segment's prompt is the previous segment's prompt plus its generated tokens, so the segments cover the
+completion without gap or overlap; only the last segment (the live one) changes, except for expert routes (`set_routes`);
+`merge` equals an uninterrupted request.
 
     segment 0   [prompt ······][generated ···]
                                               checkpoint()
@@ -35,8 +35,7 @@ class DynamicInferenceRequestRecord:
     """All segments of one sample.
 
     Raises:
-        ValueError: no segment, segments of different samples, or a segment that does not begin where the one before
-            ended.
+        ValueError: no segment, segments of different samples, or a segment that does not begin where the previous one ended.
     """
 
     segments: list[DynamicInferenceRequest] = field(default_factory=list)
@@ -102,7 +101,7 @@ class DynamicInferenceRequestRecord:
         return [entry for segment in self.segments for entry in getattr(segment, name)]
 
     def of_prompt(self, name: str) -> list[Any] | None:
-        """A per-token field of the prompt, from the first segment that has all of it; None: no segment has."""
+        """A per-token field of the prompt, from the first segment that has all of it; None: no such segment."""
         needed = len(self.segments[0].prompt_tokens) - 1
         rows = (getattr(segment, name) for segment in self.segments)
         return next((row[:needed] for row in rows if row is not None and len(row) >= needed), None)
@@ -119,8 +118,8 @@ class DynamicInferenceRequestRecord:
         """Drop the KV: prompt and output become the prompt of a new live segment, which is returned.
 
         The budget shrinks by the number of generated tokens. Policy spans are kept, closed at the current length; a sample
-        without a token has none, so that its prompt gets the version of its next admission. A missing ADD_ENGINE event is
-        added at the arrival time. `tokenizer` has no effect, here and in `merge`; older callers pass one.
+        without a token has none, so its prompt gets the version of its next admission. A missing ADD_ENGINE event is added
+        at the arrival time. `tokenizer` has no effect, here and in `merge`; older callers pass one.
         """
         live = self.segments[-1]
         if live.event_add_engine is None:
@@ -169,7 +168,7 @@ class DynamicInferenceRequestRecord:
         return segment
 
     def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:
-        """Merge all segments into one request, as if never interrupted; the record is unchanged.
+        """Merge all segments into one request, as if it was never interrupted; the record is unchanged.
 
         From the first segment: id, prompt and its log-probs, budget, block hashes. Concatenated: tokens, log-probs,
         top-n, kept tokens, values, tpot, events, routing indices. From the last: status, finish reason, versions. Time to
@@ -275,12 +274,12 @@ def joined_values(segments: Iterable[DynamicInferenceRequest]) -> NDArray[np.flo
 
 
 def route_rows(segments: Iterable[DynamicInferenceRequest]) -> int:
-    """Number of positions whose routes these segments have; each begins where the one before it ended."""
+    """Number of positions whose routes these segments have; each segment begins where the previous one ended."""
     return sum(len(each.routing_indices) for each in segments if each.routing_indices is not None)
 
 
 def set_routes(segments: Sequence[DynamicInferenceRequest], routes: Routes) -> None:
-    """Set the routes of all positions from 0 on; the last segment gets all that are left."""
+    """Set the routes of all positions from 0 on; the last segment gets the remaining ones."""
     start = 0
     for segment in segments[:-1]:
         stop = max(start, segment.total_length - 1) if segment.generated_tokens else start

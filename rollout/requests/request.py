@@ -1,9 +1,9 @@
 """Request types, their fields and serialisation.
 
-`InferenceRequest` is what any engine needs, `DynamicInferenceRequest` one segment of one sample of a continuously
-batched engine, `VLMInferenceRequest` the same with images. Two requests are equal only if they are the same object:
-they are working states, not values. Times are seconds. Token ids and log-probs are lists of Python numbers; torch
-tensors are created only by the properties that return one.
+`InferenceRequest` has the fields of any engine, `DynamicInferenceRequest` is one segment of one sample of a continuously
+batched engine, `VLMInferenceRequest` the same with images. Two requests are equal only if they are the same object: they are
+working states, not values. Times are seconds. Token ids and log-probs are lists of Python numbers; torch tensors are created
+only by the properties that return one.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _CODECS: dict[str, Codec] = {
     "SamplingParams": codec.SAMPLING_PARAMS, "Status": member_of(Status), "FinishReason": member_of(FinishReason),
     "DynamicInferenceEvent": EVENT, "list[DynamicInferenceEvent]": list_of(EVENT),
 }  # fmt: skip
-"""Type of a field → how it travels. A field of type `X | None` travels as X or None."""
+"""Type of a field → its codec. A field of type `X | None` is encoded as X or None."""
 
 
 @cache
 def _codecs(kind: Any) -> dict[str, Codec]:
-    """Codec of every field of a kind of request, the older alias left out."""
+    """Codec of every field of a kind of request, except the older alias."""
     types = {each.name: str(each.type) for each in fields(kind) if each.name != "inference_parameters"}
     codecs = {name: _CODECS[written.removesuffix(" | None")] for name, written in types.items()}
     return {name: optional(each) if types[name].endswith(" | None") else each for name, each in codecs.items()}
@@ -97,10 +97,10 @@ class InferenceRequest:
     arrival_time: float = field(default_factory=time.time)
     status: Status = Status.WAITING_IN_QUEUE
     encoder_prompt: str | None = None
-    """Prompt of an encoder; refused, since the engine runs decoders only."""
+    """Prompt of an encoder; rejected, because the engine runs decoders only."""
     generated_text: str | None = None
     segments: list[str] | None = None
-    """Text of each prompt token; None until `TextGenerationController.fill_segments`, as the next two."""
+    """Text of each prompt token; None until `TextGenerationController.fill_segments`; the same for the next two."""
     generated_segments: list[str] | None = None
     generated_sequence_lengths: list[int] | None = None
     generated_tokens: list[int] = field(default_factory=list)
@@ -175,7 +175,7 @@ class InferenceRequest:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class DynamicInferenceRequest(EventLog, InferenceRequest):
-    """One segment of one sample: from admission to its end, or to the next checkpoint.
+    """One segment of one sample: from admission until it finishes, or until the next checkpoint.
 
     A position is an index into prompt + generated tokens (T = P + G). `policy_spans` has the version that sampled each of
     the first positions, `kv_spans` the version that computed its KV; for later positions both are `policy_version`.
@@ -196,7 +196,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     metadata: Any = None
     """Opaque msgpack-able value of the caller."""
     policy_version: int = 0
-    """Policy version of its next token and its next KV."""
+    """Policy version of its next token and KV."""
     policy_spans: VersionSpans = field(default_factory=VersionSpans)
     kv_spans: VersionSpans = field(default_factory=VersionSpans)
     finished_chunk_token_count: int = 0
@@ -208,7 +208,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     precomputed_block_hashes: list[int] = field(default_factory=list)
     """Hashes of the prompt's complete blocks; computed on construction if prefix caching is on, unless given."""
     stop_word_ids: list[list[int]] | None = None
-    """Token ids of each stop string; refused, since the engine matches `SamplingParams.stop` in the text."""
+    """Token ids of each stop string; rejected, because the engine matches `SamplingParams.stop` in the text."""
     routing_indices: NDArray[Any] | None = None
     """Integers [T - 1, layers, k], with `InferenceConfig.record_routes`: see `token_columns.Routes`. A later segment begins
     where the routes of earlier ones end."""
@@ -218,9 +218,9 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     """[G, k] float32, of the generated tokens, by `RolloutManager(token_values=…)`; None without one."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string or stop token id that ended it."""
+    """The stop string or stop token id that finished it."""
     error: str | None = None
-    """`Type: message` of the error that ended it."""
+    """`Type: message` of its error."""
     latency: float | None = None
     ttft: float | None = None
     """Seconds from arrival to the first token."""
@@ -249,11 +249,11 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
             )
 
     def succeeded(self) -> bool:
-        """Whether it ended with a result."""
+        """Whether it finished with a result."""
         return self.status is Status.COMPLETED
 
     def failed(self) -> bool:
-        """Whether it ended without a result."""
+        """Whether it finished without a result."""
         return self.status is Status.FAILED
 
     # --- lengths ------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     def kv_length(self) -> int:
         """Number of positions whose KV is computed.
 
-        With a generated token the whole prompt's KV is computed; the last token's own KV is written by the step after it.
+        Once a token is generated, the whole prompt's KV is computed; the last token's own KV is written by the next step.
         """
         if self.generated_tokens:
             return self.total_length - 1
@@ -286,13 +286,13 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def completion_tokens(self) -> list[int]:
-        """All tokens after the user's prompt, those of earlier segments included."""
+        """All tokens after the user's prompt, including tokens of earlier segments."""
         return self.prompt_tokens[self.original_prompt_length :] + self.generated_tokens
 
     # --- versions -----------------------------------------------------------------------------------------------
 
     def advance_version(self, version: int, *, policy_only: bool = False) -> None:
-        """Advance to policy version `version`: existing tokens and KV are closed under the version before. O(1).
+        """Advance to policy version `version`: existing tokens and KV keep the previous version. O(1).
 
         Args:
             version: the new policy version.
@@ -389,7 +389,7 @@ class VLMInferenceRequest(DynamicInferenceRequest):
 
     @property
     def images(self) -> ImageInputs | None:
-        """All tensors of its images and videos; None: it has none."""
+        """All tensors of its images and videos; None without any."""
         tensors = self.image_inputs if self.imgs is None else {PIXELS: self.imgs, **self.image_inputs}
         return ImageInputs(tensors) if tensors else None
 
@@ -416,7 +416,7 @@ def with_images(request: DynamicInferenceRequest, images: ImageInputs | None) ->
 
 
 def told_once(requests: Iterable[DynamicInferenceRequest]) -> dict[str, Any]:
-    """Plain values of requests; images that they share are among them once."""
+    """Plain values of requests; images that they share are included once."""
     plain: list[Any] = []
     images: list[Any] = []
     # The requests keep the tensors alive.

@@ -1,7 +1,7 @@
 """Run-length spans of policy versions over token positions.
 
-Always true: positions 0 … len-1 are covered once each, in order; neighbouring runs differ in version; no run is empty.
-A weight update therefore adds one run per request, whatever the request's length.
+Always true: positions 0 … len-1 are covered once each, in order; adjacent runs differ in version; no run is empty. A weight
+update therefore adds one run per request, whatever the request's length.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Ragged columns of a completion: the set each token was drawn from, its top log-probs, and its expert routes.
+"""Ragged columns of a completion: the set that each token was drawn from, its top log-probs, and its expert routes.
 
-Always true: packed columns may be joined as bytes, and unpacking the result gives the columns joined (of routes the later
-one, where two overlap).
+Always true: packed columns may be joined as bytes, and unpacking the result gives the columns joined (where two routes
+overlap, the later one wins).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IntArray = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class KeptTokens:
-    """Ids for each of G sampled tokens that top_k, top_p and min_p left to draw it from, flat.
+    """For each of G sampled tokens, the ids that top_k, top_p and min_p left to draw from, flat.
 
     Ids of a token ascend and include the token itself.
     """
@@ -36,7 +36,7 @@ class KeptTokens:
 
     @classmethod
     def of(cls, sets: Iterable[Any]) -> KeptTokens:
-        """From the ids of each token: integers, or int32 arrays."""
+        """Build it from the ids of each token: integers, or int32 arrays."""
         rows = [np.asarray(ids, np.int32) for ids in sets]
         counts = np.fromiter(map(len, rows), np.int32, len(rows))
         return cls(np.concatenate(rows) if rows else np.zeros(0, np.int32), counts)
@@ -167,14 +167,14 @@ def unpack_top_n(packed: bytes) -> TopN:
 Routes = NDArray[np.integer[Any]]
 """[positions, layers, k] of uint8 or int16: the experts that each router of a mixture of experts chose.
 
-Row t of a sequence of T tokens belongs to the forward that token t was the input of and token t+1 was sampled from. The last
-sampled token has no row. KV that was dropped is computed again, perhaps under other weights: the first token after that
-comes with the routes of all positions, which replace the earlier ones.
+Row t of a sequence of T tokens belongs to the forward whose input was token t and from which token t+1 was sampled. The last
+sampled token has no row. Dropped KV is computed again, perhaps under other weights. The first token after that comes with
+the routes of all positions, which replace the earlier ones.
 """
 
 
 def check_routes(name: str, routes: Any, positions: int) -> None:
-    """Refuse routes that are not integers [positions, layers, k].
+    """Raise for routes that are not integers [positions, layers, k].
 
     Raises:
         SerializationError: gives their dtype and shape.
@@ -184,7 +184,7 @@ def check_routes(name: str, routes: Any, positions: int) -> None:
 
 
 def first_unread(computed: int, position: int) -> int:
-    """First position of the routes that travel with the tokens from `position` on.
+    """First position of the routes that are sent with the tokens from `position` on.
 
     Args:
         computed: length of the prompt that was computed (again) before the newest tokens were sampled.
@@ -237,7 +237,7 @@ def unpack_routes(packed: bytes) -> tuple[int, Routes]:
 
 
 def cut_routes(packed: bytes, start: int, stop: int, count: int) -> bytes:
-    """Routes of tokens `start` … `stop` - 1 of `count`, each of the position before; all earlier ones with token 0."""
+    """Routes of tokens `start` … `stop` - 1 of `count`, each for the previous position; token 0 has all earlier ones."""
     first, routes = unpack_routes(packed)
     before = len(routes) - count
     low = before + start if start else 0

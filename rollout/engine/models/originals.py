@@ -166,7 +166,7 @@ def only_marks(hook: Any) -> bool:
 
 
 def bypassed(device: torch.device) -> str | None:
-    """Something that acts on every module on `device` now, and that a fused forward would bypass; None: there is nothing."""
+    """Something that currently affects every module on `device` and that a fused forward would bypass; None: nothing."""
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     if has_global_hooks():

@@ -18,7 +18,7 @@ from rollout.engine.models.attention_masks import PROBE
 from rollout.engine.models.recurrent_states import StateRows
 
 WITHOUT_STATE = ("mlp", "moe")
-"""Types of layers to which the cache of transformers 5.21 and 5.22 gives a place for a state; later it is a `DummyLayer`."""
+"""Types of layers without a state for which the cache of transformers 5.21 and 5.22 has a place; later: `DummyLayer`."""
 
 
 @dataclass(frozen=True)

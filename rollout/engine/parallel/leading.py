@@ -87,7 +87,7 @@ class Together:
         """Compute one forward.
 
         Raises:
-            EngineDeadError: another rank is gone, or failed where this rank did not.
+            EngineDeadError: another rank is lost, or failed although this rank did not.
             Exception: the model raised it, on all ranks alike; the group continues.
         """
         return compute(work)

@@ -115,7 +115,7 @@ class Holds:
 
     @contextmanager
     def held(self, holder: str, level: HoldLevel, mode: Mode = None) -> Iterator[None]:
-        """A `with` block in which `holder` asks for `level`; the last of nested and overlapping blocks to end releases.
+        """A `with` block in which `holder` requests `level`; the last of nested and overlapping blocks to end releases.
 
         Does nothing on a stopped engine.
         """

@@ -1,4 +1,5 @@
-"""The *variant* of a model: its active adapters, part of the prefix key. Equal variants of one model compute the same.
+"""The *variant* of a model: its active adapters, part of the prefix key. Equal variants of one model compute the same
+results.
 
 It decides which KV may be shared and which requests may run. It is read from the two switches of PEFT's layers, so no way of
 switching adapters is missed; PEFT and torch are not imported.

@@ -1,6 +1,6 @@
-"""Preemption: active sequences give up row and KV and return to the queue, to be computed again.
+"""Preemption: active sequences release their row and KV and return to the queue, to be computed again.
 
-What a sequence has generated so far becomes the prompt of a new segment of its record.
+The tokens generated so far become part of the prompt of a new segment of the record.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class StepCost:
         self._seconds = math.inf
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Take in one step. A step much longer than expected counts in part: others may have used the machine."""
+        """Add one step to the mean. A step much longer than expected counts less: others may have used the machine."""
         if _OUTLIER * seconds < self.step(rows):
             # All earlier steps were slower: the first ones may compile kernels and capture graphs.
             self._rows, self._seconds = rows, seconds
@@ -44,9 +44,9 @@ class StepCost:
 
 
 def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost) -> ScheduledStep:
-    """The decodes of a step with up to `MOST` - 1 further ones that may follow in the same call, their blocks reserved.
+    """The decodes of a step with up to `MOST` - 1 further steps in the same call, their blocks reserved.
 
-    No row becomes longer than it may, no sequence is preempted for it, and a block is left to each sequence. With recurrent
+    No row exceeds its maximum length, no sequence is preempted for it, and a block is left to each sequence. With recurrent
     states the run ends at the first block boundary, where a snapshot of the state may be kept.
     """
     table, rows = queues.table, step.rows

@@ -35,9 +35,9 @@ class Packing:
         return int(np.diff(self.starts).max(initial=0))
 
     def rectangles(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Sequences of similar length side by side: places [b, L] int64 among the P tokens, and [b, L] bool, which are real.
+        """Groups of sequences of similar length: places [b, L] int64 among the P tokens, and [b, L] bool, which are real.
 
-        Places behind a sequence's end repeat its last token.
+        Places after a sequence's end repeat its last token.
         """
         lengths = np.diff(self.starts)
         order = np.argsort(-lengths, kind="stable")

@@ -1,8 +1,8 @@
 """`RolloutBatch`: the samples of a `generate` as padded tensors, packed tensors, and requests.
 
-Always true: row i is sample i, in the order of the prompts and the samples of a prompt side by side. A failed sample keeps
-its row, is masked out of `response_mask` and named in `errors`. In a row prompt and completion start at column 0, padding is
-on the right. A batch never changes; versions and log-probs are what the requests recorded.
+Always true: row i is sample i, in the order of the prompts, with the samples of a prompt next to each other. A failed sample
+keeps its row, is masked out of `response_mask` and named in `errors`. Each row starts with prompt and completion; padding is
+on the right. A batch never changes; versions and log-probs come from the requests.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from rollout.requests.request import DynamicInferenceRequest
 class PackedRollouts:
     """The tokens of a batch end to end, [L] without padding between sequences.
 
-    Where L was rounded up, the surplus at the end lies beyond `cu_seqlens[-1]`: pad tokens with positions from 0,
-    masked out, of sequence -1 and version -1.
+    If L was rounded up, the surplus after `cu_seqlens[-1]` is pad tokens with positions from 0, masked out, with sequence -1
+    and version -1.
     """
 
     input_ids: Tensor
@@ -46,7 +46,7 @@ class PackedRollouts:
     """int64 [N]: rows of the batch, in order."""
 
     sequence_ids: Tensor
-    """int64 [L]: the row of the batch a token belongs to, so that `advantages[sequence_ids]` spreads over tokens."""
+    """int64 [L]: each token's row of the batch, so `advantages[sequence_ids]` is a value per token."""
 
     cu_seqlens: Tensor
     """int32 [N+1]: sequence i is `cu_seqlens[i]:cu_seqlens[i+1]`."""
@@ -55,7 +55,7 @@ class PackedRollouts:
     """Length of the longest sequence."""
 
     response_mask: Tensor
-    """bool [L]: see `RolloutBatch.response_mask`, as the fields below."""
+    """bool [L]: see `RolloutBatch.response_mask`; the same for the fields below."""
 
     logprobs: Tensor
     """float32 [L]."""
@@ -79,9 +79,9 @@ class PackedRollouts:
     token_values: Tensor | None = None
     """float32 [L, k]; see `RolloutBatch.token_values`."""
     image_inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """Arguments of the forward that images bring: their tensors, those of a prompt once per row, token types,
-    `position_ids` [4, 1, L] (place in the row, time, height, width) where a model has such, and `attention_mask`, which the
-    attention of `trainer_hooks.tree` reads, where images see themselves in both directions (Gemma 3, Gemma 4)."""
+    """Image arguments of the forward: tensors (of a prompt once per row), token types, `position_ids` [4, 1, L] (place in
+    the row, time, height, width) if the model has them, and, for images that attend in both directions (Gemma 3, Gemma 4),
+    an `attention_mask` for the attention of `trainer_hooks.tree`."""
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class RolloutBatch:
     """int64 [N, T]: 0, 1, 2 … in every row; 0 on padding."""
 
     response_mask: Tensor
-    """bool [N, T]: the tokens a loss may use: sampled by a request that did not fail, and not too stale."""
+    """bool [N, T]: tokens that a loss may use: sampled by a request that did not fail, and not too stale."""
 
     logprobs: Tensor
     """float32 [N, T]: of the token at the same index, when it was sampled; 0 on everything but the completion.
@@ -128,19 +128,19 @@ class RolloutBatch:
     """int64 [N, T]: the version that sampled the token (a prompt token: at its admission); -1 on padding."""
 
     policy_staleness: Tensor
-    """int32 [N, T]: `policy_version` minus the version above; 0 on padding."""
+    """int32 [N, T]: `policy_version` minus `policy_versions`; 0 on padding."""
 
     kv_versions: Tensor
     """int64 [N, T]: the version that computed the position's KV; -1 on padding."""
 
     kv_staleness: Tensor
-    """int32 [N, T]: `policy_version` minus the version above; 0 on padding."""
+    """int32 [N, T]: `policy_version` minus `kv_versions`; 0 on padding."""
 
     group_ids: Tensor
-    """int64 [N]: the request id, which the samples of a prompt share."""
+    """int64 [N]: the request id, shared by the samples of a prompt."""
 
     sample_indices: Tensor
-    """int64 [N]: which of its prompt's samples a row is."""
+    """int64 [N]: index of the row among its prompt's samples."""
 
     prompt_lengths: Tensor
     """int64 [N]."""
@@ -149,20 +149,20 @@ class RolloutBatch:
     """int64 [N]."""
 
     routed_experts: Tensor | None
-    """int16 [N, T, layers, k]: the experts that chose for each position with `InferenceConfig.record_routes`, -1 on padding
-    and on the last token of a row, which has none. None: no row has any. See `rollout.replay`."""
+    """int16 [N, T, layers, k]: the experts chosen at each position with `InferenceConfig.record_routes`; -1 on padding and
+    on the last token of a row, which has none. None: no row has any. See `rollout.replay`."""
 
     finish_reasons: list[str]
     """[N], each the value of a `FinishReason`."""
 
     texts: list[str | None]
-    """[N] completions; None where no text was made."""
+    """[N] completions; None if there is no text."""
 
     errors: list[str | None]
-    """[N], "Type: message" of a sample that failed."""
+    """[N], "Type: message" of failed samples."""
 
     metadata: list[Any]
-    """[N], what was handed in with the prompt."""
+    """[N], the metadata given with each prompt."""
 
     images: BatchImages | None = None
     """Images of the prompts; None: no row has any. See `model_inputs`."""
@@ -171,7 +171,7 @@ class RolloutBatch:
         __getattr__ = unknown_attribute
 
     kept_tokens: KeptSets | None = None
-    """The sets that completion tokens were drawn from: ids flat, counts int32 [N, T]; None: none were asked for."""
+    """The sets that completion tokens were drawn from: ids flat, counts int32 [N, T]; None: not requested."""
 
     token_values: Tensor | None = None
     """float32 [N, T, k]: numbers of `RolloutManager(token_values=…)`, 0 on everything but the completion; None without it.
@@ -195,20 +195,20 @@ class RolloutBatch:
         """Build the tensors; no loop over tokens in Python.
 
         Args:
-            requests: ended and merged, one per sample, the samples of a prompt side by side. May be empty.
+            requests: finished and merged, one per sample, the samples of a prompt next to each other. May be empty.
             policy_version: of the weights now.
             pad_token_id: fills `input_ids` on padding.
-            max_staleness: take completion tokens staler than this out of `response_mask`. None: keep all.
+            max_staleness: remove completion tokens older than this from `response_mask`. None: keep all.
             device: of the tensors. None: the CPU.
-            sampled: bool [G] per request: which tokens of its completion were sampled; the others stay out of
-                `response_mask`. None: all were.
-            image_layout: how the model finds images among its tokens; None: there are none.
+            sampled: bool [G] per request: which tokens of its completion were sampled; others are not in `response_mask`.
+                None: all.
+            image_layout: how the model finds images among its tokens; None: no images.
             fields_of_subclass: passed on to the class.
 
         Raises:
-            TypeError: an element is no `DynamicInferenceRequest`.
-            ValueError: a request has not ended, its log-probs or kept tokens do not match its tokens, it holds a version
-                above `policy_version`, or the samples of a prompt are not side by side.
+            TypeError: an element is not a `DynamicInferenceRequest`.
+            ValueError: a request has not finished, its log-probs or kept tokens do not match its tokens, it has a version
+                above `policy_version`, or the samples of a prompt are not adjacent.
         """
         made = fields_of(
             tuple(requests), policy_version, pad_token_id, max_staleness=max_staleness, sampled=sampled,
@@ -234,7 +234,7 @@ class RolloutBatch:
 
     @property
     def num_groups(self) -> int:
-        """How many prompts the samples belong to."""
+        """Number of prompts."""
         return sum(1 for _ in self.groups())
 
     def groups(self) -> Iterator[tuple[int, slice]]:
@@ -256,8 +256,8 @@ class RolloutBatch:
     def model_inputs(self, rows: Tensor | slice | None = None) -> dict[str, Tensor]:
         """Arguments of the trainer's forward: `model(**batch.model_inputs()).logits` is [N, T, V].
 
-        `input_ids` and `attention_mask`; with images also their tensors (`pixel_values`, `image_grid_thw`, …), those of a
-        prompt once per row, and token types where the model needs them.
+        `input_ids` and `attention_mask`; with images also their tensors (`pixel_values`, `image_grid_thw`, …), once per row,
+        and token types if the model needs them.
 
         Args:
             rows: int64 or a slice: the rows. None: all.
@@ -295,21 +295,21 @@ class RolloutBatch:
     ) -> LogitScores:
         """Run the trainer's forward; log-probs of the tokens of `response_mask`, differentiable.
 
-        Log-probs are of the distributions that tokens were drawn from: temperature, penalties, biases and kept tokens are
-        those of the requests, so that with the weights that sampled they equal `logprobs`. Logits are computed a tile at a
-        time, in the forward and again in the backward.
+        Log-probs are of the distributions that tokens were drawn from, with the temperature, penalties, biases and kept
+        tokens of the requests. With the weights that sampled, they equal `logprobs`. Logits are computed a tile at a time,
+        in the forward and again in the backward.
 
         Args:
             model: a causal language model of transformers, or a wrapper of it (DDP, FSDP, PEFT).
-            part: what is computed: a tree of this batch or its rows end to end, from `tree`, `trees`, `packed` or `packs`;
-                or rows side by side, int64 or a slice. None: all rows, side by side.
+            part: a tree of this batch or packed rows, from `tree`, `trees`, `packed` or `packs`; or padded rows, int64 or a
+                slice. None: all rows, padded.
             temperature: log-probs are over the whole vocabulary, of logits divided by it. None: as above.
-            hidden: the head's input in a forward of the part that has run already. None: the model runs.
+            hidden: the head's input, if a forward of the part has already run. None: the model runs.
             entropy: also entropies, over the whole vocabulary.
-            top_k: also so many most likely tokens, over the whole vocabulary.
+            top_k: also this many most likely tokens, over the whole vocabulary.
 
         Returns:
-            Values [N, T] of the part's rows; [L] of rows end to end.
+            Values [N, T] of the part's rows; [L] of packed rows.
 
         Raises:
             ValueError: a request was truncated and returned no kept tokens, or was shaped by a bias or penalty without them,
@@ -339,15 +339,15 @@ class RolloutBatch:
             for rows, scores in batch.paths(model, max_tokens=4096):
                 loss_of(scores.logprobs, batch.logprobs[rows], advantages[rows]).backward()
 
-        Each row comes once, together with those that end near it, when its tokens are computed; rows without tokens in
-        `response_mask` do not come. Call backward before the next rows come: a shared prefix takes the gradients of all of
-        its branches, and its own backward runs once. Gradients are complete when the loop ends. A loss may use a row as a
-        whole, but not rows that come apart.
+        Each row is yielded once, with rows that end near it, when its tokens are computed; rows without tokens in
+        `response_mask` are skipped. Call backward before the next rows are yielded: a shared prefix gets the gradients of
+        all of its branches, and its own backward runs once. Gradients are complete when the loop ends. A loss may use a row
+        as a whole, but not rows of different iterations.
 
         Args:
             model: `trainer_hooks.tree` is attached to it. Under DDP or FSDP, whose backward belongs to one forward, use
                 `trees`.
-            max_tokens: tokens of a forward, at most.
+            max_tokens: maximum tokens of a forward.
             rows: int64 or a slice: the rows to train on. None: all.
             temperature, entropy: see `scores_of`.
 
@@ -372,7 +372,7 @@ class RolloutBatch:
         return distribution([self.requests[row] for row in rows.tolist()], kept, self.input_ids.device)
 
     def _part(self, part: PackedTree | PackedRollouts | Tensor | slice | None) -> tuple[Part, Tensor]:
-        """The part as a forward computes it, and its rows."""
+        """The part in the form that a forward computes, and its rows."""
         if isinstance(part, PackedTree):
             columns = part.nodes.shape[1]
             return part.part(self.input_ids[part.rows, :columns], self.response_mask[part.rows, :columns]), part.rows
@@ -400,13 +400,13 @@ class RolloutBatch:
             rows: int64 or a slice: the rows to pack. None: all.
 
         Raises:
-            ValueError: `multiple_of` is below 1; or, with images, a placeholder of one was sampled in a row, or the model
-                has recurrent layers.
+            ValueError: `multiple_of` is below 1; or, with images, a row has a sampled placeholder, or the model has
+                recurrent layers.
         """
         if multiple_of < 1:
             raise ValueError(f"multiple_of={multiple_of!r}: must be at least 1, which rounds nothing up")
         chosen = self._numbers(rows)
-        # Found once: on a device, every boolean index would wait for its own count.
+        # Computed once, because on a device every boolean index would wait for its own count.
         real = self.attention_mask[chosen].flatten().nonzero()[:, 0]
         surplus = -len(real) % multiple_of
 
@@ -441,10 +441,10 @@ class RolloutBatch:
         )
 
     def tree(self, rows: Tensor | slice | None = None) -> PackedTree:
-        """The same tokens with every common prefix of rows once, for a forward that `trainer_hooks.tree` is attached to.
+        """The same tokens with every common prefix of rows once, for a model with `trainer_hooks.tree` attached.
 
-        `logprobs_of(model, packed)` is aligned with `logprobs[packed.rows]`. With
-        recorded routes a prefix is common as far as its experts are too; `rollout.replay(packed, model)` replays them.
+        `logprobs_of(model, packed)` is aligned with `logprobs[packed.rows]`. With recorded routes, a common prefix ends
+        where experts differ; `rollout.replay(packed, model)` replays them.
 
         Args:
             rows: int64 or a slice: the rows to pack. None: all.
@@ -468,7 +468,7 @@ class RolloutBatch:
     def trees(self, max_tokens: int) -> Iterator[PackedTree]:
         """Trees of about equal size, of up to `max_tokens`, for gradient accumulation; every row is in one.
 
-        Groups stay whole: one that exceeds `max_tokens` alone is a tree of its own. Each tree's groups are in order.
+        Groups stay whole: a group above `max_tokens` is a tree of its own. Each tree's groups are in order.
 
         Raises:
             ValueError: `max_tokens` is below 1.
@@ -481,14 +481,14 @@ class RolloutBatch:
             yield self.tree(torch.cat([every[groups[index]] for index in part]))
 
     def _common_tokens(self) -> int:
-        """How many tokens all rows begin with, and so every tree; 0 where routes or images might differ."""
+        """Number of tokens with which all rows, and so every tree, begin; 0 if routes or images might differ."""
         if not len(self) or self.routed_experts is not None or self.images is not None:
             return 0
         same = (self.input_ids == self.input_ids[:1]).all(0) & self.attention_mask.bool().all(0)
         return int(same.long().cumprod(0).sum())
 
     def packs(self, max_tokens: int, multiple_of: int = 1) -> Iterator[PackedRollouts]:
-        """Rows end to end, in parts of about equal size of up to `max_tokens`; every row is in one. See `packed`."""
+        """Packed rows, in parts of about equal size of up to `max_tokens`; every row is in one. See `packed`."""
         for part in equal_parts(self.attention_mask.sum(1).tolist(), max_tokens):
             yield self.packed(multiple_of, torch.tensor(part, device=self.input_ids.device))
 

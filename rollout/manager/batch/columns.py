@@ -1,4 +1,4 @@
-"""Columns of a batch that hold more than a number per token: the sets that tokens were drawn from, and expert routes."""
+"""Columns of a batch with more than one number per token: the sets that tokens were drawn from, and expert routes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class KeptSets(NamedTuple):
     """int32 [S]: token ids, row after row and token after token, ascending in each."""
 
     counts: Tensor
-    """int32 [N, T]: how many are of each token; 0 where it has no set. [L] of packed rollouts."""
+    """int32 [N, T]: number of ids of each token; 0 without a set. [L] in packed rollouts."""
 
     def to(self, device: torch.device | str) -> KeptSets:
         """The same on `device`."""
         return KeptSets(self.ids.to(device), self.counts.to(device))
 
     def of_rows(self, rows: Tensor | slice, columns: int | None = None) -> KeptSets:
-        """Those of some rows, in that order, cut after `columns`."""
+        """The sets of some rows, in that order, cut after `columns`."""
         chosen = torch.arange(len(self.counts), device=self.counts.device)[rows]
         sizes = self.counts.sum(1, dtype=torch.int64)
         starts = sizes.cumsum(0) - sizes
@@ -38,12 +38,12 @@ class KeptSets(NamedTuple):
         return KeptSets(self.ids[torch.arange(total, device=shift.device) + shift], counts)
 
     def without(self, rows: Tensor) -> KeptSets:
-        """The same with no sets in rows, bool [N]."""
+        """The same, but without sets in the rows of the mask, bool [N]."""
         kept = ~rows.repeat_interleave(self.counts.sum(1, dtype=torch.int64))
         return KeptSets(self.ids[kept], self.counts.masked_fill(rows[:, None], 0))
 
     def of_tokens(self, rows: Tensor, columns: Tensor) -> KeptSets:
-        """Those of single tokens [K], in that order; counts [K]."""
+        """The sets of single tokens [K], in that order; counts [K]."""
         sizes = self.counts.flatten().long()
         at = rows * self.counts.shape[1] + columns
         ends, lengths = sizes.cumsum(0)[at], sizes[at]
@@ -55,7 +55,7 @@ def kept_sets(rows: Sequence[DynamicInferenceRequest], columns: int) -> KeptSets
     """The sets of merged requests, padded to `columns`; None if none has any.
 
     Raises:
-        ValueError: the sets of a request are not those of its tokens.
+        ValueError: the sets of a request do not match its tokens.
     """
     if all(row.generated_kept_tokens is None for row in rows):
         return None
@@ -97,7 +97,7 @@ def padded_routes(
     """int16 [N, width, layers, k] of the requests that recorded routes, -1 elsewhere; None: no request did.
 
     Raises:
-        ValueError: they are of different shapes, or of more positions than a request has.
+        ValueError: their shapes differ, or they have more positions than a request.
     """
     shapes = {r.routing_indices.shape[1:] for r in rows if r.routing_indices is not None}
     if not shapes:

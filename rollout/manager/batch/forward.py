@@ -1,4 +1,4 @@
-"""Log-probs and entropies of a batch's tokens in the trainer's own forward, with gradient; logits are never held."""
+"""Log-probs and entropies of a batch's tokens in the trainer's own forward, with gradient; logits are never stored."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from rollout.sampling_params import FILTERS, PENALTIES
 
 @dataclass(frozen=True, eq=False)
 class LogitScores:
-    """Numbers per token of a forward [N, T]; differentiable, and 0 on tokens that were not asked for."""
+    """Numbers per token of a forward [N, T]; differentiable, and 0 on tokens that were not requested."""
 
     logprobs: Tensor
     """float32 [N, T] (float64 of float64 hidden states)."""
     entropies: Tensor | None = None
-    """[N, T] in nats, of softmax(logits / temperature) over the whole vocabulary. None: not asked for, as below."""
+    """[N, T] in nats, of softmax(logits / temperature) over the whole vocabulary. None: not requested; the same for the
+    fields below."""
     top_ids: Tensor | None = None
-    """int64 [N, T, k]: most likely tokens, the first one first."""
+    """int64 [N, T, k]: most likely tokens, in that order."""
     top_logprobs: Tensor | None = None
     """[N, T, k], over the whole vocabulary."""
 
     def at(self, places: Tensor, surplus: int = 0) -> LogitScores:
-        """Tokens [L] at flat places of [N, T], and zeros for a surplus."""
+        """Tokens [L] at flat places of [N, T], with zeros for a surplus."""
 
         def flat(values: Tensor | None) -> Tensor | None:
             if values is None:
@@ -45,16 +46,16 @@ class LogitScores:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Rows of a batch as a forward computes them."""
+    """Rows of a batch in the form that a forward computes."""
 
     inputs: Mapping[str, Any]
     """Keyword arguments of the forward."""
     input_ids: Tensor
     """int64 [N, T]."""
     mask: Tensor
-    """bool [N, T]: tokens that are asked for."""
+    """bool [N, T]: requested tokens."""
     predictors: Tensor
-    """int64 [N, T]: the position of the forward, all of its rows end to end, that predicts each of them; any elsewhere."""
+    """int64 [N, T]: position of the flattened forward that predicts each requested token; any value elsewhere."""
 
 
 def read_scores(
@@ -72,7 +73,7 @@ def read_scores(
     Args:
         shaping: keyword arguments of `rollout.algorithms.replay_logprobs`.
         kept: sets of the part's tokens; None: any token could be drawn.
-        hidden: [..., H] the head's input, of a forward that has run already; None: the model runs.
+        hidden: [..., H] the head's input, if a forward has already run; None: the model runs.
         entropy, top_k: also read these.
     """
 
@@ -104,13 +105,14 @@ def read_scores(
 def distribution(
     requests: Sequence[DynamicInferenceRequest], kept: KeptSets | None, device: torch.device
 ) -> tuple[dict[str, Any], KeptSets | None]:
-    """How `replay_logprobs` shapes the logits of rows to what `batch.logprobs` are log-probs of, and the rows' sets.
+    """Arguments with which `replay_logprobs` shapes the logits of rows to the distribution of `batch.logprobs`, and the
+    rows' sets.
 
     Raises:
         ValueError: a request was truncated and has no kept tokens, so that its distribution is unknown.
     """
     params = [request.sampling_params for request in requests]
-    # Their log-probs are of the whole vocabulary.
+    # Their log-probs are over the whole vocabulary.
     unshaped = [one.logprobs_mode != "processed" for one in params]
     for request, one, plain in zip(requests, params, unshaped, strict=True):
         if one.truncated and not one.greedy and not plain and request.generated_kept_tokens is None:

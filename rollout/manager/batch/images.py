@@ -1,4 +1,4 @@
-"""Images of a batch, as the trainer's forward takes them.
+"""Images of a batch, as arguments of the trainer's forward.
 
 Always true: the placeholders of the chosen rows and the images' embeddings agree, or `inputs` raises.
 """
@@ -29,11 +29,11 @@ class ImageLayout:
     Attributes:
         placeholder: token id.
         tiled: whether tensors of a row are [1, tiles, …].
-        video: token id of the placeholder of videos; None: there is none.
+        video: token id of the placeholder of videos; None: no videos.
         token_types: argument of the forward that marks the placeholders; None: it needs none.
-        bidirectional: whether positions of an image see each other in both directions.
+        bidirectional: whether positions of an image attend to each other in both directions.
         recurrent: whether layers carry a state from one token to the next.
-        rotary: rotary positions, where they are not those of text; None: they are. A batch does not keep it.
+        rotary: rotary positions, if they differ from text; None: as in text. A batch does not keep it.
     """
 
     placeholder: int
@@ -50,10 +50,10 @@ class BatchImages:
     """Images of N rows.
 
     Attributes:
-        tensors: per row what its prompt brought, shared by the samples of a group; None: a row of text.
-        placeholders: uint8 [N, T], 1 where embeddings of images go, 2 where those of videos go, 0 elsewhere.
+        tensors: tensors of each row's prompt, shared by the samples of a group; None: a row of text.
+        placeholders: uint8 [N, T], 1 at placeholders of images, 2 at placeholders of videos, 0 elsewhere.
         sampled: int64 [N], placeholders that were sampled, to which no image belongs.
-        rotary: int64 [3, N, T], positions in time, height and width; None: they are those of text.
+        rotary: int64 [3, N, T], positions in time, height and width; None: as in text.
     """
 
     layout: ImageLayout
@@ -94,7 +94,7 @@ class BatchImages:
         )
 
     def to(self, device: torch.device | str) -> BatchImages:
-        """The same with masks on `device`; `inputs` moves the pixels it takes."""
+        """The same with masks on `device`; `inputs` moves the pixels that it returns."""
         return replace(
             self,
             placeholders=self.placeholders.to(device),
@@ -103,7 +103,7 @@ class BatchImages:
         )
 
     def inputs(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Arguments of the trainer's forward beside tokens and mask, on the device of the masks.
+        """Arguments of the trainer's forward besides tokens and mask, on the device of the masks.
 
         Raises:
             ValueError: a placeholder was sampled in one of the rows.
@@ -119,7 +119,7 @@ class BatchImages:
     def tree(
         self, input_ids: Tensor, real: Tensor, wanted: Tensor, rows: Tensor, routed_experts: Tensor | None
     ) -> PackedTree:
-        """`pack_tree` of rows of the batch, in whose forward every image is that of all rows that have it in their prefix.
+        """`pack_tree` of rows of the batch; rows with the same image in a common prefix share it.
 
         Args:
             input_ids, real, wanted, routed_experts: of the rows; see `pack_tree`.
@@ -144,7 +144,7 @@ class BatchImages:
             return whole
 
         marked = packed.input_ids[0, packed.input_ids[0] < 0].tolist()
-        # In the order of the tree: the images of a row lie between those of the rows that begin otherwise.
+        # In the order of the tree: the images of a row are between the images of rows that begin differently.
         shown = [numbers[-1 - mark] for mark in dict.fromkeys(marked)]
         inputs = self._pixels(shown, joined=True) if shown else {}
         if self.layout.token_types is not None:
@@ -161,13 +161,13 @@ class BatchImages:
     def packed(
         self, rows: Tensor, flat: Callable[[Tensor, int], Tensor], position_ids: Tensor, ends: Tensor
     ) -> dict[str, Tensor]:
-        """Return the arguments that images add to a forward of rows end to end, or that replace positions.
+        """Return the arguments that images add to a forward of packed rows, or that replace positions.
 
         Args:
             rows: int64 [R], their numbers in the batch.
-            flat: [R, T] to [L], with a value for what lies behind the last row.
+            flat: [R, T] to [L], with a value for places after the last row.
             position_ids: int64 [L].
-            ends: [R], index behind the last token of each row.
+            ends: [R], index after the last token of each row.
 
         Raises:
             ValueError: a placeholder was sampled in a row; or the model has recurrent layers.
@@ -188,8 +188,8 @@ class BatchImages:
                 :, None
             ]
         if self.layout.bidirectional:
-            # The mask of a tree whose rows share nothing. In that which transformers makes of packed positions, an image of
-            # any row stands where one of the first row does (5.23).
+            # The mask of a tree whose rows share nothing. In the mask that transformers (5.23) makes of packed positions, an
+            # image of any row is placed like one of the first row.
             columns, length = _last_columns(kinds), len(position_ids)
             starts = torch.cat([ends.new_zeros(1), ends[:-1]])
             behind = flat(ends[:, None].expand_as(columns), length)
@@ -228,7 +228,7 @@ class BatchImages:
         """Tensors of the images of rows.
 
         Args:
-            joined: as of one row that holds the images of all.
+            joined: as for one row with the images of all.
         """
         chosen = [self.tensors[row] for row in rows]
         named = [each for each in chosen if each is not None]
@@ -237,7 +237,7 @@ class BatchImages:
             parts = [each[name] for each in named if name in each]
             tiled = self.layout.tiled and named[0][PIXELS].ndim == TILED_DIMENSIONS
             whole = _tiled(parts, [each is not None for each in chosen]) if tiled else _filled(name, parts)
-            # Surplus tiles are zeros, which models leave out.
+            # Surplus tiles are zeros, which models ignore.
             found[name] = (whole.flatten(0, 1)[None] if tiled and joined else whole).to(self.placeholders.device)
         return found
 
@@ -245,7 +245,7 @@ class BatchImages:
 def _rotary(
     rotary: Rotary, images: Sequence[ImageInputs | None], input_ids: NDArray[np.int64], kinds: NDArray[np.uint8]
 ) -> NDArray[np.int64] | None:
-    """[3, N, T] rotary positions; None: they are those of text."""
+    """[3, N, T] rotary positions; None: as in text."""
     count, width = input_ids.shape
     found = np.broadcast_to(np.arange(width), (3, count, width)).copy()
     before: tuple[int, int] | None = None
@@ -272,19 +272,19 @@ def _rotary(
 
 
 def _last_columns(kinds: Tensor) -> Tensor:
-    """int64 [N, T] of uint8 [N, T]: column of the last of the run of placeholders that a token is in, or its own."""
+    """int64 [N, T] of uint8 [N, T]: last column of the run of placeholders that a token is in, or its own column."""
     columns = torch.arange(kinds.shape[1], device=kinds.device).expand(kinds.shape)
     behind = torch.where(kinds > 0, kinds.shape[1], columns).flip(1).cummin(1).values.flip(1)
     return torch.where(kinds > 0, behind - 1, columns)
 
 
 def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether they are the very same tensors, as those of the samples of a prompt are."""
+    """Whether they are the very same tensors, as for the samples of a prompt."""
     return one.keys() == other.keys() and all(value is other[name] for name, value in one.items())
 
 
 def _filled(name: str, parts: list[Tensor]) -> Tensor:
-    """Parts behind each other. Images of unequal numbers of squares are filled up with zeros, which models leave out."""
+    """Concatenate the parts. Images with fewer squares are padded with zeros, which models ignore."""
     if name != PIXELS or parts[0].ndim != TILED_DIMENSIONS:
         return torch.cat(parts)
     most = max(part.shape[1] for part in parts)
@@ -292,7 +292,7 @@ def _filled(name: str, parts: list[Tensor]) -> Tensor:
 
 
 def _tiled(parts: Iterable[Tensor], present: Sequence[bool]) -> Tensor:
-    """[1, tiles, …] of the rows that have images → [rows, most tiles, …], filled up with zeros, which models leave out."""
+    """[1, tiles, …] of the rows that have images → [rows, max tiles, …], padded with zeros, which models ignore."""
     parts = list(parts)
     largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
     filled = iter(

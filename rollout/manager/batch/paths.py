@@ -1,8 +1,8 @@
 """Trees that are too large for one forward: segment by segment in depth-first order, in the memory of one path.
 
-A segment is a stretch of the tree's tokens: a chain that later segments continue, or small whole subtrees. Its forward
-attends to the keys and values of the segments on its path. Its backward runs once no later segment continues it. It takes
-the gradients that all of its branches have added to its keys, values and log-probs. Every token is computed once.
+A segment is a range of the tree's tokens: a chain that later segments continue, or small whole subtrees. Its forward attends
+to the keys and values of the segments on its path. Its backward runs once no later segment continues it. It takes the
+gradients that all of its branches have added to its keys, values and log-probs. Every token is computed once.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class PathRows(NamedTuple):
 
 @dataclass(eq=False)
 class _Segment:
-    """Tokens [start, stop) of a tree on the path of what is computed next."""
+    """Tokens [start, stop) of a tree, on the path of the next computation."""
 
     start: int
     stop: int
     place: int
     """Index of its first token in the keys of the path."""
     last: int
-    """Index behind the subtrees of its tokens: while it is not reached, later tokens continue this segment."""
+    """Index after the subtrees of its tokens; until it is reached, later tokens continue this segment."""
     places: Tensor
     """int64 [m]: its wanted tokens, flat in [N, T]."""
     values: tuple[Tensor, ...]
-    """Log-probs [m], and entropies if asked for."""
+    """Log-probs [m], and entropies if requested."""
     leaves: tuple[Tensor, ...]
-    """The same, handed out: gradients collect there."""
+    """The same values as returned to the caller: gradients collect there."""
 
     def backward(self) -> None:
-        """The backward of its forward. Runs even if no gradient reached a log-prob: keys and values may have some."""
+        """Run the backward of its forward, even if no gradient reached a log-prob: keys and values may have some."""
         if self.values[0].requires_grad:
             torch.autograd.backward(
                 self.values,
@@ -60,11 +60,12 @@ class _Segment:
 def along_paths(
     model: nn.Module, tree: PackedTree, part: Part, max_tokens: int, read: Callable[[Part], LogitScores]
 ) -> Iterator[PathRows]:
-    """Run a tree segment by segment; yields rows when all of their wanted tokens are computed, and runs backwards between.
+    """Run a tree segment by segment; yields rows when all of their wanted tokens are computed, and runs backwards in
+    between.
 
     Args:
         part: the tree as one forward would compute it.
-        max_tokens: tokens of a segment, at most.
+        max_tokens: maximum tokens of a segment.
         read: the forward of a part.
 
     Raises:
@@ -121,13 +122,13 @@ def _segments(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) ->
 
 
 def _after(stack: list[_Segment]) -> int:
-    """Index of the next segment's first token in the keys of the path: blocks of the kernels begin there."""
+    """Index of the next segment's first token in the keys of the path, where blocks of the kernels begin."""
     end = stack[-1].place + stack[-1].stop - stack[-1].start if stack else 0
     return -(-end // ALIGNMENT) * ALIGNMENT
 
 
 def _capacity(segments: list[tuple[int, int]], ends: NDArray[np.int64]) -> int:
-    """Most keys of a path."""
+    """Maximum keys of a path."""
     most = 0
     stack: list[tuple[int, int]] = []
     for start, stop in segments:
@@ -145,7 +146,7 @@ def _keys(
     """The attention mask of a segment [1, 1, 2, place + S]: end of the subtree and position of every key of its path."""
     keys = np.zeros((2, place + stop - start), np.int32)
     for first, last, at in [*((each.start, each.stop, each.place) for each in stack), (start, stop, place)]:
-        # Counted as the segment's own tokens are; subtrees that ended before are seen by none of them.
+        # Counted like the segment's own tokens; none of them attends to subtrees that ended before.
         keys[0, at : at + last - first] = np.maximum(ends[first:last] - start + place, 0)
         keys[1, at : at + last - first] = depths[first:last]
     return keys[None, None]

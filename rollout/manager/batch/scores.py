@@ -33,7 +33,7 @@ ENTROPY_ROWS = 256
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenScores:
-    """Scores of N sequences, the longest of T tokens, at the columns of `RolloutBatch`: entry t is of token t."""
+    """Scores of N sequences, the longest of T tokens, in the columns of `RolloutBatch`: entry t belongs to token t."""
 
     logprobs: Tensor
     """float32 [N, T], 0 outside of `mask`."""
@@ -43,23 +43,23 @@ class TokenScores:
 
     entropies: Tensor | None
     """float32 [N, T] in nats, of softmax(logits / temperature) over the whole vocabulary; 0 outside of `mask`. None: not
-    asked for."""
+    requested."""
 
     top_ids: Tensor | None
-    """int64 [N, T, k], most likely first; -1 outside of `mask`. None: not asked for."""
+    """int64 [N, T, k], most likely first; -1 outside of `mask`. None: not requested."""
 
     top_logprobs: Tensor | None
-    """float32 [N, T, k], of the whole vocabulary; 0 outside of `mask`. None: not asked for."""
+    """float32 [N, T, k], of the whole vocabulary; 0 outside of `mask`. None: not requested."""
 
     policy_version: int
     """Policy version of the weights that scored."""
 
     staleness: Tensor | None
-    """int32 [N, T]: weight updates between the sampling of a token and its score; 0 outside of `mask`. None: not of a batch
-    of the engine that scored."""
+    """int32 [N, T]: weight updates between sampling and scoring of a token; 0 outside of `mask`. None: the tokens are not
+    from a batch of this engine."""
 
     adapters: str
-    """Names of the model's own adapters that acted and of those that rows named; "none": the model itself."""
+    """Names of the model's active adapters and of adapters that rows named; "none": no adapter."""
 
     def __repr__(self) -> str:
         return (
@@ -80,7 +80,7 @@ def score(
 ) -> TokenScores:
     """Score sequences under a model that has no rollout, such as a reference model; its engine lasts for this call.
 
-    Adapters that the requests of a batch named play no part: they were loaded into another engine.
+    Adapters named by the requests of a batch are ignored: they were loaded into another engine.
 
     Args:
         model: a causal language model of transformers.
@@ -104,7 +104,7 @@ class Scorer:
     """Scores sequences with a running engine.
 
     Args:
-        ready: a block in which the engine's weights are whole and nothing is sampled.
+        ready: context manager in which the engine's weights are whole and nothing is sampled.
     """
 
     def __init__(self, engine: DynamicInferenceEngine, ready: Callable[[], AbstractContextManager[None]]) -> None:
@@ -120,22 +120,23 @@ class Scorer:
         entropy: bool = False,
         adapter: str | None = None,
     ) -> TokenScores:
-        """Log-probs of given sequences under the present weights and adapters; nothing is sampled.
+        """Return log-probs of given sequences under the current weights and adapters; nothing is sampled.
 
-        A prompt that several sequences share is computed once, or not at all if the prefix cache has it. Logits are
-        computed only for the scored tokens, chunk by chunk. Groups in flight are paused meanwhile. For another adapter:
-        `with trainer_hooks.peft.adapter(manager, name)`. Recorded routes of a mixture of experts are not replayed.
-        On several ranks every rank may call it; if the weights are sharded, every rank has to.
+        A prompt that several sequences share is computed once, or not at all if the prefix cache has it. Logits are computed
+        only for the scored tokens, chunk by chunk. Groups in flight are paused during the call. For another adapter: `with
+        trainer_hooks.peft.adapter(manager, name)`. Recorded routes of a mixture of experts are not replayed. On several
+        ranks every rank may call it; if the weights are sharded, every rank has to.
 
         Args:
             rollouts: a batch, whose `response_mask` is scored; or token ids of each sequence, as lists or as the output of
                 one call of the tokenizer, whose padding is dropped.
-            prompt_lengths: of token ids, one for all or one each: tokens from there on are scored. None: all but the first.
+            prompt_lengths: of token ids, one for all or one each: tokens after the prompt are scored. None: all but the
+                first.
             temperature: logits are divided by it, and log-probs are of the whole vocabulary. None: 1 for token ids; for a
                 batch the distribution of `batch.logprobs`: a row's own temperature, over its kept tokens.
             top_k: also return the k most likely tokens.
             entropy: also return entropies.
-            adapter: name of a loaded LoRA adapter for all rows. None: a row's own, or the model as it is.
+            adapter: name of a loaded LoRA adapter for all rows. None: a row's own, or the model's active adapters.
 
         Raises:
             InvalidRequestError: a sequence cannot be computed: empty, too long, an unknown id or adapter.
@@ -153,7 +154,8 @@ class Scorer:
 
 
 def _sequences(rollouts: Any, model: nn.Module) -> Any:
-    """The sequences without padding. Lists stay as they are: a sequence may end with a token that also pads."""
+    """The sequences without padding. Lists are unchanged, because a sequence may end with a token that is also the padding
+    token."""
     owners = [getattr(model, name, None) for name in ("generation_config", "config")]
     return rollouts if isinstance(rollouts, list | tuple) else unpadded(rollouts, *owners, name="rollouts")
 
@@ -176,7 +178,7 @@ class _Plan:
     temperature: NDArray[np.float32]
     """[N]."""
     replayed: list[SamplingParams | None]
-    """[N]: parameters of rows whose log-probs are of the distribution that was sampled from, and not of all tokens."""
+    """[N]: parameters of rows whose log-probs are of the distribution that was sampled from, not of all tokens."""
     top_k: int
     entropy: bool
     images: list[ImageInputs | None]
@@ -246,7 +248,7 @@ class _Plan:
 
 
 class _Results:
-    """Arrays [N, T] that logits are turned into, chunk by chunk."""
+    """Arrays [N, T] of results, filled from logits chunk by chunk."""
 
     def __init__(self, plan: _Plan, exact: bool, top_k: int) -> None:
         shape = plan.mask.shape
@@ -260,7 +262,7 @@ class _Results:
         self._kept = None if kept is None else kept.to("cpu")
 
     def take(self, rows: NDArray[np.int64], columns: NDArray[np.int64], logits: Tensor) -> bool:
-        """Score the tokens at (rows, columns) [K] by logits [K, V]; returns whether all log-probs are numbers."""
+        """Score the tokens at (rows, columns) [K] with logits [K, V]; returns whether all log-probs are numbers."""
         if not len(rows):
             return True
         plan, device, at = self._plan, logits.device, (torch.from_numpy(rows), torch.from_numpy(columns))
@@ -288,7 +290,7 @@ class _Results:
     def _replayed(
         self, rows: NDArray[np.int64], columns: NDArray[np.int64], logits: Tensor, targets: Tensor, warm: Tensor
     ) -> Tensor:
-        """[K] log-probs over the sets that tokens were drawn from, every token as a row of its own."""
+        """[K] log-probs over the sets that tokens were drawn from, with every token as a row of its own."""
         device = logits.device
         counts, ids = torch.zeros(len(rows), 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
         if self._kept is not None:
@@ -345,7 +347,7 @@ def _of_set(request: DynamicInferenceRequest) -> bool:
     params = request.sampling_params
     if params.greedy or params.logprobs_mode != "processed":
         return False
-    # Kept tokens hold what filters, biases and constraints did.
+    # Kept tokens already contain the effect of filters, biases and constraints.
     named = PENALTIES if params.return_kept_tokens else [*PENALTIES, *FILTERS, "logit_bias", "structured"]
     if shaped := params.shaping(named):
         raise ConfigError(

@@ -1,10 +1,9 @@
-"""Prefix-tree packing: every prefix that rows of a batch have in common is packed, and so trained, once.
+"""Prefix-tree packing: every common prefix of rows of a batch is packed, and so trained, once.
 
-A hidden state depends on the tokens up to its position alone, and on the experts that were recorded for them, so rows that
-begin alike share it. Tokens lie in depth-first
-order of the tree of all prefixes: a token is followed by its subtree, and the tokens that continue it are those before the
-subtree's end. Hence token q attends to token k iff k <= q < end[k] (and, in a sliding window, position[q] - position[k] <
-window). `rollout.engine.forward.tree_attention` is the attention that reads this.
+A hidden state depends only on the tokens up to its position and their recorded experts, so rows with the same beginning
+share it. Tokens are in depth-first order of the tree of all prefixes: a token is followed by its subtree, and the tokens
+that continue it are those before the subtree's end. Hence token q attends to token k iff k <= q < end[k] (and, in a sliding
+window, position[q] - position[k] < window). `rollout.engine.forward.tree_attention` is the attention that reads this.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ class PackedTree:
     """int64 [1, L], in depth-first order."""
 
     position_ids: Tensor
-    """int64 [1, L]: of a token in its rows, from 0 in every branch."""
+    """int64 [1, L]: position of a token in its rows, from 0 in every branch."""
 
     attention_mask: Tensor
-    """int32 [1, 1, 2, L]: the index behind each token's subtree, and its position; [1, 1, 3, L] with images that see
-    themselves in both directions: also the last token of its image, or itself. Read by the tree attention alone."""
+    """int32 [1, 1, 2, L]: the index after each token's subtree, and its position. [1, 1, 3, L] with images that attend in
+    both directions: also the last token of its image, or itself. Only the tree attention reads it."""
 
     logits_to_keep: Tensor
-    """int64 [K]: tokens that a wanted token follows, whose logits alone are computed."""
+    """int64 [K]: tokens before wanted tokens, the only ones whose logits are computed."""
 
     rows: Tensor
-    """int64 [N]: rows of the batch, in order, so that `advantages[packed.rows]` belongs to `logprobs_of(model)`."""
+    """int64 [N]: rows of the batch, in order, so `advantages[packed.rows]` belongs to `logprobs_of(model)`."""
 
     nodes: Tensor
-    """int64 [N, T]: the tree's token at each column of each row; -1 on padding."""
+    """int64 [N, T]: index in the tree of each column of each row; -1 on padding."""
 
     predicted: Tensor
     """int64 [M]: the wanted tokens of the tree, each once."""
@@ -53,17 +52,17 @@ class PackedTree:
     """int64 [M]: the index into `logits_to_keep` of the token before each of `predicted`."""
 
     wanted: Tensor
-    """bool [N, T]: the tokens whose log-probs are computed."""
+    """bool [N, T]: tokens whose log-probs are computed."""
 
     routed_experts: Tensor | None = None
-    """int16 [1, L, layers, k]: the experts recorded for each token, -1 where there are none. Read by `rollout.replay`."""
+    """int16 [1, L, layers, k]: the experts recorded for each token, -1 without any. `rollout.replay` reads it."""
 
     image_inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """Arguments of the forward that images bring: their tensors, once per image of a prompt, token types, and
-    `position_ids` [4, 1, L] (place in the row, time, height, width) where a model has such."""
+    """Image arguments of the forward: tensors (once per image of a prompt), token types, and `position_ids` [4, 1, L] (place
+    in the row, time, height, width) if the model has them."""
 
     unrouted: Tensor | None = None
-    """int64: rows of the batch that are trained on and have no routes for some token; None: not looked for."""
+    """int64: rows of the batch that are trained on and lack routes for some token; None: not checked."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[1]
@@ -76,7 +75,7 @@ class PackedTree:
         """Keyword arguments of the model's forward, to which `trainer_hooks.tree` is attached.
 
         Raises:
-            EngineStateError: it is attached to no model of this process.
+            EngineStateError: it is not attached to a model of this process.
         """
         if not is_attached():
             raise EngineStateError(
@@ -116,18 +115,18 @@ class PackedTree:
         return read_scores(model, self.part(), {"temperature": temperature}, entropy=entropy, top_k=top_k)
 
     def part(self, input_ids: Tensor | None = None, mask: Tensor | None = None) -> Part:
-        """The tree as a forward computes it.
+        """The tree in the form that a forward computes.
 
         Args:
             input_ids: int64 [N, T] of the rows; None: the tree's.
-            mask: bool [N, T]: which of the wanted tokens are asked for; None: all.
+            mask: bool [N, T]: which of the wanted tokens are requested; None: all.
         """
         ids = self.input_ids[0][self.nodes.clamp(min=0)] if input_ids is None else input_ids
         inputs = {name: value for name, value in self.inputs.items() if name != "logits_to_keep"}
         return Part(inputs, ids, self.wanted if mask is None else mask & self.wanted, self.predictors_of_rows())
 
     def predictors_of_rows(self) -> Tensor:
-        """int64 [N, T]: the tree's token before each wanted token of the rows; 0 elsewhere."""
+        """int64 [N, T]: index in the tree of the token before each wanted token; 0 elsewhere."""
         before = torch.zeros(len(self) + 1, dtype=torch.int64, device=self.nodes.device)
         before[self.predicted] = self.logits_to_keep[self.predictors]
         return torch.where(self.wanted, before[self.nodes], 0)
@@ -144,18 +143,18 @@ def pack_tree(
 
     Args:
         input_ids: int64 [N, T], padded anywhere.
-        real: bool [N, T]: what is not padding.
-        wanted: bool [N, T]: tokens whose log-probs will be asked for; a row's first token has none and is left out.
+        real: bool [N, T], False on padding. wanted: bool [N, T]: tokens whose log-probs will be requested; a row's first
+            token has none and is left out.
         rows: int64 [N]: the rows' numbers in a larger batch; None: from 0.
         routed_experts: int16 [N, W, layers, k] of the tokens of each row from its first on, W at least their number. Rows
-            share a prefix as far as its tokens and their experts are the same.
+            share a prefix as long as its tokens and their experts are the same.
 
     Returns:
         The tree, on the device of `input_ids`.
     """
     device = input_ids.device
     ids, mask = input_ids.cpu().numpy(), real.cpu().numpy()
-    # Tokens to the left, rows in lexicographic order: rows with a common prefix are side by side.
+    # Tokens to the left, rows in lexicographic order, so that rows with a common prefix are adjacent.
     columns = np.argsort(~mask, axis=1, kind="stable")
     tokens, lengths = np.take_along_axis(ids, columns, 1), mask.sum(1)
     routes = None if routed_experts is None else _routes(routed_experts, lengths.max(initial=0))
@@ -199,7 +198,7 @@ def _routes(routed_experts: Tensor, width: int) -> NDArray[np.int16]:
 def _prefixes(
     row: int, tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: NDArray[np.int16] | None
 ) -> bytes:
-    """Sort key by which rows with a common prefix are side by side: token by token, each with its experts."""
+    """Sort key that makes rows with a common prefix adjacent: token by token, each with its experts."""
     ids = tokens[row, : lengths[row]]
     if routes is None:
         return ids.tobytes()
@@ -211,20 +210,21 @@ class _Forest(NamedTuple):
     """Prefix trees of rows in depth-first order."""
 
     nodes: NDArray[np.int64]
-    """[N, T] of each token; -1 behind the end of a row."""
+    """[N, T] index of each token; -1 after the end of a row."""
     tokens: NDArray[np.int64]
-    """[L], as all below."""
+    """[L], like all fields below."""
     depths: NDArray[np.int64]
     ends: NDArray[np.int64]
-    """Index behind the subtree."""
+    """Index after the subtree."""
     parents: NDArray[np.int64]
-    """-1 of a root."""
+    """Index of the parent; -1 for a root."""
     routes: NDArray[np.int16] | None
     """[L, layers, k]."""
 
 
 def _depth_first(tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: NDArray[np.int16] | None) -> _Forest:
-    """The prefix trees of lexicographically ordered rows [N, T]: a row adds what it does not share with the row above."""
+    """The prefix trees of lexicographically ordered rows [N, T]: each row adds the part that it does not share with the row
+    above."""
     count, width = tokens.shape
     depth = np.arange(width)
     shared = np.zeros(count, dtype=np.int64)
@@ -234,7 +234,7 @@ def _depth_first(tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: 
         equal[:, :longest] &= (routes[1:] == routes[:-1]).all((2, 3))
     shared[1:] = np.logical_and.accumulate(equal, axis=1).sum(1)
     starts = np.concatenate([[0], np.cumsum(lengths - shared)])
-    # A token belongs to the last row above, or at, its own that shared no more than the tokens before it.
+    # A token belongs to the last row, at or above its own, that shared no more than the tokens before it.
     row = np.arange(count)[:, None]
     fresh = shared[:, None] <= depth
     owner = np.maximum.accumulate(np.where(fresh, row, 0), axis=0)

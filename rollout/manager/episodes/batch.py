@@ -1,8 +1,8 @@
 """`EpisodeBatch`: a `RolloutBatch` whose rows are histories of many turns, one per history that was never edited.
 
 A turn whose prompt begins with all tokens of a row (prompt and completion of its last turn) extends that row; any other turn
-begins one, and so does a turn with other parameters of the distribution (temperature, truncation). Always true: every
-sampled token is marked in exactly one row, and the tokens before it there are those that the model saw.
+starts a new row, and so does a turn with other parameters of the distribution (temperature, truncation). Always true: every
+sampled token is marked in exactly one row, and the tokens before it there are the tokens that the model saw.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class EpisodeRow:
     request: DynamicInferenceRequest
     """The turns as one request: the first prompt, and everything after it as its completion."""
     sampled: NDArray[np.bool_]
-    """bool [G]: the tokens of that completion that the model sampled in this row."""
+    """bool [G]: tokens of the completion that were sampled in this row."""
 
 
 def rows_of(episode: Episode) -> list[EpisodeRow]:
-    """At least one row; one without tokens for an episode that has sampled nothing."""
+    """Return at least one row; an episode that sampled nothing has one row without tokens."""
     chains: list[list[DynamicInferenceRequest]] = []
     for turn in episode.turns:
         extended = [chain for chain in chains if _continues(turn, chain[-1])]
@@ -59,7 +59,7 @@ def _continues(turn: DynamicInferenceRequest, last: DynamicInferenceRequest) -> 
 
 
 def _images_go_on(turn: DynamicInferenceRequest, last: DynamicInferenceRequest) -> bool:
-    """Whether the images of a turn begin with those of the turn before."""
+    """Whether the images of a turn start with the images of the previous turn."""
     before = last.images if isinstance(last, VLMInferenceRequest) else None
     now = turn.images if isinstance(turn, VLMInferenceRequest) else None
     return before is None or (now is not None and now.begins_with(before))
@@ -103,7 +103,7 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
         generated_top_n_logprobs=[],
         generated_text=None,
         policy_spans=_spans(versions),
-        # With `routing_indices`, those of the last turn: both are of the KV that the row's last token was sampled on.
+        # Like `routing_indices`, from the last turn: both belong to the KV from which the row's last token was sampled.
         kv_spans=last.kv_spans.copy(),
         generated_kept_tokens=_kept_tokens(turns, tokens[start:]),
         generated_values=_values(turns),
@@ -116,7 +116,7 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
 
 
 def _kept_tokens(turns: Sequence[DynamicInferenceRequest], completion: list[int]) -> KeptTokens | None:
-    """Return the sets of a completion; a token that was not sampled has itself alone."""
+    """Return the sets of a completion; a token that was not sampled has only itself."""
     parts, done = [], 0
     for turn in turns:
         if turn.generated_kept_tokens is None:
@@ -158,7 +158,7 @@ def _spans(versions: NDArray[np.int64]) -> VersionSpans:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class EpisodeBatch(RolloutBatch):
-    """N rows of E episodes, the episodes of a task side by side.
+    """N rows of E episodes, the episodes of a task next to each other.
 
     An episode has one row, and another for every branch: a turn whose prompt does not begin with all of an earlier turn.
     `response_mask` marks every sampled token once, in the row in which it was sampled; prompts, tool results and tokens
@@ -166,13 +166,13 @@ class EpisodeBatch(RolloutBatch):
     """
 
     episodes: tuple[Episode, ...]
-    """[E], whose `turns` are the requests as they were sampled."""
+    """[E]; their `turns` are the requests as sampled."""
 
     episode_ids: Tensor
-    """int64 [N]: index of the row's episode in `episodes`, so that `advantages[episode_ids]` spreads over rows."""
+    """int64 [N]: index of the row's episode in `episodes`, so `advantages[episode_ids]` is a value per row."""
 
     rewards: Tensor
-    """float32 [E]; NaN: it failed."""
+    """float32 [E]; NaN: the episode failed."""
 
     @classmethod
     def from_episodes(
@@ -189,8 +189,8 @@ class EpisodeBatch(RolloutBatch):
         """Build the tensors.
 
         Args:
-            episodes: ended; those of a group side by side.
-            policy_version, pad_token_id, max_staleness, device, image_layout: as `from_requests` has them.
+            episodes: finished; the episodes of a group next to each other.
+            policy_version, pad_token_id, max_staleness, device, image_layout: as in `from_requests`.
             detokenize: makes `texts`, of everything after a row's first prompt; None: no texts.
         """
         rows = [(index, row) for index, episode in enumerate(episodes) for row in rows_of(episode)]

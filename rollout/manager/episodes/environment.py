@@ -20,12 +20,12 @@ from rollout.requests.request import DynamicInferenceRequest
 class Environment(Protocol):
     """Environment of one episode; methods may be coroutines.
 
-    A method that is not a coroutine runs on a pool thread, so that one that blocks delays no other episode. A method
-    `close()`, where there is one, is called at the end, however the episode ends.
+    A method that is not a coroutine runs on a pool thread, so it may block without delaying other episodes. A method
+    `close()`, if there is one, is always called at the end.
 
-    After a restart a method `restore(task, answered)`, where there is one, is called in place of `reset`: it brings the
-    environment to where it was after these turns, a list of (turn, `StepResult`). Without one `reset` and `step` are called
-    again, with the completions of before as long as the prompts are the same; see `RolloutManager.load_state_dict`.
+    After a restart a method `restore(task, answered)`, if there is one, is called instead of `reset`: it restores the
+    environment after these turns, a list of (turn, `StepResult`). Without it `reset` and `step` are called again, with the
+    earlier completions as long as the prompts are the same; see `RolloutManager.load_state_dict`.
     """
 
     def reset(self, task: Any) -> Prompt | Awaitable[Prompt]:
@@ -41,12 +41,12 @@ EnvironmentFactory = Callable[[], Environment]
 
 
 class BrokenEnvironmentError(TypeError):
-    """An environment does not have the interface of one: a mistake in its code, which `run` raises."""
+    """An environment lacks the required interface: a mistake in its code, which `run` raises."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentTask:
-    """A task with the environment that it is for."""
+    """A task and its environment."""
 
     environment: EnvironmentFactory | Play
     task: Any
@@ -58,7 +58,8 @@ def mixture(
     """Tasks of several environments in random order, for `run(mixture(...), min_groups=...)`.
 
     Args:
-        sources: (environment, tasks, weight): the share of its tasks is its weight by the sum of those that have tasks left.
+        sources: (environment, tasks, weight): the share of its tasks is its weight, relative to the sources that have tasks
+            left.
         seed: of the order.
 
     Raises:
@@ -84,7 +85,7 @@ def _mixed(
 
 
 def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: int) -> Play:
-    """The coroutine that plays an environment; one that is a coroutine function already stays as it is.
+    """Return a coroutine function that plays an environment; a coroutine function is returned unchanged.
 
     Raises:
         TypeError: neither a coroutine function nor a factory of environments.
@@ -127,7 +128,7 @@ def name_of(environment: EnvironmentFactory | Play) -> str:
 
 
 def check_call(what: str, function: Any, arguments: int, cure: str) -> None:
-    """Check that a callable takes so many positional arguments.
+    """Check that a callable takes this many positional arguments.
 
     Raises:
         TypeError: it does not, as far as its signature can be read.
@@ -153,7 +154,7 @@ def _check_methods(made: Any, name: str) -> None:
 
 
 def _is_play(environment: Any) -> TypeGuard[Play]:
-    # An object whose class has `async def __call__` is one too; a class, whose call makes an environment, is not.
+    # An object with `async def __call__` is a coroutine function too; a class, whose call makes an environment, is not.
     call = None if isinstance(environment, type) else getattr(type(environment), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(environment) or inspect.iscoroutinefunction(call)
 
@@ -194,7 +195,7 @@ def _tokens(observation: str | Sequence[int], tokenizer: Any) -> Sequence[int]:
 
 
 async def called(method: Callable[..., Any], *args: Any) -> Any:
-    """Result of a coroutine function, or of any other one, which runs on a thread."""
+    """Result of a coroutine function, or of another function, which runs on a thread."""
     if inspect.iscoroutinefunction(method):
         return await method(*args)
     result = await asyncio.to_thread(method, *args)

@@ -18,7 +18,7 @@ from rollout.state import FinishReason
 Check = Callable[[Prompt, SamplingParams], list[int]]
 """Token ids of a prompt, or raises."""
 Ask = Callable[[Prompt, SamplingParams, Callable[[DynamicInferenceRequest], None]], Awaitable[DynamicInferenceRequest]]
-"""(prompt, parameters, called on the stepping thread with the result) → the ended request."""
+"""(prompt, parameters, callback on the stepping thread with the result) → the finished request."""
 Sample = Callable[[Prompt, SamplingParams], Awaitable[DynamicInferenceRequest]]
 """`Episode.sample`, whose completions are turns of the episode, or `RolloutManager.sample`."""
 
@@ -28,26 +28,26 @@ class StepResult:
     """Answer of an environment to a completion."""
 
     observation: str | Sequence[int] = ()
-    """Appended to the history, behind the completion; text is tokenised without special tokens. Never trained on."""
+    """Appended to the history, after the completion; text is tokenised without special tokens. Never trained on."""
     reward: float = 0.0
     """Added to the episode's."""
     done: bool = False
-    """Whether the episode ends here."""
+    """Whether the episode is over."""
 
 
 class Episode:
     """One play of an environment: what was sampled, turn by turn, and what came of it.
 
     Attributes:
-        task: what `run` was given.
+        task: as given to `run`.
         group_id: shared by the episodes of a task.
         index: among the episodes of its task.
-        turns: ended completions in the order in which they were asked for, each with the prompt that the model saw.
+        turns: finished completions in the order of their requests, each with the prompt that the model saw.
         reward: of the whole episode; None: not known yet, or it failed.
         error: "Type: message" of why it failed; None: it did not.
-        ended: nothing is sampled any more.
+        ended: whether nothing more is sampled.
         info: the environment's own, untouched.
-        answers: what an environment with `reset` and `step` has answered to the first turns.
+        answers: answers of an environment with `reset` and `step` to the first turns.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Episode:
         self._check = check
         self._tap = tap
         self._ask_tools: list[int] = []
-        """Turns that have ended since the episode last asked for one."""
+        """Turns that have finished since the episode last requested one."""
         self._asked = 0
         self._turns: dict[int, DynamicInferenceRequest] = {}
         self._recorded: dict[int, DynamicInferenceRequest] = {}
-        """Turns of before a restart that were not asked for again yet, by number."""
+        """Turns from before a restart that were not requested again yet, by number."""
 
     @classmethod
     def from_turns(
@@ -91,7 +91,7 @@ class Episode:
         reward: float | None,
         error: str | None = None,
     ) -> Episode:
-        """An ended episode whose turns were sampled elsewhere, for `EpisodeBatch.from_episodes`."""
+        """Build a finished episode whose turns were sampled elsewhere, for `EpisodeBatch.from_episodes`."""
 
         def elsewhere(*_: Any) -> NoReturn:
             raise EngineStateError("this episode was sampled elsewhere")
@@ -108,7 +108,7 @@ class Episode:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of the last turn's prompt and completion: what the next prompt usually begins with."""
+        """Token ids of the last turn's prompt and completion, with which the next prompt usually begins."""
         last = self._turns[max(self._turns)] if self._turns else None
         return [] if last is None else [*last.prompt_tokens, *last.generated_tokens]
 
@@ -116,14 +116,14 @@ class Episode:
         """Sample the next completion of this episode, as `RolloutManager.sample` does.
 
         Several at once are branches. A prompt that begins with the whole last turn continues it, and its KV is in the prefix
-        cache; any other prompt (an edited history) begins another row of the batch.
+        cache; any other prompt (an edited history) starts another row of the batch.
 
         Args:
             sampling_params: None: those of `run`. Without a seed it is derived from the episode and the turn, so that
                 completions do not depend on how fast tools answer.
 
         Raises:
-            InvalidRequestError: the prompt can never be served, for instance since it is too long.
+            InvalidRequestError: the prompt can never be served, for example because it is too long.
             RequestError: the completion failed. The episode may go on.
             EngineStateError: the episode has ended, by its deadline for instance.
         """
@@ -152,7 +152,7 @@ class Episode:
         return turn
 
     def tools_answered(self) -> None:
-        """The episode waits for no tool any more, as a trace shows it."""
+        """Record for traces that the episode no longer waits for a tool."""
         turns, self._ask_tools = self._ask_tools, []
         if turns and self._tap is not None and (log := self._tap.log) is not None:
             for request_id in turns:
@@ -162,21 +162,21 @@ class Episode:
 
     @property
     def all_turns(self) -> dict[int, DynamicInferenceRequest]:
-        """Ended turns by number, those of before a restart that were not asked for again yet included."""
+        """Finished turns by number, including turns from before a restart that were not requested again yet."""
         return dict(sorted({**self._recorded, **self._turns}.items()))
 
     @property
     def num_recorded(self) -> int:
-        """Turns of before a restart that were not asked for again yet."""
+        """Number of turns from before a restart that were not requested again yet."""
         return len(self._recorded)
 
     def recorded(self, turns: dict[int, DynamicInferenceRequest], answers: list[StepResult]) -> None:
-        """Take over the turns of before a restart, and what the environment answered to the first of them."""
+        """Take over the turns from before a restart, and the environment's answers to the first of them."""
         self._recorded, self.answers = turns, answers
         self._asked = max(turns, default=-1) + 1
 
     def stand(self, count: int | None = None) -> list[DynamicInferenceRequest]:
-        """Make the first recorded turns (None: all) turns of the episode without being asked for again; returns them."""
+        """Make the first recorded turns (None: all) turns of the episode without a new request; returns them."""
         return [self._take_over(number) for number in sorted(self._recorded)[:count]]
 
     def _recall(self, tokens: list[int], params: SamplingParams, *, given: bool) -> DynamicInferenceRequest | None:
@@ -191,7 +191,7 @@ class Episode:
         return None
 
     def _take_over(self, number: int) -> DynamicInferenceRequest:
-        # In this order, since another thread may be reading `all_turns`.
+        # In this order, because another thread may be reading `all_turns`.
         turn = self._turns[number] = self._recorded[number]
         del self._recorded[number]
         return turn
@@ -213,7 +213,7 @@ def _same_but_for_room(asked: SamplingParams, turn: DynamicInferenceRequest) -> 
 class EpisodeGroup:
     """The episodes of one task.
 
-    Always true: `missing` holds the indices of those that have not ended.
+    Always true: `missing` has the indices of the unfinished ones.
     """
 
     group_id: int
@@ -222,10 +222,10 @@ class EpisodeGroup:
     """Its name."""
     params: SamplingParams
     due: float | None
-    """Played seconds at which they must have ended; None: never."""
+    """Playing time in seconds at which they must have finished; None: never."""
     missing: set[int] = field(default_factory=set)
 
     @property
     def task(self) -> Any:
-        """Task that `run` was given."""
+        """Task as given to `run`."""
         return self.episodes[0].task

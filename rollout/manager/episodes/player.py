@@ -3,8 +3,8 @@
     loop thread       coroutines of the environments: await tools, await episode.sample()
     stepping thread   begins groups, steps, sees to deadlines, hands groups out
 
-Always true: every episode that was begun ends once, with a reward or with an error; its failure touches no other; what an
-environment does after its episode's end changes nothing of it.
+Always true: every started episode finishes once, with a reward or an error; its failure does not affect others; an
+environment cannot change its episode after the end.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from rollout.threads.loop_thread import LoopThread
 _log = logging.getLogger(__name__)
 
 EXIT_S = 5.0
-"""Longest wait, at the end of the manager and of the process, for environments that do not return to their event loop."""
+"""Longest wait, when the manager is closed or the process exits, for environments that do not return to their event loop."""
 
 _PLAYING: ContextVar[tuple[EpisodePlayer, ...]] = ContextVar("_PLAYING", default=())
-"""Players whose environments the running code is part of. Tasks and threads (`asyncio.to_thread`) inherit it."""
+"""Players of the environments that the current code is part of. Tasks and threads (`asyncio.to_thread`) inherit it."""
 
 
 class EpisodePlayer:
     """The groups in play of one manager.
 
     Args:
-        samples: where completions are asked for.
+        samples: where completions are requested.
         check: token ids of a prompt, or raises.
-        seed: from which those of the turns are derived.
+        seed: base of the turns' seeds.
         clock: seconds that never run backwards.
-        tap: where the engine reports to traces.
+        tap: the engine's connection to traces.
 
     Attributes:
-        unfinished: ids of groups of which episodes have not ended.
-        restored: groups of before a restart, id → name of the environment, until `resume` starts their episodes that have
-            not ended.
+        unfinished: ids of groups with unfinished episodes.
+        restored: groups from before a restart, id → name of the environment, until `resume` starts their unfinished
+            episodes.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EpisodePlayer:
         self._looked_at: float | None = None
         self._deadlines: list[tuple[float, int, Episode]] = []
         self._loop: LoopThread | None = None
-        # Guards the end of an episode, which its own coroutine and its deadline may both want to be.
+        # Guards the end of an episode, which its own coroutine and its deadline may both attempt.
         self._ending = threading.Lock()
         self._broken: BrokenEnvironmentError | None = None
         self._logged: set[type[BaseException]] = set()
@@ -117,7 +117,7 @@ class EpisodePlayer:
     def _start(self, group: EpisodeGroup, play: Play) -> None:
         if self._loop is None:
             self._loop = LoopThread("rollout-episodes")
-            # An environment that still computes while the interpreter ends would abort the process.
+            # An environment that still computes while the interpreter shuts down would abort the process.
             finalize(self, _close_at_exit, self._loop)
         for episode in group.episodes:
             if episode.ended:
@@ -127,7 +127,7 @@ class EpisodePlayer:
                 heapq.heappush(self._deadlines, (group.due, next(self._order), episode))
 
     def look_at_the_clock(self) -> None:
-        """End the episodes whose time is over. Time counts only between `resume_clock` and `stop_clock`."""
+        """Fail the episodes whose time is over. Time counts only between `resume_clock` and `stop_clock`."""
         now = self._clock()
         if self._looked_at is not None:
             self._played_s += now - self._looked_at
@@ -138,16 +138,16 @@ class EpisodePlayer:
                 self._cancel(late)
 
     def take_broken(self) -> BrokenEnvironmentError | None:
-        """Why an environment cannot be played at all, since the last call; None: it has not happened."""
+        """Return and forget why an environment cannot be played at all; None: no such error."""
         broken, self._broken = self._broken, None
         return broken
 
     def stop_clock(self) -> None:
-        """The time from here to the next `look_at_the_clock` does not count: no steps are made."""
+        """Stop counting time until the next `look_at_the_clock`, because no steps are made."""
         self._looked_at = None
 
     def ended(self) -> list[int]:
-        """Ids of groups whose episodes have all ended, in the order in which they were begun."""
+        """Ids of groups whose episodes have all finished, in the order in which they were started."""
         return [number for number in self._groups if number not in self.unfinished]
 
     def episodes(self, number: int) -> list[Episode]:
@@ -155,7 +155,7 @@ class EpisodePlayer:
         return self._groups[number].episodes
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Forget groups; episodes that have not ended are given up."""
+        """Forget groups and abandon their unfinished episodes."""
         for number in list(numbers):
             group = self._groups.pop(number, None)
             for episode in () if group is None else group.episodes:
@@ -166,7 +166,7 @@ class EpisodePlayer:
             self.restored.pop(number, None)
 
     def oldest_versions(self) -> Iterator[tuple[int, int]]:
-        """(group id, oldest version of a token of a turn that has ended) of unfinished groups that have one."""
+        """(group id, oldest version of a token of a finished turn) of unfinished groups that have one."""
         for number in list(self.unfinished):
             turns = (turn for episode in self._groups[number].episodes for turn in episode.turns)
             versions = (turn.policy_spans.oldest(start=turn.original_prompt_length) for turn in turns)
@@ -185,7 +185,7 @@ class EpisodePlayer:
         return {"next": self._next_number, "played_s": self._played_s, "groups": portable(groups)}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `save` gave, decoded, where nothing is in play. Its episodes go on with `resume`."""
+        """Take over the decoded result of `save`, while nothing is in play. Its episodes continue with `resume`."""
         self._next_number = saved["next"]
         for each in saved["groups"]:
             left = None if each["due"] is None else max(0.0, each["due"] - saved["played_s"])
@@ -202,12 +202,12 @@ class EpisodePlayer:
                 self.restored[group.group_id] = group.environment
 
     def resume(self, number: int, play: Play) -> None:
-        """Start the episodes of a restored group that have not ended."""
+        """Start the unfinished episodes of a restored group."""
         del self.restored[number]
         self._start(self._groups[number], play)
 
     def close(self) -> None:
-        """Give up everything and end the loop."""
+        """Abandon everything and stop the loop."""
         self.drop(list(self._groups))
         if self._loop is not None:
             self._loop.close(EXIT_S)

@@ -1,7 +1,7 @@
-"""Completions that environments ask for one at a time, and the thread that steps the engine computes.
+"""Completions that environments request one at a time and the thread that steps the engine computes.
 
-Always true: every completion that was opened ends once, with its request or with an error, unless its caller has
-cancelled it; what happens to one touches no other.
+Always true: every completion finishes once, with its request or an error, unless its caller has cancelled it; completions do
+not affect each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollout.sampling_params import SamplingParams
 
 @dataclass(eq=False, slots=True)
 class OpenSample:
-    """One completion that was asked for and has not ended."""
+    """One requested completion that has not finished."""
 
     tokens: list[int]
     params: SamplingParams
@@ -33,7 +33,7 @@ class OpenSample:
     """None: not queued yet."""
 
     def end(self, outcome: DynamicInferenceRequest | BaseException) -> None:
-        """Give the caller the ended request, or why there is none; without effect once it has cancelled."""
+        """Return the finished request or the error to the caller; no effect once it has cancelled."""
         with suppress(InvalidStateError):
             if isinstance(outcome, BaseException):
                 self.future.set_exception(outcome)
@@ -45,12 +45,12 @@ class OpenSamples:
     """The open completions of one manager.
 
     Args:
-        wake: ends the backend's `wait`.
+        wake: interrupts the backend's `wait`.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        # A leaf lock: its holder acquires no other.
+        # A leaf lock: its holder acquires no other lock.
         self._changed = threading.Condition()
         self._arrived: list[OpenSample] = []
         self._cancelled: list[OpenSample] = []
@@ -69,7 +69,7 @@ class OpenSamples:
         keep: Callable[[DynamicInferenceRequest], None] | None = None,
         owner: int | None = None,
     ) -> DynamicInferenceRequest:
-        """Wait for the completion of a prompt that `check_request` has accepted. Cancelling ends the request.
+        """Wait for the completion of a prompt that `check_request` has accepted. Cancelling aborts the request.
 
         Args:
             keep: called with the result on the thread that steps, before anything else is.
@@ -95,7 +95,7 @@ class OpenSamples:
             raise
 
     def wake(self) -> None:
-        """End the current `wait`, or the next one immediately."""
+        """Interrupt the current `wait`, or the next one immediately."""
         with self._changed:
             self._signalled = True
             self._changed.notify_all()
@@ -104,16 +104,16 @@ class OpenSamples:
     # --- the thread that steps ------------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something was opened, cancelled or woken since the last `wait`, at most so long."""
+        """Wait until something was opened, cancelled or woken since the last `wait`, or `timeout_s` has passed."""
         with self._changed:
             self._changed.wait_for(lambda: self._signalled, timeout_s)
             self._signalled = False
 
     def apply(self, backend: Backend, journal: GroupJournal) -> None:
-        """Queue what has arrived and abort what was cancelled; the caller holds the engine's lock.
+        """Queue new completions and abort cancelled ones; the caller holds the engine's lock.
 
         Args:
-            journal: of turns that had ended before a restart, which are not sampled again.
+            journal: of turns that had finished before a restart, which are not sampled again.
         """
         with self._changed:
             arrived, self._arrived = self._arrived, []
@@ -137,7 +137,7 @@ class OpenSamples:
                 backend.abort(sample.request_id)
 
     def take(self, result: DynamicInferenceRequest) -> OpenSample | None:
-        """Hand an ended request to its caller, and return what was asked; None: it is of no completion that is open here."""
+        """Return a finished request to its caller, and return its `OpenSample`; None: it is not open here."""
         sample = self._queued.pop(result.request_id, None)
         if sample is not None and result.error is not None:
             sample.end(RequestError(f"request {result.request_id}: {result.error}", result.request_id))

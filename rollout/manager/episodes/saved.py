@@ -1,4 +1,4 @@
-"""Episodes in play as plain values, for a checkpoint: attributes of `EpisodeGroup` and `Episode`, and how each travels."""
+"""Episodes in play as plain values, for a checkpoint: attributes of `EpisodeGroup` and `Episode`, and their codecs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Saved groups whose task and `info` a checkpoint can hold; a warning names the first of the others."""
+    """Saved groups whose task and `info` can be stored in a checkpoint; a warning names the first of the others."""
     kept, left_out = [], []
     for group in groups:
         try:
@@ -58,7 +58,7 @@ def _decode_answer(plain: list[Any]) -> StepResult:
 
 
 _EPISODE = {
-    # First the answers: each is to a turn that had ended before.
+    # Answers come first: each belongs to a turn that had finished before.
     "answers": list_of(Codec(_encode_answer, _decode_answer)),
     "all_turns": Codec(
         lambda turns: {number: turn.serialize() for number, turn in turns.items()},
@@ -85,4 +85,4 @@ _PLAYED = {
     "groups": list_of(Codec(OPAQUE.encode, partial(decode_fields, "group", codecs=GROUP))),
 }
 PLAYED = Codec(OPAQUE.encode, partial(decode_fields, "episodes", codecs=_PLAYED))
-"""Codec of what `EpisodePlayer.save` returns, which is plain, into what its `load` takes."""
+"""Codec of the result of `EpisodePlayer.save`, which is plain, into the argument of its `load`."""

@@ -1,8 +1,8 @@
 """Renders a conversation to prompt token ids through the tokenizer's chat template.
 
-Token ids sent back with earlier replies are reused as a prefix of the prompt, as far as their digests match
-(`earlier_ids`); from the first difference on, the text is tokenised. Ambiguous cases raise an error. Thread-safe: the
-tokenizer is a copy, whose settings a trainer cannot change.
+Token ids sent back with earlier replies are reused as a prefix of the prompt, as far as their digests match (`earlier_ids`);
+text after the first difference is tokenised. Ambiguous cases raise an error. Thread-safe: the tokenizer is a copy, whose
+settings a trainer cannot change.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ToolChoice = str | Mapping[str, Any]
 
 MAX_TRIED = 4
 """Maximum number of earlier replies tried. More than one is needed only if the template renders an edited reply differently
-from how its prompt began."""
+from its original prompt."""
 
 WITH_IMAGES = "the conversation has images, whose placeholders are expanded again"
 """Reason for not reusing ids."""
@@ -130,7 +130,7 @@ class Conversation:
         variables = self._variables(template_kwargs)
         template = self._template(shown_tools)
         prefix = _forced_prefix(template, tool_choice)
-        # A model may have learnt a tool that its template never prints: then the template writes calls of it.
+        # A model may have learnt a tool that its template never prints; then the template writes calls of it.
         if shown_tools and format_of(template) is None and not self._prints_tools(template):
             raise InvalidRequestError(
                 "tools: the chat template never prints them, and writes no calls; describe them in a message, or set "

@@ -111,7 +111,8 @@ class EarlierReplies:
                 yield self._reply(place, text)
 
     def why_not(self, used: EarlierReply | None) -> str | None:
-        """Return why the ids of the last reply are not used if those of `used` are (None: of no reply); None if they are."""
+        """Return why the ids of the last reply are not used if the ids of `used` are (None: of no reply); None if they are
+        used."""
         if not self._found:
             return None
         index, rollout = self._found[-1]
@@ -137,7 +138,7 @@ class EarlierReplies:
         try:
             text = self._ask(self._plain[:index]) + (rollout.get("forced_prefix") or "")
         except InvalidRequestError:
-            # The template rendered the reply's original prompt, so a conversation that it refuses is a different one.
+            # The template rendered the reply's original prompt, so a conversation that it rejects is a different one.
             return None
         return text if text_digest(text) == rollout["prompt_digest"] else None
 
