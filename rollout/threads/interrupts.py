@@ -57,6 +57,10 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def _on_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 def interrupt_pending() -> bool:
     """Whether a Ctrl-C is deferred by the enclosing `interrupt_deferred()`."""
     return _thread.deferral is not None and _thread.deferral.presses > 0
@@ -69,8 +73,7 @@ def interrupt_deferred() -> Iterator[None]:
     The installed handler is called, only later. No-op outside the main thread (Python interrupts only that one), without a
     Python handler of Ctrl-C, and nested in another such block.
     """
-    affected = _thread.deferral is None and threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT) if affected else None
+    handler = signal.getsignal(signal.SIGINT) if _thread.deferral is None and _on_main_thread() else None
     if not callable(handler):
         yield
         return
@@ -95,9 +98,8 @@ def uninterrupted(*, wholly: bool = False) -> AbstractContextManager[None]:
     """
     # A step has dozens of these blocks, one in another.
     deferral = _thread.deferral
-    if deferral is not None and deferral.shielded and (deferral.wholly or not wholly):
-        return nullcontext()
-    return _shielded(wholly)
+    needed = _on_main_thread() if deferral is None else not deferral.shielded or (wholly and not deferral.wholly)
+    return _shielded(wholly) if needed else nullcontext()
 
 
 @contextmanager

@@ -78,6 +78,15 @@ def test_a_second_one_that_has_waited_takes_effect_before_what_takes_long() -> N
     assert not done
 
 
+def test_a_block_inside_another_one_can_shield_what_takes_long_too() -> None:
+    done = []
+    with interrupted(), uninterrupted(), uninterrupted(wholly=True), interruptible():
+        press()
+        press()
+        done.append("both wait")
+    assert done == ["both wait"]
+
+
 def test_a_second_one_ends_the_wait_for_a_lock_and_leaves_it_to_its_holder() -> None:
     lock, held, over = FairLock(), threading.Event(), threading.Event()
 

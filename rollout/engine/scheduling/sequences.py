@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -207,9 +208,8 @@ class Sequence:
         return count if self.images is None else self.images.fitting(start, count)
 
 
-def rank(sequence: Sequence) -> tuple[int, Order, int]:
-    """`Sequence.rank`, as a sort key."""
-    return sequence.rank
+rank = attrgetter("rank")
+"""`Sequence.rank`, as a sort key."""
 
 
 def insert(queue: list[Sequence], sequence: Sequence) -> None:
