@@ -155,7 +155,7 @@ def _check_schema(text: str) -> None:
 
 
 class _Kind(NamedTuple):
-    """A kind of option: `convert` returns the value to store, or raises; `rule` is what a value must be, for messages."""
+    """A kind of option: `convert` returns the value to store, or raises; `rule` describes valid values, for messages."""
 
     convert: Callable[[Any], Any]
     rule: str

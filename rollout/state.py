@@ -32,7 +32,7 @@ class Status(IntEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a sample ended."""
+    """Why a sample finished."""
 
     STOP = "stop"
     """An end-of-sequence token, a stop token id or a stop string."""
@@ -43,7 +43,7 @@ class FinishReason(StrEnum):
     STALE = "stale"
     """`max_staleness`, with the policy `partial`."""
     ERROR = "error"
-    """The request failed; its `error` holds the cause."""
+    """The request failed; its `error` has the cause."""
 
 
 class KVCacheManagementMode(StrEnum):
@@ -100,7 +100,7 @@ class StalenessPolicy(StrEnum):
     """Handling of a request that would exceed `max_staleness`."""
 
     PARTIAL = "partial"
-    """It ends with the tokens it has and the finish reason `stale`."""
+    """It finishes with the tokens it has and the finish reason `stale`."""
     REQUEUE = "requeue"
     """It starts again from its prompt."""
     MASK = "mask"
@@ -108,7 +108,7 @@ class StalenessPolicy(StrEnum):
 
 
 class EngineState(StrEnum):
-    """Lifecycle states of one engine; `STABLE_ENGINE_STATES` are those that can be waited for."""
+    """Lifecycle states of one engine; `wait_until` accepts the `STABLE_ENGINE_STATES`."""
 
     RUNNING = "running"
     PAUSING = "pausing"

@@ -144,7 +144,7 @@ def attach(
 
 
 def _optimizers_of(accelerator: Accelerator, rollout: SavedRollout) -> list[Any]:
-    # accelerate has no public list of what it has prepared.
+    # accelerate has no public list of prepared objects.
     prepared = list(accelerator._optimizers)
     if not prepared:
         raise ValueError(

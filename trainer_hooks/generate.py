@@ -4,7 +4,7 @@
 
 `generate` itself still runs: configuration, warnings, checks, expansion, processors and criteria are transformers'. Only the
 loop at its end is replaced, and only for the attached module: a deep copy of it keeps transformers' loop. Calls that the
-engine does not serve run that loop too (`generate_options` says which), with one warning per reason.
+engine does not support also run that loop (see `generate_options`), with one warning per reason.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Sampled:
 
     Attributes:
         prompts, completions: token ids of each row, without padding.
-        logprobs: of each completion token, under softmax(logits / temperature), whatever truncates or shapes sampling.
+        logprobs: of each completion token, under softmax(logits / temperature), without truncation or penalties.
         temperature: divisor of the logits; 0: greedy, and log-probs are of temperature 1.
         version: policy version that sampled them.
     """
@@ -75,10 +75,10 @@ class GenerateHook:
     """`model.generate` on the engine until `detach()` or the end of the `with` block. Created by `attach`.
 
     Attributes:
-        model: the module whose `generate` is served.
+        model: the module whose `generate` runs on the engine.
         manager: the rollout that samples.
         served: calls that the engine has served.
-        fallbacks: reason → calls that ran transformers' loop for it.
+        fallbacks: reason → number of calls that ran transformers' loop.
         last: rows of the last served call; None: there was none.
     """
 
@@ -99,7 +99,7 @@ class GenerateHook:
         self._undo.callback(_HOOKS.pop, model, None)
 
     def detach(self) -> None:
-        """Give `model.generate` back its own loop. Idempotent."""
+        """Restore the model's own generation loop. Idempotent."""
         self._undo.close()
 
     def __enter__(self) -> GenerateHook:
@@ -121,7 +121,7 @@ class GenerateHook:
         streamer: object,
         given: dict[str, Any],
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Stand in for transformers' `_sample`.
+        """Replace transformers' `_sample`.
 
         Raises:
             NotServed: transformers' loop has to run; says why.
@@ -169,8 +169,8 @@ class GenerateHook:
         """Completions of the rows, and their log-probs."""
         if stop is None:
             return self._generate(rows, [params] * len(rows))
-        # Transformers' criterion decides: it also looks at the prompt and at special tokens. The engine's stop strings only
-        # save tokens behind the end, so a row that they ended too early goes on.
+        # Transformers' criterion decides, because it also checks the prompt and special tokens. The engine's stop strings
+        # only save tokens after the end, so a row that they stopped too early continues.
         completions: list[list[int]] = [[] for _ in rows]
         logprobs: list[list[float]] = [[] for _ in rows]
         stops = () if self.manager.tokenizer is None else tuple(stop.stop_strings)
@@ -226,14 +226,14 @@ class GenerateHook:
                 try:
                     return self.manager.generate(prompts, params, progress=False)
                 except WeightsChangedError:
-                    # Seen by the fingerprints alone: a load, or another write that torch does not count.
+                    # Only the fingerprints notice it: a load, or another write that torch does not count.
                     self.manager.weights_updated()
                     return self.manager.generate(prompts, params, progress=False)
         finally:
             self._changes.note()
 
     def _logits(self, sequences: Tensor, width: int, given: Mapping[str, Any]) -> list[Tensor]:
-        """Logits [N, V] of every step, as transformers' loop would have seen them, by one forward."""
+        """Logits [N, V] of every step, equal to those of transformers' loop, from one forward."""
         model: Any = self.model
         mask = given.get("attention_mask")
         mask = torch.ones_like(sequences) if mask is None else mask
@@ -247,12 +247,12 @@ class GenerateHook:
         return list(logits.to(sequences.device, torch.float32).unbind(1))
 
     def fall_back(self, reason: str) -> None:
-        """Count a call that the engine does not serve.
+        """Count a call that the engine does not support.
 
         Raises:
             ConfigError: with `fallback="raise"`.
         """
-        # Numbers in the message of an error would make every call a separate reason.
+        # With the numbers of an error message, every call would be a separate reason.
         kind = reason.partition(":")[0]
         if self._fallback == "raise":
             raise ConfigError(
@@ -271,25 +271,24 @@ class GenerateHook:
 def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "warn") -> GenerateHook:
     """Let `model.generate(...)` sample with `manager`'s engine, until `detach()`.
 
-    Requires: `manager` was built of `model`, or of the Hugging Face model inside its wrapper (PEFT, DDP, torch.compile).
+    Requires: `manager` was built from `model`, or from the Hugging Face model inside its wrapper (PEFT, DDP, torch.compile).
 
     Served: greedy decoding and sampling with temperature, top-k, top-p, min-p, repetition penalty, minimum lengths,
     suppressed tokens, end-of-sequence ids, stop strings; left padding, `num_return_sequences`, `return_dict_in_generate`
     with `scores` and `logits`, images. Other calls run transformers' loop. `use_cache` and `cache_implementation` have no
-    effect, `past_key_values` of the output is None, and there is no dropout, also in training mode.
+    effect, `past_key_values` of the output is None, and there is no dropout, even in training mode.
 
-    Greedy tokens equal transformers'. Sampled tokens have the same distribution, from seeds that are drawn of torch's CPU
+    Greedy tokens equal transformers'. Sampled tokens have the same distribution, from seeds drawn from torch's CPU
     generator: `torch.manual_seed` and the trainer's checkpoint of it make runs repeatable. Equal prompts of a batch are
     computed once. The KV cache is off the device when `generate` returns. On several ranks every rank calls it.
 
     Weight updates need no announcement: a step of any torch optimizer over the model's parameters, and any in-place change
-    that torch counts, raises the policy version at the next call; other changes are found as far as
-    `Advanced.weight_fingerprints` looks.
+    that torch counts, raises the policy version at the next call; other changes are found by `Advanced.weight_fingerprints`.
 
     Args:
         model: the model, or its wrapper.
         manager: samples with the model's weights.
-        fallback: for calls that the engine does not serve. `warn`: run transformers' own loop, with one warning per reason
+        fallback: for calls that the engine does not support. `warn`: run transformers' own loop, with one warning per reason
             and a count in `fallbacks`. `raise`: raise `ConfigError`.
 
     Raises:
@@ -300,7 +299,7 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
     if fallback not in ("warn", "raise"):
         raise ConfigError(f"fallback={fallback!r}: must be 'warn' or 'raise'")
     sampled = manager.model
-    # Inside a PeftModel, whose generate() calls that of the model that it wraps.
+    # Inside a PeftModel, whose generate() calls the wrapped model's.
     target: Any = next((module for module in sampled.modules() if isinstance(module, GenerationMixin)), None)
     if target is None:
         raise TypeError(f"{type(sampled).__name__} has no generate() of transformers to serve: use manager.generate")
@@ -318,9 +317,9 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
 
 
 class _Changes:
-    """Notices that a model's weights have changed, whoever changed them.
+    """Detects any change of a model's weights.
 
-    Fused optimizers do not raise the version counters of tensors, so steps of torch's optimizers are noted too.
+    Fused optimizers do not raise the version counters of tensors, so steps of torch's optimizers are recorded too.
     """
 
     def __init__(self, model: nn.Module, manager: RolloutManager) -> None:
@@ -334,7 +333,7 @@ class _Changes:
         self._handle.remove()
 
     def announce(self) -> None:
-        """Raise the policy version if the weights have changed since `note` and nobody has raised it."""
+        """Raise the policy version if the weights have changed since `note` and it was not raised."""
         if self._known is None:
             return
         version, state = self._known
@@ -347,7 +346,7 @@ class _Changes:
         self._stepped = False
 
     def _state(self) -> list[tuple[int, int]]:
-        """Address and version counter of every parameter that torch itself holds; sharded ones have another address."""
+        """Address and version counter of every parameter in torch's own memory; sharded ones have another address."""
         return [
             (parameter.data_ptr() if type(parameter.data) is Tensor else 0, parameter._version)
             for parameter in self._model.parameters()
@@ -365,7 +364,7 @@ class _Changes:
 
 
 def _wrap(model_class: type) -> None:
-    """Let the loops of a class ask whether a module has a hook. Harmless when repeated."""
+    """Let the loops of a class check whether a module has a hook. Harmless when repeated."""
     of_class: Any = model_class
     if hasattr(of_class._sample, "serves"):
         return
@@ -408,7 +407,7 @@ def _wrap(model_class: type) -> None:
 
 
 def _counted(loop: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """A loop that the engine does not serve, counted where a module has a hook."""
+    """A loop that the engine does not support, counted if a module has a hook."""
 
     @wraps(loop)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -420,7 +419,7 @@ def _counted(loop: Callable[..., Any], reason: str) -> Callable[..., Any]:
 
 
 def _unwrap(model_class: type) -> None:
-    """Give a class its own loops back if none of its modules has a hook any more."""
+    """Restore a class's own loops if none of its modules has a hook any more."""
     if any(isinstance(module, model_class) for module in _HOOKS):
         return
     for name in ("_sample", "_prepare_multimodal_encoder_kwargs_for_generation", *_OTHER_LOOPS):
@@ -435,7 +434,7 @@ def _cut(
     stop: StopStringCriteria,
     config: GenerationConfig,
 ) -> list[bool]:
-    """Cut rows behind the token that completes a stop string; returns which rows have one."""
+    """Cut rows after the token that completes a stop string; returns which rows have one."""
     sequences = _padded(input_ids, completions, config)
     width, ended = input_ids.shape[1], [False] * len(completions)
     for length in range(1, sequences.shape[1] - width + 1):
@@ -447,7 +446,7 @@ def _cut(
 
 
 def _padded(input_ids: Tensor, completions: list[list[int]], config: GenerationConfig) -> Tensor:
-    """[N, T] prompts as they came, and completions padded on the right."""
+    """[N, T] prompts unchanged, with completions padded on the right."""
     longest = max(map(len, completions))
     pad = getattr(config, "_pad_token_tensor", None)
     new = input_ids.new_full((len(completions), longest), 0 if pad is None else int(pad))

@@ -1,7 +1,7 @@
-"""Translates a prepared call of transformers' `generate` into `SamplingParams`, or says why the engine cannot serve it.
+"""Translates a prepared call of transformers' `generate` into `SamplingParams`, or gives the reason why it cannot.
 
 `generate` merges some eighty options into two lists before it samples. Only these lists are read, by exact type: a subclass,
-or anything else in them, may do what the engine does not.
+or anything else in them, may have another effect.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ STAGES: dict[type, int] = {
     MinPLogitsWarper: MIN_P,
     LogitNormalization: LAST,
 }
-"""Processor → its place in the engine's order. Processors of one place can be exchanged."""
+"""Processor → its place in the engine's order. Processors with the same place can be exchanged."""
 CACHES = ("cache", "past_key_values", "cache_params")
-"""Names of the KV cache: transformers' since 5.24, before, and of models without attention."""
+"""Names of the KV cache: transformers' since 5.24, the earlier one, and the one of models without attention."""
 COMPUTED = frozenset({
     *CACHES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "token_type_ids",
     "mm_token_type_ids", "mm_encoder_outputs", "tokenizer",
@@ -56,11 +56,11 @@ COMPUTED = frozenset({
 
 
 class NotServed(Exception):  # noqa: N818 - a decision, not an error
-    """The engine does not serve a call; the message says why."""
+    """The engine does not support a call; the message gives the reason."""
 
 
 def check_arguments(config: GenerationConfig, streamer: object, given: dict[str, Any]) -> None:
-    """Check what `generate` was asked beside the two lists.
+    """Check the arguments of `generate` outside of the two lists.
 
     Raises:
         NotServed: names the argument.
@@ -90,7 +90,7 @@ def sampling_params(
     """Return the parameters of one sample, and the criterion of stop strings.
 
     Args:
-        config: whose lists they are.
+        config: of the two lists.
         width: columns of the padded prompts.
         padding: int64 [N], padded columns on the left of each prompt.
         vocab: tokens of the model.
@@ -130,7 +130,7 @@ def _stopping(criteria: Iterable[Any], vocab: int) -> tuple[int, tuple[int, ...]
     if length is None:
         raise NotServed("no maximum length")
     if stop is not None and eos is None:
-        # Without these ids `generate` pads nothing: rows go on behind their stop string until all have one.
+        # Without these ids `generate` pads nothing, so rows continue after their stop string until all have one.
         raise NotServed("stop strings without an eos_token_id")
     return length, eos or (), stop
 
@@ -138,7 +138,7 @@ def _stopping(criteria: Iterable[Any], vocab: int) -> tuple[int, tuple[int, ...]
 def _process(
     options: dict[str, Any], processors: Sequence[Any], eos: set[int], width: int, padding: Tensor, vocab: int
 ) -> None:
-    """Add what logits processors do to `options`."""
+    """Add the effect of logits processors to `options`."""
     sampled = "temperature" not in options
     types = [type(each) for each in processors]
     stages = [STAGES.get(each, -1) for each in types]
@@ -176,5 +176,5 @@ def _check_ignored(ignored: int | Tensor | None, padding: Tensor) -> None:
 
 
 def _ids(tokens: Any, vocab: int) -> tuple[int, ...]:
-    """Token ids of a tensor or a list, without those outside the vocabulary, which nothing is equal to."""
+    """Token ids of a tensor or a list, without ids outside the vocabulary, which never occur."""
     return tuple(token for token in torch.as_tensor(tokens).flatten().tolist() if 0 <= token < vocab)

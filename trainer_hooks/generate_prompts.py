@@ -18,10 +18,10 @@ from trainer_hooks.trl_images import images_of_rows
 class Pixels(dict[str, Any]):
     """Encoded images of a call, and the tensors that they were encoded from.
 
-    `generate` encodes images before it expands rows, and drops the tensors that the engine takes.
+    `generate` encodes images before it expands rows, and drops the tensors that the engine needs.
 
     Attributes:
-        taken: what the encoder took, by name.
+        taken: arguments of the encoder, by name.
         given: all model arguments before the encoder.
     """
 
@@ -40,7 +40,7 @@ class Row:
     Attributes:
         tokens: prompt without padding.
         images: of the prompt; None: it has none.
-        tail: tokens behind the prompt that are already there.
+        tail: existing tokens after the prompt.
     """
 
     tokens: list[int]
@@ -48,18 +48,18 @@ class Row:
     tail: list[int] = field(default_factory=list)
 
     def continued(self, tail: list[int]) -> Row:
-        """The row with tokens behind its prompt."""
+        """The row with tokens after its prompt."""
         return replace(self, tail=list(tail))
 
     @property
     def prompt(self) -> Any:
-        """The prompt, as `RolloutManager.generate` takes it."""
+        """The prompt in the form for `RolloutManager.generate`."""
         tokens = [*self.tokens, *self.tail]
         return tokens if self.images is None else {"input_ids": tokens, **self.images.tensors}
 
 
 def grouped(rows: Sequence[Row], params: Sequence[SamplingParams]) -> Iterable[list[int]]:
-    """Numbers of rows with equal prompts, images and parameters, in order of the first of each group."""
+    """Numbers of rows with equal prompts, images and parameters, ordered by the first of each group."""
     groups: dict[Any, list[int]] = {}
     for number, (row, chosen) in enumerate(zip(rows, params, strict=True)):
         digest = None if row.images is None else row.images.digest
@@ -98,7 +98,7 @@ def rows_of(model: nn.Module, input_ids: Tensor, given: Mapping[str, Any], copie
 def _check_positions(
     model: Any, input_ids: Tensor, mask: Tensor | None, given: Mapping[str, Any], before: Mapping[str, Any], copies: int
 ) -> None:
-    """Check that positions are those that `generate` computes."""
+    """Check that positions equal those that `generate` computes."""
     positions = given.get("position_ids")
     if positions is None:
         return
@@ -111,7 +111,7 @@ def _check_positions(
 
 
 def _images(model: Any, input_ids: Tensor, pixels: Pixels) -> list[ImageInputs | None]:
-    """Images of each row: as many as have the embeddings that its placeholders stand for."""
+    """Images of each row: as many as its placeholders stand for."""
     if set(pixels.sizes) != {"image"}:
         raise NotServed(f"{', '.join(sorted(pixels.sizes))} in one batch: only images are split into rows")
     wanted = (input_ids == model.config.image_token_id).sum(1).tolist()

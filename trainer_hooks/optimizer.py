@@ -78,7 +78,7 @@ class Attachment:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_no_update(optimizer):
             return
-        # Beyond the optimizer itself there may be a closure, which computes gradients inside the step.
+        # Besides the optimizer itself there may be a closure, which computes gradients inside the step.
         self._idle = len(args) < 2 and not kwargs and _without_gradients(optimizer)
         if not self._idle:
             self.rollout.before_optimizer_step(self.mode)
@@ -100,11 +100,11 @@ def attach(optimizer: object, rollout: Rollout, *, mode: Mode = None) -> Attachm
     DeepSpeed, pass its engine or its optimizer (`deepspeed.initialize` returns both): the optimizer's `step` is replaced,
     and counts when `engine.step()` really updates.
 
-    Steps that do not count: one of an optimizer of torch without any gradient, which changes nothing; one skipped by
-    `GradScaler`, also inside a fused optimizer (`found_inf`; reading it synchronises with the device); one that raises (call
-    `manager.weights_updated()` if it may have changed some weights); and the empty step by which
-    `torch.distributed.checkpoint` initialises optimizer state. A step with learning rate 0 counts, so that the version
-    equals the trainer's step through a warm-up. Two optimizers on one model raise the version twice per round.
+    Steps that do not count: a step of a torch optimizer without gradients, which changes nothing; a step skipped by
+    `GradScaler`, even inside a fused optimizer (`found_inf`; reading it synchronises with the device). A step that raises
+    does not count either (call `manager.weights_updated()` if it may have changed weights), nor does the empty step with
+    which `torch.distributed.checkpoint` initialises optimizer state. A step with learning rate 0 counts, so the version
+    equals the trainer's step during a warm-up. Two optimizers on one model raise the version twice per round.
 
     Args:
         optimizer: optimizer, wrapper or DeepSpeed engine whose steps count.

@@ -29,25 +29,25 @@ class AdaptedRollout(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """Module that samples, with its adapters."""
+        """Module that samples, including its adapters."""
 
     def adapter_switch(self, what: str | None) -> AbstractContextManager[None]:
-        """Context in which the active adapters may be changed; its end is a barrier of all ranks, named `what`."""
+        """Context in which the active adapters may be changed; its exit is a barrier of all ranks, named `what`."""
 
 
 @contextmanager
 def adapter(rollout: AdaptedRollout, name: str | None) -> Iterator[None]:
     """Context in which the adapter `name` is active, in the trainer's forward and in `manager.generate`.
 
-    Requires adapters inside the model's layers (LoRA, DoRA, IA3, `modules_to_save` and the like), none of them merged.
-    Sets the active adapter and the disabled flag of every adapted layer and restores both at the end, also on an
-    exception. No parameter and no `requires_grad` flag changes. Contexts may be nested.
+    Requires adapters inside the model's layers (LoRA, DoRA, IA3, `modules_to_save` and the like), none of them merged. Sets
+    the active adapter and the disabled flag of every adapted layer and restores both on exit, even after an exception. No
+    parameter and no `requires_grad` flag changes. Contexts may be nested.
 
     Requests in flight belong to the adapter under which they were accepted: they wait during the block and continue
-    afterwards in their order. When something is generated inside the block, running requests lose their KV cache; what
-    remains of it in the prefix cache is not computed again. So generate whole batches inside the block (`generate`
-    without `min_groups`): a call that waits for requests from outside raises `EngineStateError`. Requests left in flight
-    inside the block wait until the same adapter is active again.
+    afterwards in their order. When something is generated inside the block, running requests lose their KV cache, except for
+    blocks in the prefix cache. So generate whole batches inside the block (`generate` without `min_groups`): a call that
+    waits for requests from outside raises `EngineStateError`. Requests left in flight inside the block wait until the same
+    adapter is active again.
 
     On several ranks every rank must enter and leave the block, as with `manager.pause()`; a rank that leaves it by an
     exception skips the barrier.
@@ -79,7 +79,7 @@ def adapter(rollout: AdaptedRollout, name: str | None) -> Iterator[None]:
 
 
 _FLAGS = ("_active_adapter", "_disable_adapters", "active_adapter", "_adapters_disabled")
-"""Attributes that hold the active adapter: the first two of layers, the others of PEFT's models."""
+"""Attributes that hold the active adapter: two of layers, two of PEFT's models."""
 _ABSENT = object()
 """Marks an attribute that is a class default, which must not become an instance attribute."""
 

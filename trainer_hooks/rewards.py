@@ -1,11 +1,11 @@
-"""Rewards in other processes, with a timeout per call: of `generate_scored`, beside the steps of the engine, and of TRL.
+"""Rewards in other processes, with a timeout per call: for `generate_scored`, in parallel to the engine's steps, and for
+TRL.
 
     with RewardPool(reward, processes=4, timeout_s=10.0) as pool:
         manager.generate_scored(tasks, pool, params, groups=32)
         GRPOTrainer(model, pool, ...)
 
-A thread for each process hands it one call at a time. A call that takes too long ends its process, whatever it is doing, and
-a new one takes its place.
+A thread per process sends it one call at a time. If a call takes too long, its process is killed and replaced.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rollout import ConfigError
 
 Rewards = list[float]
 NOT_PASSED = frozenset({"trainer_state", "log_extra", "log_metric", "environments"})
-"""Arguments of TRL's that belong to the trainer's process."""
+"""TRL arguments that belong to the trainer's process."""
 
 
 class RewardPool:
-    """A reward function that is computed by other processes.
+    """A reward function that runs in other processes.
 
     Args:
-        reward: of `generate_scored` (samples of a group → numbers) or of TRL (columns of rows → numbers). It and what it is
-            called with are pickled, so it is a function of a module.
+        reward: of `generate_scored` (samples of a group → numbers) or of TRL (columns of rows → numbers). It and its
+            arguments are pickled, so it must be a function of a module.
         processes: calls at the same time.
         timeout_s: seconds that one call may take.
         on_timeout: reward of every sample of a call that took longer. None: raise `TimeoutError`.
@@ -51,7 +51,7 @@ class RewardPool:
             raise ConfigError(f"processes={processes!r}: must be an integer of at least 1")
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: must be above 0")
-        # inspect.signature looks here.
+        # inspect.signature reads this attribute.
         self.__wrapped__ = reward
         self.__name__ = getattr(reward, "__name__", type(reward).__name__)
         self._timeout_s, self._on_timeout = timeout_s, on_timeout
@@ -62,11 +62,11 @@ class RewardPool:
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="rewards")
 
     def submit(self, samples: Sequence[Any]) -> Future[Rewards]:
-        """Begin the rewards of a group; the future raises what the function raised, or `TimeoutError`."""
+        """Start computing the rewards of a group; the future raises the function's exception, or `TimeoutError`."""
         return self._threads.submit(self._call, len(samples), (list(samples),), {})
 
     def __call__(self, *, completions: Sequence[Any], **columns: Any) -> Rewards:
-        """Rewards of rows, as TRL asks for them. Rows of one prompt are one call."""
+        """Rewards of rows, for TRL. Rows of one prompt are one call."""
         rows = {name: value for name, value in columns.items() if name not in NOT_PASSED} | {"completions": completions}
         prompts = columns.get("prompts", completions)
         futures = []
@@ -77,7 +77,7 @@ class RewardPool:
         return [reward for future in futures for reward in future.result()]
 
     def close(self) -> None:
-        """End the processes. Idempotent."""
+        """Stop the processes. Idempotent."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         for _ in range(self._free.qsize()):
             self._free.get().end()
@@ -103,7 +103,7 @@ class RewardPool:
 
 
 class _Worker:
-    """A process that computes rewards; it begins with the first call."""
+    """A process that computes rewards; it starts with the first call."""
 
     def __init__(self, reward: Callable[..., Sequence[float]]) -> None:
         self._reward = reward
@@ -118,11 +118,11 @@ class _Worker:
             self._process = context.Process(target=_serve, args=(theirs, self._reward), daemon=True)
             self._process.start()
             theirs.close()
-            # Imports are not the function's time.
+            # The time of imports does not count.
             self._pipe.recv()
         try:
             self._pipe.send((args, columns))
-            # They have arrived, with the imports of their types.
+            # The arguments have arrived, and the modules of their types are imported.
             self._pipe.recv()
             if not self._pipe.poll(timeout_s):
                 raise TimeoutError(f"{self._reward!r} took longer than timeout_s={timeout_s}; its process was ended")
@@ -146,7 +146,7 @@ class _Worker:
 
 
 def _serve(pipe: Any, reward: Callable[..., Sequence[float]]) -> None:
-    """Answer calls in a process of its own."""
+    """Answer calls in a separate process."""
     pipe.send(None)
     while True:
         try:

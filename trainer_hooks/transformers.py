@@ -36,10 +36,10 @@ STATE_FILE = "trainer_state.json"
 class RolloutCallback(TrainerCallback):  # type: ignore[misc]
     """Trainer callback of a rollout: `trainer.add_callback(RolloutCallback(manager))`, or in the Trainer's `callbacks`.
 
-    Requires: `rollout` was constructed with the very model object given to the Trainer, after the Trainer's constructor
-    has moved it to the device. The Trainer creates its optimizer when training begins, so nothing is attached before. If
-    the Trainer shards the model by FSDP2, `rollout` must be a RolloutManager, which adapts at its next `generate`; other
-    ways of sharding are refused there.
+    Requires: `rollout` was constructed with the very model object given to the Trainer, after the Trainer's constructor has
+        moved it to the device. The Trainer creates its optimizer when training begins, so nothing is attached before. If the
+        Trainer shards the model by FSDP2, `rollout` must be a RolloutManager, which adapts at its next `generate`; other
+        ways of sharding raise there.
 
     Changes: adds the hooks of `trainer_hooks.optimizer` to the Trainer's torch optimizer during training. The policy
     version counts optimizer steps: one per accumulated batch, none for a step skipped by a GradScaler (`global_step`

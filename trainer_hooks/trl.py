@@ -290,9 +290,9 @@ def attach(
 ) -> TrlAttachment | TrlGenerateAttachment:
     """Make `trainer` generate with `rollout`; correct a GRPOTrainer's loss by the rollout's log-probs.
 
-    For trainers that call `model.generate` (RLOO, OnlineDPO, GKD, Distillation, SDPO, SDFT, A2PO, GOLD), that call
-    runs on the engine (`trainer_hooks.generate`), the optimizer is followed, and logs and checkpoints include the rollout.
-    Old log-probs of RLOO and SDPO are the rollout's where that is exact: in float32, without autocast. The rest is about
+    For trainers that call `model.generate` (RLOO, OnlineDPO, GKD, Distillation, SDPO, SDFT, A2PO, GOLD), that call runs on
+    the engine (`trainer_hooks.generate`), the optimizer is followed, and logs and checkpoints include the rollout. Old
+    log-probs of RLOO and SDPO are the rollout's if that is exact: in float32, without autocast. The following is about
     GRPOTrainer.
 
     Requires: a GRPOTrainer of TRL 1.16 with `use_vllm=False`, and a rollout of its model: `RolloutManager(trainer.model,
@@ -307,9 +307,9 @@ def attach(
     `_calculate_rewards` are replaced too.
 
     Sampling follows `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `max_completion_length` and
-    `generation_kwargs` of GRPOConfig. Where `top_k`, `top_p` or `min_p` truncate it, log-probs are of what was drawn from,
-    the rollout's and the trainer's (`replay`). If something else makes the sampling distribution differ from the trained
-    one, a warning is issued, and log-probs are those of the trained one (see `sampling_params`). `loss_type="vespo"` is
+    `generation_kwargs` of GRPOConfig. If `top_k`, `top_p` or `min_p` truncate it, the log-probs of rollout and trainer are
+    of the truncated distribution (`replay`). If something else makes the sampling distribution differ from the trained one,
+    a warning is issued, and log-probs are of the trained distribution (see `sampling_params`). `loss_type="vespo"` is
     corrected per token, with a warning if GRPOConfig requests another mode. Random streams derive from
     `InferenceConfig.seed`. Completions end with the trainer's `eos_token_ids`.
 
@@ -330,15 +330,15 @@ def attach(
         tree: whether the trainer's log-probs (of the loss, the old and the reference policy) are computed over prefix trees
             (`trainer_hooks.tree`): a prompt once for all of its samples in a micro-batch. TRL shuffles samples before it
             splits them, so the gain is full when a micro-batch holds the whole generation batch.
-        replay: whether log-probs (of the loss, the old and the reference policy) are those of the distribution that `top_k`,
-            `top_p`, `min_p` and penalties left to draw from. The tokens kept come with every completion, and the logits of a
-            micro-batch are held whole; entropies stay those of the whole vocabulary. None: where one of the first three
-            truncates, except with tools, a load-balancing loss or a Liger loss, of which a warning tells. Expert routes are
-            replayed in the same log-probs where the rollout records them (`InferenceConfig.record_routes`).
+        replay: whether log-probs (of the loss, the old and the reference policy) are of the distribution after `top_k`,
+            `top_p`, `min_p` and penalties. Every completion then carries its kept tokens, and all logits of a micro-batch
+            are in memory; entropies are over the whole vocabulary. None: if one of the first three truncates, except (with a
+            warning) with tools, a load-balancing loss or a Liger loss. Expert routes are replayed in the same log-probs if
+            the rollout records them (`InferenceConfig.record_routes`).
         keep: whether a group of completions is worth training on (`rollout.rewards_differ`); others are replaced by other
-            prompts of the training set until the batch is full, as in DAPO. At most four times a batch is discarded, then
-            every group counts. TRL's metrics are of all that was sampled. None: every group counts.
-        fallback: of trainers other than GRPOTrainer, see `trainer_hooks.generate.attach`.
+            prompts of the training set until the batch is full, as in DAPO. At most four times the batch is discarded, then
+            every group counts. TRL's metrics cover all samples. None: every group counts.
+        fallback: for trainers other than GRPOTrainer, see `trainer_hooks.generate.attach`.
 
     Returns:
         The attachment; `detach()` restores the trainer's original state.
@@ -346,9 +346,9 @@ def attach(
     Raises:
         TypeError: `trainer` lacks attributes of TRL 1.16's GRPOTrainer, or is not a trainer; or a reward function does not
             take what TRL passes.
-        ConfigError: `mode`, `on_error` or an option of GRPOConfig is unknown or unsupported; or an option is of GRPOTrainer
-            alone, and the trainer is another.
-        UnsupportedModelError: `tree`, and a layer needs more than causal attention, also in a sliding window.
+        ConfigError: `mode`, `on_error` or an option of GRPOConfig is unknown or unsupported; or an option is only for
+            GRPOTrainer, and the trainer is another.
+        UnsupportedModelError: `tree`, and a layer needs more than causal attention (with or without a sliding window).
         KeyError: `log` contains an unknown metric.
         ValueError: the trainer trains another model; already generates with vLLM, continuous batching or a
             `rollout_func`; or has tools with `on_error="mask"`. Nothing is attached then.
@@ -397,16 +397,16 @@ def rollout_func(
 ) -> Callable[[list[Any], Any], dict[str, Any]]:
     """Return a `rollout_func` for GRPOTrainer that generates with `rollout`.
 
-    Same requirements and effects as `attach`, from the trainer's first generation on, except that TRL uses the log-probs
-    of a `rollout_func` only for `off_policy_mask_threshold` and does not correct the loss. Tools are refused, because TRL
-    would generate their later turns itself.
+    Same requirements and effects as `attach`, from the trainer's first generation on, except that TRL uses the log-probs of
+    a `rollout_func` only for `off_policy_mask_threshold` and does not correct the loss. Tools raise, because TRL would
+    generate their later turns itself.
 
     Args:
         rollout: rollout that samples with the very module given to the trainer.
         mode, on_error, log, checkpoint: see `attach`.
 
     Returns:
-        The function for GRPOTrainer. It raises what `attach` raises, and `ValueError` for prompts with images.
+        The function for GRPOTrainer. It raises as `attach` does, and `ValueError` for prompts with images.
     """
     tied: list[TrlAttachment] = []
 

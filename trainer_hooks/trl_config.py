@@ -41,11 +41,11 @@ def sampling_params(trainer: Any, *, replay: bool = False) -> SamplingParams:
     `generation_kwargs` may use the names of `SamplingParams` and transformers' `do_sample`, `max_new_tokens`,
     `min_new_tokens` and `stop_strings`.
 
-    Log-probs are those of the trainer's distribution, softmax(logits / temperature), also if sampling is restricted
-    (`top_k`) or reweighted (`repetition_penalty`). Importance weights then differ from 1 only by the numerical difference
-    of the two forwards, which TRL's correction is meant for. With log-probs of the restricted distribution, the weights
-    would multiply the probability mass cut off at every token: over a completion they vanish, and nothing is learnt. With
-    `replay` the trainer computes those of the restricted distribution too, and both are.
+    Log-probs are of the trainer's distribution, softmax(logits / temperature), even if sampling is restricted (`top_k`) or
+    reweighted (`repetition_penalty`). Importance weights then differ from 1 only by the numerical difference of the two
+    forwards, for which TRL's correction is meant. With log-probs of the restricted distribution, the weights would multiply
+    the probability mass cut off at every token: over a completion they vanish, and nothing is learnt. With `replay`, rollout
+    and trainer both use the restricted distribution.
 
     Raises:
         ConfigError: an option is unsupported, or a value is out of range.
@@ -54,7 +54,8 @@ def sampling_params(trainer: Any, *, replay: bool = False) -> SamplingParams:
     if replay:
         return params.replace(return_kept_tokens=True)
     if banned := placeholders(trainer):
-        # As TRL's own generation does. The trained distribution keeps them, with a probability that the log-probs include.
+        # As TRL's own generation does. The trained distribution keeps these tokens, with a probability that the log-probs
+        # include.
         params = params.replace(logit_bias=dict.fromkeys(banned, -100.0) | (params.logit_bias or {}))
     return params.replace(logprobs_mode="tempered") if banned or params.shaping() else params
 
@@ -77,7 +78,7 @@ def _asked(trainer: Any) -> SamplingParams:
                 f"do_sample, {', '.join(sorted({*_RENAMED, *_CHOICES}))})"
             )
         asked[known] = value
-    # The trainer's end-of-sequence ids instead of the engine's: TRL uses them to decide whether a completion was cut off.
+    # The trainer's end-of-sequence ids instead of the engine's, because TRL uses them to detect truncated completions.
     stop = (*trainer.eos_token_ids, *(asked.pop("stop_token_ids", None) or ()))
     return SamplingParams(**asked, stop_token_ids=stop, ignore_eos=True, logprobs=0)
 
@@ -104,7 +105,7 @@ def warn_of_shaping(trainer: Any, stacklevel: int, why_not_replayed: str = "") -
 
 
 def check_rewards(trainer: Any) -> None:
-    """Check that reward functions take what TRL passes, before anything is sampled for them.
+    """Check that reward functions accept TRL's arguments, before anything is sampled.
 
     Raises:
         TypeError: names the function and its signature.
@@ -199,7 +200,7 @@ def check_choices(
 def correction_mode(trainer: Any, stacklevel: int) -> str:
     """Return GRPOConfig's `vllm_importance_sampling_mode`, or with a warning a token-level one if the loss requires it."""
     asked = str(trainer.vllm_importance_sampling_mode)
-    # GRPOTrainer itself refuses this, but only if constructed with vLLM; GRPOConfig's default is one of these modes.
+    # GRPOTrainer itself rejects this, but only if constructed with vLLM; GRPOConfig's default is one of these modes.
     if trainer.loss_type != "vespo" or not trainer.vllm_importance_sampling_correction or asked in _BY_TOKEN:
         return asked
     warnings.warn(

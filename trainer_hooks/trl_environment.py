@@ -1,4 +1,4 @@
-"""TRL's `environment_factory`: its environments play as episodes, slow tools beside other episodes' sampling.
+"""TRL's `environment_factory`: its environments run as episodes, slow tools in parallel to the sampling of other episodes.
 
 play = environment_play(WeatherEnvironment, tokenizer)  # a class with reset(**row), tools as methods, and get_reward()
 batch = manager.run(rows_of_the_dataset, play, SamplingParams(max_tokens=256), n=8)
@@ -30,9 +30,9 @@ def environment_play(factory: Callable[[], Any], tokenizer: Any, max_turns: int 
     """A coroutine function for `RolloutManager.run` that plays an environment of TRL's `environment_factory` (TRL 1.16).
 
     Tasks are rows of the dataset, passed to `reset(**row)`, whose text is appended to the last message of `prompt`; or
-    prompts. Calls of public methods are read in the format of the tokenizer's chat template; a method that raises, or is not
-    there, is answered with the error. The reward is `get_reward()`, 0 without one. Methods that are no coroutines run on
-    threads. The episode ends with the first reply without a call, where the next prompt would not fit, or after `max_turns`.
+    prompts. Calls of public methods are read in the format of the tokenizer's chat template; if a method raises or does not
+    exist, the answer is the error. The reward is `get_reward()`, 0 without one. Methods that are not coroutines run on
+    threads. The episode ends with the first reply without a call, when the next prompt would not fit, or after `max_turns`.
     """
     conversation = Conversation(tokenizer)
 
@@ -77,7 +77,7 @@ async def _result(tools: Mapping[str, Callable[..., Any]], call: Mapping[str, An
 def _reply(
     conversation: Conversation, schemas: list[Any], prompt: RenderedPrompt, token_ids: list[int], tokenizer: Any
 ) -> dict[str, Any]:
-    """The assistant message of a completion, with the ids by which the next prompt goes on from it token for token."""
+    """The assistant message of a completion, with the ids from which the next prompt continues it token for token."""
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
     make = conversation.parser_for(schemas, None)
     parser = None if make is None else make()

@@ -25,7 +25,7 @@ def episode_rollout_func(
 ) -> Callable[[list[Any], Any], dict[str, Any]]:
     """A `rollout_func` for `GRPOTrainer`, whose tasks are the dataset's prompts.
 
-    An episode that failed comes with `episode_rewards` None and nothing to train on.
+    A failed episode has `episode_rewards` None and no tokens to train on.
 
     Args:
         environment, sampling_params, options: of `RolloutManager.run`.
@@ -60,5 +60,5 @@ def episode_rollout_func(
 
 
 def episode_reward(*, episode_rewards: list[float | None], **_: Any) -> list[float | None]:
-    """Reward function for `GRPOTrainer`: what the environments gave."""
+    """Reward function for `GRPOTrainer`: the environments' rewards."""
     return episode_rewards

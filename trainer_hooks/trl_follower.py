@@ -18,7 +18,7 @@ Log = bool | Collection[str]
 
 
 class Follower(RolloutCallback):
-    """`RolloutCallback` that is called before the reporters and resumes also without a state file of the rollout."""
+    """`RolloutCallback` that is called before the reporters and also resumes without a state file of the rollout."""
 
     def __init__(self, rollout: RolloutManager, mode: Mode, log: Log, checkpoint: bool) -> None:
         super().__init__(rollout, mode=mode, log=log, checkpoint=checkpoint)

@@ -1,6 +1,6 @@
 """Integration with TRL's trainers that call `model.generate`: RLOO, OnlineDPO, GKD, Distillation, SDPO, SDFT, A2PO, GOLD.
 
-`trainer_hooks.trl.attach` calls this module for every trainer but GRPOTrainer. `model.generate` runs on the engine, the
+`trainer_hooks.trl.attach` calls this module for every trainer except GRPOTrainer. `model.generate` runs on the engine, the
 policy version follows the optimizer, and logs and checkpoints include the rollout. RLOO and SDPO compute log-probs of the
 completions a second time before they train; in float32 they get the rollout's instead.
 """
@@ -28,7 +28,7 @@ class TrlGenerateAttachment:
     Attributes:
         trainer: the trainer.
         rollout: the rollout that samples.
-        hook: counts what was served, and what ran transformers' own loop.
+        hook: counts calls on the engine, and calls of transformers' own loop.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class TrlGenerateAttachment:
         return computed
 
     def _sampled(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> Tensor | None:
-        """Log-probs [N, width] of the last batch, once; None: they are not those that the trainer would compute.
-
-        They are if the batch was sampled under these weights, in float32 without autocast, at the trainer's temperature, and
-        holds the same tokens.
+        """Log-probs [N, width] of the last batch, once; None: the trainer would compute others.
+        It would compute the same if
+        the batch was sampled under these weights, in float32 without autocast, at the trainer's temperature, and
+                holds the same tokens.
         """
         last, self.hook.last = self.hook.last, None
         parameters = self.rollout.model.parameters()
@@ -118,7 +118,7 @@ class TrlGenerateAttachment:
         for row, (ids, real) in enumerate(zip(input_ids.cpu(), attention_mask.cpu().bool(), strict=True)):
             completion = last.completions[row]
             same = ids[:split][real[:split]].tolist() == last.prompts[row]
-            # TRL may mask a completion that was cut off: its tokens are there all the same.
+            # TRL may mask a completion that was cut off, but its tokens are still there.
             if not same or ids[split : split + len(completion)].tolist() != completion:
                 return None
             found[row, : len(completion)] = torch.tensor(last.logprobs[row])
@@ -128,10 +128,10 @@ class TrlGenerateAttachment:
 def attach_trainer(
     trainer: Any, rollout: RolloutManager, mode: Mode, log: Log, checkpoint: bool, fallback: Fallback, **others: Any
 ) -> TrlGenerateAttachment:
-    """Let a trainer that is no GRPOTrainer generate with `rollout`. See `trainer_hooks.trl.attach`.
+    """Let a trainer other than GRPOTrainer generate with `rollout`. See `trainer_hooks.trl.attach`.
 
     Args:
-        others: option → value, of those that only a GRPOTrainer takes.
+        others: option → value, of options only for GRPOTrainer.
 
     Raises:
         TypeError: `trainer` is not a Trainer.

@@ -1,7 +1,7 @@
-"""Images of a GRPOTrainer's prompts, as the rollout takes them.
+"""Images of a GRPOTrainer's prompts, in the form that the rollout needs.
 
-TRL hands over token ids with every placeholder in place, and the images. The trainer's image processor makes the model's
-tensors of them, once for adjacent rows that are equal.
+TRL passes token ids with all placeholders, and the images. The trainer's image processor turns these into the model's
+tensors, once for equal adjacent rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout.requests.images import ImageInputs
 Prompt = list[int] | dict[str, Any]
 
 _TENSORS = ("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes", "pixel_attention_mask")
-"""Tensors of images that TRL passes to a forward: of patches, of images, or (beside the last) of rows."""
+"""Tensors of images that TRL passes to a forward: of patches, of images, or (except the last) of rows."""
 
 
 def is_vision(trainer: Any) -> bool:
@@ -29,8 +29,8 @@ def is_vision(trainer: Any) -> bool:
 
 
 def placeholders(trainer: Any) -> list[int]:
-    """Token ids that stand for images and videos, which a completion must not have: the trainer's forward would look for
-    what belongs to them.
+    """Token ids of image and video placeholders, which a completion must not have, because the trainer's forward would look
+    for their images.
     """
     if not is_vision(trainer):
         return []
@@ -41,17 +41,17 @@ def placeholders(trainer: Any) -> list[int]:
 def prompt_groups(
     trainer: Any, prompts: Sequence[list[int]], images: Sequence[Sequence[Any] | None] | None
 ) -> list[tuple[Prompt, int]]:
-    """Adjacent rows with equal tokens and equal images as one prompt each, and how many they are.
+    """Adjacent rows with equal tokens and equal images as one prompt each, and their number.
 
     Args:
         prompts: token ids.
         images: of each prompt (of Pillow, or arrays); None: no prompt has any.
 
     Returns:
-        Token ids; with images the image processor's tensors beside, as for `RolloutManager.generate`.
+        Token ids; with images also the image processor's tensors, as for `RolloutManager.generate`.
 
     Raises:
-        ValueError: there are images, and the trainer has a tokenizer alone.
+        ValueError: there are images, and the trainer has only a tokenizer.
     """
     shown: Sequence[Sequence[Any] | None] = [None] * len(prompts) if images is None else images
     rows = [
@@ -71,14 +71,14 @@ def prompt_groups(
 
 
 def images_of_rows(count: int, given: Mapping[str, Any]) -> list[ImageInputs | None]:
-    """Images of each row of a forward, of what TRL passes for all of them; None: the row has none.
+    """Images of each row of a forward, from TRL's arguments for all rows; None: the row has none.
 
     Args:
         count: rows.
-        given: arguments of TRL's log-prob pass beside tokens and mask.
+        given: arguments of TRL's log-prob pass besides tokens and mask.
 
     Raises:
-        ValueError: one is not followed; names it.
+        ValueError: one is not supported; names it.
     """
     found = {
         name: value for name, value in given.items()
@@ -103,7 +103,7 @@ def images_of_rows(count: int, given: Mapping[str, Any]) -> list[ImageInputs | N
 
 def _processed(trainer: Any, prompt: list[int], images: list[Any]) -> dict[str, Any]:
     made = trainer.processing_class.image_processor(images=images, return_tensors="pt")
-    # Some of what a processor returns is for expanding placeholders, which has been done.
+    # Some results of a processor are for expanding placeholders, which has been done.
     taken = inspect.signature(type(trainer.accelerator.unwrap_model(trainer.model)).forward).parameters
     return {"input_ids": prompt} | {name: value for name, value in made.items() if name in taken}
 

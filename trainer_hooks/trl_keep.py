@@ -1,8 +1,8 @@
 """Dynamic sampling of DAPO in a GRPOTrainer: a generation batch is filled with groups that are worth training on.
 
-TRL generates and scores a batch as it does; groups that `keep` rejects are replaced by the same number of other prompts of
-the training set, which TRL generates and scores in turn, until the batch is full. So rewards, advantages and log-probs stay
-TRL's, and its metrics are of everything that was sampled.
+TRL generates and scores a batch as usual. Groups that `keep` rejects are replaced by the same number of other prompts of the
+training set, which TRL generates and scores in turn, until the batch is full. So rewards, advantages and log-probs are
+TRL's, and its metrics cover all samples.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rollout.manager.rounds import MOST_DISCARDED
 
 @dataclass(frozen=True)
 class ScoredCompletion:
-    """A completion with its reward, as `keep` judges it.
+    """A completion with its reward, for `keep`.
 
     Attributes:
         reward: weighted sum of the reward functions; None: no function has scored it.
-        error: why it has no reward.
+        error: reason for a missing reward.
     """
 
     reward: float | None
@@ -39,10 +39,10 @@ Keep = Callable[[Sequence[ScoredCompletion]], bool]
 
 
 class FullBatches:
-    """Stands for `_generate_and_score_completions` of a GRPOTrainer, with groups that `keep` accepts.
+    """Replaces `_generate_and_score_completions` of a GRPOTrainer, with groups that `keep` accepts.
 
-    After `MOST_DISCARDED` times the batch was discarded, groups count as they come. Prompts are drawn of torch's CPU
-    generator, which the trainer's checkpoint contains.
+    After `MOST_DISCARDED` times the batch was discarded, every group counts. Prompts are drawn from torch's CPU generator,
+    which the trainer's checkpoint contains.
 
     Args:
         trainer: the GRPOTrainer.
@@ -61,7 +61,7 @@ class FullBatches:
         self._rewards: Tensor | None = None
 
     def rewards(self, calculate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wrap `_calculate_rewards`, to see what it returns."""
+        """Wrap `_calculate_rewards`, to read its result."""
 
         def calculated(*args: Any, **kwargs: Any) -> Tensor:
             self._rewards = calculate(*args, **kwargs)
@@ -81,13 +81,13 @@ class FullBatches:
             groups = list(self._groups(len(inputs), size))
             good = [number for number, group in enumerate(groups) if self._keep(group)]
             bad = [number for number in range(len(groups)) if number not in good]
-            # What may not be discarded any more is kept as it is.
+            # Groups that may no longer be discarded are kept.
             chosen = sorted([*good, *bad[max(0, allowed) :]])[: wanted - kept]
             self.discarded += len(bad[: max(0, allowed)])
             allowed -= len(bad)
             parts.append(_rows(scored, [row for each in chosen for row in range(each * size, (each + 1) * size)]))
             kept += len(chosen)
-            # Scoring is collective: all ranks draw as many prompts as the one that lacks most.
+            # Scoring is collective, so all ranks draw as many prompts as the rank that lacks most.
             missing = int(trainer.accelerator.gather(torch.tensor([wanted - kept], device=self._device)).max())
             if not missing:
                 return self._joined(parts)
@@ -109,7 +109,7 @@ class FullBatches:
             yield each[start : start + size]
 
     def _drawn(self, count: int) -> list[dict[str, Any]]:
-        """Examples of the training set, others on every rank."""
+        """Examples of the training set, different on every rank."""
         accelerator, data = self._trainer.accelerator, self._trainer.train_dataset
         numbers = torch.randint(len(data), (count * accelerator.num_processes,)).tolist()
         first = accelerator.process_index * count
@@ -161,7 +161,7 @@ def check_keep(trainer: Any) -> None:
 
 
 def _rows(scored: dict[str, Any], rows: list[int]) -> dict[str, Any]:
-    """Rows of what TRL keeps of a generation."""
+    """Rows of TRL's data of a generation."""
     index = torch.tensor(rows, dtype=torch.long)
     return {
         name: value[index.to(value.device)] if isinstance(value, Tensor) and value.dim()
@@ -171,7 +171,7 @@ def _rows(scored: dict[str, Any], rows: list[int]) -> dict[str, Any]:
 
 
 def _padded(values: list[Tensor], *, left: bool, value: int) -> Tensor:
-    """Rows below each other, with columns filled up on one side."""
+    """Rows below each other, with columns padded on one side."""
     if values[0].dim() == 1:
         return torch.cat(values)
     width = max(each.shape[1] for each in values)

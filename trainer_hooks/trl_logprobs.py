@@ -1,9 +1,9 @@
-"""Log-prob pass of a GRPOTrainer, where `trainer_hooks.trl.attach` replaces it: over prefix trees, or over kept tokens.
+"""Log-prob pass of a GRPOTrainer, if `trainer_hooks.trl.attach` replaces it: over prefix trees, or over kept tokens.
 
 TRL computes log-probs and entropies in one method, for the loss and, without gradient, for the old and the reference policy:
-of the whole vocabulary, over padded rows. Over prefix trees, prompts that stand in several rows are computed once, their
-images too. Over kept tokens, log-probs are of the distribution sampled from, so that top_k, top_p, min_p and penalties leave
-the ratio at 1.
+of the whole vocabulary, over padded rows. Over prefix trees, prompts of several rows, including their images, are computed
+once. Over kept tokens, log-probs are of the distribution sampled from, so that top_k, top_p, min_p and penalties leave the
+ratio at 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer_hooks.trl_rows import GeneratedRows
 
 
 def check_tree(trainer: Any) -> None:
-    """Refuse options of GRPOConfig that the log-prob pass over trees does not follow.
+    """Raise for options of GRPOConfig that the log-prob pass over trees does not support.
 
     Raises:
         ConfigError: names the option.
@@ -57,14 +57,14 @@ def attach_trees(trainer: Any, model: nn.Module) -> AbstractContextManager[Any]:
 
 
 class LogprobPass:
-    """Stands for a trainer's `_get_per_token_logps_and_entropies`.
+    """Replaces a trainer's `_get_per_token_logps_and_entropies`.
 
     Args:
         trainer: the GRPOTrainer.
-        rows: what a generation knows of the rows.
+        rows: data of the generation's rows.
         kept: sampling parameters of completions whose kept tokens are replayed; None: log-probs of the whole vocabulary.
         trees: compute logits over prefix trees, for which tree attention is attached.
-        layout: how the model finds images among its tokens; None: it takes none.
+        layout: how the model finds images among its tokens; None: no images.
     """
 
     def __init__(
@@ -92,17 +92,17 @@ class LogprobPass:
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
-        """Log-probs of the last `logits_to_keep` columns, the model's entropies if asked for, no load-balancing loss.
+        """Log-probs of the last `logits_to_keep` columns, the model's entropies if requested, no load-balancing loss.
 
         Raises:
-            ValueError: an input is not of those that the pass follows: images over prefix trees; names it.
+            ValueError: an input is not supported, such as images over prefix trees; names it.
         """
         images = images_of_rows(len(input_ids), others)
         if any(images) and (not self._trees or self._layout is None):
             raise ValueError(
                 "images: log-probs over kept tokens, or of this model over prefix trees, are of text alone"
             )
-        # Without gradient TRL bounds memory by `batch_size`. Prompts are shared within as many rows.
+        # Without gradient TRL bounds memory by `batch_size`. Prompts are shared within the same number of rows.
         size = batch_size or len(input_ids)
         found = []
         for rows in (slice(start, start + size) for start in range(0, len(input_ids), size)):
@@ -124,7 +124,7 @@ class LogprobPass:
     def _padded(
         self, model: Any, input_ids: Tensor, real: Tensor, wanted: Tensor, rows: slice, _images: list[Any]
     ) -> tuple[Part, AbstractContextManager[None]]:
-        """Rows side by side, and a block that replays their routes."""
+        """Padded rows, and a context manager that replays their routes."""
         inputs = {"input_ids": input_ids, "attention_mask": real.to(torch.int64), "use_cache": False}
         before = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape) - 1
         return Part(inputs, input_ids.masked_fill(~real, -1), wanted, before), self._rows.routed(
@@ -140,7 +140,7 @@ class LogprobPass:
         rows: slice,
         images: list[ImageInputs | None],
     ) -> tuple[Part, AbstractContextManager[None]]:
-        """The same of the prefix tree of the rows, with the images of each."""
+        """The same for the prefix tree of the rows, with the images of each."""
         pack = partial(self._pictured, images=images) if any(images) else pack_tree
         packed = pack(input_ids, real, wanted, routed_experts=self._rows.routes(rows))
         return packed.part(input_ids.masked_fill(~real, -1)), self._rows.routed_tree(model, packed)
@@ -154,11 +154,11 @@ class LogprobPass:
         routed_experts: Tensor | None,
         images: list[ImageInputs | None],
     ) -> PackedTree:
-        """`pack_tree` of rows with images, whose places are counted from the first token of a row."""
+        """`pack_tree` of rows with images, whose places count from the first token of a row."""
         left = (~real).to(torch.uint8).argsort(dim=1, stable=True)
         ids, real, wanted = (each.gather(1, left) for each in (input_ids, real, wanted))
         tokens = ids.masked_fill(~real, -1).cpu().numpy()
-        # What was not sampled may have images too: what a tool has returned.
+        # Tokens that were not sampled may have images too, for example from a tool.
         found = BatchImages.of(self._layout, images, tokens, np.zeros(tokens.shape, np.bool_), ids.device)
         assert found is not None
         packed = found.tree(ids, real, wanted, torch.arange(len(ids), device=ids.device), routed_experts)
@@ -166,7 +166,7 @@ class LogprobPass:
         return replace(packed, nodes=packed.nodes.gather(1, back), wanted=packed.wanted.gather(1, back))
 
     def _sets(self, shape: torch.Size, prompt: int, rows: slice) -> tuple[dict[str, Any], KeptSets]:
-        """How logits are shaped, and the sets that the tokens after the prompt were drawn from."""
+        """The shaping of logits, and the sets that the tokens after the prompt were drawn from."""
         ids, counts = self._rows.kept(rows)
         sizes = counts.new_zeros(shape)
         width = min(shape[1] - prompt, counts.shape[1])

@@ -11,15 +11,15 @@ from trainer_hooks.trl_images import is_vision
 
 
 def replayed(trainer: Any, asked: bool | None, routes: bool) -> str | None:
-    """Whether kept tokens are replayed: None if they are, else why not ("" if there are none).
+    """Return None if kept tokens are replayed, else why not ("" if there are none).
 
     Args:
-        asked: `replay` of `attach`. None: wherever it is possible.
+        asked: `replay` of `attach`. None: if possible.
         routes: whether the engine records routes, which are replayed without kept tokens too.
 
     Raises:
-        ConfigError: replay is asked for, and kept tokens cannot be replayed, or there is nothing to replay; or routes are
-            recorded and cannot be, or must not be, replayed.
+        ConfigError: replay is requested, and kept tokens cannot be replayed or there are none; or routes are recorded and
+            cannot be, or must not be, replayed.
     """
     if routes:
         _check_routes(trainer, asked)
@@ -47,7 +47,7 @@ def _check_routes(trainer: Any, asked: bool | None) -> None:
 
 
 def _why_not(trainer: Any, params: SamplingParams) -> str | None:
-    """Options that the log-prob pass over kept tokens does not follow, with the cure; None: nothing."""
+    """Options that the log-prob pass over kept tokens does not support, with the cure; None: no such options."""
     if trainer.tools:
         return (
             "with tools: what they return was not sampled, and sets of earlier turns are not kept; train without tools"

@@ -1,6 +1,6 @@
 """Data of the rows of a generation in addition to TRL's own tensors: kept tokens and expert routes, for the log-prob pass.
 
-They travel with TRL's tensors, which it shuffles and splits. Routes are replayed in every forward of the pass, and after one
+They are part of TRL's tensors, which it shuffles and splits. Routes are replayed in every forward of the pass, and after one
 with gradient until the end of the training step, whose backward computes the routers again under checkpointing.
 """
 
@@ -25,7 +25,7 @@ _IDS, _COUNTS, _ROUTES = "rollout_kept_ids", "rollout_kept_counts", "rollout_rou
 
 @dataclass(frozen=True)
 class _RoutedRows:
-    """Rows of a forward, as `rollout.replay` takes them."""
+    """Rows of a forward, for `rollout.replay`."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -34,7 +34,7 @@ class _RoutedRows:
 
 
 class GeneratedRows:
-    """Kept tokens and routes of the rows of the forward that is to come.
+    """Kept tokens and routes of the rows of the next forward.
 
     Args:
         trainer: the GRPOTrainer.
@@ -52,7 +52,7 @@ class GeneratedRows:
     # --- from the generation to the forward ---------------------------------------------------------------------
 
     def take(self, batch: RolloutBatch, completions: list[list[int]], failed: list[bool]) -> None:
-        """Take the rows of a generation, for the scoring that follows; a failed row is a single token."""
+        """Store the rows of a generation, for the scoring that follows; a failed row is a single token."""
         self._now = {}
         if self._kept:
             sets = [
@@ -65,18 +65,19 @@ class GeneratedRows:
                 name: _padded([each[part] for each in sets], device) for part, name in enumerate((_IDS, _COUNTS))
             }
         if self._routes and batch.routed_experts is not None:
-            # On the host: the routers take those of a forward to their device. A column more for a failed row's token.
+            # On the host, because the routers copy the routes of a forward to their device. One more column for a failed
+            # row's token.
             routes = pad(batch.routed_experts.cpu(), (0, 0, 0, 0, 0, 1), value=-1)
             routes[torch.tensor(failed)] = -1
             self._now[_ROUTES] = routes
 
     def scored(self, outputs: dict[str, Any]) -> dict[str, Any]:
-        """Add the rows to what TRL keeps of a generation."""
+        """Add the rows to TRL's data of a generation."""
         now, self._now = self._now, {}
         return outputs | now
 
     def loss(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `_compute_loss`, so that the rows of its forward are known."""
+        """Wrap `_compute_loss` to record the rows of its forward."""
 
         def computed(model: Any, inputs: dict[str, Any]) -> Any:
             self._now = {name: inputs[name] for name in (_IDS, _COUNTS, _ROUTES) if name in inputs}
@@ -94,12 +95,12 @@ class GeneratedRows:
     # --- routes -------------------------------------------------------------------------------------------------
 
     def routes(self, rows: slice) -> Tensor | None:
-        """int16 [N, W, layers, k] of the tokens of each row from its first on; None: not replayed."""
+        """int16 [N, W, layers, k] of the tokens of each row, from the first on; None: not replayed."""
         return self._now[_ROUTES][rows] if _ROUTES in self._now else None
 
     @contextmanager
     def routed(self, model: Any, input_ids: Tensor, real: Tensor, rows: slice) -> Iterator[None]:
-        """A block in which the forward of these padded rows is replayed, if routes are."""
+        """Context manager in which the forward of these padded rows is replayed, if routes are."""
         routes = self.routes(rows)
         if routes is None:
             yield
@@ -110,7 +111,7 @@ class GeneratedRows:
 
     @contextmanager
     def routed_tree(self, model: Any, packed: PackedTree) -> Iterator[None]:
-        """A block in which the forward of a tree is replayed, if routes are."""
+        """Context manager in which the forward of a tree is replayed, if routes are."""
         if packed.routed_experts is None:
             yield
             return
@@ -118,7 +119,7 @@ class GeneratedRows:
             yield
 
     def pass_over_rows(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap TRL's own log-prob pass, so that routes are replayed in it."""
+        """Wrap TRL's own log-prob pass, so that it replays routes."""
 
         def computed(model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
             with self.routed(model, input_ids, attention_mask.bool(), slice(None)):
@@ -127,7 +128,7 @@ class GeneratedRows:
         return computed
 
     def training_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `training_step`, so that its backward is inside of the replay."""
+        """Wrap `training_step`, so that its backward is inside the replay."""
 
         def stepped(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as self._step:

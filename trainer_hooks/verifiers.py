@@ -1,4 +1,4 @@
-"""`Trace`s of verifiers 0.4 as an `EpisodeBatch`: what its environments sampled over HTTP becomes training data.
+"""`Trace`s of verifiers 0.4 as an `EpisodeBatch`: samples of its environments over HTTP become training data.
 
 traces = [trace for episode in episodes for trace in episode.traces]  # of environments that ask `rollout serve`
 batch = trace_batch(traces, policy_version=version, pad_token_id=tokenizer.pad_token_id, n=8)
@@ -27,12 +27,12 @@ def trace_batch(
     sampling_params: SamplingParams | None = None,
     **options: Any,
 ) -> EpisodeBatch:
-    """Rows of the branches of every trace; each sampled token is marked once, also where branches share it.
+    """Rows of the branches of every trace; each sampled token is marked once, even if branches share it.
 
     Args:
-        traces: of `verifiers.v1`, from its training client; the n of a task side by side.
+        traces: of `verifiers.v1`, from its training client; the n traces of a task next to each other.
         policy_version: of all sampled tokens; a trace records none. With several, the oldest.
-        sampling_params: what they were sampled with.
+        sampling_params: their sampling parameters.
         options: of `EpisodeBatch.from_episodes`.
 
     Raises:
@@ -53,7 +53,7 @@ def _error(trace: Any) -> str:
 
 
 def _turns(trace: Any, index: int, params: SamplingParams, version: int) -> Iterator[DynamicInferenceRequest]:
-    """Each sampled stretch of the message graph once, behind the tokens of its path from the root."""
+    """Each sampled part of the message graph once, after the tokens of its path from the root."""
     seen: set[int] = set()
     for branch in trace.branches:
         tokens: list[int] = []

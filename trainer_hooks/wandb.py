@@ -78,7 +78,7 @@ class WandbLogger:
 
         Raises:
             KeyError: a name under `rollout/` is not in the table of `rollout.observe.metric_table`.
-            ValueError: a name occurs twice, or is that of the axis.
+            ValueError: a name occurs twice, or is the axis's name.
         """
         point: dict[str, Any] = {STEP: step}
         for part in metrics:
@@ -210,7 +210,7 @@ def _numbers(values: Any) -> NDArray[np.float64]:
 
 
 def _mean_staleness(batch: RolloutBatch) -> NDArray[np.float64]:
-    # Over the completion instead of the response mask: samples masked out for staleness are of interest too.
+    # Over the completion instead of the response mask, because samples masked out for staleness are of interest too.
     position = np.arange(batch.input_ids.shape[1])
     start = _numbers(batch.prompt_lengths)[:, None]
     length = _numbers(batch.response_lengths)

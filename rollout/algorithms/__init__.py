@@ -9,9 +9,9 @@ Shapes: per-token values are [N, T], as in `RolloutBatch`; per-row values are [N
 `logprobs` are the trainer's and `rollout_logprobs` the sampler's, each of the token at the same index; Δ is the first minus
 the second, at the positions of `mask`.
 
-Always true: arguments are not changed; results are float32 (float64 from float64) for any input type; masked positions
-never count, not even a NaN there; an unmasked NaN stays NaN in weights and means, and no mask drops it, so that a missing
-log-prob is noticed. Results are constants to autograd unless `detach=False`.
+Always true: arguments are not changed; results are float32 (float64 from float64) for any input type. Masked positions never
+count, not even a NaN there. An unmasked NaN stays NaN in weights and means, and no mask drops it, so a missing log-prob is
+noticed. Results are constants to autograd unless `detach=False`.
 """
 
 from __future__ import annotations

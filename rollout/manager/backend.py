@@ -99,7 +99,7 @@ class Backend(Protocol):
 
         Raises:
             DeadlineError: some have not; names them.
-            EngineStateError: some have done something else, or are of another policy version; names them.
+            EngineStateError: some have made another call, or have another policy version; names them.
         """
         return
 

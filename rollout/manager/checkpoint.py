@@ -103,7 +103,7 @@ def _finish(
 
 
 def check_portable(name: str, value: Any) -> None:
-    """Refuse metadata that `save` could not write.
+    """Raise for metadata that `save` could not write.
 
     Raises:
         TypeError: msgpack does not take it.

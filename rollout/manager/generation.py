@@ -171,7 +171,7 @@ class Generation:
                 raise
 
     def begin_round(self) -> Callable[[], set[int] | None]:
-        """Begin a call that leaves groups in flight; the result tells which may not be left (None: not known yet)."""
+        """Begin a call that leaves groups in flight; its result returns the groups that must finish (None: unknown yet)."""
         self.pacer.begin_round(self._rounds.engine.policy_version)
         return lambda: self._rounds.too_old(self.pacer, self._rounds.groups)
 

@@ -111,8 +111,8 @@ class GroupJournal:
     """Writes finished groups and turns of episodes to a journal, and returns them again after a restart.
 
     Always true: a finished group is appended once, whole, or tried again with the next one, or it is in a checkpoint made
-    since; a failed group is not appended. After a restart each group is given out once: one that the checkpoint has in
-    flight is found by its id, prompt and parameters, one that was submitted later by what was submitted.
+    since; a failed group is not appended. After a restart each group is returned once: a group in flight at the checkpoint
+    is found by its id, prompt and parameters, a later one by its key.
 
     Weights later than the checkpoint are gone. A token that they sampled keeps its log-prob and gets the checkpoint's
     version, the last that both lines of updates have in common.

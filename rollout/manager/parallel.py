@@ -115,7 +115,7 @@ class FollowerBackend(LocalBackend):
 
 
 class GroupCalls:
-    """Begins the calls of a group on all of its members, or on none.
+    """Starts the calls of a group on all of its members, or on none.
 
     Args:
         world: the job's ranks.

@@ -84,7 +84,7 @@ class Goal(Protocol):
         """Number of groups to wait for, for the progress bar."""
 
     def ended(self) -> int:
-        """How many of them have ended."""
+        """Number of these groups that have finished."""
 
     def reached(self) -> bool:
         """Whether enough groups have finished; checked before every step."""

@@ -252,7 +252,7 @@ class EpisodeRuns:
 def _room(
     tasks: Iterable[Any], min_groups: int | None, max_groups: int | None, params: SamplingParams, n: int
 ) -> float:
-    """Most groups in play at once."""
+    """Maximum number of groups in play at once."""
     if params.n != 1:
         raise ConfigError(f"SamplingParams.n={params.n} in run(): a turn is one completion; n= of run() is of episodes")
     for name, value in (("n", n), ("min_groups", min_groups), ("max_groups", max_groups)):

@@ -147,7 +147,7 @@ class CompletionText:
         return self._stop
 
     def text(self) -> str:
-        """The whole text if the completion ended now, cut before the stop string (after it, if it is included).
+        """The whole text if the completion finished now, cut before the stop string (after it, if it is included).
 
         Incomplete bytes read as the tokenizer decodes them.
         """

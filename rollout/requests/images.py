@@ -1,4 +1,4 @@
-"""Images of a prompt: the tensors that an image processor made, and token ids that carry them.
+"""Images of a prompt: the tensors from an image processor, and token ids that carry them.
 
 Always true: equal digests mean equal images, whatever device the tensors are on. Nothing here depends on a model.
 """

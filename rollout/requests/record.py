@@ -1,7 +1,7 @@
 """`DynamicInferenceRequestRecord`: the segments of one sample across checkpoints, and their merge.
 
 Always true: a segment's prompt is the previous segment's prompt plus its generated tokens, so the segments cover the
-completion without gap or overlap; only the last segment (the live one) changes, except for expert routes (`set_routes`);
+completion without gap or overlap. Only the last segment (the live one) changes, except for expert routes (`set_routes`);
 `merge` equals an uninterrupted request.
 
     segment 0   [prompt ······][generated ···]

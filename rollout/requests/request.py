@@ -355,7 +355,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @staticmethod
     def get_metadata_types() -> list[tuple[str, torch.dtype, bool]]:
-        """(name, dtype, whether on the device) of each per-request sampling option the engine stores beside the batch."""
+        """(name, dtype, whether on the device) of each per-request sampling option that the engine stores."""
         import torch
 
         return [(name, getattr(torch, dtype), on_device) for name, dtype, on_device in MIRRORED]
@@ -379,7 +379,8 @@ class VLMInferenceRequest(DynamicInferenceRequest):
     num_img_embeddings_per_tile: int = 0
     """Embeddings, and placeholders, of a tile; set at admission."""
     imgs: torch.Tensor | None = None
-    """`pixel_values` of all images, in the layout of the model's image processor."""
+    """Tensors of the processor other than `imgs`, by name: `image_grid_thw`, `pixel_values_videos` (Qwen-VL),
+    `pixel_attention_mask`."""
     image_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     """The processor's other tensors, by name: `image_grid_thw`, `pixel_values_videos` (Qwen-VL), `pixel_attention_mask`."""
     num_tiles: list[int] = field(default_factory=list)

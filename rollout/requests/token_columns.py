@@ -24,7 +24,7 @@ IntArray = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class KeptTokens:
-    """For each of G sampled tokens, the ids that top_k, top_p and min_p left to draw from, flat.
+    """Ids that top_k, top_p and min_p left to draw from, for each of G sampled tokens, flat.
 
     Ids of a token ascend and include the token itself.
     """

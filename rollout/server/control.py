@@ -27,7 +27,7 @@ from rollout.server.serving import Serving
 from rollout.state import EngineState, KVCacheManagementMode
 
 ABORT_TIMEOUT_S = 5.0
-"""Seconds for which a pause by abort waits until the aborted requests have told their clients."""
+"""Seconds for which a pause by abort waits until the clients of aborted requests have their replies."""
 
 OpenRequests = Annotated[
     Literal["keep", "wait", "abort"],
@@ -43,7 +43,7 @@ class UpdateWeightsRequest(Body):
     """Body of `/update_weights`."""
 
     weight_dir: Annotated[str, Field(min_length=1, max_length=4096)]
-    """Folder of safetensors on the server's machine, as `save_pretrained` writes it."""
+    """Folder of safetensors on the server's machine, written by `save_pretrained`."""
     version: int | None = Field(None, ge=0, le=MAX_VERSION)
     """New policy version, at least the current one. Default: the current one plus 1."""
 
@@ -61,8 +61,8 @@ class AbortRequests(Body):
     """Body of `/abort_requests`."""
 
     request_ids: Annotated[list[Text], Field(max_length=4096)] | None = None
-    """Ids of replies: `request_id` of `/inference/v1/generate`, `id` of the others. Null or empty: all requests that came
-    over HTTP."""
+    """Ids of replies: `request_id` of `/inference/v1/generate`, `id` of the others. Null or empty: all requests over HTTP.
+    """
 
 
 class LoadAdapterRequest(Body):
@@ -71,7 +71,7 @@ class LoadAdapterRequest(Body):
     lora_name: Text
     """Name of the adapter as the `model` of requests, without whitespace and '='."""
     lora_path: Annotated[str, Field(min_length=1, max_length=3072)]
-    """Folder on the server's machine, as PEFT's `save_pretrained` writes it."""
+    """Folder on the server's machine, written by PEFT's `save_pretrained`."""
     load_inplace: bool | None = None
     """true: replace a loaded adapter of that name, whose requests continue with the new one under the next policy version.
     Otherwise a loaded adapter of that name is an error."""
@@ -156,7 +156,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
 
     @router.post("/abort_requests", openapi_extra=documented_body(AbortRequests, required=False))
     async def abort_requests(request: Request) -> ControlReply:
-        """Abort replies by their ids, or all requests that came over HTTP."""
+        """Abort replies by their ids, or all requests over HTTP."""
         names = (await body_or_default(serving, request, AbortRequests)).request_ids
         ended = [await serving.abort(name) for name in names] if names else [await serving.abort_all()]
         return control.now(aborted=sum(ended))
@@ -168,7 +168,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
 
     @router.post("/update_weights", openapi_extra=documented_body(UpdateWeightsRequest), responses=documented(400))
     async def update_weights(request: Request) -> ControlReply:
-        """Load the weights of a folder of safetensors; running requests go on under them."""
+        """Load the weights of a folder of safetensors; running requests continue under them."""
         order = await body_of(serving, request, UpdateWeightsRequest)
         await control.ask(llm.load_weights, order.weight_dir, order.version)
         return control.now()
@@ -180,7 +180,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
         await control.ask(llm.set_policy_version, None if version is None else int(version))
         return control.now()
 
-    # vLLM's path, and the one that prime-rl's client asks.
+    # vLLM's path, and the path that prime-rl's client uses.
     for prefix in ("/v1", ""):
 
         @router.post(
@@ -196,7 +196,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
             responses=documented(400, 404),
         )
         async def unload_lora_adapter(request: Request) -> ControlReply:
-            """Unload a LoRA adapter on every rank; its requests end with a 409 that says so."""
+            """Unload a LoRA adapter on every rank; its requests fail with a 409 that gives the reason."""
             name = (await body_of(serving, request, UnloadAdapterRequest)).lora_name
             if name not in llm.lora_adapters:
                 raise ApiError(404, f"lora_name={name!r}: no such adapter is loaded", param="lora_name")
@@ -209,7 +209,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
 
     @router.get("/server_info")
     async def server_info() -> dict[str, Any]:
-        """Describe the server where clients look for vLLM's configuration; null is what it does not have."""
+        """Describe the server where clients look for vLLM's configuration; null for values that it does not have."""
         config = {
             "model_config": {"model": serving.model_name, "max_model_len": llm.max_sequence_length},
             "parallel_config": {
@@ -232,7 +232,7 @@ class Control:
         self._llm = serving.llm
 
     def now(self, **done: int) -> ControlReply:
-        """State and policy version of the engine, and what a call did."""
+        """State and policy version of the engine, and the effect of a call."""
         return ControlReply(state=str(self._llm.state), policy_version=self._llm.policy_version, **done)
 
     async def ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
@@ -245,7 +245,7 @@ class Control:
             raise ApiError(409, str(exc), code="not_allowed_now", headers={"x-should-retry": "false"}) from exc
 
     async def pause(self, mode: Literal["keep", "wait", "abort"]) -> None:
-        """Pause the engines, unless they are paused or suspended; `mode` decides on requests that came over HTTP."""
+        """Pause the engines, unless they are paused or suspended; `mode` decides about requests over HTTP."""
         serving = self._serving
         serving.let_in(mode == "keep")
         with serving.closing():
@@ -255,7 +255,7 @@ class Control:
             elif mode == "wait" and self._llm.state == EngineState.RUNNING:
                 await serving.drained(None)
                 if not serving.shut:
-                    return  # the engines were told to continue meanwhile
+                    return  # the engines were told to continue in the meantime
             if self._llm.state == EngineState.RUNNING:
                 await self.ask(self._llm.pause)
 

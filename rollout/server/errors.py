@@ -41,7 +41,7 @@ from rollout.errors import (
 CLIENT_GONE = 499
 """Status counted for clients that disconnected; never sent."""
 MAX_MESSAGE, MAX_PARAM = 3000, 160
-"""Maximum characters of a message and of the name of a field: a client can choose both."""
+"""Maximum characters of a message and of a field's name, because a client can choose both."""
 MAX_REASONS = 4
 """Maximum number of union alternatives listed in a message."""
 MAX_NAME = 80
@@ -109,12 +109,12 @@ class ClientGoneError(ApiError):
 
 
 def _cut(text: str, most: int) -> str:
-    """The text, without its middle if it has more than `most` characters: the cure is at the end."""
+    """The text, without its middle if it has more than `most` characters, because the cure is at the end."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[1 - most // 2 :]}"
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return a 400: the request can never be served as it is."""
+    """Return a 400: the request can never be served."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -220,7 +220,7 @@ _NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 _TAG = re.compile(r"[A-Z][A-Za-z]*$")
 """Location parts that are discriminator tags: the field path continues after them."""
 _ALTERNATIVE = re.compile(r"(str|int|float|bool|bytes|none|dict|list)$|.*[\[\]()-]")
-"""Location parts that name another union's alternative, or a key: the field path ends before them."""
+"""Location parts that name another alternative of a union, or a key: the field path ends before them."""
 
 _SHOULD = re.compile(r"^[A-Z][a-z]+ should\b")
 
@@ -247,7 +247,7 @@ def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str 
         shape = first["type"] in _NO_OBJECT
         return ("the body must be a JSON object" if shape else f"the body: {_reason(first)}"), None
     if first["type"] == "extra_forbidden":
-        # `known` has the fields of the body itself, not of the objects in it.
+        # `known` has the fields of the body itself, not of objects in it.
         near = known if len(first["loc"]) == 2 else ()
         cure = did_you_mean(field, near, "see /docs for the fields")
         return f"{field}: there is no such field here; {cure}", field

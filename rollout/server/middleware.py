@@ -62,7 +62,7 @@ class Boundary:
         except ClientGoneError as exc:
             status = exc.status
         except asyncio.CancelledError:
-            # The end of a shutdown, before the body was complete.
+            # The server shut down before the body was complete.
             if not status:
                 await shutting_down().response()(scope, receive, watched)
         except Exception as exc:
@@ -86,7 +86,7 @@ class Boundary:
 
 
 class Auth:
-    """Checks the API key. If there is none, refuses requests that a browser sends for a page of another site.
+    """Checks the API key. Without one, rejects requests that a browser sends for a page of another site.
 
     Such a page reaches a server on loopback by a request that needs no preflight, or under a name of its own that resolves
     to this machine.
@@ -98,7 +98,7 @@ class Auth:
         self._host = config.host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on an authenticated request; others raise `ApiError` 401 or, if there is no key, 403."""
+        """Forward an authenticated request; others raise `ApiError` 401 or, without a key, 403."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             if self._key is not None:
                 self._check(scope, self._key)
@@ -132,7 +132,7 @@ class Auth:
 
 
 def _endpoint(scope: Scope) -> str:
-    """Path of the route, such as `/v1/models/{model}`; "other" for unknown paths and requests refused before routing."""
+    """Path of the route, such as `/v1/models/{model}`; "other" for unknown paths and requests rejected before routing."""
     return getattr(scope.get("route"), "path", "other")
 
 

@@ -1,7 +1,7 @@
 """Server lifecycle: uvicorn as a coroutine on the LLM's event loop.
 
 The server accepts connections when `start` returns. Signal handlers of the process are replaced only during `wait`. At a
-stop, running requests get a grace period and are then aborted; no connection, task or socket is left.
+stop, running requests get a grace period and are then aborted; every connection, task and socket is closed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rollout.threads import forks
 
 START_TIMEOUT_S = 30.0
 ABORT_TIMEOUT_S = 5.0
-"""Seconds that an aborted request has to send its error reply before its connection is cut."""
+"""Seconds that an aborted request has to send its error reply before its connection is closed."""
 KEEP_ALIVE_S = 30
 """Seconds that a connection may be idle between two requests."""
 
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ENDED = 0
-"""Not the number of a signal: the server has ended."""
+"""Not the number of a signal: the server has stopped."""
 
 
 class Server:
@@ -88,7 +88,7 @@ class Server:
             return self
 
     def close(self) -> None:
-        """Refuse new requests, give running ones `shutdown_grace_s` to finish, then abort them. Idempotent.
+        """Reject new requests, give running ones `shutdown_grace_s` to finish, then abort them. Idempotent.
 
         Raises `RuntimeError` on the LLM's loop, which would deadlock.
         """
@@ -113,7 +113,7 @@ class Server:
             await over
 
     async def _end(self, life: Future[None]) -> None:
-        """Stop uvicorn and wait for its end. Cancellation (a second Ctrl-C) cuts all connections immediately."""
+        """Stop uvicorn and wait for it. Cancellation (a second Ctrl-C) closes all connections immediately."""
         self._uvicorn.stopping.set()
         await asyncio.wrap_future(life)
 
@@ -181,7 +181,7 @@ class _Uvicorn(uvicorn.Server):
             raise
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse new requests, wait for the grace period, abort running requests, then cut the connections."""
+        """Reject new requests, wait for the grace period, abort running requests, then close the connections."""
         self._serving.stopping = True
         for server in self.servers:
             server.close()
@@ -209,14 +209,14 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _ring(writer: socket.socket) -> None:
-    """Announce the end of the server, unless nobody waits any more."""
+    """Announce that the server has stopped, unless nobody waits any more."""
     with suppress(OSError):
         writer.send(bytes([_ENDED]))
 
 
 @contextmanager
 def _signals() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Block during which SIGINT and SIGTERM only write their number to a pair of sockets; then restores the handlers.
+    """Context manager in which SIGINT and SIGTERM only write their number to a pair of sockets.
 
     Sockets instead of a `threading.Event`: a signal handler that takes a lock deadlocks if its own thread holds the lock.
     """

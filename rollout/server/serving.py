@@ -30,10 +30,10 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 TURN_S = 0.005
-"""Seconds after which work on one reply lets the others' run."""
+"""Seconds after which work on one reply yields to other replies."""
 SEND_BODY = "rollout.send_body"
 """Key in a request's scope of the server's own `send`, for the body of a stream: the layers in between only read the start
-of a response, and would cost each of its pieces some microseconds."""
+of a response, and would cost some microseconds per piece."""
 
 
 @dataclass(slots=True)
@@ -70,11 +70,11 @@ class Serving:
     stopping: bool = False
     """True during shutdown: new requests are refused."""
     shut: bool = False
-    """True after a pause by `abort` or `wait`: new requests are refused until the engines continue."""
+    """Whether a pause by `abort` or `wait` is in force: new requests are rejected until the engines continue."""
     samples: int = 0
     """Number of open samples, including those whose prompts are still being parsed."""
     _computed: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Id that the client sees → ids of its requests, of every reply while it is computed."""
+    """Id that the client sees → ids of its requests, for every reply while it is computed."""
     _cut: set[str] = field(default_factory=set)
     _closing: int = 0
     _drained: asyncio.Event = field(default_factory=asyncio.Event)
@@ -104,7 +104,7 @@ class Serving:
         if self.stopping:
             raise shutting_down()
         state = EngineState(self.llm.state)
-        # If the engines run and no pause is in progress, the program that owns them has let them continue.
+        # If the engines run and no pause is in progress, the program that owns them has resumed them.
         self.shut = self.shut and (bool(self._closing) or state is not EngineState.RUNNING)
         if self.shut:
             raise EngineStateError(
@@ -142,14 +142,14 @@ class Serving:
     # --- pauses ---------------------------------------------------------------------------------------------------
 
     def let_in(self, new_requests: bool) -> None:
-        """Admit new requests, which ends `drained`, or refuse them until the engines continue."""
+        """Admit new requests, which ends `drained`, or reject them until the engines continue."""
         self.shut = not new_requests
         if new_requests:
             self._drained.set()
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Block that ends with a pause: a shut server stays shut although the engines run."""
+        """Context manager that ends with a pause: a shut server stays shut although the engines run."""
         self._closing += 1
         try:
             yield
@@ -157,7 +157,7 @@ class Serving:
             self._closing -= 1
 
     async def drained(self, timeout_s: float | None) -> None:
-        """Wait until no request is open, new ones are admitted again, or the time is over."""
+        """Wait until no request is open, new requests are admitted again, or the time is over."""
         if self.samples:
             self._drained.clear()
             with suppress(TimeoutError):
@@ -185,17 +185,17 @@ class Serving:
         return wanted or f"{prefix}-{uuid.uuid4().hex}"
 
     async def abort(self, reply_id: str) -> int:
-        """Abort the requests of a reply; returns how many were open: 0 for an unknown or finished reply."""
+        """Abort the requests of a reply; returns the number of open ones: 0 for an unknown or finished reply."""
         if reply_id in self._computed:
             self._cut.add(reply_id)
         return sum([await self.ask(self.llm.abort, request_id) for request_id in self._computed.get(reply_id, ())])
 
     def was_cut(self, reply_id: str) -> bool:
-        """Whether a control call aborted a reply that is being computed: its stream ends with what it has."""
+        """Whether a control call aborted a reply that is being computed; its stream then ends with the tokens so far."""
         return reply_id in self._cut and not self.stopping
 
     async def abort_all(self) -> int:
-        """Abort all requests that came over HTTP; returns how many were open."""
+        """Abort all requests over HTTP; returns the number of open ones."""
         return sum([await self.abort(reply_id) for reply_id in tuple(self._computed)])
 
     @staticmethod
@@ -207,7 +207,7 @@ class Serving:
 
 
 class Turn:
-    """Bounds a turn of the event loop: long work calls `pause` between its parts."""
+    """Bounds a turn of the event loop; long work calls `pause` between its parts."""
 
     def __init__(self) -> None:
         self._until = time.monotonic() + TURN_S

@@ -1,4 +1,4 @@
-"""Methods derived from those of another class: same signature and docstring, called on a part, on a thread or on a loop.
+"""Methods derived from another class's methods: same signature and docstring, called on a part, on a thread or on a loop.
 
 A part is named by its attribute, `"control"`, or by a path of attributes, `"parts.control"`.
 
@@ -35,7 +35,7 @@ def called(part: str, verb: Callable[Concatenate[Any, P], T]) -> Callable[Concat
 
     @wraps(verb)
     async def call_async(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        # Waits here, so that the object lives as long as the call.
+        # Awaits here, so that the object lives as long as the call.
         return await cast("Awaitable[Any]", verb(find(self), *args, **kwargs))
 
     return cast("Callable[Concatenate[Any, P], T]", call_async) if iscoroutinefunction(unwrap(verb)) else call
@@ -67,7 +67,7 @@ def threaded(
 
 
 class Read(Generic[T]):
-    """A property of the same name of a part; made by `read`."""
+    """A property with the same name as a property of a part; made by `read`."""
 
     def __init__(self, part: str, getter: Callable[[Any], T]) -> None:
         self._find, self._name = attrgetter(part), ""
@@ -92,7 +92,7 @@ def read(part: str, getter: Callable[[Any], T]) -> Read[T]:
 async def on_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a blocking function on a thread, with the caller's CUDA stream.
 
-    A caller that is cancelled waits for the end of the call, so that it knows what has happened.
+    A cancelled caller waits until the call returns, so that it knows the outcome.
     """
     stream = _current_stream()
 
@@ -107,13 +107,13 @@ async def on_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwar
         while not running.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait((running,))
-        # Otherwise asyncio reports an exception that nobody reads.
+        # Otherwise asyncio reports an exception that was never retrieved.
         running.exception()
         raise
 
 
 def _current_stream() -> AbstractContextManager[Any]:
-    """A block with the calling thread's current CUDA stream; a new thread would use the default stream."""
+    """Context manager with the calling thread's current CUDA stream; a new thread would use the default stream."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return nullcontext()

@@ -55,7 +55,7 @@ def watch(watched: Watched) -> None:
 def report() -> str:
     """State of all registered objects, and the stacks of all threads."""
     lines = [f"state of process {os.getpid()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"]
-    # list() of a dictionary's values is one operation of the interpreter: no other thread comes between.
+    # list() of a dictionary's values is atomic in the interpreter, so no other thread can interfere.
     for reference in list(_watched.values()):
         watched = reference()
         if watched is not None:
@@ -83,7 +83,7 @@ def thread_name(ident: int | None) -> str:
 
 
 def thread_lines() -> Iterator[str]:
-    """Per thread its name and the innermost `FRAMES` frames, the innermost last."""
+    """Name and innermost `FRAMES` frames of each thread, the innermost last."""
     for ident, frame in list(sys._current_frames().items()):
         here = " (reports this)" if ident == threading.get_ident() else ""
         yield f"thread {thread_name(ident)}{here}"
@@ -109,8 +109,8 @@ def answer_signal() -> None:
     _answering = True
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    # Not signal.signal: its handlers wait for the main thread, which may be what hangs. This one writes the stacks from
-    # inside the signal handler; they only wake the thread that writes the report.
+    # Not signal.signal, whose handlers wait for the main thread, which may be what hangs. This handler writes the stacks
+    # from inside the signal handler; they only wake the thread that writes the report.
     faulthandler.register(number, file=writing, all_threads=False)
     forks.in_child(_answer, lambda _: _stop_answering(number))
     threading.Thread(target=_answer, args=(reading,), name=THREAD_NAME, daemon=True).start()
@@ -118,7 +118,7 @@ def answer_signal() -> None:
 
 def _answer(reading: int) -> None:
     while os.read(reading, 65536):
-        # The rest of one signal's output.
+        # Wait for the rest of one signal's output.
         time.sleep(0.05)
         os.set_blocking(reading, False)
         try:
@@ -131,6 +131,6 @@ def _answer(reading: int) -> None:
 
 
 def _stop_answering(number: signal.Signals) -> None:
-    # A forked child would wake its parent's thread. A handler that the program has set since stays.
+    # A forked child would wake its parent's thread. A handler that the program has set since then stays.
     if signal.getsignal(number) is signal.SIG_DFL:
         faulthandler.unregister(number)

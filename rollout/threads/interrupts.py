@@ -17,7 +17,7 @@ class _Deferral:
     """Signal handler that remembers the first Ctrl-C, and passes on a second one unless the code is shielded.
 
     Attributes:
-        presses: number of presses since the block began; `waiting` again once one was passed on.
+        presses: number of presses since the block began.
         waiting: presses that wait for the end of the block.
         shielded: whether further presses wait too; `wholly`: even inside `interruptible()`.
     """
@@ -33,7 +33,7 @@ class _Deferral:
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Let a Ctrl-C take effect if there was one that need not wait."""
+        """Let a pending Ctrl-C take effect, unless it has to wait."""
         if self.presses > self.waiting and not self.shielded:
             self.presses = self.waiting
             self.handler(signal.SIGINT, None)
@@ -83,7 +83,7 @@ def interrupt_deferred() -> Iterator[None]:
     try:
         yield
     finally:
-        # Another press now would leave this handler in place.
+        # Another press now would leave this handler installed.
         deferral.shielded = True
         _thread.deferral = None
         signal.signal(signal.SIGINT, handler)
@@ -94,7 +94,8 @@ def interrupt_deferred() -> Iterator[None]:
 def uninterrupted(*, wholly: bool = False) -> AbstractContextManager[None]:
     """Context manager that delays every Ctrl-C to the end of a block that must not be left half done.
 
-    Inside it, a second Ctrl-C takes effect in `interruptible()`, unless `wholly`. No-op where `interrupt_deferred()` is.
+    Inside it, a second Ctrl-C takes effect in `interruptible()`, unless `wholly`. No-op under the same conditions as
+    `interrupt_deferred()`.
     """
     # A step has dozens of these blocks, one in another.
     deferral = _thread.deferral

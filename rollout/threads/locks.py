@@ -15,7 +15,7 @@ from rollout.threads.interrupts import interruptible, uninterrupted
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Polling interval for a second Ctrl-C while waiting."""
+"""Interval of checks for a second Ctrl-C while waiting."""
 LOGGED_WAIT_S = 60.0
 """Wait for a turn, in seconds, after which it is logged."""
 
@@ -26,8 +26,8 @@ class FairLock:
     With a plain lock a loop of steps nearly always wins, and another thread's `pause` waits for thousands of steps.
 
     Attributes:
-        asked: 1 from when another thread began to wait, or called `ask`, until the holder's `heard`; code of the holder
-            that runs without the interpreter can read it.
+        asked: 1 after another thread began to wait, or called `ask`, until the holder calls `heard`; native code of the
+            holder can read it.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class FairLock:
         self.asked = ctypes.c_int32(0)
 
     def ask(self) -> None:
-        """Ask the holder to finish soon, though no thread waits for the lock; from any thread."""
+        """Ask the holder to finish soon, although no thread waits for the lock; from any thread."""
         self.asked.value = 1
 
     def heard(self) -> None:
-        """Acknowledge what was asked so far; a thread that waits keeps the lock `wanted`."""
+        """Acknowledge earlier calls of `ask`; a waiting thread keeps the lock `wanted`."""
         self.asked.value = 0
 
     @property
@@ -68,7 +68,7 @@ class FairLock:
                 raise
 
     def __exit__(self, *exc_info: object) -> None:
-        # Without a call before the release: a Ctrl-C takes effect at calls.
+        # No call may come before the release, because a Ctrl-C takes effect at calls.
         if self._depth > 1:
             self._depth -= 1
         else:
@@ -76,7 +76,7 @@ class FairLock:
             self._lock.release()
 
     def _wait(self) -> None:
-        # Held by the first waiter: the last holder queues behind it.
+        # Held by the first waiter; the last holder queues behind it.
         _acquire(self._next)
         try:
             if not self._lock.acquire(blocking=False):
@@ -87,14 +87,14 @@ class FairLock:
 
 
 def _acquire(lock: threading.Lock) -> None:
-    """Wait for a lock; a second Ctrl-C ends the wait, never with the lock taken."""
+    """Wait for a lock; a second Ctrl-C interrupts the wait, but never after the lock was taken."""
     while not lock.acquire(timeout=POLL_S):
         with interruptible():
             pass
 
 
 class Turns:
-    """Queue of the threads that run requests of one engine to their end, since they would take each other's results.
+    """Queue of threads that run requests of one engine until they finish, because they would take each other's results.
 
     A turn ends with its `with` block, even if that raises, and waiting can be interrupted.
 
@@ -113,7 +113,7 @@ class Turns:
         """Context manager that excludes other threads; reentrant.
 
         Raises:
-            DeadlineError: earlier turns have not ended within `timeout_s` (None: no limit).
+            DeadlineError: earlier turns are not over within `timeout_s` (None: no limit).
         """
         self._check()
         me, ticket = threading.current_thread(), object()

@@ -1,7 +1,7 @@
 """An asyncio event loop on a private thread, for blocking callers.
 
-Always true: a wait fails when the loop ends meanwhile; waiting for the loop from the loop itself raises instead of
-deadlocking. Of the caller's thread state only CUDA's current device is carried over, and only if torch is already loaded.
+Always true: a wait fails if the loop is closed in the meantime; waiting for the loop from the loop itself raises instead of
+deadlocking. From the caller's thread only CUDA's current device is carried over, and only if torch is already loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._closed = False
         self._handed_over: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
-        # Guards `_closed` too, so that work handed over before `close` is among the tasks it cancels.
+        # Also guards `_closed`, so that work handed over before `close` is among the tasks it cancels.
         self._handing_over = threading.Lock()
         device = _cuda_device()
         self._thread = threading.Thread(target=self._serve, args=(device,), name=name, daemon=True)
@@ -44,7 +44,7 @@ class LoopThread:
 
         Raises:
             DeadlineError: it took longer.
-            RuntimeError: called on the loop itself, which would deadlock; or the loop is closed, before or meanwhile.
+            RuntimeError: called on the loop itself, which would deadlock; or the loop is or gets closed.
         """
         try:
             self.refuse_inside("run_sync()")
@@ -97,8 +97,8 @@ class LoopThread:
         with self._handing_over:
             if self._closed:
                 self._refuse("call_soon()")
-            # One wake-up for all calls until the loop's next iteration: each is a system call that releases the GIL and
-            # has to reacquire it.
+            # One wake-up for all calls until the loop's next iteration, because each is a system call that releases and
+            # reacquires the GIL.
             if not self._handed_over:
                 self._loop.call_soon_threadsafe(self._take_over)
             self._handed_over.append((function, args))
@@ -115,7 +115,7 @@ class LoopThread:
                 )
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Cancel all tasks of the loop and end its thread. Idempotent.
+        """Cancel all tasks of the loop and stop its thread. Idempotent.
 
         Args:
             timeout_s: longest wait for the thread; None: no limit.

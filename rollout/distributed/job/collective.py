@@ -148,7 +148,7 @@ class CollectiveCalls:
         if self.ended_elsewhere:
             raise DeadlineError(
                 f"{name}: nothing has happened for {self._timeout_s} s (control_timeout_s). This rank was cut off from the "
-                "coordinator for longer than heartbeat_timeout_s; the others have ended this generate() without it and "
+                "coordinator for longer than heartbeat_timeout_s. The others have ended this generate() without it and "
                 "have gone on, and what is still open here found no engine; make heartbeat_timeout_s longer than a rank "
                 "may stall"
             )

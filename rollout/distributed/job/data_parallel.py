@@ -5,7 +5,7 @@
     between two generates        no steps; the worker's threads keep the sessions alive
 
 Always true: every received token is recorded here, so losing a rank or the coordinator loses none (rank 0 starts
-another and every rank resubmits its open groups); a group's seed is set before it is submitted, so its samples do not
+another and every rank resubmits its open groups). A group's seed is set before it is submitted, so its samples do not
 depend on the rank.
 """
 

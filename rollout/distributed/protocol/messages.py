@@ -78,7 +78,7 @@ class Assign(Message):
     known: Stretches
     """Tokens computed by earlier ranks, in order; generation continues after them."""
     images: wire.Blob = b""
-    """As submitted."""
+    """Images in the form of `Submit`."""
 
 
 @message(23, "rank → coordinator")

@@ -2,7 +2,7 @@
 
 A tree's tokens are in depth-first order; query q attends to key k iff k <= q < ends[k] and, with a window, positions[q] -
 positions[k] < window. If images of the tree attend in both directions, the rule is k <= lasts[q] instead of k <= q, where
-lasts[q] is the last token of q's image, or q itself outside of images; the C++ does not support these.
+lasts[q] is the last token of q's image, or q itself outside of images. The C++ does not support these.
 
 Queries may be of the last tokens only: the first of them is token L - S, a multiple of `ALIGNMENT`.
 """

@@ -25,7 +25,7 @@ from rollout.sampling_params import SamplingParams
 _log = logging.getLogger(__name__)
 
 _PROCESSOR_ERRORS = (ValueError, TypeError, IndexError, RuntimeError, KeyError)
-"""What processors raise for input that they do not take."""
+"""Exceptions that processors raise for unsupported input."""
 
 
 class TextGenerationController:

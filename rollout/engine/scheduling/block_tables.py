@@ -1,10 +1,10 @@
 """Block tables: the blocks of each sequence, and which of them are shared.
 
-Joins the sequence table with the allocator: blocks are reserved before they are written, a shared block is copied before it
+Joins the sequence table with the allocator. Blocks are reserved before they are written, a shared block is copied before it
 is written, and complete blocks are registered only if a new request would compute the same KV before them now.
 
-With recurrent states a row also holds a state slot, and a cached prefix can be continued only from a snapshot of the state:
-at the last block boundary inside a prompt, and at the last one that a completion has passed.
+With recurrent states a row also holds a state slot, and a cached prefix can be continued only from a snapshot of the state.
+Snapshots are taken at the last block boundary inside a prompt, and at the last one that a completion has passed.
 """
 
 from __future__ import annotations

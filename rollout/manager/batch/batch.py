@@ -80,8 +80,8 @@ class PackedRollouts:
     """float32 [L, k]; see `RolloutBatch.token_values`."""
     image_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Image arguments of the forward: tensors (of a prompt once per row), token types, `position_ids` [4, 1, L] (place in
-    the row, time, height, width) if the model has them, and, for images that attend in both directions (Gemma 3, Gemma 4),
-    an `attention_mask` for the attention of `trainer_hooks.tree`."""
+    the row, time, height, width) if the model has them. Images that attend in both directions (Gemma
+    3, Gemma 4) add an `attention_mask` for the attention of `trainer_hooks.tree`."""
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class RolloutBatch:
     """bool [N, T]: tokens that a loss may use: sampled by a request that did not fail, and not too stale."""
 
     logprobs: Tensor
-    """float32 [N, T]: of the token at the same index, when it was sampled; 0 on everything but the completion.
+    """float32 [N, T]: log-prob of the token at the same index when it was sampled; 0 outside the completion.
 
     NaN at a position of `response_mask` whose request recorded no log-probs: a loss that needs them shows it."""
 
@@ -174,10 +174,10 @@ class RolloutBatch:
     """The sets that completion tokens were drawn from: ids flat, counts int32 [N, T]; None: not requested."""
 
     token_values: Tensor | None = None
-    """float32 [N, T, k]: numbers of `RolloutManager(token_values=…)`, 0 on everything but the completion; None without it.
+    """float32 [N, T, k]: numbers of `RolloutManager(token_values=…)`, 0 outside the completion; None without it.
 
-    Those of the token at index t are of the hidden state it was drawn from, at position t - 1: with a value head, the value
-    of the state before the token. The hidden state of the last token is never computed."""
+    The numbers of token t come from the hidden state it was drawn from, at position t - 1: with a value head, the value of
+    the state before the token. The hidden state of the last token is never computed."""
 
     @classmethod
     def from_requests(
@@ -496,7 +496,7 @@ class RolloutBatch:
 def equal_parts(sizes: Sequence[int], limit: int) -> list[list[int]]:
     """Split items into the fewest parts found of at most `limit`, of about equal sizes; an item above the limit is alone.
 
-    The largest item goes first, each to the smallest part (Graham 1969, "longest processing time").
+    Items go to the smallest part, largest item first (Graham 1969, "longest processing time").
 
     Returns:
         The numbers of the items of each part, ascending; parts in the order of their first items.

@@ -104,7 +104,7 @@ class PackedTree:
 
         Args:
             model: `trainer_hooks.tree` is attached to it; or a wrapper of such a model.
-            temperature: that logits are divided by.
+            temperature: divisor of the logits.
             entropy: also entropies.
             top_k: also so many most likely tokens.
 

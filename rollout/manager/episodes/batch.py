@@ -1,6 +1,6 @@
 """`EpisodeBatch`: a `RolloutBatch` whose rows are histories of many turns, one per history that was never edited.
 
-A turn whose prompt begins with all tokens of a row (prompt and completion of its last turn) extends that row; any other turn
+A turn whose prompt begins with all tokens of a row (prompt and completion of its last turn) extends that row. Any other turn
 starts a new row, and so does a turn with other parameters of the distribution (temperature, truncation). Always true: every
 sampled token is marked in exactly one row, and the tokens before it there are the tokens that the model saw.
 """

@@ -202,7 +202,7 @@ class Episode:
 
 
 def _same_but_for_room(asked: SamplingParams, turn: DynamicInferenceRequest) -> bool:
-    """Whether a turn was sampled with these parameters, its length perhaps limited to the room there was, in vain."""
+    """Whether a turn was sampled with these parameters, except that its length may have been limited by its room."""
     was = turn.sampling_params
     if asked.max_tokens > was.max_tokens and turn.finish_reason is FinishReason.STOP:
         asked = asked.replace(max_tokens=was.max_tokens, min_tokens=was.min_tokens)

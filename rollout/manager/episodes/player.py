@@ -177,7 +177,7 @@ class EpisodePlayer:
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self) -> dict[str, Any]:
-        """Every group as it is now, as plain values that `PLAYED` decodes; completions that are open are not in it."""
+        """Return every group in its current state, as plain values that `PLAYED` decodes, without open completions."""
         groups = []
         for group in self._groups.values():
             with self._ending:
@@ -259,7 +259,7 @@ class EpisodePlayer:
             self._end(episode, reward, None)
 
     def _end(self, episode: Episode, reward: float | None, error: str | None) -> bool:
-        """Whether it had not ended before."""
+        """Finish an episode; returns False if it had already finished."""
         with self._ending:
             if episode.ended:
                 return False

@@ -13,7 +13,7 @@ class PromptTokenizer:
     """Tokenises prompts with length checks.
 
     Args:
-        tokenizer: used only here: a trainer may change padding and truncation of its own.
+        tokenizer: not shared: a trainer may change padding and truncation of its own.
         room: returns the current maximum number of tokens of a prompt.
         special: whether the tokenizer adds its special tokens around a text.
     """

@@ -60,7 +60,7 @@ def reply_constraint(
     if tools:
         rules += _rules_of_calls(tools)
     if schema is None:
-        # A reasoning is text like any other here, so that a call inside it must fit too.
+        # Here reasoning is text like any other, so a call inside it must fit too.
         rules += ["opening[lazy]: TEXT " + json.dumps(HERMES.marker), _TEXT]
         return _grammar(["start: (opening body)* TEXT", *rules])
     begin = _reasoning(reasoning, rules)
@@ -82,7 +82,7 @@ def _rules_of_calls(tools: Tools) -> list[str]:
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        # References of the arguments' schema are of its own root, which `arguments` is no longer.
+        # References in the arguments' schema start from its own root, which `arguments` no longer is.
         call |= {word: arguments[word] for word in ("$defs", "definitions") if word in arguments}
         rules.append(f"call_{place}: {json_rule(call)}")
     names = " | ".join(f"call_{place}" for place in range(len(tools)))
@@ -130,7 +130,7 @@ def _parameters(place: int, schema: Mapping[str, Any], around: tuple[str, str], 
 
 
 def _pattern(text: str) -> str:
-    """Regular expression of a text, as a grammar has it between slashes."""
+    """Regular expression of a text, in the form of a grammar, between slashes."""
     return re.escape(text).replace("/", r"\/").replace("\n", "n")
 
 

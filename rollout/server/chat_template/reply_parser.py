@@ -45,7 +45,7 @@ class ReasoningParser:
         self._fresh = True
 
     def push(self, text: str) -> tuple[str, str]:
-        """Add the next piece of the reply; return the (reasoning, content) that are now certain."""
+        """Add the next piece of the reply; return the (reasoning, content) that are final now."""
         self._buffer += text
         reasoning = ""
         if self._state == "start":
@@ -133,14 +133,14 @@ class ToolCallParser:
         self._calls: list[ToolCall] = []
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Add the next piece of the reply; return the content and the calls that are now certain."""
+        """Add the next piece of the reply; return the content and the calls that are final now."""
         self._buffer += text
         while self._state():
             pass
         return self._take()
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        """End the reply; return what was held back."""
+        """Finish the reply; return the text and calls that were held back."""
         if self._state == self._block and not self._format.closed:
             self._end_block(len(self._buffer), len(self._buffer))
         if self._num_calls and self._buffer.isspace() and self._state != self._text:
@@ -197,7 +197,7 @@ class ToolCallParser:
         return True
 
     def _end_block(self, end: int, behind: int) -> None:
-        """Emit the calls of a block that ends at `end`; a text that is not calls is content up to `behind`."""
+        """Emit the calls of a block that ends at `end`; if the text is not calls, it is content up to `behind`."""
         calls = self._read(self._buffer[self._block_start : end])
         if not calls:
             self._give(behind)
@@ -211,7 +211,7 @@ class ToolCallParser:
         self._state = self._lead
 
     def _read(self, text: str) -> list[Call]:
-        """Return the calls of a text; none if it is something else, or has no marker and calls no offered function."""
+        """Return the calls of a text; none if it is not calls, or has no marker and calls no offered function."""
         try:
             calls = self._format.calls(text, self._tools)
         except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Table of tool-call formats by chat-template family, their detection, and how a call of each is read."""
+"""Table of tool-call formats by chat-template family, their detection, and the reading of calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ToolFormat:
     closing: str = ""
     """Text after calls; optional in a reply. "": the end of the reply."""
     closed: bool = False
-    """A block counts only with its closing text: without it, a block that was cut off would look complete."""
+    """A block counts only with its closing text; otherwise a block that was cut off would look complete."""
     required: str
     """Beginning of a reply that must be a call."""
     named: str
@@ -57,7 +57,7 @@ class ToolFormat:
     """Stop string that ends a reply after its first call and occurs in no call or text; "" if there is none."""
     call: str | None = None
     """Pattern of each call between `marker` and `closing`: its `name`, either its arguments as `json` or its `parameters`,
-    perhaps its `id`. None: calls are JSON objects."""
+    optionally its `id`. None: calls are JSON objects."""
     parameter: tuple[str, str] | None = None
     """Texts around a parameter's value, the first with its name KEY; None: the arguments are a JSON object."""
     value: str = ""
@@ -98,7 +98,7 @@ _NAME = re.compile(r"[^\W\d][\w.:-]*")
 
 
 def _each(pattern: str, text: str) -> list[re.Match[str]]:
-    """The matches that follow each other from the beginning of a text to its end, at least one."""
+    """The consecutive matches from the beginning of a text to its end, at least one."""
     found: list[re.Match[str]] = []
     at, compiled = 0, re.compile(pattern, re.DOTALL)
     while at < len(text) or not found:
@@ -111,7 +111,7 @@ def _each(pattern: str, text: str) -> list[re.Match[str]]:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """The value that a text stands for: the text if the schema says string, else JSON if it can be read as JSON."""
+    """The value of a text: the text itself if the schema says string, else parsed JSON if it is valid JSON."""
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return text
     try:
@@ -121,7 +121,7 @@ def _value(text: str, schema: Any) -> Any:
 
 
 def _json_calls(text: str) -> list[Call]:
-    """Return the calls of JSON objects, or of arrays of these, with white space or `;` between."""
+    """Return the calls in JSON objects, or in arrays of them, with white space or `;` between."""
     found: list[Any] = []
     while text := text.strip(" \t\n\r;"):
         value, end = _DECODER.raw_decode(text)
@@ -142,7 +142,7 @@ def _json_call(value: Any) -> Call:
 
 
 def _refuse_constant(constant: str) -> NoReturn:
-    """Refuse `NaN` and `Infinity`, which Python's decoder accepts."""
+    """Raise for `NaN` and `Infinity`, which Python's decoder accepts."""
     raise ValueError(f"{constant} is not JSON")
 
 
@@ -229,7 +229,7 @@ KIMI = ToolFormat(
     ending=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
     call=_KIMI,
 )
-"""Kimi K2. Call ids are those that the model writes."""
+"""Kimi K2. Call ids are written by the model."""
 
 DEEPSEEK_V3 = ToolFormat(
     name="deepseek_v3",

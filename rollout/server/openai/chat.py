@@ -57,7 +57,7 @@ def add_chat_routes(app: FastAPI, serving: Serving) -> None:
 
 
 def _prepared(serving: Serving, body: ChatRequest, texts: TokenTexts) -> ChatChoices:
-    """Render the prompt and build what reads the replies to it."""
+    """Render the prompt and build the readers of its replies."""
     conversation, tools, choice = serving.conversation, body.plain_tools, body.plain_tool_choice
     if conversation is None:
         raise bad_request("the model has no tokenizer: send token ids to /v1/completions", param="messages")
@@ -117,7 +117,7 @@ def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
 
 
 class ChatChoices:
-    """Choices of one chat; `texts` are those of tokens in log-probs, `voice` builds the reader of one sample's text."""
+    """Choices of one chat; `texts` gives the text of tokens in log-probs, `voice` builds the reader of one sample's text."""
 
     def __init__(
         self,

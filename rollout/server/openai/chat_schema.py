@@ -106,7 +106,7 @@ class RolloutIds(BaseModel):
     token_ids: TokenIds
     """Token ids that the model generated."""
     prompt_digest: str | None = Field(None, max_length=256)
-    """Unchanged from the reply. Ids without the two digests are not used."""
+    """Unchanged from the reply. Ids without both digests are not used."""
     content_digest: str | None = Field(None, max_length=256)
     forced_prefix: str | None = None
 
@@ -117,7 +117,7 @@ ContentPart = Annotated[
 
 
 class Message(Body):
-    """One message of a conversation; assistant messages may be sent back as replies contained them."""
+    """One message of a conversation; assistant messages may be returned as replies contained them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """`developer` is passed as `system` to chat templates without that role."""
@@ -142,7 +142,7 @@ class Message(Body):
     """Ignored."""
     rollout: RolloutIds | None = None
     """Assistant messages: `rollout` of the reply, unchanged. The prompt reuses these token ids as far as the conversation is
-    unchanged; the new reply's `rollout.retokenized` says why not. Omit it to have the text tokenised again."""
+    unchanged; the new reply's `rollout.retokenized` gives the reason if not. Omit it to have the text tokenised again."""
 
     @model_validator(mode="before")
     @classmethod
@@ -255,7 +255,7 @@ class ChatRequest(SamplingBody):
         ]
         | None
     ) = None
-    """`required`, or a function: the prompt ends with the beginning of a call, which is part of the reply's text too.
+    """`required`, or a function: the prompt ends with the beginning of a call, which is also part of the reply's text.
     `none`: tools are not rendered, and calls stay text. Default `auto`."""
     response_format: ResponseFormat | None = None
     """Format of the content. Constrains sampling; a reply that `max_tokens` cuts off is incomplete. Needs the server's extra
@@ -270,7 +270,7 @@ class ChatRequest(SamplingBody):
     continue_final_message: bool | None = None
     """true: the reply continues the last message."""
     parallel_tool_calls: bool | None = None
-    """false: a reply ends after its first call; refused if the chat template's call format has no end marker."""
+    """false: a reply ends after its first call; an error if the chat template's call format has no end marker."""
     # OpenAI's, without effect
     store: Literal[False] | None = None
     metadata: dict[str, str] | None = None

@@ -118,7 +118,7 @@ class _Completions:
             yield choice, {}
 
     def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
-        return {}  # the fields of a prompt are in its choices
+        return {}  # no fields: the prompt is part of the choices
 
     def _choice(
         self, index: int, delta: TextDelta, version: int, sample: DynamicInferenceRequest | None

@@ -1,6 +1,6 @@
 """Submits validated bodies to the LLM and collects replies, for all dialects.
 
-Either all prompts of a request are submitted or none. A client that disconnects before its reply aborts all of them.
+Either all prompts of a request are submitted or none. If a client disconnects before its reply, all of them are aborted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REPLY = ERRORS | {
 }
 """`responses` of the routes that generate."""
 
-# Beginning of an error of a constraint, in the engine's words.
+# Beginning of the engine's message for an error of a constraint.
 _CONSTRAINT = re.compile(r"structured: (?:the (?:json_schema|regex|grammar) )?")
 
 # Field path at the beginning of an error message, such as `messages[1].content`.
@@ -104,7 +104,7 @@ def params_of(serving: Serving, body: RequestFields, options: SamplingFields, **
 
 
 def refused(exc: InvalidRequestError, body: RequestFields, where: str = "") -> ApiError:
-    """Return a 400, its message after `where`, whose `param` is the field that the error begins with, else the prompt."""
+    """Return a 400, its message after `where`, whose `param` is the field at the start of the error, else the prompt."""
     if found := _CONSTRAINT.match(str(exc)):
         field = body.constraint_field
         return bad_request(f"{where}{field}: {str(exc)[found.end() :]}", param=field)
@@ -117,7 +117,7 @@ def refused(exc: InvalidRequestError, body: RequestFields, where: str = "") -> A
 
 
 class Dialect(Protocol):
-    """How one route writes the choices of a reply. It serves one reply and may keep what it needs of each choice."""
+    """How one route writes the choices of a reply. An object serves one reply and may keep state per choice."""
 
     growing: bool
     """A stream can begin before its samples have finished."""
@@ -131,7 +131,7 @@ class Dialect(Protocol):
         """Return the chunks of a delta, each as (choice, fields next to it); `sample`: the finished one, unless growing."""
 
     def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
-        """Return the fields of the prompt next to the choices of a whole reply; null unless asked for."""
+        """Return the fields of the prompt next to the choices of a whole reply; null unless requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Reply:
             ClientGoneError: the client disconnected.
             ApiError: 400, a prompt can never be served; 500, a sample failed; 503, a sample was restarted after a part of
                 it had been sent.
-            RolloutError: the engine accepts no requests any more, or why a group ended without samples.
+            RolloutError: the engine no longer accepts requests, or a group failed.
         """
         if self.body.stream:
             source = self._chunks()
@@ -195,7 +195,7 @@ class Reply:
         yield DONE
 
     async def _begin(self, *, growing: bool) -> list[Any]:
-        """Submit every prompt, or none on an error; streams yield deltas as they come if `growing`, else whole groups."""
+        """Submit every prompt, or none on an error; streams yield deltas as they arrive if `growing`, else whole groups."""
         serving, body, asked = self.serving, self.body, self.asked
         options: dict[str, Any] = {"priority": body.urgency, "timeout_s": serving.time_limit(body.timeout_s)}
         if serving.llm.direct:
@@ -229,7 +229,8 @@ class Reply:
         return await self._counted(streams)
 
     async def _deltas(self, streams: Sequence[Any]) -> AsyncGenerator[tuple[int, TextDelta]]:
-        """Yield (choice index, delta) until all streams have ended; the last have `abort` if a control call ended them."""
+        """Yield (choice index, delta) until all streams have finished; the last ones are `abort` if a control call aborted
+        them."""
         samples = self.body.samples
         begun: set[int] = set()
         ended: set[int] = set()

@@ -57,7 +57,7 @@ class TokenTexts:
 
 
 class TokenIdNames(TokenTexts):
-    """`TokenTexts` that name every token by its id: `token_id:7`, as `return_tokens_as_token_ids` asks."""
+    """`TokenTexts` that name every token by its id: `token_id:7`, for `return_tokens_as_token_ids`."""
 
     def text_of(self, token: int) -> str:
         return f"token_id:{token}"
@@ -143,7 +143,7 @@ def finite(log_prob: float | None) -> float | None:
 
 
 def listed_per_position(asked: int | None, vocab_size: int, prompt_tokens: int) -> int | None:
-    """Return how many most likely tokens to list per position of all prompts; -1 asks for all.
+    """Return how many most likely tokens to list per position of all prompts; -1 requests all.
 
     Raises `ApiError` 400 if there would be more than `MAX_LISTED` entries.
     """
@@ -164,7 +164,7 @@ def prompt_logprobs(
 ) -> list[dict[str, dict[str, Any]] | None]:
     """Return a prompt's log-probs in vLLM's shape: per position, token id → log-prob, rank and text; null for the first.
 
-    The prompt's own token, if it is not among the `top` most likely ones, has the rank `top + 1`, its lowest possible rank.
+    If the prompt's own token is not among the `top` most likely ones, its rank is `top + 1`, the best possible one.
     """
     found: list[dict[str, dict[str, Any]] | None] = []
     for token, log_prob, row in zip(*prompt_columns(sample, top), strict=True):

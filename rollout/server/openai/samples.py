@@ -17,13 +17,13 @@ from rollout.requests.token_columns import Routes, overlaid
 from rollout.server.errors import ApiError
 from rollout.state import FinishReason
 
-# `stale`: cut off by `max_staleness` under the policy `partial`, as by a length limit. `abort`: a control call ended the
+# `stale`: cut off by `max_staleness` with the policy `partial`, like a length limit. `abort`: a control call aborted the
 # stream.
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.STALE: "length",
                    FinishReason.ABORT: "abort"}  # fmt: skip
 
 _CALLERS_FAULT = re.compile(r"InvalidRequestError: (?:request \d+ sample \d+: )?")
-"""Beginning of the error of a sample whose request is to blame, with the engine's own numbers."""
+"""Beginning of the error of a sample whose request is at fault, with the engine's own numbers."""
 
 
 def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
@@ -63,7 +63,8 @@ def _joined_routes(pieces: list[TextDelta]) -> Routes | None:
     for each in pieces:
         known += len(each.token_ids)
         if each.routed_experts is not None:
-            # Rows end at the position before the last token. Position 0 is here that before the first token of the pieces.
+            # Rows end at the position before the last token. Position 0 here is the position before the first token of the
+            # pieces.
             parts.append((known - len(each.routed_experts), each.routed_experts))
     return overlaid(parts)[1] if parts else None
 
@@ -71,7 +72,7 @@ def _joined_routes(pieces: list[TextDelta]) -> Routes | None:
 def refuse_failed(finish_reason: str | None, error: str | None, index: int) -> None:
     """Raise if a sample has failed; return if it is unfinished or has a result.
 
-    The `ApiError` is a 500 `sample_failed`, a 400 if the request is to blame, or a 409 if it was aborted."""
+    The `ApiError` is a 500 `sample_failed`, a 400 if the request is at fault, or a 409 if it was aborted."""
     if finish_reason == FinishReason.ABORT:
         cause = f": {error}" if error else ""
         raise ApiError(409, f"choice {index} was aborted{cause}", code="aborted")
@@ -123,7 +124,7 @@ def routed_experts(delta: TextDelta) -> dict[str, Any]:
 
 
 def sampling_mask(delta: TextDelta) -> dict[str, Any]:
-    """Field `sampling_mask` of a choice, the ids that each token was drawn from; empty unless asked for."""
+    """Field `sampling_mask` of a choice, the ids that each token was drawn from; empty unless requested."""
     return {} if delta.kept_tokens is None else {"sampling_mask": delta.kept_tokens}
 
 

@@ -147,7 +147,7 @@ class RequestFields(Body):
 
     @property
     def constraint_field(self) -> str:
-        """Name of the field that a constraint on the text comes from."""
+        """Name of the field that defines a constraint on the text."""
         return "structured_outputs"
 
     @property
@@ -157,7 +157,7 @@ class RequestFields(Body):
 
 
 class SamplingFields(Body):
-    """Options of sampling, the same on every route: those of `SamplingParams`, which checks their values."""
+    """Options of sampling, the same on every route: the fields of `SamplingParams`, which checks their values."""
 
     n: int | None = Field(None, le=MAX_N)
     temperature: float | None = None
@@ -181,8 +181,8 @@ class SamplingFields(Body):
     seed: int | None = None
     """Equal seed, prompt, parameters and weights give equal samples. A negative seed is taken modulo 2**63."""
     prompt_logprobs: int | None = Field(None, ge=-1)
-    """Return log-probs of the prompt's tokens, and of this many most likely tokens per position. 0: only the tokens' own;
-    -1: of the whole vocabulary. At most 1,000,000 entries per request."""
+    """Return log-probs of the prompt's tokens, and of this many most likely tokens per position. 0: only the prompt's own
+    tokens; -1: the whole vocabulary. At most 1,000,000 entries per request."""
     logprobs_mode: str | None = None
     return_sampling_mask: bool | None = None
     """Return the ids that each token was drawn from, as `sampling_mask` of the choice. Needs top_k (at most 4096), top_p
@@ -271,7 +271,7 @@ class CompletionRequest(SamplingBody):
     """One text, several texts, token ids, or lists of token ids."""
 
     logprobs: int | None = Field(None, ge=0, le=20)
-    """Return log-probs of every token, and of this many most likely tokens per position. 0: only the tokens' own."""
+    """Return log-probs of every token, and of this many most likely tokens per position. 0: only the sampled tokens."""
     echo: bool | None = None
     """Prepend the prompt to the text, and its log-probs to the log-probs."""
 

@@ -1,7 +1,7 @@
 """Endpoints of vLLM's token dialect: `/inference/v1/generate` and `/tokenize`.
 
-Renderers of training frameworks (verifiers, prime-rl, TRL) turn messages to tokens themselves and generate from these. In
-addition to vLLM's fields, every choice has the policy version and the staleness of its tokens.
+Renderers of training frameworks (verifiers, prime-rl, TRL) convert messages to tokens themselves and generate from the
+tokens. In addition to vLLM's fields, every choice has the policy version and the staleness of its tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GenerateParams(SamplingFields):
     """Sampling parameters of vLLM."""
 
     logprobs: int | None = Field(None, ge=0, le=20)
-    """Return log-probs of every token, and of this many most likely tokens per position. 0: only the tokens' own."""
+    """Return log-probs of every token, and of this many most likely tokens per position. 0: only the sampled tokens."""
     output_kind: int | None = Field(None, ge=0, le=2)
     """Accepted, without effect: a reply has every sample, and a stream its new tokens."""
     detokenize: bool | None = None
@@ -78,9 +78,9 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     """The text."""
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    """The conversation, oldest message first; it and the options below as in a chat request."""
+    """The conversation, oldest message first; it and the options below work as in a chat request."""
     add_special_tokens: bool | None = None
-    """Whether the tokenizer adds its special tokens around a text. Default true. A chat template writes its own."""
+    """Whether the tokenizer adds its special tokens around a text. Default true. A chat template adds its own."""
     return_token_strs: bool | None = None
     """Include the tokens' names."""
     tools: list[Tool] | None = Field(None, max_length=1024)

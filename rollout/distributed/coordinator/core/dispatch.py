@@ -1,9 +1,9 @@
 """Assignment of queued samples to ranks: queue order, routing, and return to the queue when a rank is lost. No I/O, no
 clock.
 
-Always true: an open sample is queued or in exactly one assignment; the router's pending count of a rank equals the
-number of open samples assigned to it; an attempt number is used once; no rank receives a request that needs newer
-weights than it has; while a member catches up with the others, no rank with newer weights computes its requests.
+Always true: an open sample is queued or in exactly one assignment. The router's pending count of a rank equals the
+number of open samples assigned to it; an attempt number is used once. No rank receives a request that needs newer
+weights than it has. While a member catches up with the others, no rank with newer weights computes its requests.
 
 Ranks update their weights and enter `generate` one after the other. An assignment that its rank cannot compute yet is
 held for it. After a grace period the core declares the rank *away*, and such assignments move to ranks with room.

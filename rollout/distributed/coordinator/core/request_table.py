@@ -1,6 +1,6 @@
 """Open requests of all clients: admission, new tokens, texts, deadlines, outcomes. No I/O; the clock is passed in.
 
-Always true: an accepted request ends once, with an outcome for each of its samples or with one error that names it; memory
+Always true: an accepted request ends once, with an outcome for each of its samples or with one error that names it. Memory
 is charged to its client before it is used, and credited when it is freed or the tokenizer has answered; a client holds at
 most `max_open_mb`, all clients `CLIENTS_TOGETHER` times as much. Tokens computed by ranks are charged and always accepted,
 but they reduce the budget for new requests.

@@ -7,7 +7,7 @@ candidate for a group of n while it has *room*: load + min(n, slots) <= slots + 
 group stays queued at the caller, and goes to the first rank that has room.
 
 Always true (asserted by `check()`): a rank holds a hash if an open assignment will cache it there (*expected*,
-reference-counted) or the rank has reported it (*listed*, bounded LRU); its load is the exact number of its assigned
+reference-counted) or the rank has reported it (*listed*, bounded LRU). Its load is the exact number of its assigned
 samples that have not ended. A decision looks at every rank once. No clock, no randomness, no I/O, no request ids.
 """
 
