@@ -50,7 +50,7 @@ except PackageNotFoundError:
 
 @dataclass(frozen=True, kw_only=True)
 class Advanced(Options):
-    """Options of one engine for tuning and debugging: `InferenceConfig(advanced=Advanced(...))`. Frozen; validated."""
+    """Options of one engine that few runs set: `InferenceConfig(advanced=Advanced(...))`. Frozen; validated."""
 
     block_size_tokens: int = 16
     """Tokens per KV block. At least 1."""
@@ -63,6 +63,9 @@ class Advanced(Options):
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU
     """`lru`: unreferenced blocks stay cached until their memory is needed. `ref_zero`: a block is evicted when its last
     reference is released."""
+
+    image_folder: str | None = None
+    """Folder that images named by path in chat messages may be read from. None: no file is read. Nothing is fetched."""
 
     image_cache_memory_gb: float = 0.25
     """Memory that keeps the vision tower's outputs for later turns, in GiB, above 0; `suspend` releases it."""
@@ -95,6 +98,7 @@ class Advanced(Options):
     _rules: ClassVar[Rules] = {
         AT_LEAST_1: ("block_size_tokens",),
         or_none(AT_LEAST_1): ("state_slots",),
+        or_none((is_text, "a folder")): ("image_folder",),
         FINITE: ("image_cache_memory_gb",),
         ABOVE_0: ("control_timeout_s",),
         one_of("sampled", "full", "off"): ("weight_fingerprints",),
@@ -136,9 +140,6 @@ class InferenceConfig(Options):
     when a prompt starts with them. It is allocated at construction (pinned on CUDA), in addition to the memory of a suspend.
     Not for models with recurrent layers. None: evicted blocks are computed again."""
 
-    image_folder: str | None = None
-    """Folder that images named by path in chat messages may be read from. None: no file is read. Nothing is fetched."""
-
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.OFFLOAD
     """Default mode of `suspend`. `persist`: the KV cache stays on the device. `offload`: it is copied to host memory and
     back. `recompute`: it is dropped and prefilled again."""
@@ -173,7 +174,7 @@ class InferenceConfig(Options):
     """Sample from a copy of the weights on this device, such as `cuda:1`. None: the trainer's device."""
 
     advanced: Advanced = Advanced()
-    """Options for tuning and debugging."""
+    """Options that few runs set."""
 
     _rules: ClassVar[Rules] = {
         AT_LEAST_1: ("max_requests",),
@@ -186,7 +187,6 @@ class InferenceConfig(Options):
         one_of(None, "bfloat16", "float16"): ("autocast_dtype",),
         one_of(None, "float32", "bfloat16", "float16"): ("inference_dtype",),
         or_none((is_text, "a device")): ("inference_device",),
-        or_none((is_text, "a folder")): ("image_folder",),
         (lambda value: isinstance(value, Advanced), "Advanced(...)"): ("advanced",),
     }
 
@@ -218,6 +218,38 @@ class InferenceConfig(Options):
     def step_tokens(self) -> int:
         """`max_tokens_per_step`, or its CPU default if that is None; an engine replaces None by its own budget."""
         return max(2048, self.max_requests) if self.max_tokens_per_step is None else self.max_tokens_per_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorAdvanced(Options):
+    """Options for large jobs and slow networks: `CoordinatorConfig(advanced=CoordinatorAdvanced(...))`. Frozen; validated.
+
+    Import it from `rollout.config`."""
+
+    heartbeat_timeout_s: float = 30.0
+    """Seconds without incoming traffic after which a peer is considered dead, above 0. Peers send a heartbeat when they have
+    sent nothing else for a thirtieth of it."""
+
+    progress_interval: int = 16
+    """A rank reports a sample's new tokens each time it has this many, at least 1. Upper bound of the tokens per sample that
+    are computed again when the rank dies."""
+
+    no_rank_timeout_s: float = 600.0
+    """Seconds without a ready rank after which waiting requests fail with `RequestTimeoutError`. Above 0."""
+
+    max_open_mb: int = 1024
+    """Maximum memory of one client's open groups, in MiB: prompts, parameters, known tokens. At least 1. All clients
+    together may hold four times as much."""
+
+    _rules: ClassVar[Rules] = {
+        AT_LEAST_1: ("progress_interval", "max_open_mb"),
+        FINITE: ("heartbeat_timeout_s", "no_rank_timeout_s"),
+    }
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """Seconds without outgoing traffic after which a peer sends a heartbeat."""
+        return self.heartbeat_timeout_s / 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,34 +294,17 @@ class CoordinatorConfig(Options):
     """Path or content of a `tokenizer.json`, for text prompts and for engines without a tokenizer. None: the tokenizer of
     the `LLM` or `RolloutManager` that starts the coordinator, unless it runs in Python: send token ids then."""
 
-    heartbeat_timeout_s: float = 30.0
-    """Seconds without incoming traffic after which a peer is considered dead, above 0. Peers send a heartbeat when they have
-    sent nothing else for a thirtieth of it."""
-
-    progress_interval: int = 16
-    """A rank reports a sample's new tokens each time it has this many, at least 1. Upper bound of the tokens per sample that
-    are computed again when the rank dies."""
-
-    no_rank_timeout_s: float = 600.0
-    """Seconds without a ready rank after which waiting requests fail with `RequestTimeoutError`. Above 0."""
-
-    max_open_mb: int = 1024
-    """Maximum memory of one client's open groups, in MiB: prompts, parameters, known tokens. At least 1. All clients
-    together may hold four times as much."""
+    advanced: CoordinatorAdvanced = CoordinatorAdvanced()
+    """Timeouts and bounds that few jobs set."""
 
     _rules: ClassVar[Rules] = {
-        AT_LEAST_1: ("data_parallel_size", "block_size_tokens", "progress_interval", "max_open_mb"),
-        FINITE: ("heartbeat_timeout_s", "no_rank_timeout_s"),
+        AT_LEAST_1: ("data_parallel_size", "block_size_tokens"),
         ADDRESS: ("host",),
         or_none((lambda value: is_int(value) and 0 < value < 65536, "in [1, 65535]")): ("inference_coordinator_port",),
         or_none((lambda value: isinstance(value, str), "a string")): ("schedule_output_path", "tokenizer"),
         SEED: ("seed",),
+        (lambda value: isinstance(value, CoordinatorAdvanced), "CoordinatorAdvanced(...)"): ("advanced",),
     }
-
-    @property
-    def heartbeat_interval_s(self) -> float:
-        """Seconds without outgoing traffic after which a peer sends a heartbeat."""
-        return self.heartbeat_timeout_s / 30
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,7 +91,7 @@ class StaleRequestError(RequestError):
 
 
 class RequestTimeoutError(RequestError, TimeoutError):
-    """The request's deadline passed, or no rank was ready within `CoordinatorConfig.no_rank_timeout_s`."""
+    """The request's deadline passed, or no rank was ready within `CoordinatorAdvanced.no_rank_timeout_s`."""
 
 
 class RankLostError(RequestError):

@@ -15,7 +15,14 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig, documentation
+from rollout.config import (
+    Advanced,
+    CoordinatorAdvanced,
+    CoordinatorConfig,
+    InferenceConfig,
+    ServerConfig,
+    documentation,
+)
 from rollout.errors import ConfigError, did_you_mean
 
 API_KEY = "ROLLOUT_API_KEY"
@@ -158,8 +165,10 @@ def _parsed(kind: type[T], arguments: Sequence[str], prog: str, about: str) -> T
 
 def _flags(kind: type[Any]) -> list[str]:
     tables: dict[str, Any] = dict(get_type_hints(kind)) | {"advanced": Advanced}
+    if "coordinator" in tables:
+        tables["coordinator.advanced"] = CoordinatorAdvanced
     names = [
-        f"--{'coordinator.' * (title == 'coordinator')}{no}{each.name}".replace("_", "-")
+        f"--{f'{title}.' * title.startswith('coordinator')}{no}{each.name}".replace("_", "-")
         for title, table in tables.items()
         for each in fields(table)
         for no in ("", "no_")

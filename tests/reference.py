@@ -17,8 +17,16 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from rollout import errors, state
-from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig, documentation
+from rollout.config import (
+    Advanced,
+    CoordinatorAdvanced,
+    CoordinatorConfig,
+    InferenceConfig,
+    ServerConfig,
+    documentation,
+)
 from rollout.distributed.protocol import messages
+from rollout.errors import Options
 from rollout.observe import metric_table
 from rollout.requests.delta import COLUMNS, SampleDelta
 from rollout.sampling_params import SamplingParams
@@ -52,7 +60,7 @@ def _configuration() -> list[str]:
     parts = [
         "An unknown name is a `ConfigError` that gives the nearest one, a value out of range one that gives value and rule."
     ]
-    for options in (InferenceConfig, Advanced, SamplingParams, CoordinatorConfig, ServerConfig):
+    for options in (InferenceConfig, Advanced, SamplingParams, CoordinatorConfig, CoordinatorAdvanced, ServerConfig):
         parts.append(f"## {options.__name__}")
         names = [each.name for each in fields(options)]
         groups = _GROUPS if set(_GROUPS[0][1]) <= set(names) else [("", names)]
@@ -69,7 +77,7 @@ _GROUPS = [
                 "enable_prefix_caching"]),
     ("Batching and staleness", ["max_tokens_per_step", "staleness_policy"]),
     ("Numerics", ["exact", "record_routes", "autocast_dtype", "inference_dtype", "inference_device"]),
-    ("Other", ["image_folder", "advanced"]),
+    ("Other", ["advanced"]),
 ]  # fmt: skip
 """Options of `InferenceConfig` by what they are for."""
 
@@ -80,7 +88,9 @@ def _rows(options: type[Any], names: Sequence[str]) -> Iterator[str]:
     docs, by_name = documentation(options), {each.name: each for each in fields(options)}
     for option in map(by_name.__getitem__, names):
         default = option.default_factory() if option.default_factory is not MISSING else option.default
-        shown = "Advanced()" if default == Advanced() else repr(default.value if isinstance(default, Enum) else default)
+        shown = repr(default.value if isinstance(default, Enum) else default)
+        if isinstance(default, Options):
+            shown = f"{type(default).__name__}()"
         kinds = option.type.replace(" | ", "` or `")  # Markdown on the web and on the site escape a bar differently
         yield f"| `{option.name}` | `{kinds}` | `{shown}` | {docs[option.name]} |"
 

@@ -22,7 +22,7 @@ import pytest
 from transformers import MptConfig, MptForCausalLM
 
 from rollout import __main__ as command_line
-from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig, __version__
+from rollout.config import Advanced, CoordinatorAdvanced, CoordinatorConfig, InferenceConfig, ServerConfig, __version__
 from rollout.errors import ConfigError, EngineDeadError
 from rollout.flags import API_KEY, ModelOptions, ServeOptions, parse
 from rollout.state import PrefixCachingCoordinatorPolicy, StalenessPolicy
@@ -30,6 +30,7 @@ from tests.models import make_model, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
 FLAT = (ModelOptions, ServerConfig, InferenceConfig, Advanced)
+PREFIXES = {CoordinatorConfig: "coordinator.", CoordinatorAdvanced: "coordinator.advanced."}
 
 
 def read(*arguments: str, **environment: str) -> ServeOptions:
@@ -82,9 +83,9 @@ def other_value(field: dataclasses.Field[Any]) -> tuple[list[str], Any]:
     return ["5"], 5.0 if "float" in str(field.type) else 5 if "int" in str(field.type) else "5"
 
 
-@pytest.mark.parametrize("table", [*FLAT, CoordinatorConfig])
+@pytest.mark.parametrize("table", [*FLAT, *PREFIXES])
 def test_every_field_is_a_flag_of_its_type(table):
-    prefix = "--coordinator." if table is CoordinatorConfig else "--"
+    prefix = f"--{PREFIXES.get(table, '')}"
     words, values = [], {}
     for field in dataclasses.fields(table):
         # Exact mode refuses most other options, a host tier those that cache no prefix.
@@ -96,8 +97,10 @@ def test_every_field_is_a_flag_of_its_type(table):
             given, values[field.name] = other_value(field)
             name = ("no_" if field.default is True else "") + field.name
             words += [prefix + name.replace("_", "-"), *given]
-    options = read(*words, *["--data-parallel-size", "2"] * (table is CoordinatorConfig))
-    parts = {type(part): part for part in (*vars(options).values(), options.engine.advanced)}
+    options = read(*words, *["--data-parallel-size", "2"] * (table in PREFIXES))
+    parts = {
+        type(part): part for part in (*vars(options).values(), options.engine.advanced, options.coordinator.advanced)
+    }
     found = {name: getattr(parts[table], name) for name in values}
     assert found == values
     assert [type(found[name]) for name in values if not isinstance(found[name], str)] == [
@@ -139,7 +142,7 @@ def test_the_help_lists_what_is_common_and_all_of_it_when_asked(monkeypatch, cap
     text = help_text(monkeypatch, capsys, "--help-all")
     assert max(len(line) for line in (short + text).splitlines()) <= 80
     titles = re.findall(r"^[╭─ ]*([\w.]+) options[╮─ ]*$", text, re.MULTILINE)
-    assert titles == ["model", "server", "engine", "engine.advanced", "coordinator"]
+    assert titles == ["model", "server", "engine", "engine.advanced", "coordinator", "coordinator.advanced"]
     assert "a-secret-of-mine" not in short + text
     assert API_KEY in text
     flowing = " ".join(" ".join(line.strip("│| ") for line in text.splitlines()).split())
@@ -248,7 +251,7 @@ def test_admin_implies_the_coordinator():
 
 
 def test_an_option_of_a_coordinator_that_is_not_there_is_refused(capsys):
-    line = refusal(capsys, "serve", "model", "--coordinator.max-open-mb", "5")
+    line = refusal(capsys, "serve", "model", "--coordinator.advanced.max-open-mb", "5")
     assert "--coordinator.*: there is no coordinator; give --use-coordinator as well" in line
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from rollout.config import Advanced, CoordinatorConfig, InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.errors import ConnectionLostError, ControlError
 from rollout.llm.llm import LLM
 from rollout.state import EngineState
+from tests.configs import coordinator_config
 from tests.engines import at_random, gated, token_ids
 from tests.models import make_model
 from tests.ranks import assert_nothing_is_left
@@ -34,7 +35,7 @@ def an_llm(*, use_coordinator: bool = True, **options: Any) -> LLM:
         max_tokens_per_step=64,
         advanced=Advanced(block_size_tokens=4, verify_model=False),
     )
-    coordinator = CoordinatorConfig(heartbeat_timeout_s=10.0, progress_interval=4)
+    coordinator = coordinator_config(heartbeat_timeout_s=10.0, progress_interval=4)
     options = {"coordinator_config": coordinator} | options if use_coordinator else options
     return LLM(small(), None, config, use_coordinator=use_coordinator, **options)
 

@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    config = InferenceConfig(kv_cache_blocks=64, image_folder=str(folder), advanced=Advanced(block_size_tokens=4))
+    config = InferenceConfig(kv_cache_blocks=64, advanced=Advanced(block_size_tokens=4, image_folder=str(folder)))
     with LLM(shared_vision_model("gemma3"), make_processor(), config) as llm:
         yield llm
 
@@ -169,8 +169,8 @@ def test_what_a_processor_made_of_a_video_is_a_prompt() -> None:
     ("source", "says"),
     [
         ("https://x/y.png", "nothing is fetched"),
-        ("../red.png", "outside of InferenceConfig.image_folder"),
-        ("/etc/passwd", "outside of InferenceConfig.image_folder"),
+        ("../red.png", "outside of Advanced.image_folder"),
+        ("/etc/passwd", "outside of Advanced.image_folder"),
         ("none.png", "cannot be read"),
         ("text.png", "8 bytes that are no image"),
         ("data:image/png;base64,!!", "base64 is damaged"),

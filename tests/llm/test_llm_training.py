@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.config import CoordinatorConfig
 from rollout.errors import RequestTimeoutError, WeightsChangedError
 from rollout.llm.llm import LLM
 from rollout.state import EngineState
+from tests.configs import coordinator_config
 from tests.engines import at_random, gated, greedily, shared_model, token_ids
 from tests.llm.asking import ENDLESS, PATIENCE_S, asyncio_llm, blocking, by_the_trainer, options, wait_until
 from tests.models import make_model, make_tokenizer
@@ -158,7 +158,7 @@ def test_a_control_call_in_a_suspended_block_is_undone_by_its_counterpart_after_
 
 
 def test_a_thread_of_steps_that_fails_leaves_its_requests_to_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = CoordinatorConfig(no_rank_timeout_s=0.2)
+    coordinator = coordinator_config(no_rank_timeout_s=0.2)
     with LLM(
         shared_model("qwen3"), make_tokenizer(), options(), use_coordinator=True, coordinator_config=coordinator
     ) as llm:

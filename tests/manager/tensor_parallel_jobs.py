@@ -22,13 +22,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from rollout.config import Advanced, CoordinatorConfig, InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.errors import RolloutError
 from rollout.journal import Journal
 from rollout.llm.llm import LLM
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
+from tests.configs import coordinator_config
 from tests.models import VOCAB, make_model
 from tests.ranks import assert_nothing_is_left
 from tests.rollouts import logprob_error, make_rollout, value_error
@@ -384,7 +385,7 @@ def two_groups_generate(rank: int) -> dict[str, Any]:
 def two_groups_lose_a_member(rank: int) -> Any:
     """The leader of the second group ends in a forward; the first group gets all samples."""
     model = split(make_model("llama", vocab_size=VOCABULARY))
-    coordinator = CoordinatorConfig(heartbeat_timeout_s=5.0)
+    coordinator = coordinator_config(heartbeat_timeout_s=5.0)
     rollout = make_rollout(model, control_timeout_s=60.0, coordinator=coordinator)
     rollout.generate([], GREEDY)
 

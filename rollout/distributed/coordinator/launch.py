@@ -14,14 +14,14 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import IO, cast
 
 import msgpack
 
-from rollout.config import CoordinatorConfig
+from rollout.config import CoordinatorAdvanced, CoordinatorConfig
 from rollout.distributed.transport.keys import JobKeys
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, SerializationError
 from rollout.requests.codec import unpack_msgpack
@@ -133,8 +133,7 @@ def _environment() -> dict[str, str]:
 
 def write_orders(pipe: IO[bytes], config: CoordinatorConfig, keys: JobKeys | None) -> None:
     """Send options and keys to the child; the pipe stays open."""
-    values = {name: getattr(config, name) for name in config.names()}
-    options = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
+    options = {name: value.value if isinstance(value, Enum) else value for name, value in asdict(config).items()}
     orders = msgpack.packb([options, None if keys is None else keys.serialize()])
     unsent = memoryview(len(orders).to_bytes(LENGTH_BYTES, "little") + orders)
     while unsent:
@@ -153,6 +152,7 @@ def read_orders(pipe: IO[bytes]) -> tuple[CoordinatorConfig, JobKeys | None]:
     if not length or len(packed) != length:
         raise SerializationError(f"orders of {length} bytes: {len(packed)} came; the launcher has died")
     options, keys = unpack_msgpack("orders", packed)
+    options["advanced"] = CoordinatorAdvanced(**options["advanced"])
     return CoordinatorConfig(**options), None if keys is None else JobKeys.deserialize(keys)
 
 

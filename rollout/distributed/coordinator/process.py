@@ -67,8 +67,8 @@ def router_socket(context: Context, config: CoordinatorConfig, keys: JobKeys | N
     router.ipv6 = ipv6
     router.backlog = PENDING_CONNECTIONS
     router.handshake_ivl = HANDSHAKE_S * 1000
-    router.heartbeat_ivl = math.ceil(config.heartbeat_interval_s * 1000)
-    router.heartbeat_timeout = math.ceil(config.heartbeat_timeout_s * 1000)
+    router.heartbeat_ivl = math.ceil(config.advanced.heartbeat_interval_s * 1000)
+    router.heartbeat_timeout = math.ceil(config.advanced.heartbeat_timeout_s * 1000)
     if keys is not None:
         keys.secure_server(router)
     return router

@@ -78,13 +78,12 @@ def _bytes_of(source: Any, folder: str | None, where: str) -> bytes:
         raise InvalidRequestError(f"{where}: {text!r:.60}: nothing is fetched; send the image as a data: URL")
     if folder is None:
         raise InvalidRequestError(
-            f"{where}: {text!r:.60}: files are read only from InferenceConfig.image_folder, which is not set; send a data: "
-            "URL"
+            f"{where}: {text!r:.60}: files are read only from Advanced.image_folder, which is not set; send a data: URL"
         )
     root = Path(folder).resolve()
     path = (root / (unquote(parts.path) if parts.scheme == "file" else text)).resolve()
     if not path.is_relative_to(root):
-        raise InvalidRequestError(f"{where}: {text!r:.60}: outside of InferenceConfig.image_folder")
+        raise InvalidRequestError(f"{where}: {text!r:.60}: outside of Advanced.image_folder")
     try:
         return path.read_bytes()
     except (OSError, ValueError) as exc:

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rollout.config import CoordinatorConfig
 from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
 from rollout.distributed.coordinator.core.requests import TextJob
 from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.frames import decode, encode
+from tests.configs import coordinator_config
 
 Kind = TypeVar("Kind", bound=wire.Message)
 BLOCK = 4
@@ -51,7 +51,7 @@ def stretch(
 class Job:
     def __init__(self, **options: Any) -> None:
         options = {"block_size_tokens": BLOCK, "heartbeat_timeout_s": 10.0} | options
-        self.config = CoordinatorConfig(**options)
+        self.config = coordinator_config(**options)
         self.core = CoordinatorCore(self.config, "this life")
         self.now = 0.0
         self.lines: dict[bytes, Line] = {}

@@ -14,10 +14,10 @@ import pytest
 import zmq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rollout.config import CoordinatorConfig
 from rollout.distributed.coordinator.launch import CoordinatorHandle, launch_coordinator
 from rollout.distributed.coordinator.process import DataParallelInferenceCoordinator
 from rollout.distributed.transport.keys import JobKeys
+from tests.configs import coordinator_config
 from tests.distributed.raw_peers import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ needs_curve = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq was b
 
 @contextmanager
 def launched(keys: JobKeys | None = None, **options: Any) -> Iterator[CoordinatorHandle]:
-    handle = launch_coordinator(CoordinatorConfig(**options), keys)
+    handle = launch_coordinator(coordinator_config(**options), keys)
     try:
         yield handle
     finally:
@@ -37,7 +37,7 @@ def launched(keys: JobKeys | None = None, **options: Any) -> Iterator[Coordinato
 
 @contextmanager
 def in_a_thread(keys: JobKeys | None = None, **options: Any) -> Iterator[str]:
-    coordinator = DataParallelInferenceCoordinator(CoordinatorConfig(**options), keys)
+    coordinator = DataParallelInferenceCoordinator(coordinator_config(**options), keys)
     try:
         yield coordinator.start()
     finally:
@@ -46,7 +46,7 @@ def in_a_thread(keys: JobKeys | None = None, **options: Any) -> Iterator[str]:
 
 @contextmanager
 def never_started(**options: Any) -> Iterator[DataParallelInferenceCoordinator]:
-    coordinator = DataParallelInferenceCoordinator(CoordinatorConfig(**options))
+    coordinator = DataParallelInferenceCoordinator(coordinator_config(**options))
     try:
         yield coordinator
     finally:

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from rollout.config import CoordinatorConfig
 from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.client.session import Call, ClientSession
 from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
@@ -34,6 +33,7 @@ from rollout.distributed.worker.session import RankSession
 from rollout.errors import ConnectionLostError, RolloutError
 from rollout.sampling_params import SamplingParams
 from rollout.state import CoordinatorState, EngineState, PrefixCachingCoordinatorPolicy
+from tests.configs import coordinator_config
 from tests.distributed.coordinator.core.routers import check, held
 from tests.distributed.coordinator.fake_engine import BLOCK, CACHE_BLOCKS, FakeEngine, length_of, token_at
 
@@ -106,7 +106,7 @@ class World:
         self.trace = trace
         self.encoded = seed % 32 == 0 if encoded is None else encoded
         self.now = 0.0
-        self.config = CoordinatorConfig(
+        self.config = coordinator_config(
             data_parallel_size=rng.choice([1, 2, 2, 3, 4]),
             block_size_tokens=BLOCK,
             heartbeat_timeout_s=10.0,
@@ -414,7 +414,9 @@ class World:
         if self.core.next_deadline() <= self.now:
             self.core.tick(self.now)
             for peer in self.core.peers:
-                assert self.now - peer.heard <= self.config.heartbeat_timeout_s, f"{peer.name} is dead, and still here"
+                assert self.now - peer.heard <= self.config.advanced.heartbeat_timeout_s, (
+                    f"{peer.name} is dead, and still here"
+                )
             assert self.core.control.next_deadline() > self.now
         self.flush_core()
 
@@ -570,7 +572,7 @@ class World:
         reasons = {
             "RequestAbortedError": wanted.aborted or stopped,
             "EngineStateError": stopped,
-            "RequestTimeoutError": wanted.timeout_s is not None or self.config.no_rank_timeout_s < 1e6,
+            "RequestTimeoutError": wanted.timeout_s is not None or self.config.advanced.no_rank_timeout_s < 1e6,
             "RankLostError": self.core.sessions.max_rank_losses < 1000,
             "ConnectionLostError": True,
         }

@@ -18,12 +18,12 @@ import numpy as np
 import psutil
 import pytest
 
-from rollout.config import CoordinatorConfig
 from rollout.distributed.coordinator.launch import launch_coordinator
 from rollout.distributed.coordinator.process import MAX_FRAMES_PER_MESSAGE
 from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, decode, encode
 from rollout.errors import SerializationError
+from tests.configs import coordinator_config
 from tests.distributed.coordinator.job import BLOCK, Job, Line
 from tests.distributed.coordinator.simulation import Peer, World
 from tests.distributed.raw_peers import (
@@ -90,7 +90,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    handle = launch_coordinator(CoordinatorConfig(heartbeat_timeout_s=600.0))
+    handle = launch_coordinator(coordinator_config(heartbeat_timeout_s=600.0))
     with echo_rank(handle.address, "honest rank"):
         site = Site(handle.address, handle.process.pid)
         try:
@@ -191,7 +191,7 @@ def test_bad_frames_end_their_own_session_at_most():
 
 
 def test_nobody_ends_or_answers_the_requests_of_others(site):
-    config = CoordinatorConfig(heartbeat_timeout_s=600.0)
+    config = coordinator_config(heartbeat_timeout_s=600.0)
     handle = launch_coordinator(config)
     try:
         victim, rank = connect(handle.address, "victim"), register(handle.address, "true rank")

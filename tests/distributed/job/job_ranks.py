@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rollout.config import CoordinatorConfig
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.coordinator.launch import CoordinatorHandle, launch_coordinator
 from rollout.distributed.worker.worker import EngineWorker
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
+from tests.configs import coordinator_config
 from tests.distributed.job.nursery import PATIENCE_S, Child, Nursery, answer
 from tests.engines import at_random, finish, gated, greedily, make_engine, token_ids
 from tests.models import make_model
@@ -195,7 +195,7 @@ class Ranks:
 @contextmanager
 def coordinator(**options: Any) -> Iterator[CoordinatorHandle]:
     """A coordinator's process; nothing is left of it in the end."""
-    config = CoordinatorConfig(**({"progress_interval": 4} | HEARTBEATS | options))
+    config = coordinator_config(**({"progress_interval": 4} | HEARTBEATS | options))
     handle = launch_coordinator(config)
     try:
         yield handle

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rollout import Advanced, CoordinatorConfig, InferenceConfig, Journal, RolloutManager, SamplingParams
+from rollout import Advanced, InferenceConfig, Journal, RolloutManager, SamplingParams
+from tests.configs import coordinator_config
 from tests.models import make_model
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14], [15, 16], [17, 18, 19]]
@@ -37,7 +38,7 @@ def main() -> None:
     config = InferenceConfig(
         kv_cache_blocks=256, max_requests=4, advanced=Advanced(block_size_tokens=4, verify_model=False)
     )
-    quickly = CoordinatorConfig(heartbeat_timeout_s=5.0)
+    quickly = coordinator_config(heartbeat_timeout_s=5.0)
     with (
         Journal(folder / f"journal-{rank}") as journal,
         RolloutManager(make_model("qwen3"), None, config, journal=journal, coordinator=quickly) as manager,

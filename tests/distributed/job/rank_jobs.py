@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from rollout.config import Advanced, CoordinatorConfig, InferenceConfig, ServerConfig
+from rollout.config import Advanced, InferenceConfig, ServerConfig
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.client.futures import RequestFuture
 from rollout.distributed.job.data_parallel import DataParallelBackend
@@ -45,7 +45,7 @@ from rollout.manager.manager import RolloutManager
 from rollout.manager.scoring import PromptTask
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from tests.configs import engine_config
+from tests.configs import coordinator_config, engine_config
 from tests.engines import one_step_per_call
 from tests.models import make_model, make_tokenizer
 from tests.ranks import assert_nothing_is_left
@@ -74,7 +74,7 @@ def a_manager(model: PreTrainedModel | None = None, **options: Any) -> Iterator[
         make_tokenizer(),
         engine_config(**(defaults | options)),
         token_values=values,
-        coordinator=CoordinatorConfig(heartbeat_timeout_s=heartbeat, progress_interval=interval),
+        coordinator=coordinator_config(heartbeat_timeout_s=heartbeat, progress_interval=interval),
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="close\\(\\) gives up")

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from rollout.config import Advanced, CoordinatorConfig, InferenceConfig
+from rollout.config import Advanced, InferenceConfig
 from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError, WeightsChangedError
 from rollout.llm.llm import LLM
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
-from tests.configs import engine_config
+from tests.configs import coordinator_config, engine_config
 from tests.models import greedy, make_model
 from trainer_hooks.optimizer import attach
 
@@ -51,7 +51,7 @@ def sharded_by(kind: str) -> nn.Module:
 @contextmanager
 def a_manager(model: nn.Module, *, coordinator: bool = True, **options: Any) -> Iterator[RolloutManager]:
     config = engine_config(kv_cache_blocks=256, block_size_tokens=4, max_requests=16, max_tokens_per_step=64, **options)
-    shared = CoordinatorConfig(heartbeat_timeout_s=10.0)
+    shared = coordinator_config(heartbeat_timeout_s=10.0)
     with RolloutManager(model, None, config, coordinator=shared if coordinator else False) as rollout:
         yield rollout
 

@@ -71,9 +71,9 @@ class Dispatcher:
         self.too_new: list[OpenRequest] = []
         """Requests for which no rank has a suitable policy version: all ranks are older, or all are ahead of the asker."""
         self._deterministic = config.deterministic_mode
-        self._grace_s = AWAY_INTERVALS * config.heartbeat_interval_s
+        self._grace_s = AWAY_INTERVALS * config.advanced.heartbeat_interval_s
         if config.deterministic_mode:
-            self._grace_s = config.heartbeat_timeout_s
+            self._grace_s = config.advanced.heartbeat_timeout_s
         self._block_size = config.block_size_tokens
         self._peers = peers
         self._queues: dict[int, LazyHeap[OpenRequest]] = {}

@@ -136,7 +136,7 @@ class RequestTable:
             stream_key(self._config.seed, number) if seed is None else seed,
             message.priority,
             0.0 if message.arrival_time is None else message.arrival_time,
-            message.interval or self._config.progress_interval,
+            message.interval or self._config.advanced.progress_interval,
             math.inf if message.timeout_s is None else now + message.timeout_s,
         )
         request.since = now
@@ -158,7 +158,7 @@ class RequestTable:
 
     def _refusal(self, client: ClientPeer, message: Submit) -> tuple[str, str] | None:
         """Return (error name, reason) if a request is rejected. None: it is admitted."""
-        prompt, limit = message.prompt, self._config.max_open_mb
+        prompt, limit = message.prompt, self._config.advanced.max_open_mb
         if not 1 <= message.n <= MAX_SAMPLES:
             return "InvalidRequestError", f"n={message.n}: must be in [1, {MAX_SAMPLES}]"
         if message.wanted and max(message.wanted) >= message.n:
@@ -300,7 +300,7 @@ class RequestTable:
 
     def give_up(self, now: float) -> None:
         """Fail the requests that have waited `no_rank_timeout_s` for a rank, or for a rank with a newer version."""
-        limit, ranks = self._config.no_rank_timeout_s, self._peers.by_name
+        limit, ranks = self._config.advanced.no_rank_timeout_s, self._peers.by_name
         if self._without_rank_since is not None and now - self._without_rank_since >= limit:
             here = f"{len(ranks)} of data_parallel_size={self._config.data_parallel_size} are here"
             why = f"there has been no rank that is ready for {limit} s (no_rank_timeout_s); {here}"

@@ -110,14 +110,14 @@ class Sessions:
         self._peers.add_rank(rank)
         self._dispatcher.add_rank(rank, message.hashes)
         self._control.policy_version = max(self._control.policy_version, rank.policy_version)
-        self._peers.say(rank, wire.RegisterAck(*self._terms(), self._config.progress_interval))
+        self._peers.say(rank, wire.RegisterAck(*self._terms(), self._config.advanced.progress_interval))
 
     def _terms(self) -> tuple[str, str, int, float, float]:
         """Fields that `ConnectAck` and `RegisterAck` begin with."""
         config, control = self._config, self._control
         return (
-            self._instance, control.state.value, control.policy_version, config.heartbeat_interval_s,
-            config.heartbeat_timeout_s,
+            self._instance, control.state.value, control.policy_version, config.advanced.heartbeat_interval_s,
+            config.advanced.heartbeat_timeout_s,
         )  # fmt: skip
 
     # --- frames and heartbeats --------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Sessions:
 
     def beat(self, now: float) -> None:
         """End the sessions of silent peers, and send heartbeats to idle ones."""
-        interval, timeout = self._config.heartbeat_interval_s, self._config.heartbeat_timeout_s
+        interval, timeout = self._config.advanced.heartbeat_interval_s, self._config.advanced.heartbeat_timeout_s
         last, self._last_beat = self._last_beat, now
         if last is not None and now - last > timeout / 2:
             # This process itself was stalled, so the peers' frames of that time are still unread.
@@ -151,7 +151,7 @@ class Sessions:
 
     def next_beat(self) -> float | None:
         """Time at which `beat` is due; None: at once."""
-        return None if self._last_beat is None else self._last_beat + self._config.heartbeat_interval_s / 2
+        return None if self._last_beat is None else self._last_beat + self._config.advanced.heartbeat_interval_s / 2
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Sessions:
             for request in list(peer.requests.values()):
                 self._requests.close(request)
             if peer.member is not None:
-                self._barriers.left(peer, now + self._config.heartbeat_timeout_s * died)
+                self._barriers.left(peer, now + self._config.advanced.heartbeat_timeout_s * died)
                 self._barriers.expire(now)
         else:
             self._lose_rank(cast(RankPeer, peer), why, died)
