@@ -159,7 +159,7 @@ class InferenceConfig(Options):
     Qwen2 and Qwen3 on a CPU."""
 
     record_routes: bool = False
-    """Record the experts that every router of a mixture of experts chooses, in the KV blocks beside K and V, for
+    """Record the experts that every router of a mixture of experts chooses, in the KV blocks next to K and V, for
     `RolloutBatch.routed_experts` and `with rollout.replay(batch, model)`. Steps run without CUDA graphs."""
 
     autocast_dtype: Literal["bfloat16", "float16"] | None = None

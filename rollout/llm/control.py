@@ -195,7 +195,7 @@ class LLMControl:
     def load_weights(self, folder: str | PathLike[str], version: int | None = None) -> int:
         """Load a folder of safetensors into the module of every rank and announce it; returns the policy version.
 
-        Running requests continue under the new weights; no step runs meanwhile.
+        Running requests continue under the new weights; no step runs during the call.
 
         Raises:
             ConfigError: the folder does not fit the model, and nothing was changed; or `version` is too low.

@@ -67,7 +67,7 @@ class StalenessPacer:
         """Return ids of unfinished groups that may not be left in flight.
 
         Args:
-            groups: their returned samples count too, because they are handed out with the last one.
+            groups: their returned samples count too, because they are returned with the last one.
             staleness: (group id, updates since its oldest token was sampled) of samples that have not returned.
             version: the policy version.
         """

@@ -135,7 +135,7 @@ class RunLoop:
         clock: seconds that never run backwards.
 
     Attributes:
-        groups: submitted and not handed out.
+        groups: submitted and not yet returned.
         journal: where groups that have ended are written.
         lengths: completion lengths per prompt.
         samples: completions that are requested one at a time; every step computes them too.

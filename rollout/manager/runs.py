@@ -165,7 +165,7 @@ class EpisodeRuns:
             progress, timeout_s, fields: as in `generate`.
 
         Returns:
-            Groups in the order in which they were begun, episodes of a group side by side.
+            Groups in the order in which they started, episodes of a group next to each other.
 
         Raises:
             ConfigError: options that contradict each other.

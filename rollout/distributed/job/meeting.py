@@ -86,7 +86,7 @@ class Gathering:
 
     Args:
         meet: barrier of all ranks, called with the name of the call; a no-op without a coordinator. Waiting is cheap
-            there, but a rank that has arrived and given up still counts, so the ranks meet in the store afterwards.
+            there, but a rank that arrived and then timed out still counts, so the ranks meet in the store afterwards.
         world: the ranks; None: a single rank, or weights that need no other rank.
         calls: call that every rank must make, for messages.
     """

@@ -37,7 +37,7 @@ class Link:
         return self.session.entered and not self.cut
 
     def transmit(self, message: wire.Message) -> None:
-        """Send a message unless the connection was closed meanwhile; on the loop's thread."""
+        """Send a message unless the connection was closed in the meantime; on the loop's thread."""
         if self.dealer.is_open:
             self.dealer.send(message)
 

@@ -49,9 +49,9 @@ STATE_LENGTH = 16384
 WORTHWHILE = 64
 """Replays that amortise one capture."""
 MAX_WASTED = 8
-"""Consecutive invalidations before `WORTHWHILE` replays, after which capturing is given up."""
+"""Consecutive invalidations before `WORTHWHILE` replays, after which capturing stops."""
 MAX_FAILED = 2
-"""Number of sizes whose capture fails, other than by lack of memory, after which capturing is given up."""
+"""Number of sizes whose capture fails, other than by lack of memory, after which capturing stops."""
 RETRY_STEPS = 256
 """Decode steps until a capture that another thread has disturbed is tried again."""
 _log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class GraphedDecode:
 
     @property
     def why_not(self) -> str:
-        """Why capturing was given up; empty if it was not."""
+        """Why capturing has stopped; empty if it has not."""
         return self._given_up or self._refused.get(self._precision(), "")
 
     @property

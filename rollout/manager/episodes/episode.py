@@ -124,7 +124,7 @@ class Episode:
 
         Raises:
             InvalidRequestError: the prompt can never be served, for example because it is too long.
-            RequestError: the completion failed. The episode may go on.
+            RequestError: the completion failed. The episode may continue.
             EngineStateError: the episode has ended, by its deadline for instance.
         """
         if self.ended:
