@@ -7,7 +7,7 @@ KV head once (expanding K and V, or `enable_gqa` in bf16, costs 6 to 14 times as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Required, TypedDict, Unpack
 
@@ -94,17 +94,13 @@ def write_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
     value_cache.flatten(0, 1).index_copy_(0, slots, value.to(value_cache.dtype))
 
 
-class CacheWrite(Protocol):
-    """Function that writes K and V of a step's positions into the paged cache."""
+CacheWrite = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""Function that writes K and V of a step's positions into the paged cache, in the dtype of the cache. Its arguments:
 
-    def __call__(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, /) -> None:
-        """Write K and V in the dtype of the cache.
-
-        Args:
-            key, value: [P, Hkv, D], [P, Hkv, Dv], of any floating dtype; the last dimension contiguous.
-            key_cache, value_cache: [num_blocks, block_size, Hkv, D], [..., Dv].
-            slots: [P] int64, block * block_size + offset, all different.
-        """
+- K and V: [P, Hkv, D], [P, Hkv, Dv], of any floating dtype; the last dimension contiguous;
+- their caches: [num_blocks, block_size, Hkv, D], [..., Dv];
+- slots: [P] int64, block * block_size + offset, all different.
+"""
 
 
 class Rules(TypedDict, total=False):

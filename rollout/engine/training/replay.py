@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
@@ -85,13 +86,13 @@ def replay(batch: Routed | RoutedTree, model: nn.Module) -> Iterator[None]:
     routers = routers_of(model)
     owner = next(module for module in model.modules() if getattr(module, "_can_record_outputs", None))
     _check_routes(batch, routers.shape)
-    alignment = _Alignment(_Tree(batch) if isinstance(batch, RoutedTree) else _Rows(batch), routers.shape)
+    alignment = _Alignment(_routes_of(batch), routers.shape)
     with ExitStack() as stack:
         hook = owner.register_forward_pre_hook(alignment.begin, with_kwargs=True, prepend=True)
         stack.callback(hook.remove)
         for index, router in enumerate(routers.modules):
             stack.callback(_restore, router, vars(router).get("forward"))
-            router.forward = _Replaying(router, index, alignment)
+            router.forward = partial(_replayed, router.forward, router, index, alignment)
         yield
         alignment.end(owner)
 
@@ -103,29 +104,23 @@ def _restore(module: nn.Module, forward: Any) -> None:
         module.forward = forward
 
 
-class _Replaying:
-    """Replaces `forward` of one router."""
-
-    def __init__(self, router: nn.Module, index: int, alignment: _Alignment) -> None:
-        self._forward: Callable[..., Any] = router.forward
-        self._router = router
-        self._index = index
-        self._alignment = alignment
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_rollout_forward():
-            return self._forward(*args, **kwargs)
-        shape = self._alignment.shape
-        experts = self._alignment.routes()[:, self._index]
-        with ChosenExperts(experts, shape.num_experts) as choice:
-            output = self._forward(*args, **kwargs)
-        chosen = chosen_experts(self._router, output, shape.top_k)
-        if choice.answered != 1 or len(chosen) != len(experts):
-            raise ValueError(
-                f"replay: router {type(self._router).__name__} made {choice.answered} choices of {shape.top_k} among "
-                f"{shape.num_experts} experts for {len(experts)} tokens and chose for {len(chosen)}: it cannot be replayed"
-            )
-        return output
+def _replayed(
+    forward: Callable[..., Any], router: nn.Module, index: int, alignment: _Alignment, *args: Any, **kwargs: Any
+) -> Any:
+    """The `forward` of one router, with the recorded choices of its layer."""
+    if is_rollout_forward():
+        return forward(*args, **kwargs)
+    shape = alignment.shape
+    experts = alignment.routes()[:, index]
+    with ChosenExperts(experts, shape.num_experts) as choice:
+        output = forward(*args, **kwargs)
+    chosen = chosen_experts(router, output, shape.top_k)
+    if choice.answered != 1 or len(chosen) != len(experts):
+        raise ValueError(
+            f"replay: router {type(router).__name__} made {choice.answered} choices of {shape.top_k} among "
+            f"{shape.num_experts} experts for {len(experts)} tokens and chose for {len(chosen)}: it cannot be replayed"
+        )
+    return output
 
 
 def _check_routes(batch: Routed | RoutedTree, shape: RouteShape) -> None:
@@ -138,23 +133,24 @@ def _check_routes(batch: Routed | RoutedTree, shape: RouteShape) -> None:
         raise ValueError(f"replay: routed_experts [N, T, layers, k] of {have}, and the model has (layers, k) = {want}")
 
 
-class _Tree:
-    """The routes of a prefix tree."""
+def _routes_of(batch: Routed | RoutedTree) -> Callable[[Tensor, Any, Any], Tensor]:
+    """Function from the arguments of a forward (`input_ids` [B, T], mask, positions) to its routes [B, T, layers, k]."""
+    if not isinstance(batch, RoutedTree):
+        return _Rows(batch).of_forward
+    if batch.unrouted is not None and len(batch.unrouted):
+        _refuse_row(int(batch.unrouted[0]))
+    return partial(_of_tree, batch)
 
-    def __init__(self, tree: RoutedTree) -> None:
-        if tree.unrouted is not None and len(tree.unrouted):
-            _refuse_row(int(tree.unrouted[0]))
-        self._tree = tree
 
-    def of_forward(self, ids: Tensor, mask: Any, positions: Any) -> Tensor:
-        """int16 [1, L, layers, k]."""
-        if not torch.equal(ids, self._tree.input_ids):
-            raise ValueError(
-                f"replay: a forward of {list(ids.shape)} tokens that are not the {self._tree.input_ids.shape[1]} of the "
-                "tree: pass all of packed.inputs; replay the rows of a batch by replay(batch, model)"
-            )
-        assert self._tree.routed_experts is not None
-        return self._tree.routed_experts
+def _of_tree(tree: RoutedTree, ids: Tensor, mask: Any, positions: Any) -> Tensor:
+    """int16 [1, L, layers, k]: the routes of a prefix tree."""
+    if not torch.equal(ids, tree.input_ids):
+        raise ValueError(
+            f"replay: a forward of {list(ids.shape)} tokens that are not the {tree.input_ids.shape[1]} of the tree: pass "
+            "all of packed.inputs; replay the rows of a batch by replay(batch, model)"
+        )
+    assert tree.routed_experts is not None
+    return tree.routed_experts
 
 
 class _Rows:
@@ -218,9 +214,9 @@ def _refuse_row(row: int) -> NoReturn:
 class _Alignment:
     """The routes of the tokens of the current forward."""
 
-    def __init__(self, source: _Rows | _Tree, shape: RouteShape) -> None:
+    def __init__(self, routes_of: Callable[[Tensor, Any, Any], Tensor], shape: RouteShape) -> None:
         self.shape = shape
-        self._source = source
+        self._routes_of = routes_of
         self._current: Tensor | None = None
         self._forwards = 0
         """Forwards with gradient since the last backward that recomputed a router."""
@@ -235,7 +231,7 @@ class _Alignment:
             raise ValueError("replay: the forward needs input_ids [B, T], by which its rows are found in the batch")
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         positions = kwargs.get("position_ids", args[2] if len(args) > 2 else None)
-        routes = self._source.of_forward(ids, mask, positions)
+        routes = self._routes_of(ids, mask, positions)
         self._current = routes.flatten(0, 1).to(ids.device, torch.int64)
         if torch.is_grad_enabled():
             self._forwards = 1 if self._recomputed else self._forwards + 1

@@ -12,7 +12,6 @@ import math
 import reprlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -59,14 +58,6 @@ def cost_besides_prompt(message: Submit) -> int:
     return REQUEST_BYTES + len(message.params) + SAMPLE_BYTES * message.n + known + images
 
 
-class PendingText(NamedTuple):
-    """A `TextJob` at the tokenizer: its request, the stretch to forward with the texts, and the bytes charged."""
-
-    request: OpenRequest
-    stretch: Stretch | None
-    size: int
-
-
 _STOPPING = ("EngineStateError", "the job is stopping: it takes no more work; start another coordinator")
 
 
@@ -76,8 +67,8 @@ class RequestTable:
     def __init__(self, config: CoordinatorConfig, peers: Peers, dispatcher: Dispatcher) -> None:
         self.total_bytes = 0
         """Bytes charged to all clients."""
-        self.texts: dict[int, PendingText] = {}
-        """Jobs at the tokenizer, by id."""
+        self.texts: dict[int, tuple[OpenRequest, Stretch | None, int]] = {}
+        """Jobs at the tokenizer by id: the request, the stretch to forward with the texts, and the bytes charged."""
         self._new_jobs: list[TextJob] = []
         self._next_job = 0
         self._config = config
@@ -199,7 +190,7 @@ class RequestTable:
 
     def _start(self, job: TextJob, request: OpenRequest, stretch: Stretch | None, size: int) -> None:
         self._next_job += 1
-        self.texts[job.job_id] = PendingText(request, stretch, size)
+        self.texts[job.job_id] = request, stretch, size
         self._charge_client(request.client, size)
         request.text_jobs[job.job_id] = job
         self._new_jobs.append(job)
