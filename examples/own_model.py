@@ -102,10 +102,8 @@ def train(model: GatedModel, manager: rollout.RolloutManager, optimizer: AdamW, 
         rewards = (alternates & batch.response_mask[:, 1:]).sum(1) / TOKENS
         with manager.suspended():
             advantages = group_advantages(rewards, batch.group_ids)
-            logits = model(batch.input_ids).logits[:, :-1]
-            logprobs = logits.log_softmax(-1).gather(2, batch.input_ids[:, 1:, None])[..., 0]
-            mask = batch.response_mask[:, 1:]
-            difference = (logprobs - batch.logprobs[:, 1:])[mask].abs().max().item()
+            logprobs, mask = batch.logprobs_of(model), batch.response_mask
+            difference = (logprobs - batch.logprobs)[mask].abs().max().item()
             loss = -masked_mean(logprobs * advantages[:, None], mask)
             optimizer.zero_grad()
             loss.backward()

@@ -58,6 +58,26 @@ def test_log_probs_and_gradients_are_those_of_the_padded_batch(name):
     assert not tree_forward._paths
 
 
+@pytest.mark.parametrize("split", ["trees", "packs"])
+def test_gradients_accumulated_over_parts_are_those_of_the_whole_batch(split):
+    model, batch = make_model("qwen3", num_hidden_layers=2), make_batch()
+    right = padded(in_float64(model), batch)[1]
+    with TreeAttachment(model):
+        model.zero_grad()
+        parts = list(getattr(batch, split)(40))
+        for part in parts:
+            logprobs, weight = batch.logprobs_of(model, part), weights(batch)[part.rows]
+            if split == "packs":
+                lengths = batch.attention_mask[part.rows].sum(1).tolist()
+                sums = [each.sum() for each in (logprobs * weight[batch.attention_mask[part.rows] > 0]).split(lengths)]
+            else:
+                sums = list((logprobs * weight).sum(1))
+            (torch.stack(sums) ** 2).sum().backward()
+    assert len(parts) > 1
+    assert torch.cat([part.rows for part in parts]).sort().values.tolist() == list(range(len(batch)))
+    assert distance(gradient(model), right) < 1e-5
+
+
 @pytest.mark.parametrize("limit", [1, 3, 30, 1000])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_any_limit_gives_the_same_gradients_with_checkpointing_too(limit, checkpointed):

@@ -356,9 +356,12 @@ class RolloutBatch:
         """
         tree = self.tree(rows)
         part, numbers = self._part(tree)
-        shaping, kept = self._distribution(numbers, part.input_ids.shape[1], temperature)
+        columns = part.input_ids.shape[1]
+        # What it refuses, it refuses before the first gradient.
+        self._distribution(numbers, columns, temperature)
 
-        def read(segment: Part) -> LogitScores:
+        def read(segment: Part, own: Tensor) -> LogitScores:
+            shaping, kept = self._distribution(numbers[own], columns, temperature)
             return read_scores(model, segment, shaping, kept, entropy=entropy)
 
         yield from along_paths(model, tree, part, max_tokens, read)

@@ -58,7 +58,7 @@ class _Segment:
 
 
 def along_paths(
-    model: nn.Module, tree: PackedTree, part: Part, max_tokens: int, read: Callable[[Part], LogitScores]
+    model: nn.Module, tree: PackedTree, part: Part, max_tokens: int, read: Callable[[Part, Tensor], LogitScores]
 ) -> Iterator[PathRows]:
     """Run a tree segment by segment; yields rows when all of their wanted tokens are computed, and runs backwards in
     between.
@@ -66,7 +66,7 @@ def along_paths(
     Args:
         part: the tree as one forward would compute it.
         max_tokens: maximum tokens of a segment.
-        read: the forward of a part.
+        read: the forward of a part, and the rows of the tree that the part has.
 
     Raises:
         ValueError: `max_tokens` is below 1; or the tree has images or routes.
@@ -77,7 +77,10 @@ def along_paths(
         raise ValueError("paths are of text without recorded routes: train on batch.trees(max_tokens)")
     ends, depths = tree.attention_mask[0, 0].cpu().numpy().astype(np.int64)
     device, mask = tree.nodes.device, part.mask
-    final = torch.where(mask, part.predictors, -1).amax(1) if mask.numel() else mask.new_zeros(0, dtype=torch.int64)
+    if not mask.numel():
+        return
+    first = torch.where(mask, part.predictors, len(ends)).amin(1)
+    final = torch.where(mask, part.predictors, -1).amax(1)
     segments = list(_segments(ends, depths, max_tokens))
     stack: list[_Segment] = []
     with paths_of(model, _capacity(segments, ends)):
@@ -85,7 +88,9 @@ def along_paths(
             while stack and stack[-1].last <= start:
                 stack.pop().backward()
             place = _after(stack)
-            inside = mask & (part.predictors >= start) & (part.predictors < stop)
+            near = ((first < stop) & (final >= start)).nonzero()[:, 0]
+            before = part.predictors[near] - start
+            inside = mask[near] & (before >= 0) & (before < stop - start)
             keys = torch.from_numpy(_keys(stack, ends, depths, start, stop, place)).to(device)
             inputs = {
                 "input_ids": tree.input_ids[:, start:stop],
@@ -93,11 +98,12 @@ def along_paths(
                 "attention_mask": keys,
                 "use_cache": False,
             }
-            found = read(Part(inputs, part.input_ids, inside, part.predictors - start))
+            found = read(Part(inputs, part.input_ids[near], inside, before), near)
             values = tuple(each[inside] for each in (found.logprobs, found.entropies) if each is not None)
             leaves = tuple(each.detach().requires_grad_(each.requires_grad) for each in values)
-            places = inside.flatten().nonzero()[:, 0]
-            del found, inside
+            row, column = inside.nonzero().T
+            places = near[row] * mask.shape[1] + column
+            del found, inside, before
             stack.append(_Segment(start, stop, place, int(ends[start:stop].max()), places, values, leaves))
             done = ((final >= start) & (final < stop)).nonzero()[:, 0]
             if len(done):
