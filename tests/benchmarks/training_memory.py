@@ -6,12 +6,12 @@
 which continues. `--forked`: an episode of 2 to 16 turns, each of which is a row.
 
 A Qwen3 of 4 layers of width 256 in float32. Memory is the peak of resident memory above what the process held before. Time
-is that of the processor, all threads together, which other processes change little. `trl`: TRL's fused head on padded rows.
+is the processor's, with one thread: a thread that waits for another one, on a busy machine for long, counts as busy.
+`trl`: TRL's fused head on padded rows.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         methods={"default": None, "nargs": "+", "choices": list(METHODS)},
         cell={"default": None, "help": "measure one here"},
     )  # fmt: skip
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(1)
     if options.cell:
         method, kind, *numbers = options.cell.split("|")
         print(measure(method, kind, *map(int, numbers)))
