@@ -13,6 +13,7 @@ from rollout.engine.training.tree_forward import TreeAttachment
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.batch.paths import _capacity, _segments
 from tests.engine.training.test_tree_forward import NOT_IN_TREES, model_of
+from tests.engines import at_random, make_engine, token_ids
 from tests.manager.test_batch import build, request
 from tests.manager.test_tree import pack
 from tests.models import CONFIGS, make_model
@@ -76,6 +77,20 @@ def test_gradients_accumulated_over_parts_are_those_of_the_whole_batch(split):
     assert len(parts) > 1
     assert torch.cat([part.rows for part in parts]).sort().values.tolist() == list(range(len(batch)))
     assert distance(gradient(model), right) < 1e-5
+
+
+def test_every_row_is_read_in_the_distribution_it_was_drawn_from():
+    model = make_model("qwen3", num_hidden_layers=2)
+    engine, prompts = make_engine(model), [token_ids(9, 1), token_ids(5, 2)]
+    truncated = at_random(9, temperature=0.9, top_p=0.8, return_kept_tokens=True, frequency_penalty=0.3)
+    drawn = [
+        *engine.generate(prompts, truncated.replace(n=3)),
+        *engine.generate(prompts, at_random(9, temperature=0.5)),
+    ]
+    batch = RolloutBatch.from_requests(drawn, policy_version=0, pad_token_id=0)
+    with TreeAttachment(model):
+        found = by_paths(model, batch, 4)[0]
+    assert float((found - batch.logprobs)[batch.response_mask].abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("limit", [1, 3, 30, 1000])
