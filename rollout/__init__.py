@@ -80,6 +80,7 @@ if TYPE_CHECKING:  # further public names
     from rollout.state import StalenessPolicy as StalenessPolicy
 
 if TYPE_CHECKING:  # results, and parts of the engine and of a job, for tests and for ports of other engines
+    from rollout.config import CoordinatorAdvanced as CoordinatorAdvanced
     from rollout.distributed.client.futures import Delta as Delta
     from rollout.distributed.client.futures import RequestFuture as RequestFuture
     from rollout.distributed.client.futures import RequestStream as RequestStream

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter, iscoroutinefunction, signature
 from numbers import Integral, Real
 from typing import Any, NamedTuple, Self, TypeVar, cast
 
@@ -556,8 +556,7 @@ def takes_options(method: Called) -> Called:
     known = [name for name, each in shape.parameters.items() if each.kind is not Parameter.VAR_KEYWORD]
     options = [each.name for each in fields(SamplingParams)]
 
-    @wraps(method)
-    def checked(*args: Any, **named: Any) -> Any:
+    def resolved(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
         given = {name: named.pop(name) for name in [*named] if name not in known}
         for name in given.keys() - set(options):
             cure = did_you_mean(
@@ -571,6 +570,14 @@ def takes_options(method: Called) -> Called:
                     f"{method.__name__}() got sampling_params and {shown}: pass one, such as SamplingParams({shown})"
                 )
             named["sampling_params"] = SamplingParams(**given)
-        return method(*args, **named)
+        return named
 
-    return cast(Called, checked)
+    @wraps(method)
+    def checked(*args: Any, **named: Any) -> Any:
+        return method(*args, **resolved(args, named))
+
+    @wraps(method)
+    async def awaited(*args: Any, **named: Any) -> Any:
+        return await method(*args, **resolved(args, named))
+
+    return cast(Called, awaited if iscoroutinefunction(method) else checked)
