@@ -488,10 +488,10 @@ class World:
         self.touched = False
         open_requests = [request for client in core.peers.clients.values() for request in client.requests.values()]
         waiting = core.requests.texts.values()
-        bytes_held = sum(each.charged for each in open_requests) + sum(each.size for each in waiting)
+        bytes_held = sum(each.charged for each in open_requests) + sum(size for _, _, size in waiting)
         assert core.requests.total_bytes == bytes_held, "what is charged is not what is held"
         for client in core.peers.clients.values():
-            texts = sum(each.size for each in waiting if each.request.client is client)
+            texts = sum(size for request, _, size in waiting if request.client is client)
             assert client.open_bytes == sum(each.charged for each in client.requests.values()) + texts
         for request in open_requests:
             parts = [request.queued, *(each.samples for each in request.assignments.values())]
