@@ -107,7 +107,7 @@ def main() -> None:
     random.seed(options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
     model, saved = make_model(), options.out / "checkpoint.pt"
-    state = torch.load(saved, map_location=model.device) if options.resume and saved.exists() else None
+    state = torch.load(saved, weights_only=True) if options.resume and saved.exists() else None
     if state is None:
         warm_up(model, lessons)
     optimizer = AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.99), weight_decay=0.0)

@@ -48,9 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     if done.returncode == 0:
         counts = re.findall(r"\d+ (?:passed|skipped)", done.stdout.splitlines()[-1])
         tests = "all" if not arguments else " ".join(f"`{each}`" for each in arguments)
-        date = datetime.now(UTC).date().isoformat()
-        row = "| " + " | ".join([date, *versions(), tests, ", ".join(counts)]) + " |"
-        PAGE.write_text(entered(PAGE.read_text(encoding="utf-8"), row), encoding="utf-8")
+        cells = [datetime.now(UTC).date().isoformat(), *versions(), tests, ", ".join(counts)]
+        PAGE.write_text(entered(PAGE.read_text(encoding="utf-8"), f"| {' | '.join(cells)} |"), encoding="utf-8")
     return done.returncode
 
 

@@ -54,8 +54,8 @@ def sampling_params(trainer: Any, *, replay: bool = False) -> SamplingParams:
     if replay:
         return params.replace(return_kept_tokens=True)
     if banned := placeholders(trainer):
-        # As TRL's own generation does. The trained distribution keeps these tokens, with a probability that the log-probs
-        # include.
+        # TRL's own generation does the same. The trained distribution keeps these tokens, with a probability that the
+        # log-probs include.
         params = params.replace(logit_bias=dict.fromkeys(banned, -100.0) | (params.logit_bias or {}))
     return params.replace(logprobs_mode="tempered") if banned or params.shaping() else params
 

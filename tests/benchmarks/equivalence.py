@@ -48,7 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "engine, trees": {},
     "engine, exact": {"exact": True},
 }
-"""What samples, with the options of its engine. `partial`: a step trains on the first 24 of 32 groups in flight."""
+"""Samplers, with the options of their engines. `partial`: a step trains on the first 24 of 32 groups in flight."""
 Sampled = tuple[Tensor, Tensor, Tensor, Callable[[], Tensor]]
 """ids [N, T], response mask [N, T], sampler's log-probs [N, T], and the trainer's log-probs of now."""
 

@@ -29,7 +29,7 @@ from tests.gpu_first_run.findings import FINDINGS, SHAPES, Run, say
 LIMITS = {"tests": 540, "kernels": 150, "truth": 200, "memory": 120, "speed": 270, "tune": 200}
 """Names of the stages in a good order, and the seconds that each may take of a GPU's time, imports included."""
 GRACE_S = 20.0
-"""For a stage whose time is over, to tell what it has found."""
+"""Seconds that a stage gets to report what it has found, once its time is over."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -324,10 +324,10 @@ def test_a_version_from_the_future_is_refused():
         build(request(), request(1, policy_version=3), policy_version=2)
 
 
-@pytest.mark.parametrize("multiple_of", [0, -4])
-def test_rounding_to_nothing_is_refused(multiple_of):
-    with pytest.raises(ValueError, match="at least 1"):
-        build(request()).packed(multiple_of)
+@pytest.mark.parametrize(("given", "named"), [((0,), "at least 1"), ((-4,), "at least 1"), ((1, "all"), "rows='all'")])
+def test_packing_that_means_nothing_is_refused(given, named):
+    with pytest.raises((ValueError, TypeError), match=named):
+        build(request()).packed(*given)
 
 
 def test_a_batch_of_four_million_tokens_is_exact():

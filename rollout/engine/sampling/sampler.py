@@ -272,7 +272,7 @@ def _chosen(weights: Tensor, ends: Tensor, greedy_ids: Tensor | None, rows: Samp
     if greedy_ids is not None and rows.all_greedy:
         return greedy_ids
     total = ends[:, -1]
-    # For the largest uniforms the product rounds up to the total itself.
+    # The product rounds up to the total itself for the largest uniforms.
     draw = torch.minimum((uniforms(rows.key, positions) * total).to(torch.int64), total - 1)
     drawn = _first_above(weights, ends, draw)
     return drawn if greedy_ids is None else torch.where(rows.greedy, greedy_ids, drawn)

@@ -357,7 +357,7 @@ class RolloutBatch:
         tree = self.tree(rows)
         part, numbers = self._part(tree)
         columns = part.input_ids.shape[1]
-        # What it refuses, it refuses before the first gradient.
+        # Requests that cannot be replayed raise here, before the first gradient.
         self._distribution(numbers, columns, temperature)
 
         def read(segment: Part, own: Tensor) -> LogitScores:
@@ -392,8 +392,9 @@ class RolloutBatch:
         return Part(inputs, self.input_ids[rows], self.response_mask[rows], before), rows
 
     def _numbers(self, rows: Tensor | slice | None) -> Tensor:
-        every = torch.arange(len(self), device=self.input_ids.device)
-        return every if rows is None else every[rows]
+        if not isinstance(rows, Tensor | slice | None):
+            raise TypeError(f"rows={rows!r}: must be int64 row numbers, torch.tensor([0, 1]), a slice, or None for all")
+        return torch.arange(len(self), device=self.input_ids.device)[slice(None) if rows is None else rows]
 
     def packed(self, multiple_of: int = 1, rows: Tensor | slice | None = None) -> PackedRollouts:
         """The same tokens without padding, for kernels that take `cu_seqlens`.

@@ -169,7 +169,6 @@ def _of_rows(stack: list[_Segment], rows: Tensor, shape: torch.Size) -> LogitSco
         for each in stack:
             row = number[each.places // columns]
             own = (row >= 0).nonzero()[:, 0]
-            if len(own):
-                out = out.index_put((row[own] * columns + each.places[own] % columns,), each.leaves[kind][own])
+            out = out.index_put((row[own] * columns + each.places[own] % columns,), each.leaves[kind][own])
         found.append(out.view(len(rows), columns))
     return LogitScores(*found)

@@ -3,7 +3,7 @@
 A hidden state depends only on the tokens up to its position and their recorded experts, so rows with the same beginning
 share it. Tokens are in depth-first order of the tree of all prefixes: a token is followed by its subtree, and the tokens
 that continue it are those before the subtree's end. Hence token q attends to token k iff k <= q < end[k] (and, in a sliding
-window, position[q] - position[k] < window). `rollout.engine.forward.tree_attention` is the attention that reads this.
+window, position[q] - position[k] < window). `rollout.engine.kernels.tree_attention` is the attention that reads this.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ MEMORY_ALLOWED_MB = 420
 """Above what it has when nobody has done anything; a frame of the longest kind alone is there several times over."""
 
 FORBIDDEN = (wire.Control, wire.EngineMoved)
-"""What a hostile session may do by right: stop the job, or get its work."""
+"""Messages that any session may send: they stop the job, or fetch its work."""
 
 
 class Site:
@@ -105,7 +105,7 @@ def site() -> Iterator[Site]:
 
 
 def frames_of_jobs(seeds: range) -> list[bytes]:
-    """What clients and ranks say in simulated jobs."""
+    """Messages of clients and ranks in simulated jobs."""
     said: list[bytes] = []
 
     class Heard(World):

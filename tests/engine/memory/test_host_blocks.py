@@ -176,7 +176,7 @@ def test_a_suspend_while_copies_of_the_host_tier_and_of_the_last_resume_are_in_f
         tier.offload(queues.compute, parts, torch.tensor(evicted), slots)
         saved.offload(queues.compute, parts, torch.arange(8), range(8))
         saved.finish()
-        # As a pool is dropped: the host waits for the stream of the steps alone.
+        # The host waits for the stream of the steps alone, as it does when a pool is dropped.
         tier.release(queues.compute)
         queues.compute.finish()
         for part in parts:
