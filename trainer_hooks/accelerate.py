@@ -30,21 +30,21 @@ class AcceleratorAttachment:
 
     Attributes:
         accelerator: the Accelerator.
-        rollout: the rollout that the hooks notify.
+        manager: the manager that the hooks notify.
         optimizers: one attachment per torch optimizer that steps the policy.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
-        rollout: SavedRollout,
+        manager: SavedRollout,
         optimizers: tuple[Attachment, ...],
         checkpoint: bool,
     ) -> None:
         self.accelerator = accelerator
-        self.rollout = rollout
+        self.manager = manager
         self.optimizers = optimizers
-        self._saved = _Saved(accelerator, rollout) if checkpoint else None
+        self._saved = _Saved(accelerator, manager) if checkpoint else None
 
     @property
     def steps(self) -> int:
@@ -65,7 +65,7 @@ class AcceleratorAttachment:
             ValueError: a name occurs twice.
         """
         point: dict[str, Any] = {}
-        for part in (self.rollout.metrics(), *metrics):
+        for part in (self.manager.metrics(), *metrics):
             for name, value in part.items():
                 if name in point:
                     raise ValueError(
@@ -92,18 +92,18 @@ class AcceleratorAttachment:
 
 def attach(
     accelerator: Accelerator,
-    rollout: SavedRollout,
+    manager: SavedRollout,
     *,
     mode: Mode = None,
     checkpoint: bool = True,
 ) -> AcceleratorAttachment:
-    """Hook the optimizers of `accelerator` to raise the policy version of `rollout`, and add it to checkpoints.
+    """Hook the optimizers of `accelerator` to raise the policy version of `manager`, and add it to checkpoints.
 
-    Requires: `accelerator.prepare` has been called with the optimizer, and `rollout` was constructed with the module given
+    Requires: `accelerator.prepare` has been called with the optimizer, and `manager` was constructed with the module given
     to it (DDP and mixed precision keep its parameters; FSDP2 replaces them inside the same module). On several ranks,
     construct the rollout after `prepare`, because `Accelerator()` creates the process group.
 
-    Changes: adds the hooks of `trainer_hooks.optimizer` to each torch optimizer that steps parameters of `rollout.model`.
+    Changes: adds the hooks of `trainer_hooks.optimizer` to each torch optimizer that steps parameters of `manager.model`.
     A critic's optimizer is not changed; two optimizers of the policy raise the version twice per round. Accumulated
     micro-batches and steps skipped by a GradScaler do not count. Nothing is logged unless `log` is called.
 
@@ -115,7 +115,7 @@ def attach(
 
     Args:
         accelerator: Accelerator whose optimizers are hooked.
-        rollout: rollout that samples with the weights they step.
+        manager: manager that samples with the weights they step.
         mode: handling of the KV cache at each step. None: as the rollout is configured.
         checkpoint: include the rollout in `save_state` and `load_state`.
 
@@ -125,7 +125,7 @@ def attach(
     Raises:
         TypeError: `accelerator` is not an `accelerate.Accelerator`.
         ConfigError: `mode` is not a `KVCacheManagementMode`.
-        ValueError: no optimizer is prepared yet, none steps a parameter of `rollout.model`, or one is already attached to
+        ValueError: no optimizer is prepared yet, none steps a parameter of `manager.model`, or one is already attached to
             this rollout. Nothing is attached then.
     """
     if not isinstance(accelerator, Accelerator):
@@ -135,15 +135,15 @@ def attach(
         )
     with ExitStack() as undo:
         attached = [
-            undo.enter_context(optimizer_hook.attach(each, rollout, mode=mode))
-            for each in _optimizers_of(accelerator, rollout)
+            undo.enter_context(optimizer_hook.attach(each, manager, mode=mode))
+            for each in _optimizers_of(accelerator, manager)
         ]
-        attachment = AcceleratorAttachment(accelerator, rollout, tuple(attached), checkpoint)
+        attachment = AcceleratorAttachment(accelerator, manager, tuple(attached), checkpoint)
         undo.pop_all()
     return attachment
 
 
-def _optimizers_of(accelerator: Accelerator, rollout: SavedRollout) -> list[Any]:
+def _optimizers_of(accelerator: Accelerator, manager: SavedRollout) -> list[Any]:
     # accelerate has no public list of prepared objects.
     prepared = list(accelerator._optimizers)
     if not prepared:
@@ -151,12 +151,12 @@ def _optimizers_of(accelerator: Accelerator, rollout: SavedRollout) -> list[Any]
             "this Accelerator has prepared no optimizer yet: call accelerator.prepare(model, optimizer) first, then "
             "attach(accelerator, manager)"
         )
-    ours = {id(parameter) for parameter in rollout.model.parameters()}
+    ours = {id(parameter) for parameter in manager.model.parameters()}
     found = [each for each in prepared if not ours.isdisjoint(optimizer_hook.stepped_parameters(each))]
     if not found:
         raise ValueError(
             f"none of the {len(prepared)} optimizers that this Accelerator has prepared steps a parameter of the "
-            f"{type(rollout.model).__name__} that samples: build the rollout of the very module that was given to "
+            f"{type(manager.model).__name__} that samples: build the rollout of the very module that was given to "
             "accelerator.prepare with its optimizer, not of a copy of it"
         )
     return found
@@ -170,9 +170,9 @@ class _Saved:
     called after the weights have been loaded, reads this rank's file.
     """
 
-    def __init__(self, accelerator: Accelerator, rollout: SavedRollout) -> None:
+    def __init__(self, accelerator: Accelerator, manager: SavedRollout) -> None:
         self._accelerator = accelerator
-        self._rollout = rollout
+        self._rollout = manager
         self._folder = ""
         self._handles = [
             accelerator.register_save_state_pre_hook(self._before_save),

@@ -41,14 +41,14 @@ class Attachment:
 
     Attributes:
         optimizer: the torch or DeepSpeed optimizer with the hooks.
-        rollout: the rollout that the hooks notify.
-        mode: passed to `rollout.before_optimizer_step`.
+        manager: the manager that the hooks notify.
+        mode: passed to `manager.before_optimizer_step`.
         steps: number of steps that changed the weights since the attachment.
     """
 
-    def __init__(self, optimizer: Any, rollout: Rollout, mode: KVCacheManagementMode | None) -> None:
+    def __init__(self, optimizer: Any, manager: Rollout, mode: KVCacheManagementMode | None) -> None:
         self.optimizer = optimizer
-        self.rollout = rollout
+        self.manager = manager
         self.mode = mode
         self.steps = 0
         self._idle = False
@@ -81,21 +81,21 @@ class Attachment:
         # Besides the optimizer itself there may be a closure, which computes gradients inside the step.
         self._idle = len(args) < 2 and not kwargs and _without_gradients(optimizer)
         if not self._idle:
-            self.rollout.before_optimizer_step(self.mode)
+            self.manager.before_optimizer_step(self.mode)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_no_update(optimizer) or self._idle or _skipped_for_inf(optimizer):
             return
-        self.rollout.weights_updated()
+        self.manager.weights_updated()
         self.steps += 1
 
 
-def attach(optimizer: object, rollout: Rollout, *, mode: Mode = None) -> Attachment:
-    """Hook `optimizer` so that every step suspends `rollout` before it and raises the policy version after it.
+def attach(optimizer: object, manager: Rollout, *, mode: Mode = None) -> Attachment:
+    """Hook `optimizer` so that every step suspends `manager` before it and raises the policy version after it.
 
     Requires a torch optimizer, or a wrapper with one as `.optimizer` (accelerate's `AcceleratedOptimizer`), that holds
-    parameters of `rollout.model`. Adds one step pre-hook and one post-hook to the innermost torch optimizer and changes
+    parameters of `manager.model`. Adds one step pre-hook and one post-hook to the innermost torch optimizer and changes
     nothing else. Attach after `accelerator.prepare` or sharding, when the optimizer holds its final parameters. With
     DeepSpeed, pass its engine or its optimizer (`deepspeed.initialize` returns both): the optimizer's `step` is replaced,
     and counts when `engine.step()` really updates.
@@ -108,7 +108,7 @@ def attach(optimizer: object, rollout: Rollout, *, mode: Mode = None) -> Attachm
 
     Args:
         optimizer: optimizer, wrapper or DeepSpeed engine whose steps count.
-        rollout: rollout that samples with the weights that the optimizer steps: a manager, an `LLM` or an `AsyncLLM`.
+        manager: manager that samples with the weights that the optimizer steps: a manager, an `LLM` or an `AsyncLLM`.
         mode: handling of the KV cache at each step. None: as the rollout is configured.
 
     Returns:
@@ -118,15 +118,15 @@ def attach(optimizer: object, rollout: Rollout, *, mode: Mode = None) -> Attachm
         TypeError: `optimizer` neither is nor wraps a torch optimizer, or is a DeepSpeed optimizer whose updates cannot be
             observed.
         ConfigError: `mode` is not a `KVCacheManagementMode`.
-        ValueError: it steps no parameter of `rollout.model`, or is already attached to this rollout.
+        ValueError: it steps no parameter of `manager.model`, or is already attached to this rollout.
     """
     inner = _innermost(optimizer)
     chosen = KVCacheManagementMode.parse(mode)
     # An AsyncLLM's methods are coroutines, which a hook cannot await.
-    rollout = getattr(rollout, "blocking", rollout)
-    _check_steps_the_model(inner, rollout)
-    _check_not_attached(inner, rollout)
-    return Attachment(inner, rollout, chosen)
+    manager = getattr(manager, "blocking", manager)
+    _check_steps_the_model(inner, manager)
+    _check_not_attached(inner, manager)
+    return Attachment(inner, manager, chosen)
 
 
 def stepped_parameters(optimizer: object) -> set[int]:
@@ -155,23 +155,23 @@ def _innermost(optimizer: object) -> Any:
     return inner
 
 
-def _check_steps_the_model(optimizer: Any, rollout: Rollout) -> None:
+def _check_steps_the_model(optimizer: Any, manager: Rollout) -> None:
     stepped = _stepped(optimizer)
-    if stepped.isdisjoint(id(parameter) for parameter in rollout.model.parameters()):
+    if stepped.isdisjoint(id(parameter) for parameter in manager.model.parameters()):
         raise ValueError(
             f"this {type(optimizer).__name__} steps {len(stepped)} parameters and none of them belongs to the "
-            f"{type(rollout.model).__name__} that samples: pass the policy's optimizer (a critic's does not count), "
+            f"{type(manager.model).__name__} that samples: pass the policy's optimizer (a critic's does not count), "
             "made of the parameters of the rollout's own module, and attach after accelerator.prepare or sharding; of "
             "DeepSpeed, pass the engine (without an attachment: manager.weights_updated() after each real step)"
         )
 
 
-def _check_not_attached(optimizer: Any, rollout: Rollout) -> None:
+def _check_not_attached(optimizer: Any, manager: Rollout) -> None:
     by_deepspeed = deepspeed.steps_by_itself(optimizer)
     hooks = deepspeed.hooked_after(optimizer) if by_deepspeed else optimizer._optimizer_step_post_hooks.values()
     for hook in hooks:
         owner = getattr(hook, "__self__", None)
-        if isinstance(owner, Attachment) and owner.rollout is rollout:
+        if isinstance(owner, Attachment) and owner.manager is manager:
             raise ValueError(
                 f"this {type(optimizer).__name__} is attached to this rollout already; its steps would count twice: "
                 "keep the first attachment, or detach() it before attaching again"

@@ -36,7 +36,7 @@ class AdaptedRollout(Protocol):
 
 
 @contextmanager
-def adapter(rollout: AdaptedRollout, name: str | None) -> Iterator[None]:
+def adapter(manager: AdaptedRollout, name: str | None) -> Iterator[None]:
     """Context in which the adapter `name` is active, in the trainer's forward and in `manager.generate`.
 
     Requires adapters inside the model's layers (LoRA, DoRA, IA3, `modules_to_save` and the like), none of them merged. Sets
@@ -53,7 +53,7 @@ def adapter(rollout: AdaptedRollout, name: str | None) -> Iterator[None]:
     exception skips the barrier.
 
     Args:
-        rollout: rollout that samples with the model; for an `LLM`, its `engine`.
+        manager: manager that samples with the model; for an `LLM`, its `engine`.
         name: name of an adapter of the model. None: disable all adapters.
 
     Raises:
@@ -61,20 +61,20 @@ def adapter(rollout: AdaptedRollout, name: str | None) -> Iterator[None]:
         TypeError: an adapter's type needs more than a flag to be switched.
         DeadlineError, EngineStateError: other ranks have not entered or left the same block.
     """
-    model = rollout.model
+    model = manager.model
     switches = _switches(model)
     _check(model, switches, name)
     label = "no adapter" if name is None else f"adapter {name!r}"
     before = [(owner, key, vars(owner).get(key, _ABSENT)) for owner in switches for key in _FLAGS]
     others_leave = None
     try:
-        with rollout.adapter_switch(f"entering {label}: adapter"):
+        with manager.adapter_switch(f"entering {label}: adapter"):
             for owner in switches:
                 _set(owner, name)
         yield
         others_leave = f"leaving {label}: adapter"
     finally:
-        with rollout.adapter_switch(others_leave):
+        with manager.adapter_switch(others_leave):
             _put_back(before)
 
 

@@ -62,9 +62,9 @@ class RankFile:
         """Whether the folder contains a state file of any rank of a job of any size."""
         return bool(self._all())
 
-    def write(self, rollout: SavedRollout) -> None:
+    def write(self, manager: SavedRollout) -> None:
         """Save the rollout's state without disturbing it; remove files with this stem from jobs of another size."""
-        fields = {"policy_version": rollout.policy_version, "state": rollout.state_dict()}
+        fields = {"policy_version": manager.policy_version, "state": manager.state_dict()}
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_suffix(".unfinished")
         with unfinished.open("wb") as file:
@@ -76,11 +76,11 @@ class RankFile:
             if not other.stem.endswith(f"_of_{self.size}"):
                 other.unlink(missing_ok=True)
 
-    def load(self, rollout: SavedRollout, policy_version: int | None = None) -> None:
+    def load(self, manager: SavedRollout, policy_version: int | None = None) -> None:
         """Restore the state saved by `write`. The model must already hold the weights of the checkpoint.
 
         Args:
-            rollout: a new rollout, with nothing in flight.
+            manager: a new manager, with nothing in flight.
             policy_version: policy version of the rest of the checkpoint. None: not checked.
 
         Raises:
@@ -99,7 +99,7 @@ class RankFile:
                 f"{policy_version}, as in the rest of this checkpoint (it was saved over an earlier one, and "
                 "interrupted: use another checkpoint),",
             )
-        rollout.load_state_dict(fields["state"])
+        manager.load_state_dict(fields["state"])
 
     def _all(self) -> list[Path]:
         return sorted(self.folder.glob(f"{self.stem}_rank_*_of_*.msgpack"))

@@ -36,9 +36,9 @@ STATE_FILE = "trainer_state.json"
 class RolloutCallback(TrainerCallback):  # type: ignore[misc]
     """Trainer callback of a rollout: `trainer.add_callback(RolloutCallback(manager))`, or in the Trainer's `callbacks`.
 
-    Requires: `rollout` was constructed with the very model object given to the Trainer, after the Trainer's constructor has
+    Requires: `manager` was constructed with the very model object given to the Trainer, after the Trainer's constructor has
         moved it to the device. The Trainer creates its optimizer when training begins, so nothing is attached before. If the
-        Trainer shards the model by FSDP2, `rollout` must be a RolloutManager, which adapts at its next `generate`; other
+        Trainer shards the model by FSDP2, `manager` must be a RolloutManager, which adapts at its next `generate`; other
         ways of sharding raise there.
 
     Changes: adds the hooks of `trainer_hooks.optimizer` to the Trainer's torch optimizer during training. The policy
@@ -58,7 +58,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
     next `train()` replaces them, `detach()`, or the end of a `with callback:` block around `train()`.
 
     Args:
-        rollout: rollout that samples with the weights that the Trainer trains.
+        manager: manager that samples with the weights that the Trainer trains.
         mode: handling of the KV cache at each step. None: as the rollout is configured.
         log: whether metrics are logged, or the names of those to log.
         checkpoint: whether checkpoints include the rollout.
@@ -71,14 +71,14 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(
         self,
-        rollout: SavedRollout,
+        manager: SavedRollout,
         *,
         mode: Mode = None,
         log: bool | Collection[str] = True,
         checkpoint: bool = True,
         resume_from_checkpoint: str | Path | None = None,
     ) -> None:
-        self.rollout = rollout
+        self.manager = manager
         self.attachment: Attachment | None = None
         self._mode = mode
         self._log = _checked(log)
@@ -116,14 +116,14 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             TypeError: the Trainer has no torch optimizer.
             ConfigError: `mode` is not a `KVCacheManagementMode`.
-            ValueError: the Trainer trains another model than `rollout.model`; its optimizer is already attached to this
+            ValueError: the Trainer trains another model than `manager.model`; its optimizer is already attached to this
                 rollout; or the checkpoint folder is not found.
             FileNotFoundError, SerializationError, EngineStateError: the checkpoint's state cannot be loaded; see
                 `RankFile.load`. Nothing is attached then.
         """
         self.detach()
-        _check_trains(model, self.rollout)
-        attachment = attach(optimizer, self.rollout, mode=self._mode)
+        _check_trains(model, self.manager)
+        attachment = attach(optimizer, self.manager, mode=self._mode)
         try:
             if self._checkpoint and state.global_step > 0:
                 self._resume(args, state)
@@ -156,21 +156,21 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add this rank's state file to the checkpoint."""
         if self._checkpoint and self.attachment is not None:
-            _file(_folder_of(args, state), args).write(self.rollout)
+            _file(_folder_of(args, state), args).write(self.manager)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Remove the hooks; raise the policy version if the best model has been loaded."""
         if self.attachment is not None and args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self.rollout.weights_updated()
+            self.manager.weights_updated()
         self.detach()
 
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _join(self, logs: dict[str, Any] | None, state: TrainerState) -> dict[str, float]:
         """Add the selected metrics to a log and to its entry in the history; return them."""
-        metrics = self.rollout.metrics()
+        metrics = self.manager.metrics()
         if isinstance(self._log, frozenset):
             metrics = {name: value for name, value in metrics.items() if name in self._log}
         if logs is not None:
@@ -188,7 +188,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
                 "RolloutCallback(manager, resume_from_checkpoint=FOLDER), or checkpoint=False to begin with nothing in "
                 "flight and policy version 0"
             )
-        file.load(self.rollout)
+        file.load(self.manager)
 
     def _file_to_resume(self, args: TrainingArguments, state: TrainerState) -> RankFile | None:
         """Return this rank's file in the folder that the Trainer resumes from, or None if the folder is not found."""
@@ -227,11 +227,11 @@ def _identity(state: TrainerState) -> str:
     return json.dumps([state.global_step, state.epoch, state.total_flos, state.log_history], sort_keys=True)
 
 
-def _check_trains(model: nn.Module | None, rollout: SavedRollout) -> None:
+def _check_trains(model: nn.Module | None, manager: SavedRollout) -> None:
     trained = set() if model is None else {id(parameter) for parameter in model.parameters()}
-    if trained.isdisjoint(id(parameter) for parameter in rollout.model.parameters()):
+    if trained.isdisjoint(id(parameter) for parameter in manager.model.parameters()):
         raise ValueError(
-            f"the {type(model).__name__} that this Trainer trains and the {type(rollout.model).__name__} that samples "
+            f"the {type(model).__name__} that this Trainer trains and the {type(manager.model).__name__} that samples "
             "have no parameter in common: build the rollout of the very model given to the Trainer, not of a copy or a "
             "second load of it"
         )

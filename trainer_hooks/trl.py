@@ -60,14 +60,14 @@ class TrlAttachment:
 
     Attributes:
         trainer: the GRPOTrainer.
-        rollout: the rollout that samples.
+        manager: the manager that samples.
     """
 
     def __init__(
-        self, trainer: Any, rollout: RolloutManager, mode: Mode, on_error: OnError, log: Log, checkpoint: bool
+        self, trainer: Any, manager: RolloutManager, mode: Mode, on_error: OnError, log: Log, checkpoint: bool
     ) -> None:
         self.trainer = trainer
-        self.rollout = rollout
+        self.manager = manager
         self._mode = mode
         self._on_error = on_error
         self._batch: RolloutBatch | None = None
@@ -77,7 +77,7 @@ class TrlAttachment:
         self._full: FullBatches | None = None
         self._undo = ExitStack()
         try:
-            self._follower = follow(trainer, rollout, mode, log, checkpoint, self._undo)
+            self._follower = follow(trainer, manager, mode, log, checkpoint, self._undo)
         except BaseException:
             self._undo.close()
             raise
@@ -147,15 +147,15 @@ class TrlAttachment:
         """
         params = sampling_params(self.trainer, replay=self._replays_kept)
         groups = prompt_groups(self.trainer, prompts, images)
-        with self.trainer.accelerator.autocast(), own_forward(self.rollout.model):
-            batch = self.rollout.generate(
+        with self.trainer.accelerator.autocast(), own_forward(self.manager.model):
+            batch = self.manager.generate(
                 [prompt for prompt, _ in groups],
                 [params.replace(n=count) for _, count in groups],
                 on_error=self._on_error,
                 progress=False,
             )
         # The trainer continues with an update or an evaluation forward and needs the memory.
-        self.rollout.before_optimizer_step(self._mode)
+        self.manager.before_optimizer_step(self._mode)
         self._batch, self._failed = batch, [error is not None for error in batch.errors]
         completions, logprobs = self._rows(batch)
         if self._generated is not None:
@@ -219,14 +219,14 @@ class TrlAttachment:
 
     def replace_logprobs(self, *, trees: bool, kept: bool) -> None:
         """Make TRL compute log-probs over prefix trees, over kept tokens, and with the routes that the rollout records."""
-        trainer, routes = self.trainer, self.rollout.config.record_routes
+        trainer, routes = self.trainer, self.manager.config.record_routes
         self._replays_kept = kept
         rows = GeneratedRows(trainer, kept=kept, routes=routes)
         if trees:
-            self._undo.push(attach_trees(trainer, self.rollout.model))
+            self._undo.push(attach_trees(trainer, self.manager.model))
         if trees or kept:
             params = sampling_params(trainer, replay=True) if kept else None
-            compute = LogprobPass(trainer, rows, kept=params, trees=trees, layout=self.rollout.image_layout)
+            compute = LogprobPass(trainer, rows, kept=params, trees=trees, layout=self.manager.image_layout)
             self._put(_get_per_token_logps_and_entropies=compute)
         elif routes:
             around = rows.pass_over_rows(trainer._get_per_token_logps_and_entropies)
@@ -260,7 +260,7 @@ class TrlAttachment:
         mask = batch.response_mask & used.any(1, keepdim=True)
         logprobs = batch.logprobs.clone()
         logprobs[mask] = trained[used].to(logprobs)
-        self.rollout.observe_logprobs(replace(batch, response_mask=mask), logprobs)
+        self.manager.observe_logprobs(replace(batch, response_mask=mask), logprobs)
         return scored
 
     def _without_failed(self, rewards_of: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -277,7 +277,7 @@ class TrlAttachment:
 
 def attach(
     trainer: Any,
-    rollout: RolloutManager,
+    manager: RolloutManager,
     *,
     mode: Mode = None,
     on_error: OnError = "raise",
@@ -288,7 +288,7 @@ def attach(
     keep: Keep | None = None,
     fallback: Fallback = "warn",
 ) -> TrlAttachment | TrlGenerateAttachment:
-    """Make `trainer` generate with `rollout`; correct a GRPOTrainer's loss by the rollout's log-probs.
+    """Make `trainer` generate with `manager`; correct a GRPOTrainer's loss by the rollout's log-probs.
 
     For trainers that call `model.generate` (RLOO, OnlineDPO, GKD, Distillation, SDPO, SDFT, A2PO, GOLD), that call runs on
     the engine (`trainer_hooks.generate`), the optimizer is followed, and logs and checkpoints include the rollout. Old
@@ -299,7 +299,7 @@ def attach(
     tokenizer, ...)`. Call it before `train()`, or in a callback's `on_train_begin`; on several ranks, on each of them. The
     trainer may distribute the weights by DDP or FSDP2 when training begins.
 
-    Changes: `rollout` takes the place of the trainer's vLLM. So GRPOConfig's `vllm_importance_sampling_*` options apply
+    Changes: `manager` takes the place of the trainer's vLLM. So GRPOConfig's `vllm_importance_sampling_*` options apply
     (the correction is on by default), the metrics `sampling/*` are logged, `off_policy_mask_threshold` compares with the
     sampling log-probs, TRL's tool loop and `evaluate()` generate with the rollout, and `rollout/logprob_diff` is measured.
     A callback attaches the optimizer when training begins, detaches it at the end, and adds `rollout/*` to every training
@@ -321,7 +321,7 @@ def attach(
 
     Args:
         trainer: GRPOTrainer, before training.
-        rollout: rollout that samples with the module that the trainer trains.
+        manager: manager that samples with the module that the trainer trains.
         mode: handling of the KV cache while the trainer trains. None: as the rollout is configured.
         on_error: `raise`: a failed completion raises `RolloutFailedError` in `train()`. `mask`: its row becomes one token
             outside the loss, without a reward, and does not affect its group's advantages.
@@ -355,7 +355,7 @@ def attach(
     """
     if all(each.__name__ != "GRPOTrainer" for each in type(trainer).__mro__):
         others = {"on_error": on_error if on_error != "raise" else "", "tree": tree, "replay": replay, "keep": keep}
-        return attach_trainer(trainer, rollout, mode, log, checkpoint, fallback, **others)
+        return attach_trainer(trainer, manager, mode, log, checkpoint, fallback, **others)
     if getattr(trainer, "rollout_func", None) is not None:
         raise ValueError(
             "this trainer has a rollout_func already: build it without, and attach(trainer, manager); or keep "
@@ -363,8 +363,8 @@ def attach(
         )
     if isinstance(getattr(trainer, "vllm_generation", None), TrlAttachment):
         raise ValueError("this trainer is attached to a rollout already: keep that attachment, or detach() it first")
-    check_trainer(trainer, rollout.model)
-    check_choices(trainer, rollout.config, mode, on_error)
+    check_trainer(trainer, manager.model)
+    check_choices(trainer, manager.config, mode, on_error)
     check_rewards(trainer)
     if on_error == "mask":
         refuse_tools(trainer)
@@ -372,8 +372,8 @@ def attach(
         check_tree(trainer)
     if keep is not None:
         check_keep(trainer)
-    why_not = replayed(trainer, replay, rollout.config.record_routes)
-    attachment = TrlAttachment(trainer, rollout, mode, on_error, log, checkpoint)
+    why_not = replayed(trainer, replay, manager.config.record_routes)
+    attachment = TrlAttachment(trainer, manager, mode, on_error, log, checkpoint)
     try:
         attachment.replace_logprobs(trees=tree, kept=why_not is None)
         attachment.take_vllms_place(correction_mode(trainer, stacklevel=2))
@@ -388,21 +388,21 @@ def attach(
 
 
 def rollout_func(
-    rollout: RolloutManager,
+    manager: RolloutManager,
     *,
     mode: Mode = None,
     on_error: OnError = "raise",
     log: Log = True,
     checkpoint: bool = True,
 ) -> Callable[[list[Any], Any], dict[str, Any]]:
-    """Return a `rollout_func` for GRPOTrainer that generates with `rollout`.
+    """Return a `rollout_func` for GRPOTrainer that generates with `manager`.
 
     Same requirements and effects as `attach`, from the trainer's first generation on, except that TRL uses the log-probs of
     a `rollout_func` only for `off_policy_mask_threshold` and does not correct the loss. Tools raise, because TRL would
     generate their later turns itself.
 
     Args:
-        rollout: rollout that samples with the very module given to the trainer.
+        manager: manager that samples with the very module given to the trainer.
         mode, on_error, log, checkpoint: see `attach`.
 
     Returns:
@@ -412,12 +412,12 @@ def rollout_func(
 
     def generate(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         if not tied or tied[0].trainer is not trainer:
-            check_trainer(trainer, rollout.model)
-            check_choices(trainer, rollout.config, mode, on_error)
+            check_trainer(trainer, manager.model)
+            check_choices(trainer, manager.config, mode, on_error)
             refuse_tools(trainer)
-            refuse_routes(rollout.config)
+            refuse_routes(manager.config)
             warn_of_shaping(trainer, stacklevel=2)
-            attachment = TrlAttachment(trainer, rollout, mode, on_error, log, checkpoint)
+            attachment = TrlAttachment(trainer, manager, mode, on_error, log, checkpoint)
             for other in tied:
                 other.detach()
             tied[:] = [attachment]

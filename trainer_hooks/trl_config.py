@@ -141,13 +141,13 @@ def refuse_tools(trainer: Any) -> None:
         )
 
 
-def refuse_routes(rollout: InferenceConfig) -> None:
+def refuse_routes(config: InferenceConfig) -> None:
     """Raise if the rollout records routes: they are replayed only by `attach`.
 
     Raises:
         ConfigError: it does.
     """
-    if rollout.record_routes:
+    if config.record_routes:
         raise ConfigError(
             "InferenceConfig.record_routes=True: with a rollout_func TRL routes the tokens of its log-probs live, so that "
             "recorded routes would have no effect; use attach(trainer, manager), or set it to False"
@@ -182,7 +182,7 @@ def check_trainer(trainer: Any, model: nn.Module) -> None:
 
 
 def check_choices(
-    trainer: Any, rollout: InferenceConfig, mode: KVCacheManagementMode | str | None, on_error: str
+    trainer: Any, config: InferenceConfig, mode: KVCacheManagementMode | str | None, on_error: str
 ) -> None:
     """Check the integration's options, the rollout's, and GRPOConfig's sampling options.
 

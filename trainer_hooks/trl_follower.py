@@ -20,9 +20,9 @@ Log = bool | Collection[str]
 class Follower(RolloutCallback):
     """`RolloutCallback` that is called before the reporters and also resumes without a state file of the rollout."""
 
-    def __init__(self, rollout: RolloutManager, mode: Mode, log: Log, checkpoint: bool) -> None:
-        super().__init__(rollout, mode=mode, log=log, checkpoint=checkpoint)
-        self._manager = rollout
+    def __init__(self, manager: RolloutManager, mode: Mode, log: Log, checkpoint: bool) -> None:
+        super().__init__(manager, mode=mode, log=log, checkpoint=checkpoint)
+        self._manager = manager
         self._latest: Attachment | None = None
 
     @property
@@ -39,12 +39,12 @@ class Follower(RolloutCallback):
             self._join(logs, state)
 
     def _resume(self, args: Any, state: Any) -> None:
-        if self.rollout.policy_version:
+        if self.manager.policy_version:
             # The rollout continues from an earlier training.
             return
         file = self._file_to_resume(args, state)
         if file is not None and file.saved_by_anybody:
-            file.load(self.rollout)
+            file.load(self.manager)
             return
         self._manager.engine.weights_updated(state.global_step)
         warnings.warn(
@@ -56,11 +56,11 @@ class Follower(RolloutCallback):
         )
 
 
-def follow(trainer: Any, rollout: RolloutManager, mode: Mode, log: Log, checkpoint: bool, undo: ExitStack) -> Follower:
+def follow(trainer: Any, manager: RolloutManager, mode: Mode, log: Log, checkpoint: bool, undo: ExitStack) -> Follower:
     """Add a `Follower` to the trainer; `undo` removes it. Nothing is added if the caller has a `RolloutCallback` there."""
-    follower, handler = Follower(rollout, mode, log, checkpoint), trainer.callback_handler
+    follower, handler = Follower(manager, mode, log, checkpoint), trainer.callback_handler
     # A RolloutCallback of the caller already does all of this.
-    if any(getattr(callback, "rollout", None) is rollout for callback in handler.callbacks):
+    if any(getattr(callback, "manager", None) is manager for callback in handler.callbacks):
         return follower
 
     def unfollow() -> None:

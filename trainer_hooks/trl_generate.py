@@ -27,18 +27,18 @@ class TrlGenerateAttachment:
 
     Attributes:
         trainer: the trainer.
-        rollout: the rollout that samples.
+        manager: the manager that samples.
         hook: counts calls on the engine, and calls of transformers' own loop.
     """
 
     def __init__(
-        self, trainer: Any, rollout: RolloutManager, mode: Mode, log: Log, checkpoint: bool, fallback: Fallback
+        self, trainer: Any, manager: RolloutManager, mode: Mode, log: Log, checkpoint: bool, fallback: Fallback
     ) -> None:
         self.trainer = trainer
-        self.rollout = rollout
+        self.manager = manager
         with ExitStack() as undo:
-            self.hook: GenerateHook = undo.enter_context(attach_generate(trainer.model, rollout, fallback=fallback))
-            self._follower = follow(trainer, rollout, mode, log, checkpoint, undo)
+            self.hook: GenerateHook = undo.enter_context(attach_generate(trainer.model, manager, fallback=fallback))
+            self._follower = follow(trainer, manager, mode, log, checkpoint, undo)
             for name, stand_in in (
                 ("_get_per_token_logps_and_entropies", self._logprobs_of_rloo),
                 ("_compute_rollout_logps", self._logprobs_of_sdpo),
@@ -103,10 +103,10 @@ class TrlGenerateAttachment:
                 holds the same tokens.
         """
         last, self.hook.last = self.hook.last, None
-        parameters = self.rollout.model.parameters()
+        parameters = self.manager.model.parameters()
         if (
             last is None
-            or last.version != self.rollout.policy_version
+            or last.version != self.manager.policy_version
             or last.temperature != getattr(self.trainer, "temperature", None)
             or len(last.completions) != len(input_ids)
             or self.trainer.accelerator.mixed_precision != "no"
@@ -126,9 +126,9 @@ class TrlGenerateAttachment:
 
 
 def attach_trainer(
-    trainer: Any, rollout: RolloutManager, mode: Mode, log: Log, checkpoint: bool, fallback: Fallback, **others: Any
+    trainer: Any, manager: RolloutManager, mode: Mode, log: Log, checkpoint: bool, fallback: Fallback, **others: Any
 ) -> TrlGenerateAttachment:
-    """Let a trainer other than GRPOTrainer generate with `rollout`. See `trainer_hooks.trl.attach`.
+    """Let a trainer other than GRPOTrainer generate with `manager`. See `trainer_hooks.trl.attach`.
 
     Args:
         others: option → value, of options only for GRPOTrainer.
@@ -149,4 +149,4 @@ def attach_trainer(
     for option in ("use_vllm", "use_transformers_continuous_batching"):
         if getattr(trainer, option, False):
             raise ValueError(f"this {name} has {option}=True: set it to False, the rollout takes its place")
-    return TrlGenerateAttachment(trainer, rollout, mode, log, checkpoint, fallback)
+    return TrlGenerateAttachment(trainer, manager, mode, log, checkpoint, fallback)

@@ -91,20 +91,20 @@ def is_trained(rank: int, folder: str, resumes: bool) -> dict[str, Any]:
     prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     assert type(prepared) is nn.parallel.DistributedDataParallel
     # Every rank for itself: how the ranks would share the work, and so what is in flight, is not the same in every run.
-    with a_rollout_of_its_own(model) as rollout, attach(accelerator, rollout, mode="recompute") as attachment:
+    with a_rollout_of_its_own(model) as manager, attach(accelerator, manager, mode="recompute") as attachment:
         if resumes:
             accelerator.load_state(folder)
         else:
-            rollout.submit(["long"] * (2 + rank), SamplingParams(n=2, max_tokens=60, ignore_eos=True))
+            manager.submit(["long"] * (2 + rank), SamplingParams(n=2, max_tokens=60, ignore_eos=True))
             for step in range(2):
-                rollout.generate(["short"], SamplingParams(max_tokens=6), min_groups=1, progress=False)
+                manager.generate(["short"], SamplingParams(max_tokens=6), min_groups=1, progress=False)
                 train(accelerator, prepared, optimizer, step)
             accelerator.save_state(folder)
-        saved = {"version": rollout.policy_version, "in_flight": rollout.groups_in_flight}
-        made = [samples(rollout.generate(["more"], SamplingParams(max_tokens=6), min_groups=1, progress=False))]
+        saved = {"version": manager.policy_version, "in_flight": manager.groups_in_flight}
+        made = [samples(manager.generate(["more"], SamplingParams(max_tokens=6), min_groups=1, progress=False))]
         train(accelerator, prepared, optimizer, 2)
-        made.append(samples(rollout.generate(["anew"], min_groups=rollout.groups_in_flight + 1, progress=False)))
-        steps, version = attachment.steps, rollout.policy_version
+        made.append(samples(manager.generate(["anew"], min_groups=manager.groups_in_flight + 1, progress=False)))
+        steps, version = attachment.steps, manager.policy_version
     return saved | {"samples": made, "steps": steps, "after": version}
 
 
@@ -118,15 +118,15 @@ def is_sharded(rank: int, folder: str) -> dict[str, Any]:
     assert accelerator.is_fsdp2
     model = the_model()
     prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    rollout = FakeRollout(model)
-    rollout.in_flight = f"of rank {rank}"
-    attachment = attach(accelerator, rollout)
+    manager = FakeRollout(model)
+    manager.in_flight = f"of rank {rank}"
+    attachment = attach(accelerator, manager)
     for step in range(3):
         train(accelerator, prepared, optimizer, step)
     accelerator.save_state(folder)
-    saved, rollout.in_flight = rollout.policy_version, "nothing"
+    saved, manager.in_flight = manager.policy_version, "nothing"
     accelerator.load_state(folder)
-    return {"saved": saved, "loaded": rollout.policy_version, "in_flight": rollout.in_flight, "steps": attachment.steps}
+    return {"saved": saved, "loaded": manager.policy_version, "in_flight": manager.in_flight, "steps": attachment.steps}
 
 
 def saves_only(rank: int, folder: str) -> None:

@@ -38,13 +38,13 @@ def _engine(stage: int, **options: Any) -> Any:
     return engine
 
 
-def _round(engine: Any, rank: int, rollout: RolloutManager, scale: float = 1.0) -> list[int]:
+def _round(engine: Any, rank: int, manager: RolloutManager, scale: float = 1.0) -> list[int]:
     """Two micro-batches; the version after each."""
     seen = []
     for micro in range(2):
         engine.backward(loss_of(engine, rank, micro) * scale)
         engine.step()
-        seen.append(rollout.policy_version)
+        seen.append(manager.policy_version)
     return seen
 
 
@@ -70,14 +70,14 @@ def is_prepared(rank: int) -> dict[str, Any]:
     model = make_model("llama")
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     versions = []
-    with a_manager(model) as rollout, attach_to_accelerator(accelerator, rollout, checkpoint=False):
+    with a_manager(model) as manager, attach_to_accelerator(accelerator, manager, checkpoint=False):
         for micro in range(4):
             with accelerator.accumulate(prepared):
                 accelerator.backward(loss_of(prepared, rank, micro))
                 optimizer.step()
                 optimizer.zero_grad()
-            versions.append(rollout.policy_version)
-        rollout.generate([[5, 6, 7]], GREEDY)
+            versions.append(manager.policy_version)
+        manager.generate([[5, 6, 7]], GREEDY)
     return {"versions": versions, "optimizer": type(optimizer).__name__}
 
 
@@ -85,16 +85,16 @@ def is_stepped(rank: int, stage: int) -> dict[str, Any]:
     """A round, one whose gradients overflow, and another; what is sampled afterwards, beside one process's model."""
     _as_launched(rank)
     engine = _engine(stage)
-    with a_manager(engine if stage == 3 else engine.module) as rollout:
-        attachment = attach(engine, rollout)
-        versions = _round(engine, rank, rollout)
+    with a_manager(engine if stage == 3 else engine.module) as manager:
+        attachment = attach(engine, manager)
+        versions = _round(engine, rank, manager)
         alone = make_model("llama")
         torch.stack([loss_of(alone, each, micro) for each in range(2) for micro in range(2)]).mean().backward()
         torch.optim.SGD(alone.parameters(), lr=0.1).step()
-        right = tokens(rollout.generate([[5, 6, 7]], GREEDY)) == [greedy(alone, [5, 6, 7], 6)]
-        versions += _round(engine, rank, rollout, scale=float("inf"))
+        right = tokens(manager.generate([[5, 6, 7]], GREEDY)) == [greedy(alone, [5, 6, 7], 6)]
+        versions += _round(engine, rank, manager, scale=float("inf"))
         skipped = bool(engine.skipped_steps)
         steps = attachment.steps
         attachment.detach()
-        versions += _round(engine, rank, rollout)
+        versions += _round(engine, rank, manager)
     return {"versions": versions, "right": right, "skipped": skipped, "steps": steps}

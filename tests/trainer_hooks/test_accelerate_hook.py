@@ -52,15 +52,15 @@ def micro_step(accelerator: Accelerator, prepared: nn.Module, *optimizers: Any, 
 def test_the_version_counts_steps_and_not_micro_batches(accelerator_of, accumulation):
     accelerator = accelerator_of(gradient_accumulation_steps=accumulation)
     model = a_model()
-    rollout = FakeRollout(model)
+    manager = FakeRollout(model)
     prepared, optimizer = accelerator.prepare(model, sgd(model))
-    attachment = attach(accelerator, rollout, mode="recompute")
+    attachment = attach(accelerator, manager, mode="recompute")
     for done in range(1, 9):
-        before = rollout.weights()
+        before = manager.weights()
         micro_step(accelerator, prepared, optimizer)
-        assert rollout.policy_version == attachment.steps == done // accumulation
-        assert (rollout.weights() != before) == (done % accumulation == 0)
-    assert rollout.told == ["recompute"] * (8 // accumulation)
+        assert manager.policy_version == attachment.steps == done // accumulation
+        assert (manager.weights() != before) == (done % accumulation == 0)
+    assert manager.told == ["recompute"] * (8 // accumulation)
 
 
 def test_a_step_that_the_scaler_skips_does_not_count(accelerator_of):
@@ -68,13 +68,13 @@ def test_a_step_that_the_scaler_skips_does_not_count(accelerator_of):
     accelerator = accelerator_of()
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     model = a_model()
-    rollout = FakeRollout(model)
+    manager = FakeRollout(model)
     prepared, optimizer = accelerator.prepare(model, sgd(model))
-    attach(accelerator, rollout)
+    attach(accelerator, manager)
     versions = []
     for scale in (1.0, float("inf"), 1.0):
         micro_step(accelerator, prepared, optimizer, scale=scale)
-        versions.append(rollout.policy_version)
+        versions.append(manager.policy_version)
         assert optimizer.step_was_skipped == (scale != 1.0)
     assert versions == [1, 1, 2]
 
@@ -82,15 +82,15 @@ def test_a_step_that_the_scaler_skips_does_not_count(accelerator_of):
 def test_two_optimizers_of_the_policy_count_and_a_critics_does_not(accelerator_of):
     accelerator = accelerator_of()
     model, critic = a_model(), a_model()
-    rollout = FakeRollout(model)
+    manager = FakeRollout(model)
     prepared, _, *optimizers = accelerator.prepare(
         model, critic, torch.optim.SGD([model.weight], lr=0.1), sgd(critic), torch.optim.Adam([model.bias])
     )
-    attachment = attach(accelerator, rollout)
+    attachment = attach(accelerator, manager)
     assert [type(each.optimizer) for each in attachment.optimizers] == [torch.optim.SGD, torch.optim.Adam]
     for _ in range(3):
         micro_step(accelerator, prepared, *optimizers)
-    assert rollout.policy_version == attachment.steps == 6
+    assert manager.policy_version == attachment.steps == 6
 
 
 # --- saving and loading -----------------------------------------------------------------------------------------------
@@ -100,24 +100,24 @@ def test_a_checkpoint_carries_the_rollout_and_it_is_loaded_after_the_weights(acc
     def run(steps: int) -> tuple[Accelerator, FakeRollout, Any]:
         accelerator = accelerator_of()
         model = a_model()
-        rollout = FakeRollout(model)
+        manager = FakeRollout(model)
         prepared, optimizer = accelerator.prepare(model, sgd(model))
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer.optimizer)
         accelerator.register_for_checkpointing(schedule)
-        attachment = attach(accelerator, rollout)
+        attachment = attach(accelerator, manager)
         for _ in range(steps):
             micro_step(accelerator, prepared, optimizer)
-        return accelerator, rollout, attachment
+        return accelerator, manager, attachment
 
-    accelerator, rollout, _ = run(3)
-    rollout.in_flight = "two groups"
+    accelerator, manager, _ = run(3)
+    manager.in_flight = "two groups"
     accelerator.save_state(tmp_path)
     assert (tmp_path / "custom_checkpoint_1_rank_0_of_1.msgpack").exists()
     forget()
     again, fresh, attachment = run(0)
     again.load_state(tmp_path)
     assert (fresh.policy_version, fresh.in_flight) == (3, "two groups")
-    assert fresh.loaded_at == rollout.weights()
+    assert fresh.loaded_at == manager.weights()
     assert attachment.steps == 0
 
 
@@ -126,30 +126,30 @@ def test_two_rollouts_of_one_accelerator_keep_apart(accelerator_of, tmp_path):
     model = a_model()
     rollouts = [FakeRollout(model), FakeRollout(model)]
     accelerator.prepare(model, sgd(model))
-    for name, rollout in zip("ab", rollouts, strict=True):
-        rollout.in_flight = name
-        attach(accelerator, rollout)
+    for name, manager in zip("ab", rollouts, strict=True):
+        manager.in_flight = name
+        attach(accelerator, manager)
     accelerator.save_state(tmp_path)
-    for rollout in rollouts:
-        rollout.in_flight = "nothing"
+    for manager in rollouts:
+        manager.in_flight = "nothing"
     accelerator.load_state(tmp_path)
-    assert [rollout.in_flight for rollout in rollouts] == ["a", "b"]
+    assert [manager.in_flight for manager in rollouts] == ["a", "b"]
 
 
 def test_after_detach_nothing_of_it_is_left(accelerator_of, tmp_path):
     accelerator = accelerator_of()
     model = a_model()
-    rollout = FakeRollout(model)
+    manager = FakeRollout(model)
     prepared, optimizer = accelerator.prepare(model, sgd(model))
-    with pytest.raises(KeyError), attach(accelerator, rollout) as attachment:
+    with pytest.raises(KeyError), attach(accelerator, manager) as attachment:
         raise KeyError
     attachment.detach()
     micro_step(accelerator, prepared, optimizer)
     accelerator.save_state(tmp_path)
     accelerator.load_state(tmp_path)
-    assert rollout.told == []
+    assert manager.told == []
     assert not list(tmp_path.glob("custom_checkpoint*"))
-    attach(accelerator, rollout)
+    attach(accelerator, manager)
 
 
 # --- logging ----------------------------------------------------------------------------------------------------------
@@ -209,19 +209,19 @@ def test_a_copy_of_the_model_is_refused_with_the_cure(accelerator_of):
 def test_attaching_twice_is_refused_and_nothing_of_the_second_remains(accelerator_of, tmp_path):
     accelerator = accelerator_of()
     model = a_model()
-    rollout = FakeRollout(model)
+    manager = FakeRollout(model)
     first, second = torch.optim.SGD([model.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1)
     accelerator.prepare(model, first, second)
-    by_hand = optimizer_hook.attach(second, rollout)
+    by_hand = optimizer_hook.attach(second, manager)
     with pytest.raises(ValueError, match=r"attached to this rollout already"):
-        attach(accelerator, rollout)
+        attach(accelerator, manager)
     assert not first._optimizer_step_post_hooks
     accelerator.save_state(tmp_path)
     assert not list(tmp_path.glob("custom_checkpoint*"))
     by_hand.detach()
-    attach(accelerator, rollout)
+    attach(accelerator, manager)
     with pytest.raises(ValueError, match=r"attached to this rollout already"):
-        attach(accelerator, rollout)
+        attach(accelerator, manager)
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

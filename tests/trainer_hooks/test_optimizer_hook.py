@@ -47,7 +47,7 @@ def model() -> nn.Module:
 
 
 @pytest.fixture
-def rollout(model: nn.Module) -> FakeRollout:
+def manager(model: nn.Module) -> FakeRollout:
     return FakeRollout(model)
 
 
@@ -66,17 +66,17 @@ def backward(model: nn.Module, scale: float = 1.0) -> torch.Tensor:
         lambda p: torch.optim.Adafactor(p, lr=0.1),
     ],
 )
-def test_every_step_counts_once_between_the_two_calls(model, rollout, make):
+def test_every_step_counts_once_between_the_two_calls(model, manager, make):
     optimizer = make(model.parameters())
-    attachment = attach(optimizer, rollout)
-    start = rollout.weights()
+    attachment = attach(optimizer, manager)
+    start = manager.weights()
     backward(model)
     optimizer.step()
-    assert rollout.told == [("before", None, start), ("after", rollout.weights())]
-    assert rollout.weights() != start
+    assert manager.told == [("before", None, start), ("after", manager.weights())]
+    assert manager.weights() != start
     for _ in range(3):
         optimizer.step()
-    assert (rollout.policy_version, attachment.steps) == (4, 4)
+    assert (manager.policy_version, attachment.steps) == (4, 4)
 
 
 class WithoutGradients(torch.optim.SGD):
@@ -88,27 +88,27 @@ class WithoutGradients(torch.optim.SGD):
                 parameter.add_(0.1)
 
 
-def test_a_step_without_gradients_is_no_update_unless_the_optimizer_may_do_without(model, rollout):
+def test_a_step_without_gradients_is_no_update_unless_the_optimizer_may_do_without(model, manager):
     """It raised the version, and with it emptied the prefix cache."""
-    start = rollout.weights()
+    start = manager.weights()
     for make in (torch.optim.SGD, torch.optim.AdamW):
         optimizer = make(model.parameters(), lr=0.1)
-        with attach(optimizer, rollout) as attachment:
+        with attach(optimizer, manager) as attachment:
             optimizer.step()
             optimizer.step()
-        assert (rollout.told, attachment.steps, rollout.weights()) == ([], 0, start)
+        assert (manager.told, attachment.steps, manager.weights()) == ([], 0, start)
     other = WithoutGradients(model.parameters(), lr=0.1)
-    with attach(other, rollout):
+    with attach(other, manager):
         other.step()
-    assert [each[0] for each in rollout.told] == ["before", "after"]
+    assert [each[0] for each in manager.told] == ["before", "after"]
     backward(model)
     still = torch.optim.SGD(model.parameters(), lr=0.0)
-    with attach(still, rollout):
+    with attach(still, manager):
         still.step()
-    assert len(rollout.told) == 4
+    assert len(manager.told) == 4
 
 
-def test_a_closure_evaluated_many_times_is_one_step(model, rollout):
+def test_a_closure_evaluated_many_times_is_one_step(model, manager):
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
     evaluations = []
 
@@ -119,25 +119,25 @@ def test_a_closure_evaluated_many_times_is_one_step(model, rollout):
         loss.backward()
         return loss
 
-    attach(optimizer, rollout)
+    attach(optimizer, manager)
     optimizer.step(closure)
     assert len(evaluations) > 1
-    assert rollout.policy_version == 1
+    assert manager.policy_version == 1
 
 
-def test_accumulated_micro_batches_are_one_step(model, rollout):
+def test_accumulated_micro_batches_are_one_step(model, manager):
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    attachment = attach(optimizer, rollout)
+    attachment = attach(optimizer, manager)
     assert type(attachment.optimizer) is torch.optim.SGD
     for _ in range(12):
         with accelerator.accumulate(prepared):
             accelerator.backward(prepared(torch.ones(2, 4)).sum())
             optimizer.step()
             optimizer.zero_grad()
-    assert rollout.policy_version == 3
-    assert len(rollout.told) == 6
+    assert manager.policy_version == 3
+    assert len(manager.told) == 6
 
 
 @pytest.mark.parametrize(
@@ -148,37 +148,37 @@ def test_accumulated_micro_batches_are_one_step(model, rollout):
         lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
     ],
 )
-def test_a_step_skipped_for_an_infinite_gradient_does_not_count(model, rollout, make):
+def test_a_step_skipped_for_an_infinite_gradient_does_not_count(model, manager, make):
     optimizer = make(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    attach(optimizer, rollout)
+    attach(optimizer, manager)
     versions = []
     for scale in (1.0, float("inf"), 1.0):
-        before = rollout.weights()
+        before = manager.weights()
         optimizer.zero_grad()
         scaler.scale((model(torch.ones(2, 4)) * scale).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-        versions.append(rollout.policy_version)
-        assert (rollout.weights() != before) == (scale == 1.0)
+        versions.append(manager.policy_version)
+        assert (manager.weights() != before) == (scale == 1.0)
     assert versions == [1, 1, 2]
 
 
-def test_after_an_overflow_an_unscaled_step_counts_again(model, rollout):
+def test_after_an_overflow_an_unscaled_step_counts_again(model, manager):
     """GradScaler removes `found_inf` after its call; a step without a scaler must not read a stale one."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
     scaler = torch.amp.GradScaler("cpu")
-    attach(optimizer, rollout)
+    attach(optimizer, manager)
     scaler.scale((model(torch.ones(2, 4)) * float("inf")).sum()).backward()
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
     backward(model)
     optimizer.step()
-    assert rollout.policy_version == 1
+    assert manager.policy_version == 1
 
 
-def test_a_step_that_raises_does_not_count_and_the_next_one_does(model, rollout):
+def test_a_step_that_raises_does_not_count_and_the_next_one_does(model, manager):
     class Flaky(torch.optim.SGD):
         broken = True
 
@@ -188,16 +188,16 @@ def test_a_step_that_raises_does_not_count_and_the_next_one_does(model, rollout)
             return super().step(closure)
 
     optimizer = Flaky(model.parameters(), lr=0.1)
-    attachment = attach(optimizer, rollout)
+    attachment = attach(optimizer, manager)
     with pytest.raises(RuntimeError, match="device lost"):
         optimizer.step()
-    assert (rollout.policy_version, attachment.steps) == (0, 0)
+    assert (manager.policy_version, attachment.steps) == (0, 0)
     optimizer.broken = False
     optimizer.step()
-    assert (rollout.policy_version, attachment.steps) == (1, 1)
+    assert (manager.policy_version, attachment.steps) == (1, 1)
 
 
-def test_a_subclass_that_calls_the_step_of_its_parent_counts_once_and_at_its_end(model, rollout):
+def test_a_subclass_that_calls_the_step_of_its_parent_counts_once_and_at_its_end(model, manager):
     """torch hooks `step` of every class that was ever built, so that both levels of a subclass call the hooks: counted
     naively, the version moved twice, and the first time before the subclass had done its own change."""
 
@@ -211,116 +211,116 @@ def test_a_subclass_that_calls_the_step_of_its_parent_counts_once_and_at_its_end
 
     torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = Decaying(model.parameters(), lr=0.1)
-    attach(optimizer, rollout)
-    start = rollout.weights()
+    attach(optimizer, manager)
+    start = manager.weights()
     backward(model)
     optimizer.step()
-    assert rollout.told == [("before", None, start), ("after", rollout.weights())]
+    assert manager.told == [("before", None, start), ("after", manager.weights())]
 
 
-def test_the_empty_step_that_fills_a_fresh_optimizers_state_does_not_count(model, rollout):
+def test_the_empty_step_that_fills_a_fresh_optimizers_state_does_not_count(model, manager):
     """torch.distributed.checkpoint steps with a learning rate of 0 to have a state to save or to load into: with FSDP2,
     accelerate's first save_state moved the version."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    attach(optimizer, rollout)
+    attach(optimizer, manager)
     saved = get_optimizer_state_dict(model, optimizer)
     assert optimizer.state
     optimizer.state.clear()
     set_optimizer_state_dict(model, optimizer, saved)
-    assert rollout.told == []
+    assert manager.told == []
     backward(model)
     optimizer.step()
-    assert rollout.policy_version == 1
+    assert manager.policy_version == 1
 
 
-def test_a_compiled_step_counts(model, rollout):
+def test_a_compiled_step_counts(model, manager):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attach(optimizer, rollout)
+    attach(optimizer, manager)
     step = torch.compile(optimizer.step, backend="eager")
     for expected in (1, 2):
         backward(model)
         step()
-        assert rollout.policy_version == expected
+        assert manager.policy_version == expected
 
 
-def test_a_rollout_that_cannot_stop_keeps_the_weights_from_moving(model, rollout):
+def test_a_rollout_that_cannot_stop_keeps_the_weights_from_moving(model, manager):
     def refuse(mode: object) -> None:
         raise RuntimeError("a forward is running")
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rollout.before_optimizer_step = refuse
-    attach(optimizer, rollout)
-    start = rollout.weights()
+    manager.before_optimizer_step = refuse
+    attach(optimizer, manager)
+    start = manager.weights()
     backward(model)
     with pytest.raises(RuntimeError, match="a forward is running"):
         optimizer.step()
-    assert rollout.weights() == start
-    assert rollout.policy_version == 0
+    assert manager.weights() == start
+    assert manager.policy_version == 0
 
 
-def test_a_with_block_detaches_also_after_an_exception(model, rollout):
+def test_a_with_block_detaches_also_after_an_exception(model, manager):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(KeyError), attach(optimizer, rollout):
+    with pytest.raises(KeyError), attach(optimizer, manager):
         raise KeyError
     optimizer.step()
-    assert rollout.policy_version == 0
+    assert manager.policy_version == 0
 
 
-def test_the_same_pair_is_attached_once_and_again_after_detach(model, rollout):
+def test_the_same_pair_is_attached_once_and_again_after_detach(model, manager):
     backward(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    first = attach(optimizer, rollout)
+    first = attach(optimizer, manager)
     with pytest.raises(ValueError, match=r"attached to this rollout already.*detach\(\)"):
-        attach(optimizer, rollout)
+        attach(optimizer, manager)
     first.detach()
-    attach(optimizer, rollout)
+    attach(optimizer, manager)
     optimizer.step()
-    assert rollout.policy_version == 1
+    assert manager.policy_version == 1
 
 
-def test_one_optimizer_may_tell_two_rollouts(model, rollout):
+def test_one_optimizer_may_tell_two_rollouts(model, manager):
     backward(model)
     other = FakeRollout(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attach(optimizer, rollout)
+    attach(optimizer, manager)
     attach(optimizer, other)
     optimizer.step()
-    assert (rollout.policy_version, other.policy_version) == (1, 1)
+    assert (manager.policy_version, other.policy_version) == (1, 1)
 
 
-def test_an_optimizer_of_other_parameters_is_refused_with_the_cure(rollout):
+def test_an_optimizer_of_other_parameters_is_refused_with_the_cure(manager):
     critic = torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"steps 2 parameters.*Linear.*pass the policy's optimizer"):
-        attach(critic, rollout)
+        attach(critic, manager)
 
 
-def test_an_optimizer_that_steps_a_part_of_the_model_is_accepted(model, rollout):
+def test_an_optimizer_that_steps_a_part_of_the_model_is_accepted(model, manager):
     backward(model)
     optimizer = torch.optim.SGD([model.bias, nn.Parameter(torch.zeros(1))], lr=0.1)
-    attach(optimizer, rollout)
+    attach(optimizer, manager)
     optimizer.step()
-    assert rollout.policy_version == 1
+    assert manager.policy_version == 1
 
 
 @pytest.mark.parametrize("nothing", [None, object(), nn.Linear(2, 2)])
-def test_what_is_no_optimizer_is_refused_with_the_cure(rollout, nothing):
+def test_what_is_no_optimizer_is_refused_with_the_cure(manager, nothing):
     with pytest.raises(TypeError, match="pass the torch optimizer"):
-        attach(nothing, rollout)
+        attach(nothing, manager)
 
 
-def test_an_unknown_mode_is_refused_with_the_known_ones(model, rollout):
+def test_an_unknown_mode_is_refused_with_the_known_ones(model, manager):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"mode='sleep'.*'persist', 'offload', 'recompute'"):
-        attach(optimizer, rollout, mode="sleep")
+        attach(optimizer, manager, mode="sleep")
     assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_a_detached_rollout_is_not_kept_alive(model):
-    rollout = FakeRollout(model)
+    manager = FakeRollout(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attach(optimizer, rollout).detach()
-    gone = weakref.ref(rollout)
-    del rollout
+    attach(optimizer, manager).detach()
+    gone = weakref.ref(manager)
+    del manager
     gc.collect()
     assert gone() is None
 
@@ -355,40 +355,40 @@ class FakeZero:
 FakeZero.__module__ = "deepspeed.runtime.zero.stage_1_and_2"
 
 
-def test_deepspeeds_own_step_counts_and_not_those_of_the_optimizer_in_it_nor_a_skipped_one(model, rollout):
+def test_deepspeeds_own_step_counts_and_not_those_of_the_optimizer_in_it_nor_a_skipped_one(model, manager):
     zero = FakeZero(model)
-    attachment = attach(SimpleNamespace(optimizer=zero), rollout)
-    start = rollout.weights()
+    attachment = attach(SimpleNamespace(optimizer=zero), manager)
+    start = manager.weights()
     backward(model)
     zero.step()
-    assert rollout.told == [("before", None, start), ("after", rollout.weights())]
-    assert rollout.weights() != start
+    assert manager.told == [("before", None, start), ("after", manager.weights())]
+    assert manager.weights() != start
     backward(model, scale=float("inf"))
     zero.step()
-    assert (attachment.steps, rollout.policy_version, len(rollout.told)) == (1, 1, 3)
+    assert (attachment.steps, manager.policy_version, len(manager.told)) == (1, 1, 3)
 
 
-def test_a_deepspeed_optimizer_is_given_back_and_tells_several_rollouts_each_once(model, rollout):
+def test_a_deepspeed_optimizer_is_given_back_and_tells_several_rollouts_each_once(model, manager):
     zero, other = FakeZero(model), FakeRollout(model)
     backward(model)
-    with attach(zero, rollout):
+    with attach(zero, manager):
         with pytest.raises(ValueError, match="attached to this rollout already"):
-            attach(zero, rollout)
+            attach(zero, manager)
         with attach(zero, other):
             zero.step()
         zero.step()
     zero.step()
-    assert (rollout.policy_version, other.policy_version) == (2, 1)
+    assert (manager.policy_version, other.policy_version) == (2, 1)
     assert "step" not in vars(zero)
 
 
-def test_a_deepspeed_optimizer_that_cannot_be_followed_is_refused_by_name_with_the_cure(model, rollout):
+def test_a_deepspeed_optimizer_that_cannot_be_followed_is_refused_by_name_with_the_cure(model, manager):
     critic, unknown = FakeZero(nn.Linear(4, 1)), FakeZero(model)
     with pytest.raises(ValueError, match=r"FakeZero steps 2 parameters.*of DeepSpeed, pass the engine"):
-        attach(critic, rollout)
+        attach(critic, manager)
     del unknown.bit16_groups
     with pytest.raises(TypeError, match=r"DeepSpeed's FakeZero.*manager.weights_updated\(\) after every engine.step"):
-        attach(unknown, rollout)
+        attach(unknown, manager)
 
 
 @pytest.mark.distributed

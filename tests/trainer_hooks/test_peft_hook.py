@@ -109,25 +109,25 @@ def test_the_rollout_samples_with_live_adapters_and_leaves_the_model_as_it_was(k
     model = MODELS[kind]()
     model.get_submodule(next(name for name, _ in model.named_modules() if name.endswith("v_proj"))).eval()
     flags, weights = flags_of(model), bytes_of(model)
-    rollout = make_rollout(model, verify_model=True)
-    batch = rollout.generate([token_ids(9), token_ids(6, seed=1)], at_random(8, n=2))
+    manager = make_rollout(model, verify_model=True)
+    batch = manager.generate([token_ids(9), token_ids(6, seed=1)], at_random(8, n=2))
     assert flags_of(model) == flags
     assert bytes_of(model) == weights
     assert error_of(model, batch) <= 1e-5
-    assert list(rollout.engine.controller.eos_token_ids) == [2]
-    assert rollout.engine.parts.max_sequence_length == 512
+    assert list(manager.engine.controller.eos_token_ids) == [2]
+    assert manager.engine.parts.max_sequence_length == 512
 
 
 def test_a_step_changes_adapter_bytes_only_and_the_next_generate_uses_them():
     model = peft_model()
-    rollout = make_rollout(model)
+    manager = make_rollout(model)
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.05)
-    attach(optimizer, rollout)
+    attach(optimizer, manager)
     for step in range(3):
-        batch = rollout.generate([token_ids(9)], at_random(6, n=2))
+        batch = manager.generate([token_ids(9)], at_random(6, n=2))
         assert error_of(model, batch) <= 1e-5
         assert set(batch.policy_versions[batch.response_mask].tolist()) == {step}
-        with adapter(rollout, None), torch.no_grad():
+        with adapter(manager, None), torch.no_grad():
             model(batch.input_ids)
         before = bytes_of(model)
         model(batch.input_ids, labels=batch.input_ids).loss.backward()
@@ -135,16 +135,16 @@ def test_a_step_changes_adapter_bytes_only_and_the_next_generate_uses_them():
         optimizer.zero_grad()
         changed = {name for name, value in bytes_of(model).items() if value != before[name]}
         assert changed == {name for name in before if ".default." in name}
-    assert rollout.policy_version == 3
+    assert manager.policy_version == 3
 
 
 def test_adapters_that_come_after_the_engine_are_used_from_the_next_prompt_on():
     model = make_model("qwen3")
-    rollout = make_rollout(model)
-    plain = rollout.generate([token_ids(9)], greedily(8))
+    manager = make_rollout(model)
+    plain = manager.generate([token_ids(9)], greedily(8))
     inject_adapter_in_model(lora(), model)
-    rollout.weights_updated()
-    adapted = rollout.generate([token_ids(9)], greedily(8))
+    manager.weights_updated()
+    adapted = manager.generate([token_ids(9)], greedily(8))
     assert completions(adapted) != completions(plain)
     assert adapted[0].num_cached_tokens == 0
     assert error_of(model, adapted) <= 1e-5
@@ -156,51 +156,51 @@ def test_adapters_that_come_after_the_engine_are_used_from_the_next_prompt_on():
 @pytest.mark.parametrize("kind", MODELS)
 def test_without_adapter_both_the_trainers_forward_and_the_rollout_are_the_base_model(kind):
     model, base = MODELS[kind](), make_rollout(make_model("qwen3"))
-    rollout = make_rollout(model)
+    manager = make_rollout(model)
     prompts, params = [token_ids(9), token_ids(7, seed=3)], greedily(8)
-    adapted = rollout.generate(prompts, params)
+    adapted = manager.generate(prompts, params)
     flags = flags_of(model)
-    with adapter(rollout, None):
-        batch = rollout.generate(prompts, params)
+    with adapter(manager, None):
+        batch = manager.generate(prompts, params)
         assert error_of(model, batch) <= 1e-5
         assert error_of(base.model, batch) <= 1e-5
     assert completions(batch) == completions(base.generate(prompts, params)) != completions(adapted)
     assert flags_of(model) == flags
-    again = rollout.generate(prompts, params)
+    again = manager.generate(prompts, params)
     assert completions(again) == completions(adapted)
 
 
 def test_another_adapter_acts_inside_the_block():
     model = peft_model(task_type="CAUSAL_LM")
-    rollout = make_rollout(model)
-    first = rollout.generate([token_ids(9)], greedily(8))
-    with adapter(rollout, "other"):
+    manager = make_rollout(model)
+    first = manager.generate([token_ids(9)], greedily(8))
+    with adapter(manager, "other"):
         assert model.active_adapters == ["other"]
-        other = rollout.generate([token_ids(9)], greedily(8))
+        other = manager.generate([token_ids(9)], greedily(8))
         assert error_of(model, other) <= 1e-5
-        with adapter(rollout, None):
-            assert rollout.generate([token_ids(9)], greedily(8))[0].num_cached_tokens == 0
+        with adapter(manager, None):
+            assert manager.generate([token_ids(9)], greedily(8))[0].num_cached_tokens == 0
         assert model.active_adapters == ["other"]
     assert error_of(model, other) > 0.01
     assert completions(first) != completions(other)
-    assert error_of(model, rollout.generate([token_ids(9)], greedily(8))) <= 1e-5
+    assert error_of(model, manager.generate([token_ids(9)], greedily(8))) <= 1e-5
 
 
 def test_an_exception_puts_everything_back_and_no_gradient_flag_moves_meanwhile():
     model = peft_model(task_type="CAUSAL_LM", modules_to_save=["lm_head"])
     model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj").enable_adapters(False)
-    rollout = make_rollout(model)
+    manager = make_rollout(model)
     flags = flags_of(model)
     asked = [parameter.requires_grad for parameter in model.parameters()]
     for name in ("other", None):
-        with pytest.raises(KeyError, match="inside"), adapter(rollout, "other"), adapter(rollout, name):
+        with pytest.raises(KeyError, match="inside"), adapter(manager, "other"), adapter(manager, name):
             fail_unless([parameter.requires_grad for parameter in model.parameters()] == asked)
         assert flags_of(model) == flags
 
 
 def test_gradients_of_a_graph_built_before_the_block_arrive_after_it():
     model = peft_model(lora_dropout=0.0)
-    rollout = make_rollout(model)
+    manager = make_rollout(model)
     ids = torch.tensor([token_ids(9)])
 
     def gradients(between: Any) -> list[torch.Tensor]:
@@ -211,7 +211,7 @@ def test_gradients_of_a_graph_built_before_the_block_arrive_after_it():
         return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
     def look_at_the_reference() -> None:
-        with adapter(rollout, None), torch.no_grad():
+        with adapter(manager, None), torch.no_grad():
             model(ids)
 
     for expected, found in zip(gradients(lambda: None), gradients(look_at_the_reference), strict=True):
@@ -223,18 +223,18 @@ def test_gradients_of_a_graph_built_before_the_block_arrive_after_it():
 
 def test_a_cached_prompt_serves_its_own_adapter_only_and_is_found_again_when_that_comes_back():
     model = peft_model(task_type="CAUSAL_LM")
-    rollout = make_rollout(model)
+    manager = make_rollout(model)
     prompt = token_ids(16)
 
     def cached() -> int:
-        batch = rollout.generate([prompt], at_random(3))
+        batch = manager.generate([prompt], at_random(3))
         assert error_of(model, batch) <= 1e-5
         return batch[0].num_cached_tokens
 
     assert [cached(), cached()] == [0, 15]
-    with adapter(rollout, None):
+    with adapter(manager, None):
         assert [cached(), cached()] == [0, 15]
-    with adapter(rollout, "other"):
+    with adapter(manager, "other"):
         assert [cached(), cached()] == [0, 15]
     assert cached() == 15
     # PEFT's own switches count as well.
@@ -242,7 +242,7 @@ def test_a_cached_prompt_serves_its_own_adapter_only_and_is_found_again_when_tha
         assert cached() == 15
     model.set_adapter("other")
     assert cached() == 15
-    rollout.weights_updated()
+    manager.weights_updated()
     assert cached() == 0
     model.set_adapter("default")
     assert cached() == 0
@@ -255,10 +255,10 @@ def test_a_cached_prompt_serves_its_own_adapter_only_and_is_found_again_when_tha
 # --- requests in flight -----------------------------------------------------------------------------------------------
 
 
-def watch(rollout: RolloutManager) -> dict[tuple[int, int], set[str]]:
+def watch(manager: RolloutManager) -> dict[tuple[int, int], set[str]]:
     """Which adapters acted in the steps that each sample took part in."""
     seen: dict[tuple[int, int], set[str]] = defaultdict(set)
-    engine = rollout.engine
+    engine = manager.engine
     execute, switches = engine.controller.runner.execute, AdapterSwitches(engine.model)
 
     def noting(step: Any) -> Any:
@@ -275,25 +275,25 @@ def test_requests_in_flight_wait_while_another_adapter_acts_and_go_on_in_order(m
     model = peft_model(task_type="CAUSAL_LM")
     prompts = [token_ids(5 + index, seed=index) for index in range(6)]
     undisturbed = make_rollout(model, max_requests=4).generate(prompts, at_random(12, n=2, seed=3))
-    rollout = make_rollout(model, max_requests=4, kv_cache_management_mode=mode)
-    seen = watch(rollout)
-    batches = [rollout.generate(prompts, at_random(12, n=2, seed=3), min_groups=1)]
-    in_flight = rollout.groups_in_flight
+    manager = make_rollout(model, max_requests=4, kv_cache_management_mode=mode)
+    seen = watch(manager)
+    batches = [manager.generate(prompts, at_random(12, n=2, seed=3), min_groups=1)]
+    in_flight = manager.groups_in_flight
     assert in_flight
-    assert rollout.engine.context.scheduler.waiting
-    with adapter(rollout, None):
-        reference = rollout.generate([token_ids(9, seed=20), token_ids(9, seed=21)], at_random(6, n=2))
-        check_scheduler(rollout.engine.context.scheduler)
-        assert rollout.groups_in_flight == in_flight
+    assert manager.engine.context.scheduler.waiting
+    with adapter(manager, None):
+        reference = manager.generate([token_ids(9, seed=20), token_ids(9, seed=21)], at_random(6, n=2))
+        check_scheduler(manager.engine.context.scheduler)
+        assert manager.groups_in_flight == in_flight
         assert error_of(model, reference) <= 1e-5
-    with rollout.suspended():
+    with manager.suspended():
         pass
-    with adapter(rollout, "other"):
-        rollout.generate([token_ids(9, seed=22)], at_random(6))
-    while rollout.groups_in_flight:
-        batches.append(rollout.generate([], min_groups=1))
-        check_scheduler(rollout.engine.context.scheduler)
-    assert_nothing_leaked(rollout)
+    with adapter(manager, "other"):
+        manager.generate([token_ids(9, seed=22)], at_random(6))
+    while manager.groups_in_flight:
+        batches.append(manager.generate([], min_groups=1))
+        check_scheduler(manager.engine.context.scheduler)
+    assert_nothing_leaked(manager)
     assert {key: names for key, names in seen.items() if len(names) != 1} == {}
     rows = {int(group): [] for batch in batches for group in batch.group_ids}
     for batch in batches:
@@ -308,38 +308,38 @@ def test_requests_in_flight_wait_while_another_adapter_acts_and_go_on_in_order(m
 
 def test_what_would_wait_for_ever_inside_the_block_is_an_error_and_nothing_is_lost():
     model = peft_model()
-    rollout = make_rollout(model, max_requests=4)
-    rollout.submit([token_ids(9)], at_random(4))
-    with adapter(rollout, "other"):
+    manager = make_rollout(model, max_requests=4)
+    manager.submit([token_ids(9)], at_random(4))
+    with adapter(manager, "other"):
         with pytest.raises(EngineStateError, match=r"1 samples in flight.*'default'.*'other'.*leave the"):
-            rollout.generate([], min_groups=1)
+            manager.generate([], min_groups=1)
         with pytest.raises(EngineStateError, match=r"snapshot\(\) with 1 samples.*outside of `with adapter"):
-            rollout.state_dict()
-        rollout.submit([token_ids(7)], at_random(4))
+            manager.state_dict()
+        manager.submit([token_ids(7)], at_random(4))
     with pytest.raises(EngineStateError, match="samples in flight"):
-        rollout.generate([], min_groups=2)
-    with adapter(rollout, "other"):
-        assert len(rollout.generate([], min_groups=2)) == 2
-    assert_nothing_leaked(rollout)
+        manager.generate([], min_groups=2)
+    with adapter(manager, "other"):
+        assert len(manager.generate([], min_groups=2)) == 2
+    assert_nothing_leaked(manager)
 
 
 def test_a_parked_request_is_aborted_grows_old_and_is_requeued_as_any_other():
     model = peft_model()
-    rollout = make_rollout(model, max_requests=4, max_staleness=0, staleness_policy="requeue")
-    seen = watch(rollout)
-    first, second = rollout.submit([token_ids(9), token_ids(6)], at_random(6))
+    manager = make_rollout(model, max_requests=4, max_staleness=0, staleness_policy="requeue")
+    seen = watch(manager)
+    first, second = manager.submit([token_ids(9), token_ids(6)], at_random(6))
     for _ in range(3):
-        rollout.engine.step()
-    with adapter(rollout, None):
-        rollout.generate([token_ids(5)], at_random(3))
-        rollout.weights_updated()
-        rollout.abort([first])
-        check_scheduler(rollout.engine.context.scheduler)
-    (batch,) = rollout.as_completed([second])
+        manager.engine.step()
+    with adapter(manager, None):
+        manager.generate([token_ids(5)], at_random(3))
+        manager.weights_updated()
+        manager.abort([first])
+        check_scheduler(manager.engine.context.scheduler)
+    (batch,) = manager.as_completed([second])
     assert batch.policy_versions[batch.response_mask].tolist() == [1] * 6
     assert seen[second, 0] == {"'default'"}
-    assert rollout.metrics()["rollout/requests_requeued"] == 2
-    assert_nothing_leaked(rollout)
+    assert manager.metrics()["rollout/requests_requeued"] == 2
+    assert_nothing_leaked(manager)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -395,13 +395,13 @@ def test_an_llm_on_its_own_thread_follows_the_switch():
 
 def test_ranks_enter_and_leave_the_block_together_but_for_one_that_fails(monkeypatch):
     model = peft_model()
-    rollout = make_rollout(model)
+    manager = make_rollout(model)
     met: list[tuple[str, bool]] = []
     disabled = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
-    monkeypatch.setattr(rollout._rounds.backend, "barrier", lambda what: met.append((what, disabled.disable_adapters)))
-    with adapter(rollout, None):
+    monkeypatch.setattr(manager._rounds.backend, "barrier", lambda what: met.append((what, disabled.disable_adapters)))
+    with adapter(manager, None):
         pass
-    with pytest.raises(KeyError), adapter(rollout, None):
+    with pytest.raises(KeyError), adapter(manager, None):
         raise KeyError
     entering = ("entering no adapter: adapter", True)
     assert met == [entering, ("leaving no adapter: adapter", False), entering]
@@ -413,15 +413,15 @@ def test_ranks_enter_and_leave_the_block_together_but_for_one_that_fails(monkeyp
 
 def test_what_cannot_be_switched_is_refused_with_the_cure():
     model = peft_model()
-    rollout = make_rollout(model)
+    manager = make_rollout(model)
     flags = flags_of(model)
-    with pytest.raises(ValueError, match=r"adapter 'best': PeftModel has 'default', 'other'"), adapter(rollout, "best"):
+    with pytest.raises(ValueError, match=r"adapter 'best': PeftModel has 'default', 'other'"), adapter(manager, "best"):
         pass
     plain = make_rollout(make_model("qwen3"))
     with pytest.raises(ValueError, match=r"Qwen3ForCausalLM has no layer.*get_peft_model"), adapter(plain, None):
         pass
     model.merge_adapter()
-    with pytest.raises(ValueError, match=r"merged.*unmerge_adapter\(\)"), adapter(rollout, None):
+    with pytest.raises(ValueError, match=r"merged.*unmerge_adapter\(\)"), adapter(manager, None):
         pass
     model.unmerge_adapter()
     assert flags_of(model) == flags

@@ -33,10 +33,10 @@ def save(folder: Path, rank: int, size: int, version: int = 1) -> RankFile:
 
 
 def load(file: RankFile, version: int | None = None) -> dict[str, Any]:
-    rollout = FakeRollout()
-    file.load(rollout, version)
-    assert rollout.state is not None
-    return rollout.state
+    manager = FakeRollout()
+    file.load(manager, version)
+    assert manager.state is not None
+    return manager.state
 
 
 def test_every_rank_gets_its_own_back_and_no_other_file_is_left(tmp_path):

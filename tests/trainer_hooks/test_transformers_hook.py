@@ -34,9 +34,9 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture
-def rollout(model: PreTrainedModel) -> Iterator[RolloutManager]:
-    with make_rollout(model, make_tokenizer()) as rollout:
-        yield rollout
+def manager(model: PreTrainedModel) -> Iterator[RolloutManager]:
+    with make_rollout(model, make_tokenizer()) as manager:
+        yield manager
 
 
 def hooks(trainer: Trainer) -> int:
@@ -47,8 +47,8 @@ def hooks(trainer: Trainer) -> int:
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_the_version_counts_steps_and_the_hooks_go_with_the_training(model, rollout, tmp_path, accumulation):
-    callback, watching = RolloutCallback(rollout), Watching(rollout)
+def test_the_version_counts_steps_and_the_hooks_go_with_the_training(model, manager, tmp_path, accumulation):
+    callback, watching = RolloutCallback(manager), Watching(manager)
     options = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 0.1}
     trainer = a_trainer(model, tmp_path, callback, watching, **options)
     trainer.train()
@@ -66,15 +66,15 @@ class Breaks(TrainerCallback):
         raise KeyboardInterrupt
 
 
-def test_after_an_exception_the_next_training_takes_over_and_a_with_block_detaches(model, rollout, tmp_path):
-    callback, breaks = RolloutCallback(rollout), Breaks()
+def test_after_an_exception_the_next_training_takes_over_and_a_with_block_detaches(model, manager, tmp_path):
+    callback, breaks = RolloutCallback(manager), Breaks()
     trainer = a_trainer(model, tmp_path, callback, breaks)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert hooks(trainer) == 1
     trainer.remove_callback(breaks)
     trainer.train()
-    assert rollout.policy_version == 5
+    assert manager.policy_version == 5
     assert hooks(trainer) == 0
     trainer.add_callback(breaks)
     with pytest.raises(KeyboardInterrupt), callback:
@@ -82,10 +82,10 @@ def test_after_an_exception_the_next_training_takes_over_and_a_with_block_detach
     assert hooks(trainer) == 0
 
 
-def test_weights_that_the_trainer_brings_back_at_the_end_are_a_version_more(model, rollout, tmp_path):
+def test_weights_that_the_trainer_brings_back_at_the_end_are_a_version_more(model, manager, tmp_path):
     options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
-    a_trainer(model, tmp_path, RolloutCallback(rollout), **options, **CHECKPOINTS).train()
-    assert rollout.policy_version == 5
+    a_trainer(model, tmp_path, RolloutCallback(manager), **options, **CHECKPOINTS).train()
+    assert manager.policy_version == 5
 
 
 # --- logs -------------------------------------------------------------------------------------------------------------
@@ -101,9 +101,9 @@ class Hearing(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def test_metrics_join_the_logs_once_per_step_and_an_evaluation_takes_none_away(model, rollout, tmp_path):
+def test_metrics_join_the_logs_once_per_step_and_an_evaluation_takes_none_away(model, manager, tmp_path):
     hearing = Hearing()
-    callbacks = [Watching(rollout, samples=True), RolloutCallback(rollout), hearing]
+    callbacks = [Watching(manager, samples=True), RolloutCallback(manager), hearing]
     trainer = a_trainer(model, tmp_path, *callbacks, logging_steps=2, eval_strategy="steps", eval_steps=1)
     trainer.train()
     ours = [{name: value for name, value in log.items() if name in LOGGED} for log in hearing.logs]
@@ -117,7 +117,7 @@ def test_metrics_join_the_logs_once_per_step_and_an_evaluation_takes_none_away(m
     assert all("loss" in entry for entry in kept)
 
 
-def test_wandb_gets_them_under_their_own_names_on_the_trainers_axis(model, rollout, tmp_path, monkeypatch):
+def test_wandb_gets_them_under_their_own_names_on_the_trainers_axis(model, manager, tmp_path, monkeypatch):
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -127,7 +127,7 @@ def test_wandb_gets_them_under_their_own_names_on_the_trainers_axis(model, rollo
     with wandb.init(project="test", dir=str(tmp_path)) as run:
         log = run.log
         monkeypatch.setattr(wandb, "log", lambda point: (points.append(dict(point)), log(point)))
-        callbacks = [Watching(rollout, samples=True), RolloutCallback(rollout)]
+        callbacks = [Watching(manager, samples=True), RolloutCallback(manager)]
         trainer = a_trainer(model, tmp_path, *callbacks, logging_steps=2, report_to=["wandb"])
         trainer.train()
         assert run.summary["rollout/policy_version"] == 4
@@ -143,14 +143,14 @@ def test_wandb_gets_them_under_their_own_names_on_the_trainers_axis(model, rollo
 def run(folder: Path, resume: str | bool | None = None, stop_at: int = 4, **callback: Any) -> dict[str, Any]:
     """A Trainer with groups in flight from one step to the next; all of it made anew."""
     model = small()
-    with make_rollout(model, make_tokenizer()) as rollout:
+    with make_rollout(model, make_tokenizer()) as manager:
         if resume is None:
-            rollout.submit(["long"] * 2, SamplingParams(n=2, max_tokens=60, ignore_eos=True))
-        watching = Watching(rollout, samples=True)
-        ours = RolloutCallback(rollout, mode="recompute", **callback)
+            manager.submit(["long"] * 2, SamplingParams(n=2, max_tokens=60, ignore_eos=True))
+        watching = Watching(manager, samples=True)
+        ours = RolloutCallback(manager, mode="recompute", **callback)
         trainer = a_trainer(model, folder, watching, ours, Stop(stop_at), **CHECKPOINTS)
         trainer.train(resume_from_checkpoint=resume)
-        rest = rollout.generate([], min_groups=rollout.groups_in_flight)
+        rest = manager.generate([], min_groups=manager.groups_in_flight)
         weights = {name: value.clone() for name, value in model.state_dict().items()}
     return {"versions": watching.versions, "short": watching.made, "long": samples(rest), "weights": weights}
 
@@ -226,8 +226,8 @@ def test_a_checkpoint_without_a_rollout_is_refused_unless_none_is_wanted(uninter
 
 
 def test_another_model_than_the_trainers_is_refused_with_the_cure(model, tmp_path):
-    with make_rollout(tiny()) as rollout:
-        trainer = a_trainer(model, tmp_path, RolloutCallback(rollout))
+    with make_rollout(tiny()) as manager:
+        trainer = a_trainer(model, tmp_path, RolloutCallback(manager))
         with pytest.raises(ValueError, match=r"LlamaForCausalLM that this Trainer trains.*not of a copy"):
             trainer.train()
         assert hooks(trainer) == 0

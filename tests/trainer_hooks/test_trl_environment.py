@@ -114,9 +114,9 @@ def test_grpos_rollout_func_gets_one_row_of_all_turns_with_the_tools_answers_mas
     model = make_model("qwen3", vocab_size=len(TOKENIZER), num_hidden_layers=1, max_position_embeddings=4096)
     calls = StructuredOutput(regex=r'<tool_call>\n\{"name": "add", "arguments": \{"amount": [1-9]\}\}\n</tool_call>')
     prompts = [[{"role": "user", "content": text}] for text in ("Count.", "Go on.", "Count.")]
-    with make_rollout(model, TOKENIZER, kv_cache_blocks=2048, max_tokens_per_step=512) as rollout:
+    with make_rollout(model, TOKENIZER, kv_cache_blocks=2048, max_tokens_per_step=512) as manager:
         play = environment_play(Counter, TOKENIZER, max_turns=3)
-        func = episode_rollout_func(rollout, play, SamplingParams(max_tokens=90, structured=calls))
+        func = episode_rollout_func(manager, play, SamplingParams(max_tokens=90, structured=calls))
         output = func(prompts, None)
     for ids, mask, logprobs, reward in zip(
         output["completion_ids"], output["env_mask"], output["logprobs"], episode_reward(**output), strict=True

@@ -36,8 +36,8 @@ class Tool:
 
 def test_the_trainer_gets_masks_log_probs_and_rewards_of_all_turns_and_of_a_failure() -> None:
     tokenizer = make_tokenizer()
-    with make_rollout(make_model("qwen3", num_hidden_layers=1), tokenizer) as rollout:
-        output = episode_rollout_func(rollout, Tool, tokens(3))(["abc", "broken", "abc"], None)
+    with make_rollout(make_model("qwen3", num_hidden_layers=1), tokenizer) as manager:
+        output = episode_rollout_func(manager, Tool, tokens(3))(["abc", "broken", "abc"], None)
     assert output["env_mask"] == [[1, 1, 1, 0, 0, 1, 1, 1], [0], [1, 1, 1, 0, 0, 1, 1, 1]]
     assert [len(each) for each in output["completion_ids"]] == [8, 1, 8]
     assert [len(each) for each in output["logprobs"]] == [8, 1, 8]
@@ -54,10 +54,10 @@ def test_an_edited_history_is_refused_since_trl_takes_one_row_per_prompt() -> No
         return 0.0
 
     with (
-        make_rollout(make_model("qwen3", num_hidden_layers=1), make_tokenizer()) as rollout,
+        make_rollout(make_model("qwen3", num_hidden_layers=1), make_tokenizer()) as manager,
         pytest.raises(ValueError, match="2 rows of 1 episodes"),
     ):
-        episode_rollout_func(rollout, play, tokens(3))(["ab"], None)
+        episode_rollout_func(manager, play, tokens(3))(["ab"], None)
 
 
 def test_grpo_trainer_trains_on_episodes_of_the_newest_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,18 +68,18 @@ def test_grpo_trainer_trains_on_episodes_of_the_newest_policy(tmp_path: Path, mo
         logging_steps=1, max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=16,
         learning_rate=0.02, optim="sgd", lr_scheduler_type="constant",
     )  # fmt: skip
-    with make_rollout(model, tokenizer) as rollout:
+    with make_rollout(model, tokenizer) as manager:
         seen: list[int] = []
 
         def play(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-            seen.append(rollout.policy_version)
-            return episode_rollout_func(rollout, Tool, tokens(3))(prompts, trainer)
+            seen.append(manager.policy_version)
+            return episode_rollout_func(manager, Tool, tokens(3))(prompts, trainer)
 
         data = datasets.Dataset.from_list([{"prompt": "abc"}, {"prompt": "de"}])
         trainer = trl.GRPOTrainer(
             model, episode_reward, args=config, train_dataset=data, processing_class=tokenizer, rollout_func=play
         )
-        trainer.add_callback(RolloutCallback(rollout))
+        trainer.add_callback(RolloutCallback(manager))
         before = [parameter.detach().clone() for parameter in model.parameters()]
         trainer.train()
         assert seen == [0, 1]

@@ -64,8 +64,8 @@ class Marker:
 class Spy(TrainerCallback):
     """What the rollout looks like in the middle of training: (global step, version, engine state) per micro-step."""
 
-    def __init__(self, rollout: RolloutManager) -> None:
-        self.watched = rollout
+    def __init__(self, manager: RolloutManager) -> None:
+        self.watched = manager
         self.seen: list[tuple[int, int, EngineState]] = []
 
     def _note(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -80,7 +80,7 @@ class Run:
 
     model: PreTrainedModel
     trainer: Any
-    rollout: RolloutManager
+    manager: RolloutManager
     marker: Marker
 
     def metric(self, name: str) -> list[float]:
@@ -114,19 +114,19 @@ def make_run(tmp_path: Path) -> Iterator[Maker]:
             } | options
         )  # fmt: skip
         data = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
-        rollout = make_rollout(model, tokenizer, **(engine or {}))
-        made.append(rollout)
+        manager = make_rollout(model, tokenizer, **(engine or {}))
+        made.append(manager)
         trainer = trl.GRPOTrainer(
             model, marker, args=config, train_dataset=data, eval_dataset=data, processing_class=tokenizer,
-            rollout_func=rollout_func(rollout, on_error=on_error) if kind == "rollout_func" else None,
+            rollout_func=rollout_func(manager, on_error=on_error) if kind == "rollout_func" else None,
         )  # fmt: skip
         if kind == "attach":
-            attach(trainer, rollout, on_error=on_error, replay=replay)
-        return Run(model, trainer, rollout, marker)
+            attach(trainer, manager, on_error=on_error, replay=replay)
+        return Run(model, trainer, manager, marker)
 
     yield make
-    for rollout in made:
-        rollout.close()
+    for manager in made:
+        manager.close()
 
 
 class Replay(LogitsProcessor):
@@ -158,10 +158,10 @@ def end_more_often(model: PreTrainedModel) -> None:
 class BrokenForward:
     """The chosen forwards of the engine, counted from 0, fail; those of the trainer do not."""
 
-    def __init__(self, rollout: RolloutManager, broken: set[int]) -> None:
+    def __init__(self, manager: RolloutManager, broken: set[int]) -> None:
         self.seen = -1
         self._broken = broken
-        runner = rollout.engine.controller.runner
+        runner = manager.engine.controller.runner
         self._forward = runner.forward
         runner.forward, runner.runs = self, None  # type: ignore[method-assign,assignment]
 
@@ -224,7 +224,7 @@ def test_over_trees_loss_gradient_norm_and_entropy_are_the_default_paths(make_ru
         end_more_often(run.model)
         if reference:
             add_reference(run)
-    attach(ours.trainer, ours.rollout, tree=True)
+    attach(ours.trainer, ours.manager, tree=True)
     seen = []
     ours.model.model.embed_tokens.register_forward_pre_hook(
         lambda module, inputs: seen.append(len(inputs[0])) if module.training else None
@@ -243,10 +243,10 @@ def test_trees_are_refused_where_the_loss_would_not_be_trls(make_run):
     run = make_run("default")
     run.trainer.aux_loss_enabled, run.trainer.router_aux_loss_coef = True, 0.001
     with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0\.001"):
-        attach(run.trainer, run.rollout, tree=True)
+        attach(run.trainer, run.manager, tree=True)
     run.trainer.aux_loss_enabled = False
     before = dict(vars(run.trainer))
-    with attach(run.trainer, run.rollout, tree=True):
+    with attach(run.trainer, run.manager, tree=True):
         assert run.model.config._attn_implementation == "rollout_tree_sdpa"
         with pytest.raises(ValueError, match="pixel_values: not followed over prefix trees and kept tokens"):
             run.trainer._get_per_token_logps_and_entropies(
@@ -300,7 +300,7 @@ def test_truncated_sampling_has_ratio_one_and_its_log_probs_are_those_drawn_from
     run = make_run("default", temperature=0.8, max_steps=2, **shape)
     if "top_k" in shape:
         add_reference(run)
-    attachment = attach(run.trainer, run.rollout, tree=tree)
+    attachment = attach(run.trainer, run.manager, tree=tree)
     run.trainer.train()
     for statistic in ("min", "mean", "max"):
         found = run.metric(f"sampling/importance_sampling_ratio/{statistic}")
@@ -332,10 +332,10 @@ def test_replay_is_refused_where_it_would_have_no_effect_and_left_out_with_a_war
         if change is not None:
             change(run)
         with pytest.raises(ConfigError, match=named):
-            attach(run.trainer, run.rollout, replay=True)
+            attach(run.trainer, run.manager, replay=True)
         if options and options.get("top_k") != 1:
             with pytest.warns(UserWarning, match=f"not so here, .*{named}"):
-                attachment = attach(run.trainer, run.rollout)
+                attachment = attach(run.trainer, run.manager)
             assert "_compute_loss" not in vars(run.trainer)
             attachment.detach()
 
@@ -356,8 +356,8 @@ def routed_run(make_run: Maker, record: bool, tree: bool, **options: Any) -> tup
     if beta:
         run.trainer.beta, run.trainer.ref_model = beta, make_model("qwen3_moe", seed=1, num_hidden_layers=1).eval()
         trl.trainer.utils.add_fused_lm_head(run.trainer.ref_model, temperature=run.trainer.temperature)
-    attach(run.trainer, run.rollout, tree=tree)
-    generate, compute, logprobs = run.rollout.generate, run.trainer._compute_loss, []
+    attach(run.trainer, run.manager, tree=tree)
+    generate, compute, logprobs = run.manager.generate, run.trainer._compute_loss, []
     of_rows, gaps = run.trainer._get_per_token_logps_and_entropies, []
 
     def sampling_otherwise(*args, **kwargs):
@@ -375,7 +375,7 @@ def routed_run(make_run: Maker, record: bool, tree: bool, **options: Any) -> tup
         gaps.append(float(gap.abs().max()))
         return loss
 
-    run.rollout.generate = sampling_otherwise
+    run.manager.generate = sampling_otherwise
     run.trainer._get_per_token_logps_and_entropies, run.trainer._compute_loss = watched_pass, watched_loss
     run.trainer.train()
     return run, gaps
@@ -403,21 +403,21 @@ def test_without_recorded_routes_these_ratios_are_not_one(make_run):
 def test_recorded_routes_that_could_not_be_replayed_are_refused(make_run):
     run = make_run("default", architecture="qwen3_moe", engine={"record_routes": True})
     with pytest.raises(ConfigError, match=r"record_routes=True with replay=False: .*leave replay out"):
-        attach(run.trainer, run.rollout, replay=False)
+        attach(run.trainer, run.manager, replay=False)
     run.trainer.tools = [print]
     with pytest.raises(ConfigError, match="record_routes=True with tools"):
-        attach(run.trainer, run.rollout)
+        attach(run.trainer, run.manager)
     run.trainer.tools, run.trainer.args.use_liger_kernel, run.trainer.compute_liger_loss = [], True, print
     with pytest.raises(ConfigError, match="record_routes=True with use_liger_kernel=True"):
-        attach(run.trainer, run.rollout)
+        attach(run.trainer, run.manager)
     run.trainer.args.use_liger_kernel = False
     before = dict(vars(run.trainer))
-    attach(run.trainer, run.rollout, replay=True).detach()
+    attach(run.trainer, run.manager, replay=True).detach()
     assert vars(run.trainer) == before
     with pytest.raises(ConfigError, match="record_routes=True: with a rollout_func TRL routes"):
-        rollout_func(run.rollout)(["abc"], run.trainer)
+        rollout_func(run.manager)(["abc"], run.trainer)
     with pytest.raises(ConfigError, match="record_routes=True: with a rollout_func TRL routes"):
-        episode_rollout_func(run.rollout, print)
+        episode_rollout_func(run.manager, print)
 
 
 def test_a_cut_distribution_is_named_with_the_cure_and_a_whole_one_is_not(make_run, recwarn):
@@ -425,9 +425,9 @@ def test_a_cut_distribution_is_named_with_the_cure_and_a_whole_one_is_not(make_r
     with pytest.warns(
         UserWarning, match=r"^top_k=5, top_p=0.9: completions are drawn from another .*\(top_k=0, "
     ) as told:
-        attach(cut.trainer, cut.rollout, replay=False)
+        attach(cut.trainer, cut.manager, replay=False)
     assert told[0].filename == __file__
-    attach(whole.trainer, whole.rollout)
+    attach(whole.trainer, whole.manager)
     assert not [each for each in recwarn if "are drawn from" in str(each.message)]
 
 
@@ -441,7 +441,7 @@ def test_the_correction_can_be_switched_off(make_run):
     run = make_run("attach", vllm_importance_sampling_correction=False)
     run.trainer.train()
     assert not run.metric("sampling/importance_sampling_ratio/mean")
-    assert run.rollout.policy_version == 2
+    assert run.manager.policy_version == 2
 
 
 def test_under_bfloat16_autocast_we_sample_under_it_too(make_run):
@@ -466,31 +466,31 @@ def test_under_bfloat16_autocast_we_sample_under_it_too(make_run):
 )
 def test_the_version_is_the_number_of_optimizer_steps_and_the_cache_is_away_while_training(make_run, kind, options):
     run = make_run(kind, **options)
-    spy, sampled = Spy(run.rollout), []
+    spy, sampled = Spy(run.manager), []
     run.trainer.add_callback(spy)
-    generate = run.rollout.generate
+    generate = run.manager.generate
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         batch = generate(*args, **kwargs)
         sampled.append(set(batch.policy_versions[batch.response_mask].tolist()))
         return batch
 
-    run.rollout.generate = noting
+    run.manager.generate = noting
     run.trainer.train()
-    assert run.rollout.policy_version == run.trainer.state.global_step == options["max_steps"]
+    assert run.manager.policy_version == run.trainer.state.global_step == options["max_steps"]
     assert sampled == [{step} for step in run.marker.steps]
     assert len(sampled) < options["max_steps"] or "gradient_accumulation_steps" in options
     assert all(version == step for step, version, _ in spy.seen)
     assert {state for *_, state in spy.seen} == {EngineState.SUSPENDED}
     assert run.metric("rollout/policy_version") == list(range(1, options["max_steps"] + 1))
-    assert_nothing_leaked(run.rollout)
+    assert_nothing_leaked(run.manager)
 
 
 def test_evaluation_generates_here_too_before_and_while_training(make_run):
     run = make_run("attach", num_generations_eval=2, per_device_eval_batch_size=4, eval_strategy="steps", eval_steps=1)
     before = run.trainer.evaluate()
     run.trainer.train()
-    assert run.rollout.policy_version == 2
+    assert run.manager.policy_version == 2
     assert before["eval_sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
     evaluated = [rows for rows in run.marker.prompts if len(rows) == 4]
     assert len(evaluated) == 3 * 2
@@ -523,12 +523,12 @@ def test_detaching_gives_the_trainer_back(make_run):
     run = make_run("default")
     before = dict(vars(run.trainer))
     callbacks = list(run.trainer.callback_handler.callbacks)
-    with attach(run.trainer, run.rollout, on_error="mask"):
+    with attach(run.trainer, run.manager, on_error="mask"):
         assert run.trainer.use_vllm
     assert vars(run.trainer) == before
     assert run.trainer.callback_handler.callbacks == callbacks
     run.trainer.train()
-    assert run.rollout.policy_version == 0
+    assert run.manager.policy_version == 0
 
 
 def test_a_trainer_whose_optimizer_is_attached_already_is_left_as_it_was(make_run):
@@ -536,10 +536,10 @@ def test_a_trainer_whose_optimizer_is_attached_already_is_left_as_it_was(make_ru
     run.trainer.create_optimizer()
     before, callbacks = dict(vars(run.trainer)), list(run.trainer.callback_handler.callbacks)
     with (
-        attach_optimizer(run.trainer.optimizer, run.rollout),
+        attach_optimizer(run.trainer.optimizer, run.manager),
         pytest.raises(ValueError, match="attached to this rollout already"),
     ):
-        attach(run.trainer, run.rollout)
+        attach(run.trainer, run.manager)
     assert vars(run.trainer) == before
     assert run.trainer.callback_handler.callbacks == callbacks
 
@@ -548,15 +548,15 @@ def test_a_callback_of_ones_own_that_follows_the_optimizer_is_left_to_it(make_ru
     run = make_run("default")
 
     class Own(TrainerCallback):
-        rollout = run.rollout
+        manager = run.manager
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.rollout.weights_updated()
+            self.manager.weights_updated()
 
     run.trainer.add_callback(Own())
-    attach(run.trainer, run.rollout)
+    attach(run.trainer, run.manager)
     run.trainer.train()
-    assert run.rollout.policy_version == 2
+    assert run.manager.policy_version == 2
 
 
 @pytest.mark.parametrize("kind", ["rollout_func", "attach"])
@@ -567,7 +567,7 @@ def test_a_resumed_training_goes_on_with_version_and_random_streams(make_run, tm
     resumed = make_run(kind, **options)
     resumed.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert resumed.marker.ids == through.marker.ids[1:]
-    assert resumed.rollout.policy_version == 2
+    assert resumed.manager.policy_version == 2
     assert resumed.metric("rollout/policy_version") == [1, 2]
 
 
@@ -579,26 +579,26 @@ def test_resumed_from_a_checkpoint_without_us_the_version_is_the_trainers_step_a
     run = make_run("attach", **options)
     with pytest.warns(UserWarning, match=r"stands at step 1, .*checkpoint-1: .* goes on from 1, .* from the seed"):
         run.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert run.rollout.policy_version == 2
+    assert run.manager.policy_version == 2
     assert run.metric("rollout/policy_version") == [2]
 
 
 def test_only_the_metrics_that_are_asked_for_join_the_logs(make_run):
     none, some, refused = (make_run("default", max_steps=1) for _ in range(3))
-    attach(none.trainer, none.rollout, log=False)
-    attach(some.trainer, some.rollout, log=["rollout/policy_version"])
+    attach(none.trainer, none.manager, log=False)
+    attach(some.trainer, some.manager, log=["rollout/policy_version"])
     for run, names in ((none, set()), (some, {"rollout/policy_version"})):
         run.trainer.train()
         assert {name for entry in run.trainer.state.log_history for name in entry if "rollout/" in name} == names
     with pytest.raises(KeyError, match="did you mean rollout/policy_version"):
-        attach(refused.trainer, refused.rollout, log=["rollout/policy_versoin"])
+        attach(refused.trainer, refused.manager, log=["rollout/policy_versoin"])
 
 
 def test_the_engine_does_not_see_the_forward_that_trl_trains_by(make_run):
     run = make_run("attach", max_steps=1)
     seen = []
-    generate = run.rollout.generate
-    run.rollout.generate = lambda *args, **kwargs: (
+    generate = run.manager.generate
+    run.manager.generate = lambda *args, **kwargs: (
         seen.append("forward" in vars(run.model)),
         generate(*args, **kwargs),
     )[1]
@@ -626,18 +626,18 @@ def test_a_trainer_that_shards_its_model_by_fsdp2_when_it_begins_is_followed(nur
 @pytest.mark.parametrize("kind", ["rollout_func", "attach"])
 def test_a_failed_completion_stops_the_training_by_default(make_run, kind):
     run = make_run(kind)
-    BrokenForward(run.rollout, {3})
+    BrokenForward(run.manager, {3})
     with pytest.raises(RolloutFailedError, match="broken layer"):
         run.trainer.train()
     assert not run.marker.ids
-    assert run.rollout.policy_version == 0
+    assert run.manager.policy_version == 0
 
 
 @pytest.mark.parametrize("kind", ["rollout_func", "attach"])
 def test_a_masked_failure_is_out_of_the_loss_and_out_of_its_groups_baseline(make_run, kind):
     run = make_run(kind, on_error="mask", max_steps=1, num_generations=8, per_device_train_batch_size=16)
     end_more_often(run.model)
-    BrokenForward(run.rollout, {9})
+    BrokenForward(run.manager, {9})
     kept: dict[str, Any] = {}
     score = run.trainer._generate_and_score_completions
     run.trainer._generate_and_score_completions = lambda inputs: kept.update(score(inputs)) or dict(kept)
@@ -650,7 +650,7 @@ def test_a_masked_failure_is_out_of_the_loss_and_out_of_its_groups_baseline(make
     assert advantages.sum(1).tolist() == pytest.approx([0, 0], abs=1e-5)
     assert advantages[survived].abs().max() > 0.1
     assert 0 < run.metric("grad_norm")[0] < math.inf
-    assert run.rollout.policy_version == 1
+    assert run.manager.policy_version == 1
 
 
 # --- what is refused, and how it is said ------------------------------------------------------------------------------
@@ -659,24 +659,24 @@ def test_a_masked_failure_is_out_of_the_loss_and_out_of_its_groups_baseline(make
 def test_what_cannot_be_attached_is_refused_by_name(make_run):
     run, other = make_run("default"), make_run("rollout_func")
     with pytest.raises(TypeError, match="Run is not a Trainer"):
-        attach(run, run.rollout)
+        attach(run, run.manager)
     with pytest.raises(TypeError, match="Run has no rollout_func, use_vllm"):
-        rollout_func(run.rollout)(PROMPTS, run)
+        rollout_func(run.manager)(PROMPTS, run)
     with pytest.raises(ValueError, match=r"trains another Qwen3ForCausalLM .*RolloutManager\(trainer.model"):
-        attach(run.trainer, other.rollout)
+        attach(run.trainer, other.manager)
     with pytest.raises(ValueError, match="has a rollout_func already"):
-        attach(other.trainer, other.rollout)
+        attach(other.trainer, other.manager)
     with pytest.raises(ConfigError, match="mode='fast': must be None or one of 'persist'"):
-        attach(run.trainer, run.rollout, mode="fast")
+        attach(run.trainer, run.manager, mode="fast")
     with pytest.raises(ConfigError, match="on_error='skip'"):
-        attach(run.trainer, run.rollout, on_error="skip")
+        attach(run.trainer, run.manager, on_error="skip")
     run.trainer.reward_funcs = [lambda samples: [0.0]]
     with pytest.raises(TypeError, match=r"reward function <lambda>\(samples\) .*TRL calls it with completion_ids"):
-        attach(run.trainer, run.rollout)
+        attach(run.trainer, run.manager)
     run.trainer.reward_funcs = [run.marker]
-    attachment = attach(run.trainer, run.rollout)
+    attachment = attach(run.trainer, run.manager)
     with pytest.raises(ValueError, match="attached to a rollout already"):
-        attach(run.trainer, run.rollout)
+        attach(run.trainer, run.manager)
     with pytest.raises(ValueError, match="images"):
         attachment.generate([[1]], [["image"]], 1)
 
@@ -692,24 +692,24 @@ def test_two_generators_are_one_too_many(make_run, name, value, message):
     run = make_run("default")
     setattr(run.trainer, name, value)
     with pytest.raises(ValueError, match=message):
-        attach(run.trainer, run.rollout)
+        attach(run.trainer, run.manager)
     with pytest.raises(ValueError, match=message):
-        rollout_func(run.rollout)(PROMPTS, run.trainer)
+        rollout_func(run.manager)(PROMPTS, run.trainer)
 
 
 def test_tools_are_refused_where_their_turns_would_not_come_here(make_run):
     run = make_run("default")
     run.trainer.tools = [print]
     with pytest.raises(ValueError, match="has 1 tools"):
-        attach(run.trainer, run.rollout, on_error="mask")
+        attach(run.trainer, run.manager, on_error="mask")
     with pytest.raises(ValueError, match="has 1 tools"):
-        rollout_func(run.rollout)(PROMPTS, run.trainer)
+        rollout_func(run.manager)(PROMPTS, run.trainer)
 
 
 def test_vespo_is_corrected_by_token_whatever_grpo_config_says(make_run):
     run = make_run("default", loss_type="vespo")
     with pytest.warns(UserWarning, match="'sequence_mask': loss_type='vespo' is corrected token by token"):
-        attachment = attach(run.trainer, run.rollout)
+        attachment = attach(run.trainer, run.manager)
     run.trainer.train()
     assert run.metric("sampling/importance_sampling_ratio/mean") == pytest.approx([1, 1], abs=1e-4)
     assert min(run.metric("grad_norm")) > 1e-3
@@ -736,7 +736,7 @@ def test_what_we_cannot_do_of_generation_kwargs_is_named(make_run, name):
     run = make_run("default")
     run.trainer.args.generation_kwargs = {name: 4}
     with pytest.raises(ConfigError, match=rf"generation_kwargs\['{name}'\]=4: this rollout cannot do it"):
-        attach(run.trainer, run.rollout)
+        attach(run.trainer, run.manager)
 
 
 # --- the benchmark ----------------------------------------------------------------------------------------------------
@@ -764,7 +764,7 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(make_run, options
     run = make_run("default", prompts=prompts, max_steps=4, **options)
     reward = EqualOnce()
     run.trainer.reward_funcs = [reward]
-    attachment = attach(run.trainer, run.rollout, keep=rewards_differ)
+    attachment = attach(run.trainer, run.manager, keep=rewards_differ)
     batches: list[dict[str, Any]] = []
     full = run.trainer._generate_and_score_completions
     run.trainer._generate_and_score_completions = lambda inputs: batches.append(full(inputs)) or batches[-1]
@@ -799,5 +799,5 @@ def test_batches_that_cannot_be_filled_are_refused(make_run, name, value, messag
     run = make_run("default")
     setattr(run.trainer.args, name, value)
     with pytest.raises(ConfigError, match=message):
-        attach(run.trainer, run.rollout, keep=rewards_differ)
+        attach(run.trainer, run.manager, keep=rewards_differ)
     assert "_generate_and_score_completions" not in vars(run.trainer)

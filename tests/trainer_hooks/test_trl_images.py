@@ -50,10 +50,10 @@ def make_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ma
         model, processor = make_vision_model(name), PROCESSORS[name]()
         processor.tokenizer.padding_side = "left"  # as TRL loads it
         processor.chat_template = processor.chat_template or processor.tokenizer.chat_template
-        rollout = RolloutManager(
+        manager = RolloutManager(
             model, processor, InferenceConfig(kv_cache_blocks=64, advanced=Advanced(block_size_tokens=4))
         )
-        made.append(rollout)
+        made.append(manager)
         config = trl.GRPOConfig(
             **{
                 "output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no",
@@ -68,13 +68,13 @@ def make_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ma
         ]
         trainer = trl.GRPOTrainer(
             model, reward, args=config, train_dataset=datasets.Dataset.from_list(rows), processing_class=processor,
-            rollout_func=rollout_func(rollout) if with_func else None,
+            rollout_func=rollout_func(manager) if with_func else None,
         )  # fmt: skip
-        return trainer, rollout
+        return trainer, manager
 
     yield make
-    for rollout in made:
-        rollout.close()
+    for manager in made:
+        manager.close()
 
 
 def logged(trainer: Any, name: str) -> list[float]:
@@ -84,8 +84,8 @@ def logged(trainer: Any, name: str) -> list[float]:
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_completions_loss_and_gradient_norm_are_those_of_trls_own_generation(make_trainer, name: str) -> None:
     greedy = {"generation_kwargs": {"do_sample": False}, "entropy_coef": 0.1}
-    (default, _), (ours, rollout) = make_trainer(name, **greedy), make_trainer(name, **greedy)
-    attach(ours, rollout)
+    (default, _), (ours, manager) = make_trainer(name, **greedy), make_trainer(name, **greedy)
+    attach(ours, manager)
     shown: list[list[Any]] = [[], []]
     for trainer, seen in zip((default, ours), shown, strict=True):
         trainer.reward_funcs[0] = lambda seen=seen, **given: seen.append(given["completion_ids"]) or reward(**given)
@@ -96,7 +96,7 @@ def test_completions_loss_and_gradient_norm_are_those_of_trls_own_generation(mak
     assert min(logged(default, "grad_norm")) > 1e-3
     assert logged(ours, "sampling/importance_sampling_ratio/min") == pytest.approx([1, 1], abs=1e-4)
     assert logged(ours, "rollout/images_encoded") == [2, 2], "once per image and version, for all samples"
-    assert rollout.policy_version == 2
+    assert manager.policy_version == 2
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -106,14 +106,14 @@ def test_samples_differ_none_has_a_placeholder_and_trees_train_as_padded_rows_do
     logs: list[Any] = []
     computed: list[int] = []
     for tree in (False, True):
-        trainer, rollout = make_trainer(name, **options)
+        trainer, manager = make_trainer(name, **options)
         with pytest.warns(UserWarning, match="logit_bias"):
-            attach(trainer, rollout, tree=tree)
+            attach(trainer, manager, tree=tree)
         bias = sampling_params(trainer).logit_bias
         shown: list[list[int]] = []
         trainer.reward_funcs[0] = lambda shown=shown, **given: shown.extend(given["completion_ids"]) or reward(**given)
         pictures: list[int] = []
-        first = next(each for each in rollout.model.modules() if isinstance(each, torch.nn.Conv2d | torch.nn.Conv3d))
+        first = next(each for each in manager.model.modules() if isinstance(each, torch.nn.Conv2d | torch.nn.Conv3d))
         first.register_forward_hook(lambda _, given, out, pictures=pictures: pictures.append(out.shape[0]))
         trainer.train()
         seen.append(shown)
@@ -129,9 +129,9 @@ def test_samples_differ_none_has_a_placeholder_and_trees_train_as_padded_rows_do
 
 
 def test_what_images_are_not_trained_with_is_refused_by_name(make_trainer) -> None:
-    trainer, rollout = make_trainer("gemma3", top_p=0.5)
+    trainer, manager = make_trainer("gemma3", top_p=0.5)
     with pytest.raises(ConfigError, match=r"replay=True with a processor: .* set top_k=0, top_p=1.0"):
-        attach(trainer, rollout, replay=True)
+        attach(trainer, manager, replay=True)
     trainer, _ = make_trainer("gemma3", with_func=True)
     with pytest.raises(ValueError, match="takes no images back from a rollout_func: use attach"):
         trainer.train()

@@ -34,8 +34,8 @@ def small() -> PreTrainedModel:
 class Watching(TrainerCallback):
     """Writes down the version and the weights after every step of a Trainer; has the rollout sample before it."""
 
-    def __init__(self, rollout: Any, samples: bool = False) -> None:
-        self.rollout = rollout
+    def __init__(self, manager: Any, samples: bool = False) -> None:
+        self.manager = manager
         self.samples = samples
         self.versions: list[int] = []
         self.made: list[Sample] = []
@@ -43,10 +43,10 @@ class Watching(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.samples:
             params = SamplingParams(max_tokens=6)
-            self.made += samples(self.rollout.generate(["short"], params, min_groups=1, progress=False))
+            self.made += samples(self.manager.generate(["short"], params, min_groups=1, progress=False))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.versions.append(self.rollout.policy_version)
+        self.versions.append(self.manager.policy_version)
 
 
 def a_trainer(model: PreTrainedModel, folder: str | Path, *callbacks: TrainerCallback, **options: Any) -> Trainer:
@@ -71,27 +71,27 @@ def is_trained(rank: int, folder: str, resumes: bool) -> dict[str, Any]:
     """DDP: four steps with a checkpoint after the second, or from there on; then what is left in flight."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     model = small()
-    with a_manager(model) as rollout:
-        watching = Watching(rollout)
+    with a_manager(model) as manager:
+        watching = Watching(manager)
         trainer = a_trainer(
-            model, folder, RolloutCallback(rollout, mode="recompute"), watching, Saves(rollout, 2 + rank),
+            model, folder, RolloutCallback(manager, mode="recompute"), watching, Saves(manager, 2 + rank),
             save_strategy="steps", save_steps=2, ddp_backend="gloo",
         )  # fmt: skip
         assert trainer.args.world_size == 2
         trainer.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")) if resumes else None)
-        left = rollout.groups_in_flight
-        rest = samples(rollout.generate([], min_groups=left, progress=False))
+        left = manager.groups_in_flight
+        rest = samples(manager.generate([], min_groups=left, progress=False))
     return {"versions": watching.versions, "left": left, "rest": rest}
 
 
 class Saves(TrainerCallback):
     """Submits prompts just before the first checkpoint: they are in flight in it, and begun by nobody."""
 
-    def __init__(self, rollout: RolloutManager, count: int) -> None:
-        self.rollout = rollout
+    def __init__(self, manager: RolloutManager, count: int) -> None:
+        self.manager = manager
         self.count = count
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 2:
             params = SamplingParams(n=2, max_tokens=20, ignore_eos=True)
-            self.rollout.submit([f"prompt {number}" for number in range(self.count)], params)
+            self.manager.submit([f"prompt {number}" for number in range(self.count)], params)

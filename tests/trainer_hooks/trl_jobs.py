@@ -48,10 +48,10 @@ def trains_sharded(rank: int, folder: str) -> dict[str, Any]:
         model, lambda completion_ids, **_: [float(ids[0] % 5) for ids in completion_ids],
         args=config, train_dataset=data, processing_class=tokenizer,
     )  # fmt: skip
-    with make_rollout(trainer.model, tokenizer) as rollout:
-        attach(trainer, rollout)
+    with make_rollout(trainer.model, tokenizer) as manager:
+        attach(trainer, manager)
         trainer.train()
-        version, sharded = rollout.policy_version, any(isinstance(each, DTensor) for each in model.parameters())
+        version, sharded = manager.policy_version, any(isinstance(each, DTensor) for each in model.parameters())
     names = ("rollout/logprob_diff_max", "grad_norm")
     logged = {name: [log[name] for log in trainer.state.log_history if name in log] for name in names}
     return {"version": version, "sharded": sharded} | logged
