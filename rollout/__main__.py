@@ -29,7 +29,6 @@ from rollout.errors import ConfigError, RolloutError, UnsupportedModelError, did
 from rollout.observe.metric_table import binary_bytes, short_count
 
 if TYPE_CHECKING:
-    from rollout.distributed.job.local_ranks import LocalRank, LocalRanks
     from rollout.flags import ServeOptions
     from rollout.llm.llm import LLM
     from rollout.server.server import Server
@@ -46,9 +45,6 @@ A rollout engine that samples with the module a training loop steps.
 """
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 """Modules that `serve` needs beyond the package's dependencies; installed by the extra `serve`."""
-
-RANK = "serve-rank"
-"""Command of the processes that `serve --data-parallel-size` starts: RANK SIZE PORT, then the arguments of `serve`."""
 
 STOPPED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -73,8 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"rollout-engine {__version__}")
         elif command == "serve":
             _serve(rest)
-        elif command == RANK:
-            _serve_rank(rest)
         elif command == "doctor":
             _doctor(rest)
         elif command == "top":
@@ -102,10 +96,8 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
     options = parse(arguments, os.environ)
     _check_folder(options.model.model_dir)
     listen(options.server).close()
-    ranks = None
     try:
-        ranks = _other_ranks(options, arguments)
-        llm = _start(options, ranks)
+        llm = _start(options)
         if options.model.log_requests:
             _print_requests()
         # A full garbage collection would visit every object of torch and transformers, and stop all streams for 0.4 s.
@@ -114,13 +106,8 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
         server = llm.serve(options.server, blocking=False)
         code = _wait(server, _summary(server.url, llm, options))
         llm.close()
-        if ranks is not None:
-            ranks.close()
     except KeyboardInterrupt:
         code = INTERRUPTED
-    finally:
-        if ranks is not None:
-            ranks.kill()
     # Our own resources are closed, or must not be waited for. An orderly teardown of torch would take seconds.
     _leave_at_once(code)
 
@@ -182,21 +169,16 @@ def _check_folder(name: str) -> None:
 # --- the model ----------------------------------------------------------------------------------------------------------
 
 
-def _start(options: ServeOptions, ranks: LocalRanks | None) -> LLM:
-    began = time.monotonic()
-    folder = Path(options.model.model_dir)
-    size = sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
-    _say(f"loading {folder}: {binary_bytes(size)} of weights")
-    model, tokenizer = _load_for(options, None if ranks is None else ranks.place)
-    _say(f"loaded in {time.monotonic() - began:.1f} s; starting the engine")
-    if ranks is not None:
-        ranks.join()
-    return _llm(options, model, tokenizer)
-
-
-def _llm(options: ServeOptions, model: Any, tokenizer: Any) -> LLM:
+def _start(options: ServeOptions) -> LLM:
     from rollout.llm.llm import LLM
 
+    began = time.monotonic()
+    told = options.model
+    folder = Path(told.model_dir)
+    size = sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
+    _say(f"loading {folder}: {binary_bytes(size)} of weights")
+    model, tokenizer = _load(told.model_dir, told.tokenizer, told.dtype, told.device)
+    _say(f"loaded in {time.monotonic() - began:.1f} s; starting the engine")
     return LLM(
         model,
         tokenizer,
@@ -204,72 +186,6 @@ def _llm(options: ServeOptions, model: Any, tokenizer: Any) -> LLM:
         use_coordinator=options.wants_coordinator,
         coordinator_config=options.coordinator if options.wants_coordinator else None,
     )
-
-
-# --- several ranks ------------------------------------------------------------------------------------------------------
-
-
-def _other_ranks(options: ServeOptions, arguments: Sequence[str]) -> LocalRanks | None:
-    """Start the processes of the other ranks. Returns None if this process is the only one."""
-    size = options.model.data_parallel_size
-    if size == 1:
-        return None
-    from rollout.distributed.job.local_ranks import LocalRanks
-
-    def command(place: LocalRank) -> list[str]:
-        told = (place.rank, place.size, place.port)
-        return [sys.executable, "-m", "rollout", RANK, *map(str, told), *arguments]
-
-    def ended(rank: int, code: int) -> None:
-        _say(f"rank {rank} has ended with code {code}: its requests go on elsewhere")
-
-    _check_devices(options.model.device, size)
-    return LocalRanks(size, command, ended)
-
-
-def _check_devices(device: str, size: int) -> None:
-    import torch
-
-    if device in ("auto", "cuda") and torch.cuda.is_available() and torch.cuda.device_count() < size:
-        found = torch.cuda.device_count()
-        raise ConfigError(f"--data-parallel-size {size}: there are {found} CUDA devices, and each engine takes one")
-    if device.startswith("cuda:"):
-        raise ConfigError(f"--device {device}: the engines of --data-parallel-size take cuda:0, cuda:1, ...; give cuda")
-
-
-def _load_for(options: ServeOptions, place: LocalRank | None) -> tuple[Any, Any]:
-    """Load model and tokenizer for a rank. None: this is the only rank."""
-    device = options.model.device
-    if place is not None:
-        import torch
-
-        place.share_processors()
-        if device in ("auto", "cuda") and torch.cuda.is_available():
-            device = f"cuda:{place.rank}"
-            torch.cuda.set_device(place.rank)
-    return _load(options.model.model_dir, options.model.tokenizer, options.model.dtype, device)
-
-
-def _serve_rank(arguments: Sequence[str]) -> NoReturn:
-    """Run a rank that `_other_ranks` has started, until rank 0 ends it."""
-    from rollout.distributed.job.local_ranks import LocalRank
-    from rollout.flags import parse
-
-    if len(arguments) < 4 or not all(map(str.isdecimal, arguments[:3])):
-        raise ConfigError(f"{RANK}: is started by `rollout serve --data-parallel-size`, which gives RANK SIZE PORT")
-    place = LocalRank(*map(int, arguments[:3]))
-    options = parse(arguments[3:], os.environ)
-    place.follow_parent()
-    try:
-        model, tokenizer = _load_for(options, place)
-        place.join()
-        llm = _llm(options, model, tokenizer)
-        llm.wait_for_shutdown()
-        llm.close()
-    except RolloutError as exc:
-        _say(f"rollout: rank {place.rank}: {_in_one_line(exc)}")
-        _leave_at_once(FAILED)
-    _leave_at_once(STOPPED)
 
 
 def _load(folder: str, tokenizer: str | None, dtype: str, device: str) -> tuple[Any, Any]:

@@ -48,13 +48,8 @@ class ModelOptions:
     device: str = "auto"
     """Device of the model in torch's notation: cpu, cuda, cuda:1, ... auto: cuda if available, else cpu."""
 
-    data_parallel_size: int = 1
-    """Number of engines that share the requests, each with the whole model in a process of its own and, on CUDA, on a device
-    of its own. At least 1."""
-
     use_coordinator: bool = False
-    """Start a separate coordinator process, which pause and suspend require. Implied by --admin and
-    --data-parallel-size."""
+    """Start a separate coordinator process, which pause and suspend require. Implied by --admin."""
 
     log_requests: bool = False
     """Print one line per request to stderr when its reply is complete: client, method, path, status, seconds, request id,
@@ -74,7 +69,7 @@ class ServeOptions:
     @property
     def wants_coordinator(self) -> bool:
         """Whether there is a coordinator process; False: direct mode."""
-        return self.model.use_coordinator or self.server.admin or self.model.data_parallel_size > 1
+        return self.model.use_coordinator or self.server.admin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +109,7 @@ _ABOUT_DOCTOR = """Say what the engine will do with a model on this machine, and
 Layers, fused forward or the reason against it, kernels, KV cache, speed, threads, and advice."""
 
 _COMMON: list[tuple[type, str]] = [
-    *((ModelOptions, name) for name in ("tokenizer", "dtype", "device", "data_parallel_size", "log_requests")),
+    *((ModelOptions, name) for name in ("tokenizer", "dtype", "device", "log_requests")),
     *((ServerConfig, name) for name in ("host", "port", "api_key", "served_model_name", "chat_template", "admin")),
     *((InferenceConfig, name) for name in ("kv_cache_memory_gb", "max_sequence_length", "max_requests", "seed")),
 ]
@@ -137,11 +132,6 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str], prog: str = 
     key = environment.get(API_KEY)
     given = [*(["--api-key", key] if key else []), *arguments]
     options = _parsed(ServeOptions, ["--help" if each == "--help-all" else each for each in given], prog, _ABOUT)
-    size, told = options.model.data_parallel_size, options.coordinator.data_parallel_size
-    if size < 1:
-        raise ConfigError(f"--data-parallel-size {size}: must be at least 1")
-    if told not in (1, size):
-        raise ConfigError(f"--coordinator.data-parallel-size {told}: give --data-parallel-size, which starts the ranks")
     if not options.wants_coordinator and options.coordinator != CoordinatorConfig():
         raise ConfigError("--coordinator.*: there is no coordinator; give --use-coordinator as well")
     return options

@@ -13,7 +13,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ def test_every_field_is_a_flag_of_its_type(table):
             given, values[field.name] = other_value(field)
             name = ("no_" if field.default is True else "") + field.name
             words += [prefix + name.replace("_", "-"), *given]
-    options = read(*words, *["--data-parallel-size", "2"] * (table in PREFIXES))
+    options = read(*words, *["--use-coordinator"] * (table in PREFIXES))
     parts = {
         type(part): part for part in (*vars(options).values(), options.engine.advanced, options.coordinator.advanced)
     }
@@ -136,7 +136,7 @@ def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 def test_the_help_lists_what_is_common_and_all_of_it_when_asked(monkeypatch, capsys):
     monkeypatch.setenv(API_KEY, "a-secret-of-mine")
     short = help_text(monkeypatch, capsys, "--help")
-    assert len(re.findall(r"^  --", short, re.MULTILINE)) == 15
+    assert len(re.findall(r"^  --", short, re.MULTILINE)) == 14
     assert "--max-requests          Maximum number of active" in short
     assert "`rollout serve --help-all` explains every option." in short
     text = help_text(monkeypatch, capsys, "--help-all")
@@ -232,16 +232,6 @@ def test_the_options_do_not_show_their_key():
 
 
 # --- the coordinator ----------------------------------------------------------------------------------------------------
-
-
-def test_several_engines_imply_the_coordinator_and_are_counted_in_one_place(capsys):
-    assert parse(["m", "--data-parallel-size", "2"], {}).wants_coordinator
-    assert parse(["m", "--data-parallel-size", "2", "--coordinator.data-parallel-size", "2"], {}).wants_coordinator
-    assert "must be at least 1" in refusal(capsys, "serve", "m", "--data-parallel-size", "0")
-    assert "is started by `rollout serve --data-parallel-size`" in refusal(capsys, "serve-rank", "m")
-    assert "--coordinator.data-parallel-size 3: give --data-parallel-size" in refusal(
-        capsys, "serve", "m", "--coordinator.data-parallel-size", "3"
-    )
 
 
 def test_admin_implies_the_coordinator():
@@ -517,44 +507,6 @@ def test_a_folder_is_served_with_its_coordinator_until_ctrl_c_and_nothing_is_lef
         assert family, "the coordinator is a process of its own"
         _, alive = psutil.wait_procs(family, timeout=300)
         assert not alive
-
-
-@pytest.mark.distributed
-def test_two_engines_are_started_by_one_command_and_one_that_dies_costs_no_request(folder):
-    arguments = ("--port", "0", "--admin", "--insecure", "--served-model-name", "tiny", "--kv-cache-blocks", "64")
-    with process("serve", str(folder), *arguments, "--data-parallel-size", "2") as child:
-        assert child.stdout is not None
-        url = child.stdout.readline().split()[0]
-        family = psutil.Process(child.pid).children(recursive=True)
-        try:
-            assert ask(f"{url}/get_world_size") == (200, {"world_size": 2})
-            many = {
-                "model": "tiny",
-                "prompt": [[5, number] for number in range(1, 9)],
-                "max_tokens": 4,
-                "temperature": 0,
-            }
-            before = ask(f"{url}/v1/completions", many)[1]["choices"]
-            assert ask(f"{url}/update_weights", {"weight_dir": str(folder)})[1]["policy_version"] == 1
-            status, refused = ask(f"{url}/update_weights", {"weight_dir": "nowhere"})
-            assert status == 409
-            assert {"rank-0000", "rank-0001"} <= set(re.findall(r"rank-\d+", refused["error"]["message"]))
-            (other,) = [each for each in family if "serve-rank" in each.cmdline()]
-            other.kill()
-            status, reply = ask(f"{url}/v1/completions", many)
-            assert (status, reply["policy_version"]) == (200, 1)
-            assert [each["rollout"]["token_ids"] for each in reply["choices"]] == [
-                each["rollout"]["token_ids"] for each in before
-            ]
-            child.send_signal(signal.SIGINT)
-            _, err = child.communicate(timeout=120)
-            assert child.returncode == 0
-            assert "rank 1 has ended with code -9: its requests go on elsewhere" in err
-            assert not psutil.wait_procs(family, timeout=300)[1]
-        finally:
-            for each in family:
-                with suppress(psutil.NoSuchProcess):
-                    each.kill()
 
 
 def test_ctrl_c_while_it_loads_is_130_without_a_traceback(folder):
