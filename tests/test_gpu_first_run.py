@@ -85,7 +85,7 @@ def test_the_tests_for_a_gpu_are_a_stage_and_those_that_fill_it_run_alone(tmp_pa
     file = tmp_path / "test_some.py"
     file.write_text(TESTS, encoding="utf-8")
     with pytest.raises(AssertionError, match="1 tests failed"):
-        gpu_tests(Run(torch.device("cpu"), tmp_path, ("tiny",), str(file), workers=0))
+        gpu_tests(Run(torch.device("cpu"), tmp_path, ("tiny",), str(file), workers=1))
     together, alone = findings(tmp_path)
     assert (together["passed"], together["failed"], alone["passed"], alone["which_failed"]) == (1, 1, 1, [])
     (name,) = together["which_failed"]

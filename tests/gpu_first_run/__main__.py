@@ -1,11 +1,9 @@
 """First run on a GPU: what works, how exact it is, how fast it is. Needs no network and no installation of this package.
 
     python -m tests.gpu_first_run [STAGE ...] [--out FOLDER] [--device cuda:0] [--sizes 0.6b,8b] [--seconds 570]
-    python -m tests.gpu_first_run [STAGE ...] --rehearse
 
 Without names all stages run, in a good order, each in a process of its own: a stage that fails, hangs or loses the device
-does not harm the next. One JSON object per finding is printed and appended to FOLDER/findings.jsonl. `--rehearse` runs every
-line of it without a GPU (`tests.pretended_cuda`).
+does not harm the next. One JSON object per finding is printed and appended to FOLDER/findings.jsonl.
 """
 
 from __future__ import annotations
@@ -18,13 +16,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from tests.gpu_first_run import exactness, memory, speed
 from tests.gpu_first_run.findings import FINDINGS, SHAPES, Run, say
+from tests.gpu_first_run.gpu_tests import gpu_tests
+from tests.gpu_first_run.tune import tune
+
+STAGES: dict[str, Callable[[Run], None]] = {
+    "tests": gpu_tests, "kernels": exactness.kernels, "truth": exactness.truth, "memory": memory.memory,
+    "speed": speed.speed, "tune": tune,
+}  # fmt: skip
 
 LIMITS = {"tests": 540, "kernels": 150, "truth": 200, "memory": 120, "speed": 270, "tune": 200}
 """Names of the stages in a good order, and the seconds that each may take of a GPU's time, imports included."""
@@ -44,46 +51,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--tests", default="tests/engine", help="folder or file of the stage tests")
     add("--workers", type=int, default=8, help="processes of the stage tests")
     add("--here", action="store_true", help="run in this process, in which a hang or a lost device ends the run")
-    add("--rehearse", action="store_true", help="on a device that is pretended on the CPU, with tiny models")
     options = parser.parse_args(arguments)
-    if options.rehearse:
-        options.sizes = "tiny"
-    # Most tests for a GPU take a GPU's time.
-    names = options.stages or [name for name in LIMITS if not options.rehearse or name != "tests"]
+    names = options.stages or list(LIMITS)
     for given, known, option in (
         (names, LIMITS, "STAGE"),
         (sizes := tuple(options.sizes.split(",")), SHAPES, "--sizes"),
     ):
         if unknown := [each for each in given if each not in known]:
             parser.error(f"{option} {unknown[0]}: must be of {', '.join(known)}")
-    if options.device.type == "cuda" and not options.rehearse and not torch.cuda.is_available():
+    if options.device.type == "cuda" and not torch.cuda.is_available():
         parser.error(
             f"--device {options.device}: torch sees no CUDA device; a CPU runs all stages but kernels and tune"
         )
     options.out.mkdir(parents=True, exist_ok=True)
-    run = Run(options.device, options.out, sizes, options.tests, options.workers, rehearsed=options.rehearse)
+    run = Run(options.device, options.out, sizes, options.tests, options.workers)
     if options.here:
-        from tests.gpu_first_run.stages import run_stages
-
-        if not run.rehearsed:
-            return run_stages(run, names)
-        from tests.pretended_cuda.driver import install
-
-        with install():
-            return run_stages(run, names)
+        return sum(not _succeeds(run, name) for name in names)
     passed = ["--out", str(options.out), "--device", str(options.device), "--sizes", options.sizes,
               "--tests", options.tests, "--workers", str(options.workers), "--here"]  # fmt: skip
-    if run.rehearsed:
-        passed.append("--rehearse")
-        # Triton looks when it is imported.
-        os.environ["TRITON_INTERPRET"] = "1"
     end = time.monotonic() + options.seconds
     command = [sys.executable, "-m", "tests.gpu_first_run"]
     failed = 0
     for name in names:
-        left = min(end - time.monotonic(), LIMITS[name] if run.large else math.inf)
+        left = min(end - time.monotonic(), LIMITS[name] if run.cuda else math.inf)
         failed += not supervised([*command, name, *passed], name, run.out, left)
     return failed
+
+
+def _succeeds(run: Run, name: str) -> bool:
+    run.say("begins", name=name)
+    start, why = time.perf_counter(), ""
+    try:
+        STAGES[name](run)
+    except Exception as exc:  # noqa: BLE001 - whatever a stage raises is a finding
+        why = f"{type(exc).__name__}: {exc}"[:400]
+        traceback.print_exc()
+    run.say("stage", name=name, ok=not why, seconds=time.perf_counter() - start, why=why)
+    with suppress(RuntimeError):
+        run.collect()
+    return not why
 
 
 def supervised(command: Sequence[str], name: str, out: Path, seconds: float) -> bool:

@@ -26,11 +26,10 @@ class Pool:
     def __init__(self, run: Run, heads: int, kv_heads: int) -> None:
         device = self.device = run.device
         self.groups = heads // kv_heads
-        blocks = 2**31 // (BLOCK * kv_heads * HEAD_DIM) + 4096 if run.large else 100
+        blocks = 2**31 // (BLOCK * kv_heads * HEAD_DIM) + 4096
         self.keys = torch.empty(blocks, BLOCK, kv_heads, HEAD_DIM, dtype=torch.bfloat16, device=device).normal_()
         self.values = torch.empty_like(self.keys).normal_()
-        self.lengths = [run.scaled(length) for length in LENGTHS]
-        count, width = len(LENGTHS), -(-max(self.lengths) // BLOCK)
+        count, width = len(LENGTHS), -(-max(LENGTHS) // BLOCK)
         table = blocks - 1 - torch.arange(count * width, dtype=torch.int32).view(count, width)
         # One block of each sequence lies at the other end.
         table[:, 0] = torch.arange(count)
@@ -53,7 +52,7 @@ def kernels(run: Run) -> None:
     paged = triton_paged.load(run.device)
     if paged is None:
         raise RuntimeError("the Triton kernels do not load; see the warning above")
-    for heads, kv_heads in ((16, 8), (32, 8), (28, 4), (8, 8)) if run.large else ((6, 2),):
+    for heads, kv_heads in ((16, 8), (32, 8), (28, 4), (8, 8)):
         pool = Pool(run, heads, kv_heads)
         shape = {"heads": heads, "kv_heads": kv_heads}
         _decode(run, paged, pool, shape)
@@ -70,11 +69,11 @@ def _query(pool: Pool, count: int) -> Tensor:
 
 def _decode(run: Run, paged: triton_paged.TritonPaged, pool: Pool, shape: dict[str, int]) -> None:
     query, scale = _query(pool, len(LENGTHS)), HEAD_DIM**-0.5
-    last = torch.tensor(pool.lengths, device=pool.device, dtype=torch.int32) - 1
-    for window in (None, run.scaled(300)):
+    last = torch.tensor(LENGTHS, device=pool.device, dtype=torch.int32) - 1
+    for window in (None, 300):
         out, _ = paged.decode_with_lse(query, pool.keys, pool.values, pool.table, last, window, scale)
         worst, same = 0.0, True
-        for row, length in enumerate(pool.lengths):
+        for row, length in enumerate(LENGTHS):
             worst = max(worst, _difference(out[row], pool.exact(row, query[row], length - 1, window)))
             only = slice(row, row + 1)
             alone, _ = paged.decode_with_lse(
@@ -85,7 +84,7 @@ def _decode(run: Run, paged: triton_paged.TritonPaged, pool: Pool, shape: dict[s
 
 
 def _prefill(run: Run, paged: triton_paged.TritonPaged, pool: Pool, shape: dict[str, int]) -> None:
-    rows, counts, starts = (0, 3, 5), (run.scaled(300), 1, run.scaled(129)), (0, run.scaled(500), run.scaled(1000))
+    rows, counts, starts = (0, 3, 5), (300, 1, 129), (0, 500, 1000)
     query, ends = _query(pool, sum(counts)), np.cumsum((0, *counts))
     out = paged.prefill(
         query, pool.keys, pool.values, pool.table[list(rows)].contiguous(),
@@ -123,12 +122,12 @@ def truth(run: Run) -> None:
 
 def _truth(run: Run, model: PreTrainedModel, case: dict[str, object]) -> list[str]:
     """What is wrong."""
-    asked = prompts(model, 24 if run.large else 2, 5, 700 if run.large else 40, seed=1)
-    params = SamplingParams(max_tokens=96 if run.large else 4, ignore_eos=True, seed=5)
+    asked = prompts(model, 24 if run.cuda else 2, 5, 700 if run.cuda else 40, seed=1)
+    params = SamplingParams(max_tokens=96 if run.cuda else 4, ignore_eos=True, seed=5)
     tokens: dict[bool, list[list[int]]] = {}
     wrong = []
     for graphs in (True, False):
-        with run.engine(model, cuda_graphs=graphs, kv_cache_memory_gb=8 if run.large else 0.1) as engine:
+        with run.engine(model, cuda_graphs=graphs, kv_cache_memory_gb=8 if run.cuda else 0.1) as engine:
             done = engine.generate(asked, params)
             tokens[graphs] = [request.generated_tokens for request in done]
             errors = np.concatenate([logprob_errors(run, model, request) for request in done])

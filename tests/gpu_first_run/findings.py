@@ -45,7 +45,6 @@ class Run:
     Attributes:
         tests: folder or file of the tests for a GPU.
         workers: processes that run them.
-        rehearsed: the device is pretended, and all sizes are small.
     """
 
     device: torch.device
@@ -53,21 +52,11 @@ class Run:
     sizes: tuple[str, ...]
     tests: str = "tests"
     workers: int = 8
-    rehearsed: bool = False
 
     @property
     def cuda(self) -> bool:
-        """Whether it runs on a GPU."""
+        """Whether it runs on a GPU. Otherwise sizes are small, and stages have no time limit."""
         return self.device.type == "cuda"
-
-    @property
-    def large(self) -> bool:
-        """Whether sizes are those of a GPU, and stages may take no longer than their limits."""
-        return self.cuda and not self.rehearsed
-
-    def scaled(self, tokens: int) -> int:
-        """So many tokens, or a sixteenth."""
-        return tokens if self.large else -(-tokens // 16)
 
     def say(self, what: str, **found: Any) -> None:
         """Print one finding, and append it to the file."""
@@ -115,14 +104,6 @@ class Run:
     @contextmanager
     def engine(self, model: PreTrainedModel, **options: Any) -> Iterator[DynamicInferenceEngine]:
         """An engine for the length of a block, whose memory is free afterwards."""
-        if self.rehearsed:
-            small = {
-                "max_tokens_per_step": 48,
-                "max_requests": 8,
-                "kv_cache_memory_gb": 0.01,
-                "max_sequence_length": 512,
-            }
-            options |= small
         engine = DynamicInferenceEngine(model, None, engine_config(**options))
         try:
             yield engine

@@ -36,9 +36,9 @@ def poison(run: Run) -> None:
 def memory(run: Run) -> None:
     """Three turns of rollout, suspend, a training step (AdamW's states are made in the first) and resume."""
     run.say_memory("start")
-    model = run.model("1.7b" if run.large else "tiny")
+    model = run.model("1.7b" if run.cuda else "tiny")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    free = torch.cuda.mem_get_info(run.device)[0] if run.large else 2**24
+    free = torch.cuda.mem_get_info(run.device)[0] if run.cuda else 2**24
     with run.engine(model, kv_cache_memory_gb=0.75 * free / 2**30) as engine:
         run.say(
             "pool", gib=gib(engine.cache.device_bytes), blocks=engine.cache.num_blocks,
@@ -47,7 +47,7 @@ def memory(run: Run) -> None:
         for turn in range(TURNS):
             _roll(run, engine, turn)
             _suspend(run, engine, turn)
-            ids = torch.randint(0, model.config.vocab_size, (4, 2048 if run.large else 16), device=run.device)
+            ids = torch.randint(0, model.config.vocab_size, (4, 2048 if run.cuda else 16), device=run.device)
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -59,12 +59,12 @@ def memory(run: Run) -> None:
 
 
 def _roll(run: Run, engine: DynamicInferenceEngine, turn: int) -> None:
-    length = 512 if run.large else 20
-    for prompt in prompts(engine.model, REQUESTS if run.large else 2, length, length, turn):
+    length = 512 if run.cuda else 20
+    for prompt in prompts(engine.model, REQUESTS if run.cuda else 2, length, length, turn):
         engine.add_request(prompt, SamplingParams(max_tokens=400, ignore_eos=True))
     start = time.perf_counter()
     with engine.installation:
-        for _ in range(STEPS if run.large else 4):
+        for _ in range(STEPS if run.cuda else 4):
             engine.step()
     run.wait()
     run.say("steps", turn=turn, seconds=time.perf_counter() - start, **captured(engine))

@@ -7,10 +7,8 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import transformers
@@ -19,7 +17,7 @@ from transformers import PreTrainedModel
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward import model_runner
 from rollout.sampling_params import SamplingParams
-from tests.benchmarks.step_profile import DeviceTime, device_time
+from tests.benchmarks.step_profile import DeviceTime, device_time, stopwatch
 from tests.gpu_first_run.findings import HEAD_DIM, SHAPES, Run, captured, gib, prompts
 
 BANDWIDTHS = {"H200": 4.3e12, "H100": 3.0e12}
@@ -54,7 +52,7 @@ def machine(run: Run) -> None:
     if run.cuda:
         device = torch.cuda.get_device_properties(run.device)
         run.say("device", name=device.name, processors=device.multi_processor_count, gib=gib(device.total_memory))
-    size, side = (2**32, 8192) if run.large else (2**22, 256)
+    size, side = (2**32, 8192) if run.cuda else (2**22, 256)
     one = torch.zeros(size, dtype=torch.uint8, device=run.device)
     two = torch.empty_like(one)
     product_of = torch.randn(side, side, device=run.device, dtype=torch.bfloat16)
@@ -76,7 +74,7 @@ def machine(run: Run) -> None:
 def speed(run: Run) -> None:
     """Rates of the machine, and decode steps of every size and case in bf16; of float32 under autocast in one case."""
     machine(run)
-    cases = CASES if run.large else ((2, 16),)
+    cases = CASES if run.cuda else ((2, 16),)
     for size in run.sizes:
         model = run.model(size)
         for batch, context in cases:
@@ -94,23 +92,21 @@ def decode_steps(
     batch: int,
     context: int,
     label: str,
-    *,
-    samples: int = 1,
     **options: Any,
 ) -> None:
-    """Time the steps of `batch` sequences, `samples` of each prompt."""
+    """Time the steps of `batch` sequences."""
     shape = SHAPES[size]
     per_token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * HEAD_DIM * 2
     weights = sum(parameter.numel() for parameter in model.parameters()) * 2
     need = batch * (context + NEW + 10) * per_token * (1 if model.dtype == torch.bfloat16 else 2) / 2**30 + 1
-    if run.large and need > gib(torch.cuda.mem_get_info(run.device)[0]) - 12:
+    if run.cuda and need > gib(torch.cuda.mem_get_info(run.device)[0]) - 12:
         run.say("skipped", label=label, size=size, batch=batch, context=context, need_gib=need)
         return
-    chosen = {"kv_cache_memory_gb": need if run.large else 0.05, "max_requests": batch, "max_tokens_per_step": 8192,
+    chosen = {"kv_cache_memory_gb": need if run.cuda else 0.05, "max_requests": batch, "max_tokens_per_step": 8192,
               "max_sequence_length": 40960, "verify_model": False, "enable_prefix_caching": False}  # fmt: skip
     with run.engine(model, **chosen, **options) as engine:
-        for prompt in prompts(model, batch // samples, context, context):
-            engine.add_request(prompt, SamplingParams(max_tokens=NEW, ignore_eos=True, n=samples))
+        for prompt in prompts(model, batch, context, context):
+            engine.add_request(prompt, SamplingParams(max_tokens=NEW, ignore_eos=True))
         scheduler = engine.context.scheduler
         with engine.installation:
             start, prefills = time.perf_counter(), 0
@@ -123,15 +119,15 @@ def decode_steps(
             engine.step()
             run.wait()
             first = time.perf_counter() - start
-            step = seconds(run, engine.step, TIMED if run.large else 3)
-            host = _host_parts(engine, 16 if run.large else 2)
-            spent = device_time(engine.step, PROFILED, run.device) if run.large else DeviceTime(0.0, {})
+            step = seconds(run, engine.step, TIMED if run.cuda else 3)
+            host = _host_parts(engine, 16 if run.cuda else 2)
+            spent = device_time(engine.step, PROFILED, run.device) if run.cuda else DeviceTime(0.0, {})
     floor = (weights + batch * (context + NEW / 2) * per_token) / _bandwidth(run)
     run.say(
         "decode step", label=label, size=size, batch=batch, context=context, ms=step * 1e3, tokens_s=batch / step,
         floor_ms=floor * 1e3, of_floor=floor / step,
         device_ms=spent.busy_ms, idle_ms=step * 1e3 - spent.busy_ms, kernels=spent.kernels,
-        host_ms=host, prefill_tokens_s=batch // samples * context / prefill, prefill_steps=prefills, first_step_s=first,
+        host_ms=host, prefill_tokens_s=batch * context / prefill, prefill_steps=prefills, first_step_s=first,
         **captured(engine), longest=[(name[:60], round(ms, 3)) for name, ms in list(spent.ms.items())[:14]],
     )  # fmt: skip
     run.say_memory(f"{label}, {size}, {batch} x {context}")
@@ -146,32 +142,9 @@ def _host_parts(engine: DynamicInferenceEngine, steps: int) -> dict[str, float]:
     """Median milliseconds of the host in the parts of a step."""
     spent: dict[str, list[float]] = defaultdict(list)
     scheduler, runner = engine.context.scheduler, engine.controller.runner
-    owners = [
-        (scheduler, "schedule"),
-        (scheduler, "update"),
-        (runner, "forward"),
-        (model_runner, "sample_step"),
-    ]
-    with _timed(owners, spent):
+    calls = {"schedule": (scheduler, "schedule"), "update": (scheduler, "update"), "forward": (runner, "forward"),
+             "sample_step": (model_runner, "sample_step")}  # fmt: skip
+    with stopwatch(spent, calls):
         for _ in range(steps):
             engine.step()
     return {name: round(statistics.median(times) * 1e3, 3) for name, times in spent.items()}
-
-
-@contextmanager
-def _timed(owners: list[tuple[Any, str]], spent: dict[str, list[float]]) -> Iterator[None]:
-    with ExitStack() as restored:
-        for owner, name in owners:
-            restored.enter_context(patch.object(owner, name, _timing(getattr(owner, name), spent[name])))
-        yield
-
-
-def _timing(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            times.append(time.perf_counter() - start)
-
-    return run

@@ -43,7 +43,7 @@ class Case:
         blocks = batch * -(-context // BLOCK)
         self.shape = {"batch": batch, "context": context, "heads": heads, "kv_heads": kv_heads}
         # The interpreter does not multiply bf16.
-        dtype = torch.bfloat16 if run.large else torch.float32
+        dtype = torch.bfloat16 if run.cuda else torch.float32
         self._keys = torch.randn(blocks, BLOCK, kv_heads, HEAD_DIM, device=run.device, dtype=dtype)
         self._values = torch.randn_like(self._keys)
         self._table = torch.randperm(blocks, device=run.device).int().view(batch, -1)
@@ -60,7 +60,7 @@ class Case:
             parts=parts,
         )  # fmt: skip
         size = batch * context * self._keys.shape[2] * HEAD_DIM * self._keys.element_size()
-        return 2 * size / seconds(self._run, attend, 20 if self._run.large else 1)
+        return 2 * size / seconds(self._run, attend, 20 if self._run.cuda else 1)
 
 
 def tune(run: Run) -> None:
@@ -68,12 +68,12 @@ def tune(run: Run) -> None:
     paged = triton_paged.load(run.device)
     if paged is None:
         raise RuntimeError("the Triton kernels do not load; see the warning above")
-    shapes = SHAPES if run.large else ((1, 300, 2, 1),)
+    shapes = SHAPES if run.cuda else ((1, 300, 2, 1),)
     (present,) = {_present(run, heads // kv_heads) for _, _, heads, kv_heads in shapes}
     rates: dict[Setting, list[float]] = defaultdict(list)
     _measure(run, paged, shapes, _tiles(run, present), rates)
     best = _best(rates)
-    counts = PROGRAMS if run.large else (1, 2)
+    counts = PROGRAMS if run.cuda else (1, 2)
     tried = [each._replace(programs=count) for each in dict.fromkeys((present, best)) for count in counts]
     _measure(run, paged, shapes, [each for each in tried if each not in rates], rates)
     best, now = _best(rates), _mean(rates[present])
@@ -115,13 +115,13 @@ def _mean(rates: Sequence[float]) -> float:
 
 
 def _present(run: Run, group: int) -> Setting:
-    plan = triton_paged._plan("decode", group, HEAD_DIM, torch.bfloat16 if run.large else torch.float32)
+    plan = triton_paged._plan("decode", group, HEAD_DIM, torch.bfloat16 if run.cuda else torch.float32)
     return Setting(plan.span, plan.warps, plan.stages, decode_parts.SPLIT, triton_paged.PROGRAMS)
 
 
 def _tiles(run: Run, present: Setting) -> Sequence[Setting]:
     """Tiles and keys per part, with as many programs as now."""
-    if not run.large:
+    if not run.cuda:
         return [present, present._replace(split=2 * present.split)]
     chosen = product((64, 128), (4, 8), (2, 3), (256, 512))
     return list(dict.fromkeys([present, *(Setting(*each, present.programs) for each in chosen)]))

@@ -174,7 +174,6 @@ def test_flex_attention_is_asked_for_the_same_tree(case, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.real_device
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 5e-3), (torch.bfloat16, 1e-2)], ids=str)
