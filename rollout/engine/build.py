@@ -24,8 +24,8 @@ from rollout.engine.fused.fused_forward import FusedForward
 from rollout.engine.graphs.cuda_capture import CudaDevice
 from rollout.engine.graphs.cuda_graphs import GraphedDecode
 from rollout.engine.graphs.decode_step import TritonDecode
-from rollout.engine.memory.arena import PoolMemory, pool_memory
-from rollout.engine.memory.block_pool import Allocate, zeros
+from rollout.engine.memory.arena import pool_memory
+from rollout.engine.memory.block_pool import Allocate, PoolMemory, zeros
 from rollout.engine.memory.buffers import plain_tensors
 from rollout.engine.memory.host_blocks import HostMemoryError
 from rollout.engine.memory.huge_pages import collapse
@@ -223,17 +223,15 @@ def _memory(
     if not peers.least(groups.limited):
         groups = one_group(len(layout.layers))
     blocks = peers.least(pool_size(config, layout, longest, routes, state_bytes, groups))
-    memory = _pool_memory(base, layout.device)
     cache = KVCache(
-        layout.layers, blocks, config.advanced.block_size_tokens, layout.kv_dtype, layout.device, memory.allocate, routes,
-        memory.release, groups,
+        layout.layers, blocks, config.advanced.block_size_tokens, layout.kv_dtype, layout.device,
+        _pool_memory(base, layout.device), routes, groups,
     )  # fmt: skip
     if config.kv_cache_host_memory_gb is not None:
         _keep_host_blocks(cache, peers, config.kv_cache_host_memory_gb)
     states: StatePool | None = None
     if layout.states:
-        memory = _pool_memory(base, layout.device)
-        states = StatePool(layout.states, slots, layout.device, memory.allocate, memory.release)
+        states = StatePool(layout.states, slots, layout.device, _pool_memory(base, layout.device))
     spare = partial(spare_bytes, layout.device)
     context = DynamicInferenceContext(config, cache, base.clock, spare, states, groups)
     context.may_shrink = peers.group is None

@@ -8,38 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import weakref
-from collections.abc import Callable, Sequence
-from ctypes import (
-    POINTER,
-    Structure,
-    byref,
-    c_char_p,
-    c_int,
-    c_int32,
-    c_int64,
-    c_size_t,
-    c_ubyte,
-    c_uint8,
-    c_uint16,
-    c_uint64,
-    c_ushort,
-    c_void_p,
-    py_object,
-)  # fmt: skip
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
-from rollout.engine.memory.block_pool import Allocate, zeros
+from rollout.engine.memory.block_pool import PoolMemory
 from rollout.engine.memory.streams import wait_for_steps
 
-CHUNK_BYTES = 64 * 2**20
-"""Physical memory per mapping: few calls for a pool of 100 GB, and almost all free memory can be mapped."""
 _log = logging.getLogger(__name__)
 _OUT_OF_MEMORY = 2
 _SUPPORTED = 102
@@ -84,8 +63,8 @@ class CudaVirtualMemory:
         device: device of a tensor at the addresses.
 
     Raises:
-        OSError: there is no libcuda.
-        RuntimeError: the driver or the device has no virtual memory calls.
+        OSError, AttributeError: there is no libcuda, or it has no virtual memory calls.
+        RuntimeError: the device does not support them.
     """
 
     def __init__(self, device: torch.device, library: Any = None) -> None:
@@ -93,9 +72,7 @@ class CudaVirtualMemory:
         self.device = torch.device(device.type, index)
         self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
         for name, arguments in _SIGNATURES.items():
-            function = getattr(self._library, name, None)
-            if function is None:
-                raise RuntimeError(f"the CUDA driver has no {name}")
+            function = getattr(self._library, name)
             function.argtypes, function.restype = arguments, c_int
         self.settle()
         supported, granularity = c_int(), c_size_t()
@@ -171,9 +148,9 @@ class Arena:
 
     def __init__(self, memory: CudaVirtualMemory) -> None:
         self._memory = memory
-        self._ranges: list[_Mapped] = []
+        self._ranges: list[_Range] = []
         # Not at exit: the process returns everything, and the driver may have been shut down.
-        weakref.finalize(self, _free_all, self._ranges).atexit = False
+        weakref.finalize(self, _free_all, memory, self._ranges).atexit = False
 
     def allocate(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         """Zeros of each of these sizes, at the addresses of its predecessor unless it is larger.
@@ -183,9 +160,9 @@ class Arena:
         """
         self.release()
         self._memory.settle()
-        self._ranges += [_Mapped(self._memory) for _ in sizes[len(self._ranges) :]]
+        self._ranges += [_Range(self._memory) for _ in sizes[len(self._ranges) :]]
         try:
-            found = [place.grow(size * dtype.itemsize) for place, size in zip(self._ranges, sizes, strict=False)]
+            found = [each.map(size * dtype.itemsize) for each, size in zip(self._ranges, sizes, strict=False)]
         except torch.OutOfMemoryError:
             self.release()
             raise
@@ -193,91 +170,79 @@ class Arena:
 
     def release(self) -> None:
         """Return all memory to the device; the addresses stay reserved."""
-        if any(place.chunks for place in self._ranges):
+        if any(each.mapped for each in self._ranges):
             self._memory.settle()
-        for place in self._ranges:
-            place.shrink()
+        for each in self._ranges:
+            each.unmap()
 
 
-def _free_all(ranges: list[_Mapped]) -> None:
-    """Free, unless this process is a fork, in which the driver cannot be called: the memory belongs to its parent."""
-    for place in ranges:
-        if os.getpid() == place.process:
-            place.free()
+def _free_all(memory: CudaVirtualMemory, ranges: list[_Range]) -> None:
+    memory.settle()
+    for each in ranges:
+        each.free()
 
 
-@dataclass(eq=False)
-class _Mapped:
-    """A range of reserved addresses, and the chunks of memory mapped to its start."""
+class _Range:
+    """A range of reserved addresses, with memory mapped to its start.
 
-    memory: CudaVirtualMemory
-    address: int = 0
-    reserved: int = 0
-    whole: Tensor | None = None
-    """Tensor over the whole range."""
-    chunks: list[tuple[int, int, int]] = field(default_factory=list)
-    """Address, size and handle of each."""
-    process: int = field(default_factory=os.getpid)
-    """Process of the driver's handles."""
+    Attributes:
+        mapped: bytes that are mapped.
+    """
 
-    def grow(self, used: int) -> Tensor:
+    def __init__(self, memory: CudaVirtualMemory) -> None:
+        self._memory = memory
+        self._address = self._reserved = self.mapped = self._handle = 0
+
+    def map(self, used: int) -> Tensor:
         """[used] bytes at the first addresses; none of them may be mapped yet."""
-        unit = self.memory.granularity
+        unit = self._memory.granularity
         size = -(-max(used, 1) // unit) * unit
-        if size > self.reserved or self.whole is None:
+        if size > self._reserved:
             self.free()
-            self.address, self.reserved = self.memory.reserve(size), size
-            self.whole = tensor_at(self.address, size, self.memory.device)
-        step = max(CHUNK_BYTES // unit, 1) * unit
-        for start in range(0, size, step):
-            count = min(step, size - start)
-            self.chunks.append((self.address + start, count, self._map(self.address + start, count)))
-        return self.whole[:used]
-
-    def _map(self, address: int, size: int) -> int:
+            self._address, self._reserved = self._memory.reserve(size), size
         try:
-            return self.memory.map(address, size)
+            self._handle = self._memory.map(self._address, size)
         except torch.OutOfMemoryError:
-            self.memory.reclaim()
-            return self.memory.map(address, size)
+            self._memory.reclaim()
+            self._handle = self._memory.map(self._address, size)
+        self.mapped = size
+        return tensor_at(self._address, used, self._memory.device)
 
-    def shrink(self) -> None:
-        """Unmap all of it; it must not be in use."""
-        while self.chunks:
-            self.memory.unmap(*self.chunks.pop())
+    def unmap(self) -> None:
+        """Return the memory; it must not be in use."""
+        if self.mapped:
+            self._memory.unmap(self._address, self.mapped, self._handle)
+            self.mapped = 0
 
     def free(self) -> None:
         """Return the addresses too."""
-        if self.chunks:
-            self.memory.settle()
-        self.shrink()
-        if self.reserved:
-            self.memory.free(self.address, self.reserved)
-            self.address = self.reserved = 0
+        self.unmap()
+        if self._reserved:
+            self._memory.free(self._address, self._reserved)
+            self._reserved = 0
 
 
-@dataclass(frozen=True)
-class PoolMemory:
-    """Source of one user's device memory, and how it is returned."""
-
-    allocate: Allocate
-    release: Callable[[], object] | None = None
-    """Called after the tensor was dropped. None: nothing else to do."""
+def tensor_at(address: int, size: int, device: torch.device) -> Tensor:
+    """[size] uint8 at an address of `device`, which it does not own."""
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)
+    # A tensor created in inference mode could not be written outside it.
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
 
 
 def pool_memory(device: torch.device, *, virtual: bool) -> PoolMemory:
     """Memory for a pool on `device`; from torch's allocator if `virtual` is False or the driver lacks the calls."""
     if device.type != "cuda":
-        return PoolMemory(zeros)
+        return PoolMemory()
     if virtual and torch.version.cuda is not None:
         try:
             arena = Arena(CudaVirtualMemory(device))
             _try_out(arena, device)
             return PoolMemory(arena.allocate, arena.release)
-        except (OSError, RuntimeError) as exc:
+        except (OSError, AttributeError, RuntimeError) as exc:
             _log.warning("memory on %s comes from torch's allocator: %s: %s", device, type(exc).__name__, exc)
     # The trainer would fragment cached memory.
-    return PoolMemory(zeros, torch.cuda.empty_cache)
+    return PoolMemory(release=torch.cuda.empty_cache)
 
 
 def _try_out(arena: Arena, device: torch.device) -> None:
@@ -288,41 +253,3 @@ def _try_out(arena: Arena, device: torch.device) -> None:
     arena.release()
     if not whole:
         raise RuntimeError("memory that was filled with ones does not hold them")
-
-
-# --- a tensor over memory of others -------------------------------------------------------------------------------------
-
-
-_Device = _struct(kind=c_int32, id=c_int32)
-_Type = _struct(code=c_uint8, bits=c_uint8, lanes=c_uint16)
-_DLTensor = _struct(
-    data=c_void_p, device=_Device, ndim=c_int32, dtype=_Type, shape=POINTER(c_int64), strides=POINTER(c_int64),
-    byte_offset=c_uint64,
-)  # fmt: skip
-_DLManagedTensor = _struct(tensor=_DLTensor, context=c_void_p, deleter=c_void_p)
-_DEVICE_KINDS = {"cpu": 1, "cuda": 2}
-_UNSIGNED = 1
-_NAME = b"dltensor"
-_kept: list[tuple[Any, ...]] = []
-"""Descriptions of tensors, which torch reads when it frees them: some tens of bytes each, one per reservation."""
-
-
-def tensor_at(address: int, size: int, device: torch.device) -> Tensor:
-    """[size] uint8 at an address of `device`, without copying, owning, reading or writing it."""
-    shape = (c_int64 * 1)(size)
-    # No strides: contiguous. No deleter: the memory is not torch's.
-    described = _DLManagedTensor(
-        _DLTensor(
-            address, _Device(_DEVICE_KINDS[device.type], device.index or 0), 1, _Type(_UNSIGNED, 8, 1), shape, None, 0
-        ),
-        None,
-        None,
-    )
-    _kept.append((described, shape))
-    capsule = _new_capsule(ctypes.addressof(described), _NAME, None)
-    # A tensor created in inference mode could not be written outside it.
-    with torch.inference_mode(False):
-        return from_dlpack(capsule)
-
-
-_new_capsule = ctypes.PYFUNCTYPE(py_object, c_void_p, c_char_p, c_void_p)(("PyCapsule_New", ctypes.pythonapi))

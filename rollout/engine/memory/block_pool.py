@@ -7,6 +7,7 @@ is many times faster than strided ones (13 times, for 8 kB rows on a CPU).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
@@ -36,13 +37,24 @@ def zeros(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> lis
     return list(whole.split_with_sizes(list(sizes)))
 
 
+def _nothing() -> None: ...
+
+
+@dataclass(frozen=True)
+class PoolMemory:
+    """Source of one pool's device memory, and how it is returned."""
+
+    allocate: Allocate = zeros
+    release: Callable[[], object] = _nothing
+    """Called after the tensors were dropped."""
+
+
 class BlockPool:
     """`num_blocks` blocks of several parts, or none on the device after `drop` or `save`.
 
     Args:
         widths: elements of one block in each part.
-        allocate: makes the parts.
-        release: returns their memory after they were dropped; None: dropping them does.
+        memory: makes the parts.
     """
 
     def __init__(
@@ -51,14 +63,13 @@ class BlockPool:
         num_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
-        allocate: Allocate = zeros,
-        release: Callable[[], object] | None = None,
+        memory: PoolMemory = PoolMemory(),
     ) -> None:
         self.num_blocks = num_blocks
         self.dtype = dtype
         self.device = device
         self._widths = list(widths)
-        self._allocate, self._release = allocate, release
+        self._allocate, self._release = memory.allocate, memory.release
         self._parts: list[Tensor] = []
         self._held = False
         self._copies = CudaStream(torch.cuda.Stream(device)) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -108,8 +119,7 @@ class BlockPool:
         freed = self.device_bytes
         self._tier.release(current_stream(self.device))
         self._parts, self._held = [], False
-        if self._release is not None:
-            self._release()
+        self._release()
         return freed
 
     def keep_host_blocks(self, num_blocks: int) -> None:

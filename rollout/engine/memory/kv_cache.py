@@ -6,7 +6,7 @@ Recorded expert routes are one more part of every block: whatever copies, saves 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.blocks.pages import LayerGroups, one_group
-from rollout.engine.memory.block_pool import Allocate, BlockPool, zeros
+from rollout.engine.memory.block_pool import BlockPool, PoolMemory
 from rollout.engine.memory.buffers import upload
 
 
@@ -54,7 +54,7 @@ class KVCache(BlockPool):
 
     Args:
         layers: KV shape per attention layer.
-        allocate, release: see `BlockPool`.
+        memory: see `BlockPool`.
         routes: keep expert routes of this shape next to K and V; None: none.
         groups: groups of the layers: a block of this pool is a page of one group. None: all layers are one group.
 
@@ -69,9 +69,8 @@ class KVCache(BlockPool):
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        allocate: Allocate = zeros,
+        memory: PoolMemory = PoolMemory(),  # noqa: B008 - immutable
         routes: RouteShape | None = None,
-        release: Callable[[], object] | None = None,
         groups: LayerGroups | None = None,
     ) -> None:
         self.block_size = block_size
@@ -85,7 +84,7 @@ class KVCache(BlockPool):
         self._num_parts = len(widths)
         if routes is not None:
             widths.append(routes.block_bytes(block_size, dtype) // dtype.itemsize)
-        super().__init__(widths, num_blocks, dtype, device, allocate, release)
+        super().__init__(widths, num_blocks, dtype, device, memory)
 
     @property
     def route_bytes(self) -> int:

@@ -6,13 +6,13 @@ A slot belongs to a running sequence, or is a snapshot of the state at the end o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rollout.engine.memory.block_pool import Allocate, BlockPool, zeros
+from rollout.engine.memory.block_pool import BlockPool, PoolMemory
 from rollout.engine.memory.buffers import ALIGNMENT
 
 
@@ -56,12 +56,11 @@ class StatePool(BlockPool):
         shapes: Sequence[StateShape],
         num_slots: int,
         device: torch.device,
-        allocate: Allocate = zeros,
-        release: Callable[[], object] | None = None,
+        memory: PoolMemory = PoolMemory(),  # noqa: B008 - immutable
     ) -> None:
         self.shapes = tuple(shapes)
         self._states: dict[StateKey, Tensor] = {}
-        super().__init__([each.num_bytes for each in shapes], num_slots, torch.uint8, device, allocate, release)
+        super().__init__([each.num_bytes for each in shapes], num_slots, torch.uint8, device, memory)
 
     def state(self, key: StateKey) -> Tensor:
         """[num_blocks, *shape] of its dtype: one state of every slot."""
