@@ -15,6 +15,7 @@ from rollout.engine.scheduling.scheduler import ScheduledStep, StepTokens
 from rollout.engine.scheduling.sequences import Sequence
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
+from rollout.requests.delta import DeltaJoin, SampleDelta
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.configs import engine_config
@@ -30,6 +31,14 @@ def make_rollout(model: PreTrainedModel, tokenizer: Any = None, **options: Any) 
     defaults: dict[str, Any] = {"kv_cache_blocks": 256, "block_size_tokens": 4, "max_requests": 16,
                                 "max_tokens_per_step": 64, "verify_model": False}  # fmt: skip
     return RolloutManager(model, tokenizer, engine_config(**(defaults | options)), **seams)
+
+
+def joined_deltas(*parts: SampleDelta) -> SampleDelta:
+    """Consecutive deltas of one sample as one."""
+    joined = DeltaJoin(parts[0].request_id, parts[0].sample_index)
+    for part in parts:
+        joined.add_delta(part)
+    return joined.delta()
 
 
 def update(model: PreTrainedModel, rollout: RolloutManager | None = None, seed: int = 0, size: float = 0.02) -> None:

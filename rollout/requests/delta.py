@@ -1,15 +1,13 @@
 """`SampleDelta`: new completion tokens of one sample, from the engine to the reader of a stream; `growth` reads one.
 
-A new optional value is one field declared with `_column`, from which joining, slicing, packing
+A new optional value is one field declared with `_column`, from which joining, packing
 (`rollout.distributed.protocol.stretch`) and the checks of received values follow.
-
-Always true: `SampleDelta.join` of the slices of a delta is that delta.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from math import isfinite
 from types import NoneType
@@ -29,7 +27,6 @@ from rollout.requests.token_columns import (
     Routes,
     TopN,
     check_routes,
-    cut_routes,
     first_unread,
     pack_kept,
     pack_routes,
@@ -46,7 +43,7 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """How an optional field of `SampleDelta` is checked, joined and sliced. A missing value is None."""
+    """How an optional field of `SampleDelta` is checked and joined. A missing value is None."""
 
     types: frozenset[type]
     """Types of a value, sent as msgpack encodes it."""
@@ -54,8 +51,6 @@ class Column:
     """Description of the types."""
     join: Callable[[list[Any]], Any]
     """Joins the values of consecutive deltas that have one."""
-    cut: Callable[[Any, int, int, int], Any]
-    """(value, start, stop, count) → value of tokens `start` … `stop` - 1 of `count`."""
     outlives_restart: bool = False
     """Whether joining keeps the values from before a restart."""
 
@@ -67,8 +62,8 @@ class Column:
         )
 
 
-def _column(rule: str, *types: type, join: Any, cut: Any, outlives_restart: bool = False) -> Any:
-    column = Column(frozenset({*types, NoneType}), rule, join, cut, outlives_restart)
+def _column(rule: str, *types: type, join: Any, outlives_restart: bool = False) -> Any:
+    column = Column(frozenset({*types, NoneType}), rule, join, outlives_restart)
     return field(default=None, metadata={"column": column})
 
 
@@ -78,19 +73,6 @@ def _first(values: list[Any]) -> Any:
 
 def _last(values: list[Any]) -> Any:
     return values[-1]
-
-
-def _at_start(value: Any, start: int, stop: int, count: int) -> Any:
-    return value if start == 0 else None
-
-
-def _at_end(value: Any, start: int, stop: int, count: int) -> Any:
-    return value if stop == count else None
-
-
-def _cut_evenly(value: bytes, start: int, stop: int, count: int) -> bytes:
-    size = len(value) // max(1, count)
-    return value[start * size : stop * size]
 
 
 @dataclass(slots=True)
@@ -109,27 +91,23 @@ class SampleDelta:
     """Policy versions of the tokens."""
     prompt_version: int = 0
     """Policy version under which the prompt was admitted."""
-    ttft: float | None = _column("seconds", float, int, join=_first, cut=_at_start)
+    ttft: float | None = _column("seconds", float, int, join=_first)
     """Seconds from arrival to the first token, if that is among them."""
-    top_n: bytes | None = _column(
-        "bytes", bytes, join=b"".join, cut=lambda packed, start, stop, _: pack_top_n(unpack_top_n(packed)[start:stop])
-    )
+    top_n: bytes | None = _column("bytes", bytes, join=b"".join)
     """Top log-probs of each token, packed by `pack_top_n`, if requested."""
-    kept: bytes | None = _column(
-        "bytes", bytes, join=b"".join, cut=lambda packed, start, stop, _: pack_kept(unpack_kept(packed)[start:stop])
-    )
+    kept: bytes | None = _column("bytes", bytes, join=b"".join)
     """Sets that the tokens were drawn from, packed by `pack_kept`, if they are returned."""
-    values: bytes | None = _column("bytes", bytes, join=b"".join, cut=_cut_evenly)
+    values: bytes | None = _column("bytes", bytes, join=b"".join)
     """float32 [count, k], encoded like the log-probs: numbers of the user's function of hidden states, if the engine has
     one."""
-    text: str | None = _column("a string", str, join=_last, cut=_at_end)
+    text: str | None = _column("a string", str, join=_last)
     """Text of the whole completion, if it has finished and the engine detokenises."""
-    routes: bytes | None = _column("bytes", bytes, join=b"".join, cut=cut_routes)
+    routes: bytes | None = _column("bytes", bytes, join=b"".join)
     """Expert routes of the positions that the tokens were sampled from, packed by `pack_routes`, if the engine records them.
     The first token after KV was computed, or computed again, comes with the routes of all positions before it."""
-    outcome: bytes | None = _column("bytes", bytes, join=_last, cut=_at_end)
+    outcome: bytes | None = _column("bytes", bytes, join=_last)
     """Packed `rollout.distributed.protocol.outcome.Outcome`, if the sample has finished."""
-    events: bytes | None = _column("bytes", bytes, join=b"".join, cut=_at_end, outlives_restart=True)
+    events: bytes | None = _column("bytes", bytes, join=b"".join, outlives_restart=True)
     """Packed events since the previous delta."""
     num_events: int = 0
     """Number of events of the sample, including those in `events`."""
@@ -144,35 +122,6 @@ class SampleDelta:
         """Size in bytes of tokens, log-probs, and optional fields of bytes or text."""
         optional = (getattr(self, name) for name in COLUMNS)
         return len(self.token_ids) + len(self.log_probs) + sum(len(v) for v in optional if isinstance(v, bytes | str))
-
-    @classmethod
-    def join(cls, parts: Sequence[SampleDelta]) -> SampleDelta:
-        """Join consecutive deltas of one sample, at least one; see `DeltaJoin`."""
-        joined = DeltaJoin(parts[-1].request_id, parts[-1].sample_index)
-        for part in parts:
-            joined.add_delta(part)
-        return joined.delta()
-
-    def slice(self, start: int, stop: int | None = None) -> SampleDelta:
-        """Delta of tokens `start` … `stop` - 1 of this one; the last token comes with the values of the sample's end."""
-        count = self.count
-        stop = count if stop is None else stop
-        span = slice(start * TOKEN_BYTES, stop * TOKEN_BYTES)
-        part = SampleDelta(
-            self.request_id,
-            self.sample_index,
-            self.start + start,
-            self.token_ids[span],
-            self.log_probs[span],
-            VersionSpans(self.versions.window(start, stop)),
-            self.prompt_version,
-            num_events=self.num_events,
-        )
-        for name, column in COLUMNS.items():
-            value = getattr(self, name)
-            if value is not None:
-                setattr(part, name, column.cut(value, start, stop, count))
-        return part
 
     # --- decoded ----------------------------------------------------------------------------------------------------
 

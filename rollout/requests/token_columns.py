@@ -234,11 +234,3 @@ def unpack_routes(packed: bytes) -> tuple[int, Routes]:
         return overlaid(parts)
     except ValueError as exc:
         raise SerializationError(f"routes: {exc}") from exc
-
-
-def cut_routes(packed: bytes, start: int, stop: int, count: int) -> bytes:
-    """Routes of tokens `start` … `stop` - 1 of `count`, each for the previous position; token 0 has all earlier ones."""
-    first, routes = unpack_routes(packed)
-    before = len(routes) - count
-    low = before + start if start else 0
-    return pack_routes(first + low, routes[low : before + stop])

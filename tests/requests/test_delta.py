@@ -1,27 +1,16 @@
-"""Tests of sample deltas: slices join to the whole, a restart forgets, packed rows join as bytes."""
+"""Tests of sample deltas: a restart forgets, packed rows join as bytes."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rollout.errors import SerializationError
-from rollout.requests.delta import COLUMNS, SampleDelta
+from rollout.requests.delta import SampleDelta
 from rollout.requests.spans import VersionSpans
-from rollout.requests.token_columns import (
-    KeptTokens,
-    cut_routes,
-    pack_kept,
-    pack_routes,
-    pack_top_n,
-    unpack_routes,
-    unpack_top_n,
-)
+from rollout.requests.token_columns import pack_routes, pack_top_n, unpack_routes, unpack_top_n
 from rollout.sampling_params import SamplingParams
+from tests.rollouts import joined_deltas
 
 
 def delta(count: int, start: int = 0, version: int = 3, **fields: object) -> SampleDelta:
@@ -30,41 +19,10 @@ def delta(count: int, start: int = 0, version: int = 3, **fields: object) -> Sam
     return SampleDelta(7, 2, start, tokens.tobytes(), (-tokens).astype("<f4").tobytes(), spans, version, **fields)  # type: ignore[arg-type]
 
 
-@st.composite
-def whole(draw: st.DrawFn) -> SampleDelta:
-    count = draw(st.integers(2, 12))
-    made = delta(count, draw(st.integers(0, 3)), num_events=2)
-    first = draw(st.integers(1, count))
-    made.versions = VersionSpans([(3, first), (5, count - first)])
-    sets = KeptTokens.of([[token, token + 5] for token in range(count)])
-    values = {"ttft": 0.5, "top_n": pack_top_n([[(token, -0.5)] for token in range(count)]), "text": "ab",
-              "values": bytes(8 * count), "kept": pack_kept(sets), "outcome": b"o", "events": b"e",
-              "routes": pack_routes(0, np.arange(2 * (count + 3), dtype=np.uint8).reshape(-1, 1, 2))}  # fmt: skip
-    assert values.keys() == COLUMNS.keys()
-    for name in draw(st.sets(st.sampled_from(sorted(values)))):
-        setattr(made, name, values[name])
-    return made
-
-
-@given(whole(), st.data())
-def test_the_slices_of_a_delta_join_to_the_delta(made: SampleDelta, data: st.DataObject) -> None:
-    cuts = sorted({0, made.count, *data.draw(st.lists(st.integers(1, made.count - 1)))})
-    parts = [made.slice(low, high) for low, high in pairwise(cuts)]
-    joined = SampleDelta.join(parts)
-    assert joined.top_n_rows() == made.top_n_rows()
-    joined.top_n = made.top_n
-    assert (joined.routes is None) is (made.routes is None)
-    if made.routes is not None:
-        for ours, theirs in zip(unpack_routes(joined.routes or b""), unpack_routes(made.routes), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-    joined.routes = made.routes
-    assert joined == made
-
-
 def test_a_restart_drops_what_came_before_it_but_the_events() -> None:
     before = delta(3, ttft=0.25, top_n=b"x", events=b"a", num_events=1)
     after = delta(2, version=4, ttft=0.5, events=b"b", num_events=2)
-    joined = SampleDelta.join([before, delta(0, version=4), after, delta(1, 2, version=5, text="abc")])
+    joined = joined_deltas(before, delta(0, version=4), after, delta(1, 2, version=5, text="abc"))
     assert (joined.start, joined.token_list(), joined.prompt_version) == (0, [0, 1, 2], 4)
     assert joined.log_prob_list() == [0.0, -1.0, -2.0]
     assert joined.versions == VersionSpans([(4, 2), (5, 1)])
@@ -73,7 +31,7 @@ def test_a_restart_drops_what_came_before_it_but_the_events() -> None:
 
 
 def test_a_request_goes_on_from_its_known_tokens_under_their_versions() -> None:
-    known = SampleDelta.join([delta(2, version=3), delta(1, 2, version=6)])
+    known = joined_deltas(delta(2, version=3), delta(1, 2, version=6))
     request = known.to_request(9, [5, 6], SamplingParams(seed=4), priority=1, arrival_time=8.0)
     assert (request.request_id, request.sample_index, request.generated_tokens) == (9, 2, [0, 1, 2])
     assert request.policy_spans == VersionSpans([(3, 4), (6, 1)])
@@ -116,7 +74,6 @@ def test_routes_that_come_again_replace_those_from_their_first_position_on() -> 
     np.testing.assert_array_equal(routes, np.concatenate([rows[:2] + 100, rows[2:7]]))
     later = b"".join(pack_routes(*part) for part in (*parts[1:], (0, rows[:9])))
     np.testing.assert_array_equal(unpack_routes(later)[1], rows[:9])
-    assert unpack_routes(cut_routes(later, 1, 2, 3))[0] == 7
 
 
 def test_routes_of_another_number_of_positions_are_refused() -> None:
