@@ -8,7 +8,7 @@
 A journal is a folder. A file of it is written by one process, from an opening or a checkpoint on:
 
     000003-40-9f86d081884c7d65.journal               its number and its mark, which is a step and a random part
-    {"rollout_journal": 4, "job": "run 17"}          the first line
+    {"rollout_journal": 5, "job": "run 17"}          the first line
     length, CRC of the body | body                   per group: its samples and its key, as msgpack
 
 Always true: `since` returns every appended group once, in order, even after a kill. A group is left out, with a warning,
@@ -42,7 +42,7 @@ from rollout.requests.codec import OPAQUE, decode_fields, list_of, unpack_msgpac
 from rollout.requests.request import REQUEST, DynamicInferenceRequest
 from rollout.threads import forks
 
-VERSION = 4
+VERSION = 5
 SUFFIX = ".journal"
 _LOCK = "lock"
 _HEAD = struct.Struct("<QI")

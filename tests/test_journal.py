@@ -210,7 +210,7 @@ def test_a_checkpoint_that_cannot_be_made_leaves_the_journal_as_it_was(tmp_path,
 def test_a_file_of_another_version_is_refused_by_name_and_not_touched(tmp_path, version):
     path = tmp_path / "000001-0-a.journal"
     path.write_bytes(version)
-    with pytest.raises(SerializationError, match=r"000001-0-a\.journal does not begin as a journal of version 4"):
+    with pytest.raises(SerializationError, match=r"000001-0-a\.journal does not begin as a journal of version 5"):
         Journal(tmp_path)
     assert path.read_bytes() == version
 

@@ -20,7 +20,7 @@ from rollout.requests.codec import INT, OPAQUE, STR, Codec, decode_fields, list_
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import REQUEST, DynamicInferenceRequest
 
-FORMAT = 6
+FORMAT = 7
 
 
 def save(

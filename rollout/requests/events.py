@@ -17,7 +17,7 @@ import msgpack
 
 from rollout import errors
 from rollout.errors import RolloutError, SerializationError
-from rollout.requests.codec import FLOAT, OPAQUE, STR, Codec, decode_fields, refuse, unpack_joined
+from rollout.requests.codec import Codec, refuse, unpack_joined
 
 
 class DynamicInferenceEventType(IntEnum):
@@ -37,6 +37,8 @@ class DynamicInferenceEventType(IntEnum):
 _ERRORS = frozenset({DynamicInferenceEventType.ERROR_TRANSIENT, DynamicInferenceEventType.ERROR_NONTRANSIENT})
 _COUNTS = ("blocks_total", "blocks_hashed_total", "blocks_hashed_active", "blocks_ref_count")
 _TOKEN_FIELDS = ("token_id", *_COUNTS)
+MAX_MESSAGE = 2000
+"""Maximum characters of the message of an encoded exception."""
 
 
 @dataclass(frozen=True, init=False)
@@ -84,30 +86,31 @@ class DynamicInferenceEvent:
             what = "".join(f" {name}={value}" for name, value in (self.payload or {}).items())
         return f"[{self.timestamp:.6f}] {self.type.name}{what}"
 
-    def serialize(self) -> dict[str, Any]:
-        """Encode as a msgpack-able dict; an exception becomes its type's name and its message."""
+    def serialize(self) -> list[Any]:
+        """Encode as [type, timestamp] or [type, timestamp, payload], for msgpack; 11 bytes without a payload.
+
+        An exception becomes its type's name and the first `MAX_MESSAGE` characters of its message.
+        """
         payload = self.payload
         if isinstance(payload, BaseException):
-            payload = {"type": type(payload).__name__, "message": str(payload)}
-        return {"timestamp": self.timestamp, "type": self.type.name, "payload": payload}
+            payload = [type(payload).__name__, str(payload)[:MAX_MESSAGE]]
+        return [int(self.type), self.timestamp] + ([] if payload is None else [payload])
 
     @classmethod
-    def deserialize(cls, plain: Any) -> DynamicInferenceEvent:
+    def deserialize(cls, row: Any) -> DynamicInferenceEvent:
         """The inverse of `serialize`.
 
         Raises:
             SerializationError: the event is malformed.
         """
-        decoded = decode_fields("DynamicInferenceEvent", plain, {"timestamp": FLOAT, "type": STR, "payload": OPAQUE})
-        kinds = DynamicInferenceEventType.__members__
-        if decoded["type"] not in kinds:
-            refuse("DynamicInferenceEvent.type", decoded["type"], f"one of {', '.join(kinds)}")
-        kind = kinds[decoded["type"]]
-        payload = _exception(decoded["payload"]) if kind in _ERRORS else decoded["payload"]
+        if type(row) is not list or len(row) not in (2, 3) or type(row[0]) is not int or type(row[1]) is not float:
+            refuse("event", row, "[type, timestamp, payload]")
+        payload = row[2] if len(row) == 3 else None
         try:
-            return cls(decoded["timestamp"], kind, payload)
+            kind = DynamicInferenceEventType(row[0])
+            return cls(row[1], kind, _exception(payload) if kind in _ERRORS else payload)
         except ValueError as exc:
-            raise SerializationError(f"DynamicInferenceEvent.payload: {exc}") from exc
+            raise SerializationError(f"event: {exc}") from exc
 
 
 def _exception(plain: Any) -> Exception:
@@ -116,10 +119,9 @@ def _exception(plain: Any) -> Exception:
     The type is used if it is a builtin or one of `rollout.errors` and takes a single message. Otherwise it is a new subclass
     of `RolloutError` with that name.
     """
-    decoded = decode_fields("DynamicInferenceEvent.payload", plain, {"type": STR, "message": STR})
-    name, message = decoded["type"], decoded["message"]
-    if not name.isidentifier():
-        refuse("DynamicInferenceEvent.payload.type", name, "the name of an exception")
+    if type(plain) is not list or [type(each) for each in plain] != [str, str] or not plain[0].isidentifier():
+        refuse("payload", plain, "[the name of an exception, its message]")
+    name, message = plain
     known = getattr(errors, name, None) or getattr(builtins, name, None)
     if isinstance(known, type) and issubclass(known, Exception):
         try:
@@ -137,22 +139,10 @@ def _exception(plain: Any) -> Exception:
 
 EVENT = Codec(DynamicInferenceEvent.serialize, DynamicInferenceEvent.deserialize)
 
-MAX_MESSAGE = 2000
-"""Maximum characters of an exception's message in packed events."""
-
 
 def pack_events(events: Iterable[DynamicInferenceEvent]) -> bytes:
-    """Pack events for progress reports: 11 bytes each without a payload. Packed rows may be concatenated."""
-    return b"".join([msgpack.packb(_row(event)) for event in events])
-
-
-def _row(event: DynamicInferenceEvent) -> list[Any]:
-    payload = event.payload
-    if payload is None:
-        return [int(event.type), event.timestamp]
-    if isinstance(payload, BaseException):
-        return [int(event.type), event.timestamp, type(payload).__name__, str(payload)[:MAX_MESSAGE]]
-    return [int(event.type), event.timestamp, *(payload.get(name) for name in _TOKEN_FIELDS)]
+    """Pack events for progress reports. Packed rows may be concatenated."""
+    return b"".join([msgpack.packb(event.serialize()) for event in events])
 
 
 def unpack_events(packed: bytes) -> list[DynamicInferenceEvent]:
@@ -161,23 +151,7 @@ def unpack_events(packed: bytes) -> list[DynamicInferenceEvent]:
     Raises:
         SerializationError: the rows are malformed.
     """
-    rows = unpack_joined("events", packed) if packed else []
-    try:
-        return [_event(row) for row in rows]
-    except (ValueError, TypeError) as exc:
-        raise SerializationError(f"events: {exc}") from exc
-
-
-def _event(row: Any) -> DynamicInferenceEvent:
-    if type(row) is not list or len(row) < 2 or type(row[0]) is not int or type(row[1]) is not float:
-        refuse("event", row, "[type, timestamp, payload …]")
-    kind, payload = DynamicInferenceEventType(row[0]), row[2:]
-    if not payload:
-        return DynamicInferenceEvent(row[1], kind)
-    if kind in _ERRORS and len(payload) == 2:
-        return DynamicInferenceEvent(row[1], kind, _exception({"type": payload[0], "message": payload[1]}))
-    pairs = zip(_TOKEN_FIELDS, payload, strict=True)
-    return DynamicInferenceEvent(row[1], kind, {name: count for name, count in pairs if count is not None})
+    return [DynamicInferenceEvent.deserialize(row) for row in unpack_joined("events", packed)] if packed else []
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -137,7 +137,6 @@ class DynamicInferenceRequestRecord:
             sampling_params=params.replace(
                 max_tokens=max_tokens, min_tokens=min(max(0, params.min_tokens - made), max_tokens)
             ),
-            inference_parameters=None,
             rng_offset=live.rng_offset + made,
             policy_spans=spans,
             kv_spans=VersionSpans(),
@@ -181,7 +180,6 @@ class DynamicInferenceRequestRecord:
         routing = [segment.routing_indices for segment in self.segments if segment.routing_indices is not None]
         return replace(
             first,
-            inference_parameters=None,
             status=last.status,
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,

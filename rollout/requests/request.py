@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,31 +51,10 @@ _CODECS: dict[str, Codec] = {
 
 @cache
 def _codecs(kind: Any) -> dict[str, Codec]:
-    """Codec of every field of a kind of request, except the older alias."""
-    types = {each.name: str(each.type) for each in fields(kind) if each.name != "inference_parameters"}
+    """Codec of every field of a kind of request."""
+    types = {each.name: str(each.type) for each in fields(kind)}
     codecs = {name: _CODECS[written.removesuffix(" | None")] for name, written in types.items()}
     return {name: optional(each) if types[name].endswith(" | None") else each for name, each in codecs.items()}
-
-
-class _OlderName:
-    """Descriptor `inference_parameters`: the older name of `sampling_params`, reading and setting the same value."""
-
-    @overload
-    def __get__(self, request: None, owner: type) -> None: ...
-    @overload
-    def __get__(self, request: InferenceRequest, owner: type) -> SamplingParams: ...
-    def __get__(self, request: InferenceRequest | None, owner: type) -> SamplingParams | None:
-        return None if request is None else request.sampling_params
-
-    def __set__(self, request: InferenceRequest, value: SamplingParams | None) -> None:
-        if value is None:
-            return
-        if request.sampling_params not in (value, _DEFAULT_PARAMS):
-            raise ConfigError(
-                f"request {request.request_id}: inference_parameters={value!r} must equal "
-                f"sampling_params={request.sampling_params!r}; give sampling_params alone"
-            )
-        request.sampling_params = value
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -90,8 +69,6 @@ class InferenceRequest:
     prompt: str | None = None
     """Text of the prompt, if given as text."""
     sampling_params: SamplingParams = _DEFAULT_PARAMS
-    inference_parameters: _OlderName = _OlderName()
-    """Older alias of `sampling_params`."""
     prompt_tokens: list[int] = field(default_factory=list)
     """[P] token ids."""
     arrival_time: float = field(default_factory=time.time)
@@ -136,6 +113,15 @@ class InferenceRequest:
         self.generated_top_n_logprobs = list(_or_empty(self.generated_top_n_logprobs))
         if self.prompt_log_probs is not None:
             self.prompt_log_probs = _host_array(self.prompt_log_probs).tolist()
+
+    @property
+    def inference_parameters(self) -> SamplingParams:
+        """Older name of `sampling_params`."""
+        return self.sampling_params
+
+    @inference_parameters.setter
+    def inference_parameters(self, params: SamplingParams) -> None:
+        self.sampling_params = params
 
     @property
     def generated_length(self) -> int:

@@ -78,13 +78,14 @@ def test_a_packed_exception_keeps_its_name_and_the_beginning_of_its_message(kind
         pack_events([DynamicInferenceEvent(1.0, Kind.FINISH)])[:-1],
         b"\xff",
         *(msgpack.packb(row) for row in (
-            7, [], [1], [True, 1.0], [1, 1], [99, 1.0], [1, 1.0, None], [3, 1.0], [3, 1.0, "x", None, None, None, None],
-            [3, 1.0, 5], [9, 1.0, "ValueError"], [9, 1.0, "no name", ""], [9, 1.0, 3, 4],
+            7, [], [1], [True, 1.0], [1, 1], ["FAIL", 1.0], [1, "now"], [99, 1.0], [1, 1.0, TOKEN], [7, 1.0, None, 1],
+            [3, 1.0], [3, 1.0, "x"], [3, 1.0, {"colour": 1}], [9, 1.0], [9, 1.0, "ValueError"], [9, 1.0, ["ValueError"]],
+            [9, 1.0, ["os.system", "x"]], [9, 1.0, [3, "x"]],
         )),
     ],
 )  # fmt: skip
 def test_bytes_that_are_no_events_are_refused(packed):
-    with pytest.raises(SerializationError, match=r"event|Event"):
+    with pytest.raises(SerializationError, match="event"):
         unpack_events(packed)
 
 
@@ -120,23 +121,3 @@ def test_known_errors_come_back_as_themselves_and_unknown_ones_as_ours():
     assert type(back(RequestFailedError("x"))) is RequestFailedError
     assert isinstance(back(KeyError("x")), KeyError)
     assert isinstance(back(HomeMadeError("x")), RolloutError)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"type": "NO_SUCH"},
-        {"type": 3},
-        {"timestamp": "now"},
-        {"payload": TOKEN},
-        {"type": "GENERATED_TOKEN"},
-        {"type": "FAIL", "extra": 1},
-        {"type": "ERROR_TRANSIENT", "payload": {"type": "os.system", "message": "x"}},
-        {"type": "ERROR_TRANSIENT", "payload": {"type": "ValueError"}},
-        {"type": "ERROR_TRANSIENT", "payload": "ValueError"},
-    ],
-)
-def test_a_malformed_event_is_a_serialization_error(damage):
-    plain = DynamicInferenceEvent(1.0, Kind.PAUSE).serialize() | damage
-    with pytest.raises(SerializationError, match="DynamicInferenceEvent"):
-        DynamicInferenceEvent.deserialize(plain)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.errors import ConfigError, InvalidRequestError, SerializationError
+from rollout.errors import InvalidRequestError, SerializationError
 from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.request import (
     DynamicInferenceRequest,
@@ -244,18 +244,10 @@ def test_what_is_no_row_of_integers_is_an_invalid_request_that_names_it(tokens):
 
 
 def test_inference_parameters_is_sampling_params_by_an_older_name():
-    params = SamplingParams(n=3)
-    assert InferenceRequest(request_id=1, inference_parameters=params).sampling_params is params
-    assert InferenceRequest(request_id=1, sampling_params=params).inference_parameters is params
-    assert InferenceRequest(request_id=1).inference_parameters == SamplingParams()
     request = InferenceRequest(request_id=1)
-    request.inference_parameters = params
-    assert request.sampling_params is params
-
-
-def test_two_different_values_by_the_two_names_are_refused():
-    with pytest.raises(ConfigError, match="give sampling_params alone"):
-        InferenceRequest(request_id=1, sampling_params=SamplingParams(n=2), inference_parameters=SamplingParams(n=3))
+    assert request.inference_parameters is request.sampling_params
+    request.inference_parameters = SamplingParams(n=3)
+    assert request.sampling_params.n == 3
 
 
 def test_block_hashes_are_computed_for_complete_blocks_where_caching_is_on():
