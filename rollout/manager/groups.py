@@ -104,11 +104,10 @@ class GroupLedger:
 
 
 Samples = list[DynamicInferenceRequest]
-_TURN = b"turn:"
 
 
 class GroupJournal:
-    """Writes finished groups and turns of episodes to a journal, and returns them again after a restart.
+    """Writes finished groups to a journal, and returns them again after a restart.
 
     Always true: a finished group is appended once, whole, or tried again with the next one, or it is in a checkpoint made
     since; a failed group is not appended. After a restart each group is returned once: a group in flight at the checkpoint
@@ -152,11 +151,6 @@ class GroupJournal:
             self._journal.append(samples, key)
             del self._unwritten[0]
 
-    def add_turn(self, prompt: Any, params: SamplingParams, turn: DynamicInferenceRequest) -> None:
-        """Let the next `write` append a turn of an episode."""
-        if self._journal is not None:
-            self._unwritten.append((_turn_key(prompt, params), [turn]))
-
     def checkpoint(self, version: int) -> str:
         """Begin a new journal file for a checkpoint of this policy version; returns its mark, "" without a journal.
 
@@ -182,7 +176,7 @@ class GroupJournal:
         by_key: defaultdict[bytes, deque[Place]] = defaultdict(deque)
         if self._journal is not None and mark:
             for group in self._journal.since(mark):
-                if group.samples and not group.key.startswith(_TURN):
+                if group.samples:
                     by_id[group.samples[0].request_id] = group.place
                 by_key[group.key].append(group.place)
         self._version, self._by_id, self._by_key = version, by_id, by_key
@@ -209,11 +203,6 @@ class GroupJournal:
                 return group
         return None
 
-    def turn(self, prompt: Any, params: SamplingParams, request_id: int) -> DynamicInferenceRequest | None:
-        """Return a turn of an episode that finished after the checkpoint, now under this id; None: it has to be sampled."""
-        group = self.submitted(_turn_key(prompt, params), request_id) if self._by_key else None
-        return None if group is None else group.samples[0]
-
     def put_back(self, groups: Iterable[FinishedGroup]) -> None:
         """Return unused groups to `submitted`, in their original order."""
         for group in reversed(list(groups)):
@@ -232,11 +221,6 @@ class GroupJournal:
 
     def _known_here(self, runs: Iterable[tuple[int, int]]) -> VersionSpans:
         return VersionSpans((min(version, self._version), count) for version, count in runs)
-
-
-def _turn_key(prompt: Any, params: SamplingParams) -> bytes:
-    # The seed in the parameters belongs to the episode and the turn.
-    return _TURN + key_of(prompt, params, None)
 
 
 def key_of(prompt: Any, params: SamplingParams, metadata: Any) -> bytes:

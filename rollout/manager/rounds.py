@@ -108,7 +108,7 @@ class Rounds:
             engine, world, engine, backend, self.metrics, GroupJournal(None if follows else journal), gathering,
             self.ensure_running, clock,
         )  # fmt: skip
-        self.player = EpisodePlayer(self.loop.samples, engine.check_request, engine.config.seed, clock, engine.tap)
+        self.player = EpisodePlayer(self.loop.samples, engine.check_request, engine.config.seed, clock)
 
     @property
     def groups(self) -> GroupLedger:

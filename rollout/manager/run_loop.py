@@ -267,7 +267,7 @@ class RunLoop:
     def _step(self, timeout_s: float, patient: bool) -> None:
         if self.samples:
             with self._engine.locked():
-                self.samples.apply(self._backend, self.journal)
+                self.samples.apply(self._backend)
         if patient and self._backend.idle:
             self.samples.wait(min(timeout_s, PATIENCE_S))
             return
@@ -282,10 +282,8 @@ class RunLoop:
     def _take(self, results: list[DynamicInferenceRequest]) -> None:
         taken = []
         for result in results:
-            if (sample := self.samples.take(result)) is not None:
+            if self.samples.take(result):
                 self._metrics.result(result)
-                if sample.owner is not None and result.error is None:
-                    self.journal.add_turn(sample.tokens, sample.params, result)
             elif self.groups.take(result):
                 taken.append(result)
         for result in taken:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from rollout.errors import ConfigError
 from rollout.observe import charts
 from rollout.observe.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
 from rollout.observe.run_log import read_log
-from rollout.observe.timeline import ReadTrace, read
+from rollout.observe.timeline import read
 
 AGES = ("#ffffff", "#fdf3d0", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f")
 """Background of tokens sampled 0, 1, 2 … weight updates ago; the last one for all older tokens."""
@@ -25,15 +25,15 @@ def report(
     folder: str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
     *,
-    trace: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    trace: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Write the page of a run that `RunLog` has logged.
 
     Args:
         folder: of the run.
         out: the file. None: `report.html` in the folder.
-        trace: the step whose slots are drawn: a file of `rollout.trace`, or the files of all ranks. None: the last one in
-            the folder or in its `traces`; without one, that part is left out.
+        trace: file of the step whose slots are drawn. None: the last one in the folder or in its `traces`; without one,
+            that part is left out.
 
     Returns:
         The file.
@@ -42,36 +42,29 @@ def report(
         ConfigError: there is no log in the folder, the trace cannot be read, or the page cannot be written.
     """
     title, rows = read_log(folder)
-    paths = _traces(Path(folder)) if trace is None else [trace] if isinstance(trace, str | os.PathLike) else list(trace)
-    seen = read(paths) if paths else None
-    name = ", ".join(Path(path).name for path in paths)
+    drawn = _last_trace(Path(folder)) if trace is None else Path(trace)
     target = Path(folder) / "report.html" if out is None else Path(out)
     try:
-        target.write_text(_page(title, rows, seen, name), encoding="utf-8")
+        target.write_text(_page(title, rows, drawn), encoding="utf-8")
     except OSError as exc:
         raise ConfigError(f"report({str(target)!r}): cannot be written: {exc}") from exc
     return target
 
 
-def _traces(folder: Path) -> list[str | os.PathLike[str]]:
-    """The last trace in a run's folder, with the files of all ranks of that step."""
+def _last_trace(folder: Path) -> Path | None:
+    """The last trace in a run's folder."""
     patterns = ("*.json.gz", "step*.json", "traces/*.json.gz", "traces/step*.json")
     found = [path for pattern in patterns for path in folder.glob(pattern)]
-    if not found:
-        return []
-    last = max(found, key=lambda path: (path.name.partition(".")[0], path.stat().st_mtime))
-    step = last.name.partition(".")[0]
-    ranks = [path for path in found if path.parent == last.parent and path.name.startswith(f"{step}.rank")]
-    return list(ranks) if last in ranks else [last]
+    return max(found, key=lambda path: (path.name.partition(".")[0], path.stat().st_mtime), default=None)
 
 
-def _page(title: str, rows: list[dict[str, Any]], trace: ReadTrace | None, trace_name: str) -> str:
+def _page(title: str, rows: list[dict[str, Any]], trace: Path | None) -> str:
     panels = "".join(f"<section><h2>{escape(name)}</h2>{chart}</section>" for name, chart in _charts(rows))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{_STYLE}</style></head><body>'
         f"<h1>{escape(title)}</h1>{_headline(rows)}<main>{panels}</main>"
-        f"{_slots(trace, trace_name)}{_samples(rows)}</body></html>\n"
+        f"{'' if trace is None else _slots(trace)}{_samples(rows)}</body></html>\n"
     )
 
 
@@ -140,12 +133,10 @@ def _charts(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _slots(trace: ReadTrace | None, name: str) -> str:
-    if trace is None:
-        return ""
-    parts = [f"<h2>Slots of a traced step <small>{escape(name)}</small></h2>"]
-    for engine in trace.engines:
-        parts.append(f"<h3>{escape(engine.name)}</h3>{charts.slots(engine, trace.duration_s)}")
+def _slots(trace: Path) -> str:
+    duration_s, engines = read(trace)
+    parts = [f"<h2>Slots of a traced step <small>{escape(trace.name)}</small></h2>"]
+    parts += [f"<h3>{escape(engine.name)}</h3>{charts.slots(engine, duration_s)}" for engine in engines]
     return f'<section class="wide">{"".join(parts)}</section>'
 
 

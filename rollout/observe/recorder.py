@@ -9,7 +9,6 @@ report. After `MAX_ROWS` steps or samples, further ones are counted, not kept.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,10 +24,9 @@ if TYPE_CHECKING:
     from rollout.requests.request import DynamicInferenceRequest
 
 
-WAITING, PREFILL, DECODE, PREEMPTED, HELD, TOOL = "waiting", "prefill", "decode", "preempted", "held", "tool"
-STATES = (WAITING, PREFILL, DECODE, PREEMPTED, HELD, TOOL)
+WAITING, PREFILL, DECODE, PREEMPTED, HELD = "waiting", "prefill", "decode", "preempted", "held"
 """In the queue; its prompt is computed; tokens are sampled; in the queue after its KV was dropped; it has KV and the
-engine makes no steps; it has ended and its episode waits for a tool."""
+engine makes no steps."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,6 @@ class EngineLog:
         lives: of finished samples.
         controls: control calls and weight updates.
         states: (time, value of the `EngineState`), from the beginning on.
-        tools: request id → when an episode began to wait for the tool that its turn asked for, and when it continued.
         dropped: rows beyond `MAX_ROWS`.
         saved_before: `prefill_tokens_saved` before the first step.
     """
@@ -177,7 +174,6 @@ class EngineLog:
         self.lives: list[Life] = []
         self.controls: list[Span] = []
         self.states: list[tuple[float, str]] = [(clock(), state)]
-        self.tools: dict[int, tuple[float, float]] = {}
         self.dropped = 0
         self.saved_before = 0
         self._marks: list[float] = []
@@ -205,16 +201,6 @@ class EngineLog:
             self.dropped += 1
             return
         self.lives.append(life_of(record, self.clock()))
-
-    def tool_begins(self, request_id: int) -> None:
-        """Record that the episode of this turn starts to wait for a tool; from any thread."""
-        if len(self.tools) < MAX_ROWS:
-            self.tools[request_id] = (self.clock(), math.inf)
-
-    def tool_ends(self, request_id: int) -> None:
-        """Record that the episode of this turn continues, or is over; no effect if the trace began later."""
-        if (wait := self.tools.get(request_id)) is not None:
-            self.tools[request_id] = (wait[0], self.clock())
 
     def instant(self, name: str, **args: Any) -> None:
         now = self.clock()
@@ -283,7 +269,6 @@ class TraceRecorder:
         for of in list(self._phases):
             self.phase(of, None, None)
         for tap, log in list(self._of_tap.items()):
-            log.tools = {turn: (start, min(end, self.ended)) for turn, (start, end) in log.tools.copy().items()}
             log.lives += [life_of(record, self.ended) for record in tap.records()]
         self._of_tap.clear()
 

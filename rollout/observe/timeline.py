@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollout.errors import ConfigError
-from rollout.observe.recorder import DECODE, HELD, PREFILL, TOOL, EngineLog, Life, Span, StepRow, TraceRecorder
+from rollout.observe.recorder import DECODE, HELD, PREFILL, EngineLog, Life, Span, StepRow, TraceRecorder
 
 FORMAT = "rollout-trace-1"
 Event = dict[str, Any]
@@ -58,7 +58,6 @@ def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
             events.append(event if event["ph"] == "M" else event | {"ts": round(event["ts"] + late_s * 1e6, 1)})
     about = first | {
         "duration_s": end_s,
-        "ranks": [trace["otherData"]["rank"] for trace in traces],
         "dropped": sum(trace["otherData"]["dropped"] for trace in traces),
     }
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
@@ -94,9 +93,6 @@ def _process(pid: int, title: str, log: EngineLog, around: list[Span], base: flo
     held = _held(log, around, end)
     for number, life in enumerate(sorted(log.lives, key=lambda life: (life.start, life.request_id, life.sample_index))):
         yield from _sample(pid, SAMPLES + number, life, held, base)
-        if (wait := log.tools.get(life.request_id)) is not None:
-            start, until = max(wait[0], life.end, base), wait[1]
-            yield _slice(pid, SAMPLES + number, TOOL, start, max(start, until), base, {}, cat="state")
 
 
 def _spans(pid: int, around: list[Span], controls: list[Span], base: float) -> Iterator[Event]:
@@ -225,7 +221,7 @@ Interval = tuple[str, float, float]
 
 
 class TracedSample(NamedTuple):
-    """One sample; see `rollout.observe.recorder.STATES` for its states."""
+    """One sample; its states are those of `rollout.observe.recorder`."""
 
     request: int
     sample: int
@@ -244,26 +240,19 @@ class TracedEngine:
 
 
 class ReadTrace(NamedTuple):
-    """A trace file, or the files of several ranks of one job."""
+    """A trace file."""
 
     duration_s: float
     engines: tuple[TracedEngine, ...]
 
 
-def read(paths: Sequence[str | os.PathLike[str]]) -> ReadTrace:
-    """Read one trace file, or those of several ranks; see `merged`.
+def read(path: str | os.PathLike[str]) -> ReadTrace:
+    """Read a trace file.
 
     Raises:
-        ConfigError: a file is missing, damaged or not a trace of this package; names it. Or two belong to the same rank.
+        ConfigError: the file is missing, damaged or not a trace of this package; names it.
     """
-    traces = sorted(map(_load, paths), key=lambda trace: trace["otherData"]["rank"])
-    ranks = [rank for trace in traces for rank in trace["otherData"].get("ranks", [trace["otherData"]["rank"]])]
-    twice = [rank for rank in ranks if ranks.count(rank) > 1]
-    if twice:
-        raise ConfigError(
-            f"{', '.join(map(str, paths))}: several are of rank {twice[0]}; give the files of one step, one of each rank"
-        )
-    trace = merged(traces) if len(traces) > 1 else traces[0]
+    trace = _load(path)
     engines: dict[int, TracedEngine] = defaultdict(TracedEngine)
     states: dict[tuple[int, int], list[Interval]] = defaultdict(list)
     try:
@@ -282,7 +271,7 @@ def read(paths: Sequence[str | os.PathLike[str]]) -> ReadTrace:
                     engine.controls.append((control, start, end))
         return ReadTrace(float(trace["otherData"]["duration_s"]), tuple(engines[pid] for pid in sorted(engines)))
     except (KeyError, TypeError, AttributeError) as exc:
-        raise ConfigError(f"{str(paths[0])!r}: damaged trace: {type(exc).__name__}: {exc}") from exc
+        raise ConfigError(f"{str(path)!r}: damaged trace: {type(exc).__name__}: {exc}") from exc
 
 
 def _load(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tests of episodes in play across `state_dict` and `load_state_dict`, and across a journal."""
+"""Tests of episodes in play across `state_dict` and `load_state_dict`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from rollout.errors import ConfigError
-from rollout.journal import Journal
 from rollout.manager.episodes.batch import EpisodeBatch
 from rollout.manager.episodes.environment import EnvironmentTask, StepResult
 from rollout.manager.manager import RolloutManager
@@ -22,13 +21,12 @@ class Stop:
     turn: int | None = None
     stopped = 0
     steps = 0
-    restored = 0
     drift = 0
 
 
 @pytest.fixture(autouse=True)
 def stop() -> type[Stop]:
-    Stop.turn, Stop.stopped, Stop.steps, Stop.restored, Stop.drift = None, 0, 0, 0, 0
+    Stop.turn, Stop.stopped, Stop.steps, Stop.drift = None, 0, 0, 0
     return Stop
 
 
@@ -50,12 +48,8 @@ class Tool:
         return StepResult([9, 10 + self.turns + (Stop.drift if self.turns == 2 else 0)], 1.0, self.turns == 5)
 
 
-class Restoring(Tool):
-    def restore(self, task: int, answered: list[tuple[Any, StepResult]]) -> None:
-        Stop.restored += 1
-        self.turns = len(answered)
-        assert [turn.prompt_tokens[2] for turn, _ in answered] == [7 + task] * self.turns
-        assert [answer.observation[1] for _, answer in answered] == [11 + number for number in range(self.turns)]
+class Other(Tool):
+    """The same under another name."""
 
 
 def sampled(batch: EpisodeBatch) -> list[Any]:
@@ -90,26 +84,25 @@ def stopped_at(
     return state
 
 
-@pytest.mark.parametrize("environment", [Tool, Restoring])
-def test_episodes_go_on_after_a_restart_and_no_turn_is_sampled_again(frozen: Any, environment: Any) -> None:
+def test_episodes_go_on_after_a_restart_and_no_turn_is_sampled_again(frozen: Any) -> None:
     with make_rollout(frozen) as manager:
-        manager.run([0], environment, tokens(7), n=2)
-        whole = manager.run([1, 2], environment, tokens(7), n=2)
-    state = stopped_at(3, make_rollout(frozen), environment)
+        manager.run([0], Tool, tokens(7), n=2)
+        whole = manager.run([1, 2], Tool, tokens(7), n=2)
+    state = stopped_at(3, make_rollout(frozen), Tool)
     with make_rollout(frozen) as manager:
         manager.load_state_dict(state)
         assert manager.episode_groups_in_play == 2
         again = manager.state_dict()
-        batch = manager.run([], environment, tokens(3))
+        batch = manager.run([], Tool, tokens(3))
         assert sampled(batch) == sampled(whole)
         assert batch.rewards.tolist() == [5.0] * 4
         assert manager.metrics()["rollout/generated_tokens"] == 4 * 2 * 7
         assert manager.metrics()["rollout/episode_turns_dropped_total"] == 0
-    # Tools of answered turns are asked again only where the environment cannot be restored.
-    assert (Stop.restored, Stop.steps) == ((4, 12) if environment is Restoring else (0, 20))
+    # The tools answer all turns again.
+    assert Stop.steps == 20
     with make_rollout(frozen) as manager:
         manager.load_state_dict(again)
-        assert sampled(manager.run([], environment)) == sampled(whole)
+        assert sampled(manager.run([], Tool)) == sampled(whole)
 
 
 def test_turns_of_before_keep_their_versions_and_new_ones_have_those_of_now(model: Any) -> None:
@@ -161,17 +154,16 @@ def test_an_environment_that_does_not_repeat_itself_is_sampled_anew_from_where_i
 
 
 def test_episodes_of_a_mixture_need_their_environments_by_name(frozen: Any) -> None:
-    mixed = [EnvironmentTask(Restoring if task == 1 else Tool, task) for task in range(3)]
+    mixed = [EnvironmentTask(Other if task == 1 else Tool, task) for task in range(3)]
     state = stopped_at(2, make_rollout(frozen), None, mixed, environments=True)
     with make_rollout(frozen) as manager:
         manager.load_state_dict(state)
-        with pytest.raises(ConfigError, match=r"environments=\{'Restoring'"):
+        with pytest.raises(ConfigError, match=r"environments=\{'Other'"):
             manager.run([])
         with pytest.raises(ConfigError, match="pass one"):
             manager.run([], Tool, environments={})
-        batch = manager.run([], environments={"Tool": Tool, "Restoring": Restoring})
+        batch = manager.run([], environments={"Tool": Tool, "Other": Other})
         assert batch.rewards.tolist() == [5.0] * 4
-        assert Stop.restored == 2
 
 
 def test_what_a_checkpoint_cannot_hold_is_left_out_with_a_warning(
@@ -195,17 +187,3 @@ def test_what_a_checkpoint_cannot_hold_is_left_out_with_a_warning(
     with make_rollout(frozen) as manager:
         manager.load_state_dict(state)
         assert manager.episode_groups_in_play == 0
-
-
-def test_turns_that_ended_after_the_checkpoint_are_in_the_journal(frozen: Any, tmp_path: Any) -> None:
-    with make_rollout(frozen) as manager:
-        whole = manager.run(range(3), Tool, tokens(7), n=2)
-    with Journal(tmp_path) as journal:
-        manager = make_rollout(frozen, journal=journal)
-        state = manager.state_dict()
-        stopped_at(3, manager, Tool)
-    with Journal(tmp_path) as journal, make_rollout(frozen, journal=journal) as manager:
-        manager.load_state_dict(state)
-        batch = manager.run(range(3), Tool, tokens(7), n=2)
-        assert sampled(batch) == sampled(whole)
-        assert manager.metrics()["rollout/generated_tokens"] == 4 * 2 * 7

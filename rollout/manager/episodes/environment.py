@@ -12,9 +12,20 @@ from typing import Any, Protocol, TypeGuard, cast
 
 from rollout.errors import ConfigError
 from rollout.manager.episodes.episode import Episode
-from rollout.manager.episodes.episode import StepResult as StepResult
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Answer of an environment to a completion."""
+
+    observation: str | Sequence[int] = ()
+    """Appended to the history, after the completion; text is tokenised without special tokens. Never trained on."""
+    reward: float = 0.0
+    """Added to the episode's."""
+    done: bool = False
+    """Whether the episode is over."""
 
 
 class Environment(Protocol):
@@ -23,9 +34,8 @@ class Environment(Protocol):
     A method that is not a coroutine runs on a pool thread, so it may block without delaying other episodes. A method
     `close()`, if there is one, is always called at the end.
 
-    After a restart a method `restore(task, answered)`, if there is one, is called instead of `reset`: it restores the
-    environment after these turns, a list of (turn, `StepResult`). Without it `reset` and `step` are called again, with the
-    earlier completions as long as the prompts are the same; see `RolloutManager.load_state_dict`.
+    After a restart the episode is played again from the beginning, with the earlier completions as long as the prompts are
+    the same; see `RolloutManager.load_state_dict`.
     """
 
     def reset(self, task: Any) -> Prompt | Awaitable[Prompt]:
@@ -160,19 +170,12 @@ def _is_play(environment: Any) -> TypeGuard[Play]:
 
 
 async def _turns(episode: Episode, environment: Environment, tokenizer: Any, max_turns: int) -> float:
-    restore = getattr(environment, "restore", None)
-    if episode.answers and restore is not None:
-        turns = episode.stand(len(episode.answers))
-        await called(restore, episode.task, list(zip(turns, episode.answers, strict=True)))
-        prompt: Prompt = [*episode.tokens, *_tokens(episode.answers[-1].observation, tokenizer)]
-    else:
-        episode.answers = []
-        prompt = await called(environment.reset, episode.task)
-    while len(episode.answers) < max_turns and not (episode.answers and episode.answers[-1].done):
+    prompt, reward = await called(environment.reset, episode.task), 0.0
+    for number in range(max_turns):
         try:
             turn = await episode.sample(prompt)
         except TypeError as exc:
-            source = "reset()" if not episode.answers else "StepResult.observation"
+            source = "StepResult.observation" if number else "reset()"
             raise BrokenEnvironmentError(f"{source} of {type(environment).__name__} gave no prompt: {exc}") from exc
         step = await called(environment.step, turn)
         if not isinstance(step, StepResult):
@@ -180,9 +183,11 @@ async def _turns(episode: Episode, environment: Environment, tokenizer: Any, max
                 f"{type(environment).__name__}.step() returned {step!r:.80} of type {type(step).__name__}: return "
                 "StepResult(observation, reward, done)"
             )
-        episode.answers.append(step)
+        reward += step.reward
+        if step.done:
+            break
         prompt = [*episode.tokens, *_tokens(step.observation, tokenizer)]
-    return sum(answer.reward for answer in episode.answers)
+    return reward
 
 
 def _tokens(observation: str | Sequence[int], tokenizer: Any) -> Sequence[int]:

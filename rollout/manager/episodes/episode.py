@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from rollout.errors import EngineStateError
-from rollout.observe.recorder import EngineTap
 from rollout.requests.block_hash import stream_key
 from rollout.requests.images import images_of
 from rollout.requests.prompt import Prompt
@@ -23,18 +22,6 @@ Sample = Callable[[Prompt, SamplingParams], Awaitable[DynamicInferenceRequest]]
 """`Episode.sample`, whose completions are turns of the episode, or `RolloutManager.sample`."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """Answer of an environment to a completion."""
-
-    observation: str | Sequence[int] = ()
-    """Appended to the history, after the completion; text is tokenised without special tokens. Never trained on."""
-    reward: float = 0.0
-    """Added to the episode's."""
-    done: bool = False
-    """Whether the episode is over."""
-
-
 class Episode:
     """One play of an environment: what was sampled, turn by turn, and what came of it.
 
@@ -47,7 +34,6 @@ class Episode:
         error: "Type: message" of why it failed; None: it did not.
         ended: whether nothing more is sampled.
         info: the environment's own, untouched.
-        answers: answers of an environment with `reset` and `step` to the first turns.
     """
 
     def __init__(
@@ -59,7 +45,6 @@ class Episode:
         seed: int,
         ask: Ask,
         check: Check,
-        tap: EngineTap | None = None,
     ) -> None:
         self.task = task
         self.group_id = group_id
@@ -68,14 +53,10 @@ class Episode:
         self.error: str | None = None
         self.ended = False
         self.info: dict[str, Any] = {}
-        self.answers: list[StepResult] = []
         self._params = params
         self._seed = stream_key(stream_key(seed, group_id), index)
         self._ask = ask
         self._check = check
-        self._tap = tap
-        self._ask_tools: list[int] = []
-        """Turns that have finished since the episode last requested one."""
         self._asked = 0
         self._turns: dict[int, DynamicInferenceRequest] = {}
         self._recorded: dict[int, DynamicInferenceRequest] = {}
@@ -144,19 +125,7 @@ class Episode:
             if not self.ended:
                 self._turns[number] = turn
 
-        self.tools_answered()
-        turn = await self._ask(prompt, params, keep)
-        if self._tap is not None and (log := self._tap.log) is not None:
-            self._ask_tools.append(turn.request_id)
-            log.tool_begins(turn.request_id)
-        return turn
-
-    def tools_answered(self) -> None:
-        """Record for traces that the episode no longer waits for a tool."""
-        turns, self._ask_tools = self._ask_tools, []
-        if turns and self._tap is not None and (log := self._tap.log) is not None:
-            for request_id in turns:
-                log.tool_ends(request_id)
+        return await self._ask(prompt, params, keep)
 
     # --- after a restart ----------------------------------------------------------------------------------------
 
@@ -170,14 +139,10 @@ class Episode:
         """Number of turns from before a restart that were not requested again yet."""
         return len(self._recorded)
 
-    def recorded(self, turns: dict[int, DynamicInferenceRequest], answers: list[StepResult]) -> None:
-        """Take over the turns from before a restart, and the environment's answers to the first of them."""
-        self._recorded, self.answers = turns, answers
+    def recorded(self, turns: dict[int, DynamicInferenceRequest], *, ended: bool) -> None:
+        """Take over the turns from before a restart; `ended`: none of them will be requested again."""
+        self._turns, self._recorded = (turns, {}) if ended else ({}, turns)
         self._asked = max(turns, default=-1) + 1
-
-    def stand(self, count: int | None = None) -> list[DynamicInferenceRequest]:
-        """Make the first recorded turns (None: all) turns of the episode without a new request; returns them."""
-        return [self._take_over(number) for number in sorted(self._recorded)[:count]]
 
     def _recall(self, tokens: list[int], params: SamplingParams, *, given: bool) -> DynamicInferenceRequest | None:
         """The first recorded turn of this prompt and these parameters, now a turn again; None: it has to be sampled."""

@@ -26,7 +26,6 @@ from rollout.manager.episodes.environment import BrokenEnvironmentError, Play
 from rollout.manager.episodes.episode import Check, Episode, EpisodeGroup
 from rollout.manager.episodes.samples import OpenSamples
 from rollout.manager.episodes.saved import GROUP, portable
-from rollout.observe.recorder import EngineTap
 from rollout.requests.codec import encode_fields
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
@@ -50,7 +49,6 @@ class EpisodePlayer:
         check: token ids of a prompt, or raises.
         seed: base of the turns' seeds.
         clock: seconds that never run backwards.
-        tap: the engine's connection to traces.
 
     Attributes:
         unfinished: ids of groups with unfinished episodes.
@@ -58,16 +56,13 @@ class EpisodePlayer:
             episodes.
     """
 
-    def __init__(
-        self, samples: OpenSamples, check: Check, seed: int, clock: Callable[[], float], tap: EngineTap
-    ) -> None:
+    def __init__(self, samples: OpenSamples, check: Check, seed: int, clock: Callable[[], float]) -> None:
         self.unfinished: set[int] = set()
         self.restored: dict[int, str] = {}
         self._samples = samples
         self._check = check
         self._seed = seed
         self._clock = clock
-        self._tap = tap
         self._next_number = 0
         self._order = count()
         self._groups: dict[int, EpisodeGroup] = {}
@@ -108,7 +103,7 @@ class EpisodePlayer:
         ) -> DynamicInferenceRequest:
             return await self._samples.completion(self._check(prompt, asked), asked, keep, owner=number)
 
-        episodes = [Episode(task, number, index, params, seed, ask, self._check, self._tap) for index in range(n)]
+        episodes = [Episode(task, number, index, params, seed, ask, self._check) for index in range(n)]
         due = None if timeout_s is None else self._played_s + timeout_s
         group = self._groups[number] = EpisodeGroup(number, episodes, environment, params, due, set(range(n)))
         self.unfinished.add(number)
@@ -193,10 +188,9 @@ class EpisodePlayer:
                 each["group_id"], each["task"], len(each["episodes"]), each["params"], left, each["environment"]
             )
             for episode, was in zip(group.episodes, each["episodes"], strict=True):
-                episode.recorded(was["all_turns"], was["answers"])
+                episode.recorded(was["all_turns"], ended=was["ended"])
                 episode.info.update(was["info"])
                 if was["ended"]:
-                    episode.stand()
                     self._end(episode, was["reward"], was["error"])
             if group.missing:
                 self.restored[group.group_id] = group.environment
@@ -269,7 +263,6 @@ class EpisodePlayer:
                 group.missing.discard(episode.index)
                 if not group.missing:
                     self.unfinished.discard(episode.group_id)
-        episode.tools_answered()
         self._samples.wake()
         return True
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from rollout.errors import RequestError, RolloutError
 from rollout.manager.backend import Backend
-from rollout.manager.groups import GroupJournal
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
@@ -109,12 +108,8 @@ class OpenSamples:
             self._changed.wait_for(lambda: self._signalled, timeout_s)
             self._signalled = False
 
-    def apply(self, backend: Backend, journal: GroupJournal) -> None:
-        """Queue new completions and abort cancelled ones; the caller holds the engine's lock.
-
-        Args:
-            journal: of turns that had finished before a restart, which are not sampled again.
-        """
+    def apply(self, backend: Backend) -> None:
+        """Queue new completions and abort cancelled ones; the caller holds the engine's lock."""
         with self._changed:
             arrived, self._arrived = self._arrived, []
             cancelled, self._cancelled = self._cancelled, []
@@ -122,10 +117,6 @@ class OpenSamples:
             if sample.future.cancelled():
                 continue
             sample.request_id = backend.next_group_id
-            if sample.owner is not None and (known := journal.turn(sample.tokens, sample.params, sample.request_id)):
-                backend.reserve_group_ids(sample.request_id + 1)
-                sample.end(known)
-                continue
             self._queued[sample.request_id] = sample
             try:
                 backend.submit(sample.request_id, sample.tokens, sample.params, None)
@@ -136,14 +127,16 @@ class OpenSamples:
             if sample.request_id is not None and self._queued.pop(sample.request_id, None) is not None:
                 backend.abort(sample.request_id)
 
-    def take(self, result: DynamicInferenceRequest) -> OpenSample | None:
-        """Return a finished request to its caller, and return its `OpenSample`; None: it is not open here."""
+    def take(self, result: DynamicInferenceRequest) -> bool:
+        """Return a finished request to its caller; False: it is not open here."""
         sample = self._queued.pop(result.request_id, None)
-        if sample is not None and result.error is not None:
-            sample.end(RequestError(f"request {result.request_id}: {result.error}", result.request_id))
-        elif sample is not None:
-            sample.end(result)
-        return sample
+        if sample is None:
+            return False
+        failed = result.error is not None
+        sample.end(
+            RequestError(f"request {result.request_id}: {result.error}", result.request_id) if failed else result
+        )
+        return True
 
     def owners(self) -> dict[int, int | None]:
         """Request id → owner of the completions that are queued in the backend."""

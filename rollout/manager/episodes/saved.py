@@ -8,12 +8,10 @@ from typing import Any
 
 import msgpack
 
-from rollout.manager.episodes.episode import StepResult
 from rollout.requests.codec import (
     BOOL,
     FLOAT,
     INT,
-    INTS,
     OPAQUE,
     SAMPLING_PARAMS,
     STR,
@@ -47,19 +45,7 @@ def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def _encode_answer(answer: StepResult) -> list[Any]:
-    told = answer.observation
-    return [told if isinstance(told, str) else INTS.encode(told), float(answer.reward), bool(answer.done)]
-
-
-def _decode_answer(plain: list[Any]) -> StepResult:
-    told, reward, done = plain
-    return StepResult(told if isinstance(told, str) else INTS.decode(told), reward, done)
-
-
 _EPISODE = {
-    # Answers come first: each belongs to a turn that had finished before.
-    "answers": list_of(Codec(_encode_answer, _decode_answer)),
     "all_turns": Codec(
         lambda turns: {number: turn.serialize() for number, turn in turns.items()},
         lambda plain: {number: REQUEST.decode(turn) for number, turn in plain.items()},

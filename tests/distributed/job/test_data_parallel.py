@@ -167,7 +167,7 @@ def test_nothing_is_thrown_away_for_its_age_when_the_ranks_pace_themselves(nurse
 def test_a_trace_of_the_job_is_one_file_with_every_ranks_tracks(nursery, tmp_path):
     run_together(nursery, 2, rank_jobs.is_traced, folder=str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.rank0.json", "step.json"]
-    trace = read([tmp_path / "step.json"])
+    trace = read(tmp_path / "step.json")
     assert [engine.name for engine in trace.engines] == ["rank 0", "rank 1"]
     wanted = {(ask.n, ask.max_tokens) for rank in range(2) for ask in share_of(rank, 2)}
     assert {sample.tokens for engine in trace.engines for sample in engine.samples} == {length for _, length in wanted}
