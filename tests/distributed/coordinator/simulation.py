@@ -13,7 +13,7 @@ import argparse
 import random
 import sys
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -124,10 +124,12 @@ class World:
         self.text_jobs: list[Any] = []
         self.version = 0
         self.faults = True
-        self.last_fresh: dict[int, int] = {}
+        self.last_fresh = -1
         self.assigned: set[int] = set()
+        self.newest_own: Counter[str] = Counter()
+        """Highest version that a rank of this name has had."""
         self.behind: set[int] = set()
-        """Requests whose member was catching up while ranks had different versions."""
+        """Requests that have waited for a rank with a suitable version."""
         self.joined: set[str] = set()
         """Clients that have connected at least once."""
         self.events = 0
@@ -498,15 +500,15 @@ class World:
             assert sum(map(len, parts)) == len(request.open), "a sample is lost, or twice somewhere"
             assert set().union(*parts) == request.open
         for rank in core.peers.ranks.values():
+            self.newest_own[rank.name] = max(self.newest_own[rank.name], rank.policy_version)
+        for rank in core.peers.ranks.values():
             assigned = sum(len(each.samples) for each in rank.assignments.values())
             assert core.dispatcher.router.pending(rank.name) == assigned, f"load of {rank.name}"
             assert all(not each.request.closed for each in rank.assignments.values())
             assert all(each.request.client.identity in core.peers.clients for each in rank.assignments.values())
             for request in (each.request for each in rank.assignments.values() if each.request.client.catching_up):
-                asker = request.client
-                own = [each.policy_version for each in core.peers.ranks.values() if each.name == asker.name]
-                newest = max(*own, asker.policy_version, asker.rank_version, request.newest_version)
-                assert rank.policy_version <= newest, f"{rank.name} is ahead of {asker.name}"
+                newest = max(self.newest_own[request.client.name], request.newest_version)
+                assert rank.policy_version <= newest, f"{rank.name} is ahead of {request.client.name}"
         for call in core.control._calls.values():
             assert call.awaited.keys() <= core.peers.ranks.keys(), "a call waits for a rank that is gone"
         if self.events % 16 == 0:
@@ -531,20 +533,16 @@ class World:
     def check_order(self) -> None:
         """Requests get their ranks in the order in which they arrived, but for those that come back, or were text.
 
-        Those that need a version that not every rank has wait among themselves, and those of a member that catches up are
-        overtaken.
+        Those for which no rank has a suitable version are overtaken.
         """
         open_requests = {
             request.request_id: request
             for client in self.core.peers.clients.values()
             for request in client.requests.values()
         }
-        versions = {rank.policy_version for rank in self.core.peers.ranks.values()}
-        for number, request in open_requests.items():
-            if request.client.catching_up and len(versions | {request.client.policy_version}) > 1:
-                self.behind.add(number)
+        self.behind.update(request.request_id for request in self.core.dispatcher.too_new)
         overtakes = self.config.tokenizer is not None and not self.config.deterministic_mode
-        for number, version in [(record.request_id, record.version) for record in self.core.take_decisions()]:
+        for number in [record.request_id for record in self.core.take_decisions()]:
             request = open_requests.get(number)
             first_time = number not in self.assigned
             self.assigned.add(number)
@@ -553,9 +551,8 @@ class World:
                 and first_time
                 and not (request.tokens.lengths or overtakes or number in self.behind)
             ):
-                last = self.last_fresh.get(version, -1)
-                assert number > last, f"request {number} after {last}"
-                self.last_fresh[version] = number
+                assert number > self.last_fresh, f"request {number} after {self.last_fresh}"
+                self.last_fresh = number
 
     def check_stretch(self, wanted: Wanted, stretch: wire.Stretch) -> None:
         """Every token that reaches a client is the right one, under the version that sampled it."""

@@ -90,8 +90,8 @@ class CoordinatorCore:
                 if message.signal == ControlSignal.STOP and self.control.state is CoordinatorState.STOPPING:
                     self.requests.fail_queued("RequestAbortedError", "the engines were stopped")
             case ClientPeer(), wire.Barrier():
-                self.requests.client_moved(peer, message.policy_version)
                 self.barriers.come(peer, message)
+                self.dispatcher.look_at_versions()
             case ClientPeer(), wire.StatusQuery():
                 self.peers.say(peer, wire.Status(message.call_id, self.status()))
             case RankPeer(), wire.Decline():

@@ -11,7 +11,6 @@ held for it. After a grace period the core declares the rank *away*, and such as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -51,8 +50,6 @@ class ScheduleRecord(NamedTuple):
     rank: str = ""
     first: bool = True
     """Whether it is the request's first decision; split groups and reassigned samples have several."""
-    version: int = 0
-    """Oldest policy version that could compute it at that moment; not written to the schedule file."""
 
 
 class Dispatcher:
@@ -76,13 +73,10 @@ class Dispatcher:
             self._grace_s = config.advanced.heartbeat_timeout_s
         self._block_size = config.block_size_tokens
         self._peers = peers
-        self._queues: dict[int, LazyHeap[OpenRequest]] = {}
-        """Queues by required policy version (0: any rank), so that waiting for a version does not block other requests."""
+        self._queue = LazyHeap[OpenRequest](lambda request: bool(request.queued))
         self._unready: set[str] = set()
-        self._away: dict[str, RankPeer] = {}
+        self._away: list[RankPeer] = []
         """Ranks that are idle or have older weights than others, past their grace period."""
-        self._oldest_version = 0
-        """Lowest policy version of all ranks."""
         self._newest_version = 0
         """Highest policy version of the ready ranks."""
         self._next_attempt = 1
@@ -111,20 +105,21 @@ class Dispatcher:
 
     def rank_moved(self, rank: RankPeer) -> None:
         """Handle a rank that became ready or reached another version: send held assignments, requeue waiting requests."""
-        held = [each for each in rank.assignments.values() if each.held and rank.state is not EngineState.STOPPED]
-        for assignment in held:
-            if rank.policy_version >= assignment.request.newest_version:
+        for assignment in list(rank.assignments.values()):
+            new_enough = rank.policy_version >= assignment.request.newest_version
+            if assignment.held and new_enough and rank.state is not EngineState.STOPPED:
                 assignment.held = False
                 self._tell(assignment)
         for assignment in list(rank.assignments.values()):
             if rank.name in self._ahead_of(assignment.request):
                 self._take_back(assignment)
                 self.enqueue(assignment.request)
-        self._away.pop(rank.name, None)
+        self._away = [each for each in self._away if each is not rank]
         self._look_at_ranks()
-        self._look_again_at_versions()
+        self.look_at_versions()
 
-    def _look_again_at_versions(self) -> None:
+    def look_at_versions(self) -> None:
+        """Queue the requests again that waited for a rank with a suitable version."""
         waiting, self.too_new = self.too_new, []
         for request in waiting:
             self.enqueue(request)
@@ -134,10 +129,7 @@ class Dispatcher:
         been sent.
         """
         self.router.remove_rank(rank.name)
-        self._away.pop(rank.name, None)
-        for client in self._peers.clients.values():
-            if client.name == rank.name:
-                client.rank_version = max(client.rank_version, rank.policy_version)
+        self._away = [each for each in self._away if each is not rank]
         told: dict[int, OpenRequest] = {}
         for assignment in list(rank.assignments.values()):
             request = assignment.request
@@ -158,27 +150,25 @@ class Dispatcher:
         """Stop waiting for ranks that have been idle or behind for longer than the grace period while others compute. Their
         held assignments, and all assignments of idle ranks, move to ranks with room.
         """
-        ranks = self._peers.by_name
-        computing = [rank.policy_version for rank in ranks.values() if rank.ready and not rank.resting]
+        ranks = self._peers.ranks.values()
+        computing = [rank.policy_version for rank in ranks if rank.ready and not rank.resting]
         newest = max(computing, default=0)
-        self._away = {}
-        for name, rank in ranks.items():
+        for rank in ranks:
             behind = rank.resting or rank.policy_version < newest
             rank.waited_for_since = since(rank.waited_for_since, bool(computing) and behind, now)
-            if rank.waited_for_since is not None and rank.waited_for_since <= now - self._grace_s:
-                self._away[name] = rank
-        refused: dict[int, int] = {}
-        for rank in list(self._away.values()):
+        self._away = [
+            rank for rank in ranks if rank.waited_for_since is not None and rank.waited_for_since <= now - self._grace_s
+        ]
+        for rank in self._away:
             for assignment in [each for each in rank.assignments.values() if rank.resting or each.held]:
                 request, samples = assignment.request, len(assignment.samples)
-                version = request.newest_version
-                if request.in_queue or version > self._newest_version or samples >= refused.get(version, samples + 1):
+                if request.in_queue or request.newest_version > self._newest_version:
                     continue
-                if placements := self._placements(request, samples + len(request.queued)):
-                    self._take_back(assignment)
-                    self._place_all(request, placements)
-                elif not self._ahead_of(request):
-                    refused[version] = samples
+                placements = self._placements(request, samples + len(request.queued))
+                if not placements:
+                    return
+                self._take_back(assignment)
+                self._place_all(request, placements)
 
     def _take_back(self, assignment: Assignment) -> None:
         self._call_off(assignment)
@@ -189,7 +179,6 @@ class Dispatcher:
     def _look_at_ranks(self) -> None:
         ranks = self._peers.ranks.values()
         self._unready = {rank.name for rank in ranks if not rank.ready}
-        self._oldest_version = min((rank.policy_version for rank in ranks), default=0)
         self._newest_version = max((rank.policy_version for rank in ranks if rank.ready), default=0)
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -202,85 +191,34 @@ class Dispatcher:
         """
         if request.queued and not request.in_queue and (request.prompt is not None or self._deterministic):
             request.in_queue = True
-            queue = self._queues.setdefault(self._queue_of(request), LazyHeap(lambda each: bool(each.queued)))
-            queue.put((0 if self._deterministic else -request.priority, request.request_id), request)
-
-    def asker_moved(self, requests: Iterable[OpenRequest], version: int) -> None:
-        """Raise the required policy version of a client's requests to that of its weights, for later assignments."""
-        for request in requests:
-            request.newest_version = max(request.newest_version, version)
-        self._look_again_at_versions()
+            self._queue.put((0 if self._deterministic else -request.priority, request.request_id), request)
 
     def dispatch(self) -> None:
         """Assign queued samples to ranks until no rank has room."""
-        blocked: int | None = None
-        passed_over: list[OpenRequest] = []
-        while self.any_rank_ready and (key := self._next_queue(blocked)) is not None:
-            request = cast(OpenRequest, self._queues[key].head())
-            if request.prompt is None:
-                break
-            if key != self._queue_of(request):
-                self._take_head(key)
-                self.enqueue(request)
-            elif request.newest_version > self._newest_version:
-                self._take_head(key)
+        while self.any_rank_ready and (request := self._queue.head()) is not None and request.prompt is not None:
+            if request.newest_version > self._newest_version or self._ahead_of(request) == self._peers.by_name.keys():
+                self._take_head()
                 self.too_new.append(request)
-            elif placements := self._placements(request, len(request.queued), blocked):
-                self._take_head(key)
+            elif placements := self._placements(request, len(request.queued)):
+                self._take_head()
                 self._place_all(request, placements)
-            elif ahead := self._ahead_of(request):
-                # Other requests do not wait for the few ranks that may compute it.
-                self._take_head(key)
-                (self.too_new if ahead == self._peers.by_name.keys() else passed_over).append(request)
-            elif self._away:
-                blocked = key
             else:
                 break
-        for request in passed_over:
-            self.enqueue(request)
 
-    def _ahead_of(self, request: OpenRequest) -> Set[str]:
-        """Ranks whose weights are too new for a request: its asker's training loop is catching up."""
-        asker = request.client
-        if not asker.catching_up:
-            return set()
-        newest = max(asker.policy_version, asker.rank_version, request.newest_version)
-        if asker.name in self._peers.by_name:
-            # The member's own rank reports an update before the member's next request does.
-            newest = max(newest, self._peers.by_name[asker.name].policy_version)
-        return {rank.name for rank in self._peers.ranks.values() if rank.policy_version > newest}
-
-    def _queue_of(self, request: OpenRequest) -> int:
+    def _placements(self, request: OpenRequest, samples: int) -> list[Placement]:
+        """Return the ranks that can take this many samples of a request now; empty if no rank has room."""
         version = request.newest_version
-        return 0 if self._deterministic or version <= self._oldest_version else version
-
-    def _next_queue(self, blocked: int | None) -> int | None:
-        """Key of the queue with the first head, among those that require a lower version than `blocked`."""
-        heads = []
-        for key, queue in list(self._queues.items()):
-            if queue.head() is None:
-                del self._queues[key]
-            elif blocked is None or key < blocked:
-                heads.append((queue.head_key(), key))
-        return min(heads)[1] if heads else None
-
-    def _placements(self, request: OpenRequest, samples: int, blocked: int | None = None) -> list[Placement]:
-        """Return the ranks that can take this many samples of a request now; empty if no rank has room.
-
-        Args:
-            blocked: version that an earlier request waits for; only ranks below it are candidates.
-        """
-        ahead = self._ahead_of(request)
-        exclude = self._unready | ahead if ahead else self._unready
-        if blocked is not None:
-            useless = {name for name, rank in self._away.items() if rank.policy_version < blocked}
-            exclude = exclude.union(self._peers.by_name.keys() - useless)
-        if self._away:
-            version = request.newest_version
-            exclude = exclude.union(
-                name for name, rank in self._away.items() if rank.resting or rank.policy_version < version
-            )
+        useless = {rank.name for rank in self._away if rank.resting or rank.policy_version < version}
+        exclude = self._unready.union(useless, self._ahead_of(request))
         return self.router.place(self._hashes(request), samples, exclude=exclude)
+
+    def _ahead_of(self, request: OpenRequest) -> set[str]:
+        """Ranks whose weights are too new for a request: its asker's training loop is catching up."""
+        if not request.client.catching_up:
+            return set()
+        own = self._peers.by_name.get(request.client.name)
+        newest = max(request.newest_version, own.policy_version if own else 0)
+        return {rank.name for rank in self._peers.ranks.values() if rank.policy_version > newest}
 
     def _place_all(self, request: OpenRequest, placements: list[Placement]) -> None:
         samples = sorted(request.queued)
@@ -308,8 +246,8 @@ class Dispatcher:
         if not assignment.held:
             self._peers.say(assignment.rank, Cancel(assignment.request.request_id, assignment.attempt))
 
-    def _take_head(self, key: int) -> None:
-        self._queues[key].pop().in_queue = False
+    def _take_head(self) -> None:
+        self._queue.pop().in_queue = False
 
     def _hashes(self, request: OpenRequest) -> list[int]:
         if request.hashes is None:
@@ -326,11 +264,7 @@ class Dispatcher:
         rank = self._peers.by_name[placement.rank]
         index, blocks = self.router.ranks.index(rank.name), len(request.hashes or [])
         first, request.placed = not request.placed, True
-        self.decisions.append(
-            ScheduleRecord(
-                request.request_id, index, blocks, placement.matched, rank.name, first, request.newest_version
-            )
-        )
+        self.decisions.append(ScheduleRecord(request.request_id, index, blocks, placement.matched, rank.name, first))
         for portion in request.portions(samples):
             self._assign(request, rank, portion)
 

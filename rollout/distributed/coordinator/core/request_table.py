@@ -113,7 +113,6 @@ class RequestTable:
         else:
             self._charge(request, len(message.prompt))
             request.prompt = message.prompt
-        self.client_moved(client, message.min_policy_version)
         self._dispatcher.enqueue(request)
 
     def _opened(self, client: ClientPeer, message: Submit, now: float) -> OpenRequest:
@@ -140,12 +139,6 @@ class RequestTable:
                 raise SerializationError("a sample that has ended is not continued")
             request.absorb(row)
         return request
-
-    def client_moved(self, client: ClientPeer, policy_version: int) -> None:
-        """Record the version of a member's weights: older ranks get none of its requests from now on."""
-        if client.member is not None and policy_version > client.policy_version:
-            client.policy_version = policy_version
-            self._dispatcher.asker_moved(client.requests.values(), policy_version)
 
     def _refusal(self, client: ClientPeer, message: Submit) -> tuple[str, str] | None:
         """Return (error name, reason) if a request is rejected. None: it is admitted."""
@@ -303,12 +296,12 @@ class RequestTable:
                 request.too_new_since = now
             if not request.closed and now - request.too_new_since >= limit:
                 version = request.newest_version
-                missing = f"no rank has reached policy version {version}, of its tokens or its asker,"
-                if any(rank.policy_version >= version for rank in ranks.values()):
-                    missing = f"all ranks are ahead of policy version {version} of its asker, which catches up,"
                 versions = [f"{name} has {ranks[name].policy_version}" for name in sorted(ranks)[:MAX_NAMES]]
                 more = f" and {len(ranks) - MAX_NAMES} more ranks have others" if len(ranks) > MAX_NAMES else ""
-                why = f"{missing} for {limit} s (no_rank_timeout_s); {', '.join(versions)}{more}"
+                why = (
+                    f"no rank has had policy version {version}, of its tokens or its asker, for {limit} s "
+                    f"(no_rank_timeout_s); {', '.join(versions)}{more}"
+                )
                 self.fail(request, "RequestTimeoutError", why)
         self._dispatcher.too_new = [request for request in self._dispatcher.too_new if not request.closed]
 

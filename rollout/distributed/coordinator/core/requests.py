@@ -51,10 +51,6 @@ class ClientPeer(Peer):
     last_request_id: int = -1
     open_bytes: int = 0
     """Memory charged for its open requests."""
-    policy_version: int = 0
-    """Policy version of its weights, as reported by a member."""
-    rank_version: int = 0
-    """Policy version of the member's own rank when the coordinator lost it."""
     requests: dict[int, OpenRequest] = field(default_factory=dict)
     """Open requests by client-side id."""
     stretches: list[Stretch] = field(default_factory=list)
@@ -154,7 +150,7 @@ class OpenRequest:
     tokens: PartialGroup = field(default_factory=PartialGroup)
     """Tokens known of the samples that have not ended."""
     newest_version: int = 0
-    """Highest version of its tokens and its client; engines of an older version do not compute it."""
+    """Highest version of its tokens, or of its client's weights when it was submitted; older engines do not compute it."""
     losses: int = 0
     """Number of ranks lost while computing it, since its last new token."""
     too_new_since: float | None = None

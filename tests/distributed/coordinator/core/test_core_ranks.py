@@ -141,7 +141,7 @@ def test_tokens_that_are_too_new_for_every_rank_fail_by_name_in_the_end():
     job.wait(19.0)
     assert client.quiet()
     job.wait(2.0)
-    assert "no rank has reached policy version 3" in client.failed("RequestTimeoutError").text
+    assert "no rank has had policy version 3" in client.failed("RequestTimeoutError").text
     assert old.quiet()
 
 
@@ -228,7 +228,7 @@ def test_what_is_held_waits_for_another_rank_when_the_only_one_that_had_the_weig
     client.heard.clear()
     job.wait(22.0)
     text = client.failed("RequestTimeoutError").text
-    assert "no rank has reached policy version 2, of its tokens or its asker, for 20.0 s (no_rank_timeout_s)" in text
+    assert "no rank has had policy version 2, of its tokens or its asker, for 20.0 s (no_rank_timeout_s)" in text
     assert "old has 0" in text
     assert old.quiet()
 
@@ -277,22 +277,6 @@ def test_while_everybody_rests_nothing_is_taken_from_anybody():
     assert all(rank.quiet() for rank in ranks)
 
 
-def test_what_only_a_full_rank_may_take_holds_up_no_idle_one():
-    job = Job(heartbeat_timeout_s=30.0)
-    client = job.client()
-    old, new = job.rank("old", slots=4), job.rank("new", slots=1, version=1)
-    job.wait(4.0)
-    for _ in range(4):
-        client.submit(min_policy_version=1)
-    assert new.assigned_ids() == [0, 1]
-    for _ in range(4):
-        client.submit()
-    assert old.assigned_ids() == [4, 5, 6, 7]
-    # And a rank that both may use is kept for those that came first.
-    client.submit()
-    assert new.quiet()
-
-
 # --- a member that catches up -----------------------------------------------------------------------------------------
 
 
@@ -321,13 +305,11 @@ def test_a_rank_that_is_ahead_computes_nothing_for_a_member_that_catches_up():
         client.submit(min_policy_version=3)
     first = [own.assigned(), own.assigned()]
     assert (own.quiet(), ahead.quiet()) == (True, True)
-    job.client("c").submit()
-    assert ahead.assigned().request_id == 3, "it waits for a request that only another rank may compute"
     own.finish(first[0], version=3)
     assert own.assigned().request_id == 2
     own.say(wire.EngineMoved("running", 5))
     client.submit(min_policy_version=5)
-    assert ahead.assigned().request_id == 4
+    assert ahead.assigned().request_id == 3
 
 
 def test_a_rank_that_moves_ahead_gives_back_what_it_computes_for_a_member_that_catches_up():
@@ -347,7 +329,7 @@ def test_a_request_fails_by_name_if_all_ranks_stay_ahead_of_its_asker():
     client, ahead = left_behind(job)
     client.submit(min_policy_version=3)
     job.wait(25.0)
-    assert "all ranks are ahead of policy version 3 of its asker" in client.failed("RequestTimeoutError").text
+    assert "no rank has had policy version 3" in client.failed("RequestTimeoutError").text
     client.submit(min_policy_version=3)
     assert ahead.quiet()
     client.say(wire.Barrier(1, "generate()", 5))
