@@ -52,8 +52,7 @@ class ModelOptions:
     """Start a separate coordinator process, which pause and suspend require. Implied by --admin."""
 
     log_requests: bool = False
-    """Print one line per request to stderr when its reply is complete: client, method, path, status, seconds, request id,
-    model and tokens."""
+    """Print one line per request to stderr when its reply is complete: client, method, path, status, seconds, request id."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,7 @@ def _reply(
 ) -> dict[str, Any]:
     """The assistant message of a completion, with the ids from which the next prompt continues it token for token."""
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
-    make = conversation.parser_for(schemas, None)
+    make = conversation.parser_for(schemas)
     parser = None if make is None else make()
     (content, found), (rest, more) = ((text, []), ("", [])) if parser is None else (parser.push(text), parser.finish())
     content += rest

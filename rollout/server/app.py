@@ -31,7 +31,7 @@ from rollout.server.control import (
     WeightVersionRequest,
     add_control_routes,
 )
-from rollout.server.errors import ErrorReply, describe, documented
+from rollout.server.errors import ErrorReply, describe
 from rollout.server.middleware import OPEN_PATHS, Auth, Boundary
 from rollout.server.openai.chat import add_chat_routes
 from rollout.server.openai.chat_schema import ChatRequest, ChatTokensRequest
@@ -142,7 +142,7 @@ def add_model_routes(app: FastAPI, serving: Serving) -> None:
         return ModelListReply(data=[described(name) for name in (serving.model_name, *serving.llm.lora_adapters)])
 
     # A model name may contain slashes, which some clients send unescaped.
-    @app.get("/v1/models/{model:path}", tags=["models"], responses=documented(404))
+    @app.get("/v1/models/{model:path}", tags=["models"])
     async def model(model: str) -> ModelReply:
         """Return a model by its name."""
         return described(serving.adapter_of(model) or serving.model_name)
@@ -185,7 +185,7 @@ async def _tell(_: Request, exc: Exception) -> Response:
 
 
 class _DescribedApp(FastAPI):
-    """FastAPI whose OpenAPI document includes the middleware's statuses, and no 422: an invalid body is a 400 here."""
+    """FastAPI whose OpenAPI document has one description of all errors, and no 422: an invalid body is a 400 here."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema:
@@ -194,7 +194,7 @@ class _DescribedApp(FastAPI):
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
-        # Bodies that endpoints parse themselves, and errors raised by the middleware.
+        # Bodies that endpoints parse themselves.
         for model in (*_PARSED_BODIES, ErrorReply):
             schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
@@ -203,25 +203,15 @@ class _DescribedApp(FastAPI):
         if needs_key:
             document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             document["security"] = [{"key": []}]
+        error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorReply"}}}
         for path, operations in document["paths"].items():
-            for method, operation in operations.items():
-                _complete(operation, method, open_to_all=not needs_key or path in OPEN_PATHS)
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+                operation["responses"]["default"] = {"description": "Error", "content": error}
                 if needs_key and path in OPEN_PATHS:
                     operation["security"] = []
         self.openapi_schema = document
         return document
-
-
-def _complete(operation: dict[str, Any], method: str, *, open_to_all: bool) -> None:
-    """Add the middleware's error statuses to an operation."""
-    statuses = [400, 503] if open_to_all else [400, 401, 503]
-    if method == "post":
-        statuses += [408, 413]
-    responses = operation["responses"]
-    responses.pop("422", None)
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorReply"}}}
-    for status, extra in documented(*statuses).items():
-        responses.setdefault(str(status), {"description": extra["description"], "content": content})
 
 
 def _conversation(llm: Any, template: str | None) -> Conversation | None:

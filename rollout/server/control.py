@@ -22,7 +22,7 @@ from rollout.engine.models.adapters import MAX_ADAPTERS, MAX_RANK
 from rollout.errors import ConfigError, ControlError, EngineStateError
 from rollout.requests.spans import MAX_VERSION
 from rollout.server.bodies import Body, ReplyBody, body_of, body_or_default, documented_body
-from rollout.server.errors import ApiError, bad_request, documented
+from rollout.server.errors import ApiError, bad_request
 from rollout.server.serving import Serving
 from rollout.state import EngineState, KVCacheManagementMode
 
@@ -106,7 +106,7 @@ class ControlReply(ReplyBody):
 def add_control_routes(app: FastAPI, serving: Serving) -> None:
     """Register the control routes, without checking `ServerConfig.admin`."""
     control, llm = Control(serving), serving.llm
-    router = APIRouter(tags=["control"], responses=documented(409, 504))
+    router = APIRouter(tags=["control"])
 
     @router.post("/pause")
     async def pause(
@@ -166,7 +166,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
         """Evict all cached KV blocks that no request references."""
         return control.now(flushed_blocks=await control.ask(llm.flush_prefix_cache))
 
-    @router.post("/update_weights", openapi_extra=documented_body(UpdateWeightsRequest), responses=documented(400))
+    @router.post("/update_weights", openapi_extra=documented_body(UpdateWeightsRequest))
     async def update_weights(request: Request) -> ControlReply:
         """Load the weights of a folder of safetensors; running requests continue under them."""
         order = await body_of(serving, request, UpdateWeightsRequest)
@@ -183,18 +183,12 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
     # vLLM's path, and the path that prime-rl's client uses.
     for prefix in ("/v1", ""):
 
-        @router.post(
-            f"{prefix}/load_lora_adapter", openapi_extra=documented_body(LoadAdapterRequest), responses=documented(400)
-        )
+        @router.post(f"{prefix}/load_lora_adapter", openapi_extra=documented_body(LoadAdapterRequest))
         async def load_lora_adapter(request: Request) -> ControlReply:
             """Load a LoRA adapter from a folder on every rank: requests name it as their `model`."""
             return await control.load_adapter(await body_of(serving, request, LoadAdapterRequest))
 
-        @router.post(
-            f"{prefix}/unload_lora_adapter",
-            openapi_extra=documented_body(UnloadAdapterRequest),
-            responses=documented(400, 404),
-        )
+        @router.post(f"{prefix}/unload_lora_adapter", openapi_extra=documented_body(UnloadAdapterRequest))
         async def unload_lora_adapter(request: Request) -> ControlReply:
             """Unload a LoRA adapter on every rank; its requests fail with a 409 that gives the reason."""
             name = (await body_of(serving, request, UnloadAdapterRequest)).lora_name

@@ -12,12 +12,10 @@ import json
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -42,23 +40,14 @@ CLIENT_GONE = 499
 """Status counted for clients that disconnected; never sent."""
 MAX_MESSAGE, MAX_PARAM = 3000, 160
 """Maximum characters of a message and of a field's name, because a client can choose both."""
-MAX_REASONS = 4
-"""Maximum number of union alternatives listed in a message."""
-MAX_NAME = 80
-"""Maximum characters of a field's name in a message."""
 
 
 class ErrorDetail(BaseModel):
     """Description of an error."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
     message: str
-    """The invalid value, the rule and the cure."""
     type: str
-    """Category of the status."""
     param: str | None
-    """Field of the request that is invalid."""
     code: str | None
 
 
@@ -139,29 +128,22 @@ _FINAL = {"x-should-retry": "false"}
 """Disables automatic retries of OpenAI's client if a retry would fail the same way."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    status: int
-    code: str | None = None
-    headers: dict[str, str] | None = None
-
-
-STATUS_OF: dict[type[BaseException], _Rule] = {
-    InvalidRequestError: _Rule(400),
-    ConfigError: _Rule(400),
-    RequestTimeoutError: _Rule(408, "timeout", _FINAL),
-    RequestAbortedError: _Rule(409, "aborted", _FINAL),
-    StaleRequestError: _Rule(409, "stale"),
-    ControlError: _Rule(409, "not_done", _FINAL),
-    QueueFullError: _Rule(429, "queue_full", _LATER),
-    EngineStateError: _Rule(503, "engine_state", _LATER),
-    EngineDeadError: _Rule(503, "engine_dead", _LATER),
-    ConnectionLostError: _Rule(503, "coordinator_lost", _LATER),
-    WeightsChangedError: _Rule(503, "weights_changed", _LATER),
-    RankLostError: _Rule(503, "rank_lost", _LATER),
-    DeadlineError: _Rule(504, "timeout", _FINAL),
+STATUS_OF: dict[type[BaseException], tuple[int, str | None, dict[str, str]]] = {
+    InvalidRequestError: (400, None, {}),
+    ConfigError: (400, None, {}),
+    RequestTimeoutError: (408, "timeout", _FINAL),
+    RequestAbortedError: (409, "aborted", _FINAL),
+    StaleRequestError: (409, "stale", {}),
+    ControlError: (409, "not_done", _FINAL),
+    QueueFullError: (429, "queue_full", _LATER),
+    EngineStateError: (503, "engine_state", _LATER),
+    EngineDeadError: (503, "engine_dead", _LATER),
+    ConnectionLostError: (503, "coordinator_lost", _LATER),
+    WeightsChangedError: (503, "weights_changed", _LATER),
+    RankLostError: (503, "rank_lost", _LATER),
+    DeadlineError: (504, "timeout", _FINAL),
 }
-"""Exception class → status and code of the reply; the first match in the exception's MRO applies."""
+"""Exception class → status, code and headers of the reply; the first match in the exception's MRO applies."""
 
 _INTERNAL = "the server failed at this request; its log says why"
 
@@ -186,36 +168,24 @@ def describe(exc: BaseException) -> ApiError:
         return bad_request(message, param)
     if isinstance(exc, HTTPException):
         return _of_framework(exc)
-    rule = next((STATUS_OF[kind] for kind in type(exc).__mro__ if kind in STATUS_OF), None)
-    if rule is None:
-        return ApiError(500, _INTERNAL, code="internal_error")
-    field = _PYTHON.search(str(exc)) if rule.status == 400 else None
-    return ApiError(
-        rule.status,
-        str(exc),
-        param=field and _HTTP_NAMES.get(field[1], field[1]),
-        code=rule.code,
-        headers=rule.headers,
+    status, code, headers = next(
+        (STATUS_OF[kind] for kind in type(exc).__mro__ if kind in STATUS_OF), (500, "internal_error", {})
     )
+    field = _PYTHON.search(str(exc)) if status == 400 else None
+    message = _INTERNAL if status == 500 else str(exc)
+    return ApiError(status, message, param=field and _HTTP_NAMES.get(field[1], field[1]), code=code, headers=headers)
 
 
 def _of_framework(exc: HTTPException) -> ApiError:
-    status, headers = exc.status_code, dict(exc.headers or {})
+    headers = dict(exc.headers or {})
     message = {
         404: "there is nothing at this path: see /docs for the routes",
         405: f"this path does not support the method of the request: use {headers.get('Allow', headers.get('allow'))}",
-    }.get(status, str(exc.detail))
-    return ApiError(status, message, headers=headers)
-
-
-def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the `responses` of a route for the OpenAPI description: the error statuses it can have."""
-    return {status: {"model": ErrorReply, "description": HTTPStatus(status).phrase} for status in statuses}
+    }.get(exc.status_code, str(exc.detail))
+    return ApiError(exc.status_code, message, headers=headers)
 
 
 # --- invalid bodies ---------------------------------------------------------------------------------------------------
-
-_NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 
 _TAG = re.compile(r"[A-Z][A-Za-z]*$")
 """Location parts that are discriminator tags: the field path continues after them."""
@@ -241,21 +211,17 @@ def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str 
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
     first = unknown[0] if unknown and errors[0]["type"] == "missing" else errors[0]
     field = _field(first)
-    if field is None and first["type"] == "missing":
-        return "the body is missing: send a JSON object", None
     if field is None:
-        shape = first["type"] in _NO_OBJECT
-        return ("the body must be a JSON object" if shape else f"the body: {_reason(first)}"), None
+        return f"the body must be a JSON object: {_reason(first)}", None
     if first["type"] == "extra_forbidden":
         # `known` has the fields of the body itself, not of objects in it.
         near = known if len(first["loc"]) == 2 else ()
-        cure = did_you_mean(field, near, "see /docs for the fields")
-        return f"{field}: there is no such field here; {cure}", field
+        return f"{field}: there is no such field here; {did_you_mean(field, near, 'see /docs for the fields')}", field
     if first["type"] == "missing":
         return f"{field}: required, and missing", field
     reasons = dict.fromkeys(_reason(error) for error in errors if _field(error) == field)
     value = "" if isinstance(first["input"], (dict, list)) else f"={_SHORT.repr(first['input'])}"
-    return f"{field}{value}: {'; or '.join(list(reasons)[:MAX_REASONS])}", field
+    return f"{field}{value}: {'; or '.join(reasons)}", field
 
 
 def _field(error: Any) -> str | None:
@@ -268,7 +234,7 @@ def _field(error: Any) -> str | None:
                 return None
             parts[-1] += f"[{part}]"
         elif not parts or (error["type"] == "extra_forbidden" and position == len(location) - 1):
-            parts.append(part if len(part) <= MAX_NAME else f"{part[:MAX_NAME]}…")
+            parts.append(part)
         elif _ALTERNATIVE.match(part):
             break
         elif not _TAG.match(part):

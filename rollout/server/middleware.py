@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout.config import ServerConfig
 from rollout.errors import RequestAbortedError
 from rollout.server.errors import ApiError, ClientGoneError, describe, shutting_down
-from rollout.server.serving import LOG, SEND_BODY, RequestLog, Serving
+from rollout.server.serving import SEND_BODY, Serving
 
 LOGGED_PATH = 200
 """Characters of a path that the request log shows."""
@@ -42,15 +42,13 @@ class Boundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.perf_counter(), 0
-        about = RequestLog(_request_id(scope))
-        LOG.set(about)
+        began, status, request_id = time.perf_counter(), 0, _request_id(scope)
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                ours = [(b"date", formatdate(usegmt=True).encode()), (b"x-request-id", about.request_id.encode())]
+                ours = [(b"date", formatdate(usegmt=True).encode()), (b"x-request-id", request_id.encode())]
                 message["headers"] = [*message["headers"], *ours]
             await send(message)
 
@@ -68,20 +66,20 @@ class Boundary:
         except Exception as exc:
             if status:
                 raise
-            await self._explain(exc, scope).response()(scope, receive, watched)
+            await self._explain(exc, scope, request_id).response()(scope, receive, watched)
         finally:
             self._serving.ended(scope)
             seconds = time.perf_counter() - began
             self._serving.counters.replied(_endpoint(scope), status, seconds)
             if _requests.isEnabledFor(logging.INFO):
-                _requests.info(_line(scope, status, seconds, about))
+                _requests.info(f"{_line(scope)} {status or '-'} {seconds:.3f}s {request_id}")
 
-    def _explain(self, exc: Exception, scope: Scope) -> ApiError:
+    def _explain(self, exc: Exception, scope: Scope, request_id: str) -> ApiError:
         if self._serving.stopping and isinstance(exc, RequestAbortedError):
             return shutting_down()
         error = describe(exc)
         if error.status == 500:
-            _log.error("%s %s failed (%s)", scope["method"], scope["path"], LOG.get().request_id, exc_info=exc)
+            _log.error("%s %s failed (%s)", scope["method"], scope["path"], request_id, exc_info=exc)
         return error
 
 
@@ -142,13 +140,11 @@ def _request_id(scope: Scope) -> str:
     return given[0].decode() if given and _REQUEST_ID.fullmatch(given[0]) else uuid.uuid4().hex
 
 
-def _line(scope: Scope, status: int, seconds: float, about: RequestLog) -> str:
-    """Line of the request log: client, method, path as sent (without query), status, seconds, id; then, if the request
-    generates, its model and its tokens (prompt + completion)."""
+def _line(scope: Scope) -> str:
+    """Client, method and path as sent, without the query, for the request log."""
     client = "-" if scope.get("client") is None else "{}:{}".format(*scope["client"])
     path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:LOGGED_PATH]
-    line = f"{client} {scope['method']} {path} {status or '-'} {seconds:.3f}s {about.request_id}"
-    return line if about.model is None else f"{line} {about.model} {about.prompt_tokens}+{about.completion_tokens}"
+    return f"{client} {scope['method']} {path}"
 
 
 def _name(host: str) -> str:

@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from typing import Any, Self
@@ -28,10 +29,6 @@ ABORT_TIMEOUT_S = 5.0
 """Seconds that an aborted request has to send its error reply before its connection is closed."""
 KEEP_ALIVE_S = 30
 """Seconds that a connection may be idle between two requests."""
-
-_STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_ENDED = 0
-"""Not the number of a signal: the server has stopped."""
 
 
 class Server:
@@ -128,12 +125,11 @@ class Server:
         if self._life is None:
             return
         self._loop.refuse_inside("wait()")
-        if threading.current_thread() is threading.main_thread():
-            with _signals() as (reader, writer):
-                self._life.add_done_callback(lambda _: _ring(writer))
+        try:
+            with _interruptible():
                 announce()
-                while reader.recv(1)[0] not in (*_STOPPING_SIGNALS, _ENDED):
-                    pass
+                futures.wait([self._life])
+        except KeyboardInterrupt:
             self.close()
         with suppress(CancelledError):
             self._life.result()
@@ -208,27 +204,14 @@ class _Uvicorn(uvicorn.Server):
             task.cancel()
 
 
-def _ring(writer: socket.socket) -> None:
-    """Announce that the server has stopped, unless nobody waits any more."""
-    with suppress(OSError):
-        writer.send(bytes([_ENDED]))
-
-
 @contextmanager
-def _signals() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Context manager in which SIGINT and SIGTERM only write their number to a pair of sockets.
-
-    Sockets instead of a `threading.Event`: a signal handler that takes a lock deadlocks if its own thread holds the lock.
-    """
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    before = {number: signal.signal(number, lambda *_: None) for number in _STOPPING_SIGNALS}
-    woken_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+def _interruptible() -> Iterator[None]:
+    """Context manager in which SIGINT and SIGTERM raise `KeyboardInterrupt`, if this is the main thread."""
+    main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
-        yield reader, writer
+        yield
     finally:
-        signal.set_wakeup_fd(woken_before)
         for number, handler in before.items():
             signal.signal(number, handler)
-        reader.close()
-        writer.close()

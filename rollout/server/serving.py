@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,19 +34,6 @@ SEND_BODY = "rollout.send_body"
 """Key in a request's scope of the server's own `send`, for the body of a stream: the layers in between only read the start
 of a response, and would cost some microseconds per piece."""
 
-
-@dataclass(slots=True)
-class RequestLog:
-    """Id, model and finished tokens of a request, for its log line."""
-
-    request_id: str
-    model: str | None = None
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-LOG: ContextVar[RequestLog] = ContextVar("rollout.server.log")
-"""The record of the request that the current task handles."""
 
 _SAMPLES = "rollout.samples"
 """Key in a request's scope of the number of samples it was admitted with."""
@@ -92,13 +78,12 @@ class Serving:
             raise ApiError(404, message, param="model", code="model_not_found")
         return model
 
-    def admit(self, request: Request, samples: int, *, wait_while_suspended: bool = True) -> None:
+    def admit(self, request: Request, samples: int) -> None:
         """Count the samples of a request (prompts times n) as open until the request ends.
 
         Raises:
             ApiError: 503, the server is shutting down; 400, `samples` exceeds `ServerConfig.max_open_requests`.
-            EngineStateError: the engine is not running, and `wait_while_suspended` is False; or it was paused by `abort` or
-                `wait`.
+            EngineStateError: the engine was paused by `abort` or `wait`.
             QueueFullError: open samples and `samples` together exceed `ServerConfig.max_open_requests`.
         """
         if self.stopping:
@@ -109,10 +94,6 @@ class Serving:
         if self.shut:
             raise EngineStateError(
                 f"the engines are paused ({state}) and new requests are refused: try again after /resume"
-            )
-        if not wait_while_suspended and state is not EngineState.RUNNING:
-            raise EngineStateError(
-                f"the engine is {state}, and wait_while_suspended=false asks not to wait: try again later"
             )
         limit = self.config.max_open_requests
         if samples > limit:

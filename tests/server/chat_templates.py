@@ -266,8 +266,7 @@ def came(
     digest.add(message.get("content") or "", message.get("tool_calls") or ())
     rendered = conversation.render(before, **options)
     digests = {"prompt_digest": rendered.digest, "content_digest": digest.hexdigest()}
-    forced = {"forced_prefix": rendered.forced_prefix} if rendered.forced_prefix else {}
-    return message | {"rollout": ids(prompt, written) | digests | forced}
+    return message | {"rollout": ids(prompt, written) | digests}
 
 
 def plainly(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:

@@ -72,14 +72,14 @@ def test_metrics_count_requests_results_and_the_engine_and_stay_out_of_the_proce
         llm.gone = None
 
 
-def test_the_description_names_every_status_and_never_422(url):
+def test_the_description_has_every_error_in_one_shape_and_never_422(url):
     document = httpx.get(f"{url}/openapi.json").json()
     assert "422" not in json.dumps(document)
     assert "HTTPValidationError" not in document["components"]["schemas"]
     assert not [path for path in document["paths"] if path in ("/pause", "/update_weights")]
     completion = document["paths"]["/v1/completions"]["post"]["responses"]
-    assert {"200", "400", "404", "408", "413", "429", "503"} <= set(completion)
-    assert completion["413"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorReply"}
+    assert set(completion) == {"200", "default"}
+    assert completion["default"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorReply"}
     assert httpx.get(f"{url}/docs").status_code == 200
 
 
@@ -103,9 +103,6 @@ def test_without_the_key_only_health_answers():
         assert not llm.submitted
         allowed = client.get("/v1/models", headers={"Authorization": f"bearer {KEY}"})
         assert allowed.status_code == 200
-        document = client.get("/openapi.json", headers={"Authorization": f"Bearer {KEY}"}).json()
-        assert "401" in document["paths"]["/v1/models"]["get"]["responses"]
-        assert "401" not in document["paths"]["/health"]["get"]["responses"]
 
 
 def test_the_key_is_not_shown_where_the_options_are():

@@ -122,9 +122,9 @@ def test_log_probs_of_the_prompt_have_an_entry_per_token(llm: ScriptedLLM, clien
     assert [entry[str(token)]["logprob"] for token, entry in zip(prompt[1:], found[1:], strict=True)] == [-0.25] * (
         len(prompt) - 1
     )
-    (first, *others) = raw(client, prompt_logprobs=1)
-    assert first["prompt_logprobs"] == found
-    assert not any("prompt_logprobs" in chunk for chunk in others if chunk != "[DONE]")
+    with pytest.raises(openai.BadRequestError, match=r"prompt_logprobs, .* set stream=false") as caught:
+        read(client, extra_body={"prompt_logprobs": 1})
+    assert caught.value.param == "stream"
 
 
 def test_ids_are_where_vllm_has_them_when_asked_for(llm: ScriptedLLM, client: OpenAI):
@@ -406,17 +406,16 @@ def test_a_reply_of_calls_alone_has_no_content_and_can_be_sent_back(llm: Scripte
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_a_forced_call_begins_in_the_prompt_and_is_read_with_it(llm: ScriptedLLM, client: OpenAI, choice: Any):
-    opening = '<tool_call>\n{"name": "get_weather", "arguments":' if isinstance(choice, dict) else "<tool_call>\n"
-    llm.script = spoken(TOKENIZER, CALL.removeprefix(opening))
+def test_a_forced_call_is_a_constraint_on_the_reply(llm: ScriptedLLM, client: OpenAI, choice: Any):
+    ask(client, tools=[WEATHER])
+    free = llm.submitted[-1]
+    llm.script = spoken(TOKENIZER, CALL)
     (made,) = ask(client, tools=[WEATHER], tool_choice=choice).choices
-    assert made.finish_reason == "tool_calls"
-    assert made.message.tool_calls[0].function.arguments == '{"city": "Oslo"}'
-    assert TOKENIZER.decode(llm.submitted[-1][0]).endswith(opening)
-    assert TOKENIZER.decode(made.message.rollout["token_ids"]) == CALL.removeprefix(opening)
-    chunks = read(client, tools=[WEATHER], tool_choice=choice)
-    assert [t.id for chunk in chunks for c in chunk.choices for t in c.delta.tool_calls or ()]
-    assert content(chunks) == ""
+    assert (made.finish_reason, made.message.content) == ("tool_calls", None)
+    forced = llm.submitted[-1]
+    assert forced[0] == free[0]
+    assert free[1].structured is None
+    assert "get_weather" in forced[1].structured.grammar
 
 
 def test_with_the_choice_none_tools_are_not_shown_and_text_stays_text(llm: ScriptedLLM, client: OpenAI):

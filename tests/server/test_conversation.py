@@ -9,7 +9,7 @@ import pytest
 
 from rollout.errors import InvalidRequestError
 from rollout.server.chat_template.conversation import Conversation
-from tests.server.chat_templates import PLAIN, TEMPLATES, USER, WEATHER, byte_level, call, plainly, reply, text_of, user
+from tests.server.chat_templates import PLAIN, TEMPLATES, USER, WEATHER, byte_level, call, reply, text_of, user
 
 NAMES = sorted(TEMPLATES)
 
@@ -22,7 +22,7 @@ def test_a_conversation_is_what_the_template_makes_of_it(name: str):
     messages = [{"role": "system", "content": "Be kind."}, USER, reply("Where?"), user("Oslo")]
     expected = tokenizer.apply_chat_template(messages, tools=[WEATHER], add_generation_prompt=True, return_dict=False)
     prompt = Conversation(tokenizer).render(messages, tools=[WEATHER])
-    assert (prompt.token_ids, prompt.forced_prefix, prompt.reused, prompt.retokenized) == (expected, "", 0, None)
+    assert (prompt.token_ids, prompt.reused, prompt.retokenized) == (expected, 0, None)
 
 
 def test_what_openai_sends_is_what_templates_read():
@@ -59,9 +59,9 @@ def test_variables_reach_the_template():
     assert text_of(tokenizer, prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-@pytest.mark.parametrize("name", ["chat_template", "messages", "tools", "add_generation_prompt", "self"])
+@pytest.mark.parametrize("name", ["chat_template", "tools", "add_generation_prompt", "self"])
 def test_a_variable_cannot_take_the_place_of_an_argument(name: str):
-    with pytest.raises(InvalidRequestError, match=f"chat_template_kwargs: {name}"):
+    with pytest.raises(InvalidRequestError, match=f"TypeError: .*{name}"):
         Conversation(byte_level("qwen3")).render([USER], template_kwargs={name: "x"})
 
 
@@ -137,45 +137,17 @@ def test_a_message_that_is_none_is_named(messages: list[dict[str, Any]], named: 
 
 
 def test_tools_that_the_template_never_prints_are_refused():
-    conversation = Conversation(byte_level("qwen3"), PLAIN + "{# tools #}")
+    conversation = Conversation(byte_level("qwen3"), PLAIN)
     with pytest.raises(InvalidRequestError, match="tools: the chat template never prints them"):
         conversation.render([USER], tools=[WEATHER])
-    assert conversation.render([USER], tools=[WEATHER], tool_choice="none") == conversation.render([USER])
     assert conversation.render([USER], tools=[]) == conversation.render([USER])
 
 
-# --- tool_choice ------------------------------------------------------------------------------------------------------
-
-NAMED = {"type": "function", "function": {"name": "get_weather"}}
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("choice", ["required", NAMED])
-def test_a_forced_call_begins_in_the_prompt(name: str, choice: Any):
-    tokenizer = byte_level(name)
-    conversation = Conversation(tokenizer)
-    free = text_of(tokenizer, conversation.render([USER], tools=[WEATHER], tool_choice="auto"))
-    prompt = conversation.render([USER], tools=[WEATHER], tool_choice=choice)
-    assert prompt.forced_prefix
-    assert ("get_weather" in prompt.forced_prefix) == (choice == NAMED)
-    assert prompt.token_ids == plainly(tokenizer, free + prompt.forced_prefix)
-
-
-def test_with_none_the_model_sees_no_tools():
+def test_calls_are_parsed_and_forced_where_the_format_is_known():
     conversation = Conversation(byte_level("qwen3"))
-    assert conversation.render([USER], tools=[WEATHER], tool_choice="none") == conversation.render([USER])
-    assert conversation.parser_for([WEATHER], "none") is None
-    assert conversation.parser_for([], None) is None
-    assert conversation.parser_for([WEATHER], None) is not None
-
-
-def test_a_call_of_an_unknown_format_cannot_be_forced():
+    prompt = conversation.render([USER], tools=[WEATHER])
+    assert conversation.parser_for([]) is None
+    assert conversation.parser_for([WEATHER]) is not None
+    assert conversation.constraint_on(prompt, None, [WEATHER], [WEATHER]) is not None
     with pytest.raises(InvalidRequestError, match='use "auto"'):
-        Conversation(byte_level("plain")).render([USER], tools=[WEATHER], tool_choice="required")
-
-
-def test_a_call_is_forced_only_in_a_message_that_is_new():
-    with pytest.raises(InvalidRequestError, match="add_generation_prompt"):
-        Conversation(byte_level("qwen3")).render(
-            [USER], tools=[WEATHER], tool_choice="required", add_generation_prompt=False
-        )
+        Conversation(byte_level("plain")).constraint_on(prompt, None, [WEATHER], [WEATHER])

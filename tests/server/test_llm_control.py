@@ -37,7 +37,6 @@ def test_it_is_described_when_it_is_there(admin):
     _, client = admin
     paths = client.get("/openapi.json").json()["paths"]
     assert {f"/{path}" for path in PATHS} <= set(paths)
-    assert {"200", "400", "401", "409", "503"} <= set(paths["/pause"]["post"]["responses"])
 
 
 def test_the_lifecycle_moves_and_every_answer_says_where_it_is(admin):

@@ -40,11 +40,11 @@ def test_each_request_is_one_line_without_its_query_if_asked_for(caplog: pytest.
         ):
             body, headers = (ASK, {"x-request-id": "my-7"}) if method == "POST" else (None, {"x-request-id": "a b"})
             reply = httpx.request(method, server.url + path, json=body, headers=headers, timeout=PATIENCE_S)
-            assert lines_of(caplog, count)[-1].split()[5] == reply.headers["x-request-id"]
+            assert lines_of(caplog, count)[-1].split()[-1] == reply.headers["x-request-id"]
             assert len(lines_of(caplog, count)) == count
         said = [re.sub(r"127.0.0.1:\d+|\d+\.\d{3}s|\b[0-9a-f]{32}\b", "*", line) for line in caplog.messages]
     assert said == [
-        "* POST /v1/completions 200 * my-7 fakes/one 3+5", "* GET /v1/models 200 * *", "* GET /no%0Awhere 404 * *"
+        "* POST /v1/completions 200 * my-7", "* GET /v1/models 200 * *", "* GET /no%0Awhere 404 * *"
     ]  # fmt: skip
 
 
@@ -163,10 +163,11 @@ def test_reasoning_comes_back_under_either_name() -> None:
 
 
 @pytest.mark.parametrize(("template", "effort", "shown"), [
-    (QWEN3 + "{{ reasoning_effort or '' }}", "high", "high"), (QWEN3 + "{{ reasoning_effort or '' }}", "none", "none"),
-    (QWEN3, "none", "<think>\n\n</think>"), (QWEN25, "none", ""), (QWEN25, None, ""), (QWEN3, "high", None),
+    (QWEN3 + "{{ reasoning_effort or '' }}", "high", "high"),
+    (QWEN3 + "{{ reasoning_effort or '' }}", "none", "<think>\n\n</think>\n\nnone"),
+    (QWEN3, "none", "<think>\n\n</think>"), (QWEN25, "none", ""), (QWEN25, None, ""), (QWEN3, "high", ""),
 ])  # fmt: skip
-def test_a_reasoning_effort_is_the_templates(template: str, effort: str | None, shown: str | None) -> None:
+def test_a_reasoning_effort_is_the_templates(template: str, effort: str | None, shown: str) -> None:
     with scripted(TOKENIZER, chat_template=template) as (llm, client):
         llm.script = spoken(TOKENIZER, "Yes.")
         plain = {"model": "fakes/one", "messages": [{"role": "user", "content": "?"}]}
@@ -174,12 +175,8 @@ def test_a_reasoning_effort_is_the_templates(template: str, effort: str | None, 
         bodies = (plain, plain | {"reasoning_effort": effort})
         replies = [httpx.post(url, json=body, timeout=PATIENCE_S) for body in bodies]
         prompts = [TOKENIZER.decode(tokens) for tokens, *_ in llm.submitted]
-    if shown is None:
-        assert replies[1].status_code == 400
-        assert "reasoning_effort='high': the chat template does not use it" in replies[1].json()["error"]["message"]
-    else:
-        assert [reply.status_code for reply in replies] == [200, 200]
-        assert prompts[1].rstrip() == (prompts[0] + shown).rstrip()
+    assert [reply.status_code for reply in replies] == [200, 200]
+    assert prompts[1].rstrip() == (prompts[0] + shown).rstrip()
 
 
 def test_null_is_sent_where_vllm_sends_it(url: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from rollout.engine.sampling.constraints import Constraints
 from rollout.errors import InvalidRequestError
 from rollout.sampling_params import StructuredOutput
-from rollout.server.chat_template.reply_grammar import reply_constraint
+from rollout.server.chat_template.reply_grammar import forced_call, reply_constraint
 from rollout.server.chat_template.reply_parser import ToolCallParser
 from rollout.server.chat_template.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat
 from tests.server.chat_templates import byte_level
@@ -48,9 +48,6 @@ def test_without_anything_to_constrain_a_reply_is_free():
      [BAD_F, "Look: " + BAD_F, CALL_F + BAD_F, "<tool_call> is a tag", CALL_F.replace('"f"', '"h"')]),
     ({"tools": [STRICT], "reasoning": "possible"}, ["hi", "<think>so</think>" + CALL_F, "<think>so"],
      ["<think>so</think>" + BAD_F]),
-    ({"tools": [STRICT, FREE], "forced_prefix": "<tool_call>\n"}, [CALL_F[12:], CALL_G[12:]], ["", "hi", BAD_F[12:]]),
-    ({"tools": [STRICT], "forced_prefix": '<tool_call>\n{"name": "f", "arguments":'}, [' {"a": 1}}\n</tool_call>'],
-     [' {"a": "x"}}\n</tool_call>', "}"]),
 ])  # fmt: skip
 def test_what_a_reply_may_be(asked: dict[str, Any], yes: list[str], no: list[str]):
     schema, tools = asked.pop("schema", None), asked.pop("tools", None)
@@ -62,7 +59,7 @@ def test_what_a_reply_may_be(asked: dict[str, Any], yes: list[str], no: list[str
 WEATHER_CALLS = [*BLOCKS,
     (HERMES, '<tool_call>\n{{"name": "{0}", "arguments": {2}}}\n</tool_call>', ""),
     (LLAMA3, '{{"name": "{0}", "parameters": {2}}}', ""),
-    (MISTRAL, '[TOOL_CALLS] [{{"name": "{0}", "arguments": {2}}}]', ""),
+    (MISTRAL, '[{{"name": "{0}", "arguments": {2}}}]', ""),
 ]  # fmt: skip
 
 
@@ -79,21 +76,19 @@ def test_a_forced_call_is_complete_and_of_an_offered_function(
         schema["properties"]["days"]["not"] = {"const": 7}  # type: ignore[index]
         del schema["additionalProperties"]
     weather = {"type": "function", "function": {"name": "get_weather", "parameters": schema, "strict": strict}}
+    parser = ToolCallParser(known, {"get_weather": schema["properties"]})  # type: ignore[dict-item]
     tools = [FREE, weather, {"type": "function", "function": {"name": "get_weather2"}}]
     good = text.format("get_weather", parameters, ARGUMENTS)
-    for prefix in (known.opening(None), known.opening("get_weather")):
-        constraint = reply_constraint(None, tools, known, forced_prefix=prefix)
-        assert accepts(constraint, good.removeprefix(prefix))
-        parser = ToolCallParser(known, {"get_weather": schema["properties"]})  # type: ignore[dict-item]
-        assert len(parser.push(good)[1] + parser.finish()[1]) == 1
+    assert len(parser.push(good)[1] + parser.finish()[1]) == 1
+    town = text.format("get_weather", parameters.replace("city", "town"), ARGUMENTS.replace("city", "town"))
+    worded = text.format("get_weather", parameters.replace("3", "x"), ARGUMENTS.replace("3", '"x"'))
+    for offered in (tools, [weather]):
+        constraint = forced_call(offered, known)
+        assert accepts(constraint, good)
         for other in ("g", "get_weather2", "get_weathe"):
-            wrong = text.format(other, "", "{}")
-            told = accepts(constraint, wrong.removeprefix(prefix)) if wrong.startswith(prefix) else False
-            assert told == (prefix == known.opening(None) and other != "get_weathe"), wrong
-        town = text.format("get_weather", parameters.replace("city", "town"), ARGUMENTS.replace("city", "town"))
-        worded = text.format("get_weather", parameters.replace("3", "x"), ARGUMENTS.replace("3", '"x"'))
+            assert accepts(constraint, text.format(other, "", "{}")) == (offered is tools and other != "get_weathe")
         for wrong in (town, worded, good[:-2], "hello", ""):
-            assert not accepts(constraint, wrong.removeprefix(prefix)), wrong
+            assert not accepts(constraint, wrong), wrong
 
 
 def test_references_of_a_schema_are_followed_inside_a_call():

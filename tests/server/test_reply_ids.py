@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollout.errors import InvalidRequestError
 from rollout.server.chat_template.conversation import Conversation
-from rollout.server.chat_template.earlier_ids import tokens_to_append
+from rollout.server.chat_template.earlier_ids import MAX_TRIED, tokens_to_append
 from tests.server.chat_templates import (
     END,
     LLAMA31,
@@ -37,7 +37,7 @@ TURN = st.tuples(WORDS, st.lists(st.integers(20, 300), max_size=6), st.booleans(
 
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(first=WORDS, turns=st.lists(TURN, min_size=1, max_size=4))
 def test_the_ids_of_earlier_turns_come_back_unchanged(maker: str, name: str, first: str, turns: list[Any]):
     """The model's ids are any ids at all, hardly what their text would be tokenised to."""
@@ -62,7 +62,7 @@ def test_the_ids_of_earlier_turns_come_back_unchanged(maker: str, name: str, fir
 
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("name", ["qwen2.5", "llama3.1", "mistral"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(texts=st.lists(WORDS.filter(str.strip), min_size=2, max_size=4))
 def test_from_canonical_ids_follows_the_plain_rendering(maker: str, name: str, texts: list[str]):
     tokenizer = MAKERS[maker](name)
@@ -133,17 +133,6 @@ def test_the_result_of_a_tool_follows_the_ids_of_its_call(name: str, content: st
     assert behind(tokenizer, going_on, prompt + written) == FOLLOWING[name]
 
 
-def test_roles_that_must_alternate_are_counted_with_the_call_there():
-    """Without its calls the reply would be an answer, and the next answer one too many."""
-    tokenizer = byte_level("mistral")
-    conversation = Conversation(tokenizer)
-    prompt, written = [20, 21], plainly(tokenizer, calls_of("mistral"))
-    result = {"role": "tool", "tool_call_id": "abcdef123", "content": "rain"}
-    called = came(conversation, [USER], reply("", tool_calls=[call()]), prompt, written)
-    going_on = conversation.render([USER, called, result, reply("Rain."), user("So?")])
-    assert behind(tokenizer, going_on, prompt + written) == FOLLOWING["mistral"] + " Rain.</s>[INST] So?[/INST]"
-
-
 def test_a_turn_that_the_template_ends_otherwise_behind_a_call_ends_so():
     tokenizer = byte_level("llama3.1")
     written = plainly(tokenizer, '<|python_tag|>get_weather.call(city="Paris")<|eom_id|>')
@@ -178,15 +167,6 @@ def test_a_reply_is_continued_without_the_end_of_its_turn():
         assert prompt.reused == len(prompt.token_ids)
 
 
-def test_a_call_can_be_forced_behind_an_earlier_reply():
-    tokenizer = byte_level("qwen3")
-    conversation = Conversation(tokenizer)
-    answer = came(conversation, [USER], reply("x"), [20], [21], tools=[WEATHER])
-    prompt = conversation.render([USER, answer, USER], tools=[WEATHER], tool_choice="required")
-    assert prompt.forced_prefix == "<tool_call>\n"
-    assert behind(tokenizer, prompt, [20, 21]).endswith("<|im_start|>assistant\n<tool_call>\n")
-
-
 def test_a_template_without_special_tokens_goes_on_in_the_middle_of_a_text():
     for maker in (byte_level, sentencepiece):
         tokenizer = maker("plain")
@@ -198,31 +178,23 @@ def test_a_template_without_special_tokens_goes_on_in_the_middle_of_a_text():
         assert text_of(tokenizer, prompt).endswith("Rain.\n\nuser: So?\n\nassistant:")
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}",
-        "{% for m in messages %}{{ m.content ~ m.content }}{% endfor %}",
-        "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
-    ],
-)
-@pytest.mark.parametrize("calls", [None, [call()]])
-def test_what_follows_is_refused_where_it_cannot_be_told(template: str, calls: Any):
-    conversation = Conversation(byte_level("plain"), template)
+# No token ends the call, and the first one behind it ends the result already.
+NO_END = LLAMA31.replace("~ '}<|eot_id|>'", "~ '}'").replace("<|start_header_id|>ipython<|end_header_id|>", "")
+
+
+@pytest.mark.parametrize(("name", "template", "calls"), [
+    ("plain", "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}", None),
+    ("plain", "{% for m in messages %}{{ m.content ~ m.content }}{% endfor %}", None),
+    ("plain", "{% for m in messages %}{{ m.content | upper }}{% endfor %}", [call()]),
+    ("llama3.1", NO_END, [call()]),
+])  # fmt: skip
+def test_where_the_following_text_cannot_be_told_all_is_tokenised_again(name: str, template: str, calls: Any):
+    conversation = Conversation(byte_level(name), template)
     answer = came(conversation, [USER], reply("x", tool_calls=calls), [20], [21])
-    with pytest.raises(InvalidRequestError, match=r"messages\[1\].rollout: .* leave `rollout` out"):
-        conversation.render([USER, answer, {**USER, "tool_call_id": "abcdef123"}])
-
-
-def test_a_result_is_not_taken_for_the_end_of_a_call():
-    """No token ends the call, and the first one behind it ends the result already."""
-    template = LLAMA31.replace("~ '}<|eot_id|>'", "~ '}'").replace("<|start_header_id|>ipython<|end_header_id|>", "")
-    assert template != LLAMA31
-    result = {"role": "tool", "tool_call_id": "abcdef123", "content": "rain"}
-    conversation = Conversation(byte_level("llama3.1"), template)
-    called = came(conversation, [USER], reply("", tool_calls=[call()]), [20], [21])
-    with pytest.raises(InvalidRequestError, match=r"messages\[1\].rollout"):
-        conversation.render([USER, called, result])
+    result = {"role": "tool" if calls else "user", "tool_call_id": "abcdef123", "content": "rain"}
+    prompt = conversation.render([USER, answer, result])
+    assert prompt.token_ids == conversation.render([USER, answer | {"rollout": None}, result]).token_ids
+    assert "messages[1].rollout: the text" in (prompt.retokenized or "")
 
 
 # --- a conversation that has changed ------------------------------------------------------------------------------------
@@ -277,51 +249,34 @@ def test_behind_an_edit_at_the_beginning_the_text_counts(name: str, edited: Any)
     "options",
     [
         {"tools": [WEATHER]},
-        {"tools": [WEATHER], "tool_choice": "none"},
         {"template_kwargs": {"enable_thinking": False}},
     ],
-    ids=["tools added", "tools added and not shown", "a variable"],
+    ids=["tools added", "a variable"],
 )
 def test_what_the_template_would_write_otherwise_is_written(options: dict[str, Any]):
     conversation, messages, _ = chain(byte_level("qwen3"))
     prompt = conversation.render(messages, **options)
-    if options.get("tool_choice") == "none":
-        assert prompt.retokenized is None, "nothing is written otherwise"
-    else:
-        assert prompt.token_ids == conversation.render(as_text(messages), **options).token_ids
-        assert (prompt.reused, "the tools" in (prompt.retokenized or "")) == (0, True)
+    assert prompt.token_ids == conversation.render(as_text(messages), **options).token_ids
+    assert (prompt.reused, "the tools" in (prompt.retokenized or "")) == (0, True)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("replies", [0, 1, 2])
-def test_ids_before_an_edit_stay(name: str, replies: int):
-    """The question behind so many replies is edited: their ids are used, and no others."""
+@pytest.mark.parametrize(("place", "replies", "why"), [
+    (1, 0, "what stands before it"), (3, 1, "what stands before it"), (5, 2, "what stands before it"),
+    (6, 2, "its content or its calls"),
+], ids=["the first question", "the second", "the third", "the last reply"])  # fmt: skip
+def test_ids_before_an_edit_stay(name: str, place: int, replies: int, why: str):
+    """The ids of so many replies are used, and no others."""
     tokenizer = byte_level(name)
     conversation, messages, prompts = chain(tokenizer)
-    place = 2 * replies + 1
-    messages[place] = user("something else")
+    messages[place] = messages[place] | {"content": "something else"}
     prompt = conversation.render(messages)
     kept = prompts[replies - 1] + unwritten(tokenizer, replies - 1) if replies else []
     assert prompt.token_ids[: len(kept)] == kept
     assert prompt.reused == len(kept)
-    assert (prompt.retokenized or "").startswith("messages[6].rollout: what stands before it")
+    assert (prompt.retokenized or "").startswith(f"messages[6].rollout: {why}")
     assert unwritten(tokenizer)[1] not in prompt.token_ids[len(kept) :]
     assert "something else" in text_of(tokenizer, prompt)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_redacted_reply_is_what_is_written_now_behind_the_ids_of_its_prompt(name: str):
-    tokenizer = byte_level(name)
-    conversation, messages, prompts = chain(tokenizer)
-    messages[6] = {**messages[6], "content": "REDACTED"}
-    prompt = conversation.render(messages)
-    # This one writes the system's text into the last question only, so that the prompt is not what it was.
-    kept = prompts[1] + unwritten(tokenizer, 1) if name == "mistral" else prompts[2]
-    assert prompt.token_ids[: len(kept)] == kept
-    assert prompt.reused == len(kept)
-    assert (prompt.retokenized or "").startswith("messages[6].rollout: its content or its calls")
-    text = text_of(tokenizer, prompt)
-    assert ("REDACTED" in text, "answer 2" in text) == (True, False)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -356,31 +311,17 @@ def test_ids_without_digests_are_not_used_and_that_is_said():
     assert "without the digests" in (prompt.retokenized or "")
 
 
-def test_a_call_that_was_forced_goes_on_whatever_is_chosen_next():
-    """The beginning of the call stands in its prompt, which the template did not write."""
-    tokenizer = byte_level("qwen3")
-    conversation = Conversation(tokenizer)
-    forced = {"tools": [WEATHER], "tool_choice": "required"}
-    prompt = conversation.render([USER], **forced).token_ids
-    message = came(conversation, [USER], reply(None, tool_calls=[call()]), prompt, unwritten(tokenizer), **forced)
-    result = {"role": "tool", "tool_call_id": "abcdef123", "content": "rain"}
-    going_on = conversation.render([USER, message, result], tools=[WEATHER])
-    assert (going_on.reused, going_on.retokenized) == (len(prompt) + 2, None)
-    other = conversation.render([USER, {**message, "content": "no", "tool_calls": []}, USER], tools=[WEATHER])
-    assert other.token_ids == conversation.render([USER, reply("no"), USER], tools=[WEATHER]).token_ids
-
-
 def test_a_long_conversation_is_written_a_few_times_and_not_once_per_reply(monkeypatch: pytest.MonkeyPatch):
     conversation = Conversation(byte_level("qwen2.5"))
     digests = {"prompt_digest": "0" * 32, "content_digest": "0" * 32}
     messages = [USER]
-    for _ in range(256):
+    for _ in range(4 * MAX_TRIED):
         messages += [reply("x", ids([20], [21]) | digests), USER]
     written = []
     write = conversation._write
     monkeypatch.setattr(conversation, "_write", lambda *args, **more: written.append(1) or write(*args, **more))
     assert conversation.render(messages).reused == 0
-    assert len(written) < 16
+    assert len(written) == 1 + MAX_TRIED
 
 
 # --- ids that are none --------------------------------------------------------------------------------------------------
@@ -410,16 +351,16 @@ def test_a_model_may_have_more_ids_than_its_tokenizer():
 
 
 @pytest.mark.parametrize(
-    ("written", "following", "kept", "appended"),
+    ("written", "following", "appended"),
     [
-        ([5, 9], [9, 1], 1, [1]),
-        ([5], [9, 1], 1, [9, 1]),
-        ([5, 7, 8], [7, 8, 1], 1, [1]),
-        ([5, 8], [9, 1], 1, [1]),
-        ([5, 8], [1, 9], 1, [1, 9]),
-        ([], [9, 1], 0, [9, 1]),
-        ([9], [], 0, []),
+        ([5, 9], [9, 1], [1]),
+        ([5], [9, 1], [9, 1]),
+        ([5, 7, 8], [7, 8, 1], [1]),
+        ([5, 8], [9, 1], [1]),
+        ([5, 8], [1, 9], [1, 9]),
+        ([], [9, 1], [9, 1]),
+        ([9], [], []),
     ],
 )
-def test_a_turn_ends_once(written: list[int], following: list[int], kept: int, appended: list[int]):
-    assert tokens_to_append(written, following, {8, 9}) == (kept, appended)
+def test_a_turn_ends_once(written: list[int], following: list[int], appended: list[int]):
+    assert tokens_to_append(written, following, {8, 9}) == appended

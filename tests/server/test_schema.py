@@ -99,7 +99,7 @@ HOSTILE = [
     ("top_k", -2), ("min_p", 1.1), ("repetition_penalty", 0), ("repetition_penalty", 1e-300), ("min_tokens", -1),
     ("stop_token_ids", [-1]), ("stop_token_ids", [True]), ("ignore_eos", 0), ("prompt_logprobs", -2),
     ("logprobs_mode", "cooked"), ("priority", 2**31), ("timeout_s", 0), ("timeout_s", float("inf")),
-    ("return_rollout", "yes"), ("wait_while_suspended", 0), ("model", 3), ("user", 3),
+    ("return_rollout", "yes"), ("model", 3), ("user", 3),
 ]  # fmt: skip
 
 
@@ -244,9 +244,9 @@ def test_tools_are_passed_on_as_they_were_sent():
     tool = {"type": "function", "function": {"name": "f", "parameters": {"default": None, "b": [1, {"c": 2.5}]}}}
     choice = {"type": "function", "function": {"name": "f"}}
     body = chat(tools=[tool], tool_choice=choice)
-    assert body.plain_tools == [tool]
-    assert body.plain_tool_choice == choice
-    assert chat(tools=[]).plain_tools is None
+    assert body.shown_tools == body.forced_tools == [tool]
+    assert chat(tools=[tool], tool_choice="required").forced_tools == [tool]
+    assert chat(tools=[tool]).forced_tools == chat(tools=[tool], tool_choice="none").shown_tools == []
 
 
 @pytest.mark.parametrize(

@@ -255,22 +255,6 @@ def test_ids_differ_and_have_the_shape_that_the_templates_ask_for():
         assert all(len(i) == (29 if tool_format is HERMES else 9) and i.replace("_", "").isalnum() for i in ids)
 
 
-@pytest.mark.parametrize("tool_format", FORMATS, ids=lambda known: known.name)
-@pytest.mark.parametrize("function", [None, "get_weather"])
-def test_a_forced_opening_is_the_beginning_of_a_call(tool_format: ToolFormat, function: str | None):
-    opening = tool_format.opening(function)
-    written = {
-        "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>',
-        "llama3": '{"name": "get_weather", "parameters": {}}',
-        "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {}}]',
-    } | {known.name: text.format("get_weather", "", "{}") for known, text, _ in BLOCKS}
-    whole = written[tool_format.name]
-    assert whole.startswith(opening)
-    rest = whole.removeprefix(opening)
-    assert not opening.endswith(" ")
-    assert read(tool_format, opening + rest) == ("", [("get_weather", "{}")])
-
-
 PARTS = ["<tool_call>", "</tool_call>", "<tool", "<", "[TOOL_CALLS]", "[", "]", "{", "}", "<|python_tag|>", ";", ", ", " ",
          "\n", '"', "\\", "é🙂", "x", "12", '"name": ', '"f"', '{"name": "f"', ', "arguments": ', "{}", CALL,
          CALL.replace("1", '"</tool_call>"'), f"<tool_call>\n{CALL}\n</tool_call>", f"[TOOL_CALLS] [{CALL}]"]  # fmt: skip

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 from rollout.errors import InvalidRequestError
 from rollout.requests.prompt import Message, plain_arguments
 
-Ask = Callable[[list[Message]], str]
-"""Renders messages followed by a generation prompt."""
+Write = Callable[[list[Message]], str]
+"""A chat template with all arguments bound except the messages."""
 
 DIGEST_BYTES = 16
+
+MAX_TRIED = 16
+"""Maximum number of earlier replies tried, latest first, because each is rendered once."""
 
 END_TOKENS = 32
 """Maximum number of end-of-turn tokens that a reply may already contain."""
@@ -61,100 +64,63 @@ class ReplyDigest:
 
 @dataclass(frozen=True, slots=True)
 class EarlierReply:
-    """An earlier reply with token ids whose prompt digest matches."""
+    """A reply of the conversation whose token ids are reused."""
 
     index: int
     """Index of its message."""
-    prompt_text: str
     prompt_token_ids: list[int]
     """Token ids of the prompt that it answered."""
-    token_ids: list[int] | None
-    """Generated token ids, including the one that ended the reply, if any; None if the content digest does not match."""
+    token_ids: list[int]
+    """Generated token ids, including the one that ended the reply, if any."""
 
 
-class EarlierReplies:
-    """Earlier replies with token ids in one conversation.
+def latest_reply(
+    messages: Sequence[Mapping[str, Any]], plain: list[Message], ask: Write, vocab_size: int
+) -> tuple[EarlierReply | None, str | None]:
+    """Return the latest reply whose digests match, and why the ids of the last reply are not used; None if they are.
 
     Args:
         messages: assistant messages may have `rollout`, an object with `prompt_token_ids` and `token_ids`.
         plain: the same messages in the format of chat templates.
         ask: renders messages followed by a generation prompt.
+
+    Raises:
+        InvalidRequestError: the ids cannot be token ids of a prompt and its reply.
     """
-
-    def __init__(self, messages: Sequence[Mapping[str, Any]], plain: list[Message], ask: Ask, vocab_size: int) -> None:
-        self._plain = plain
-        self._ask = ask
-        self._vocab_size = vocab_size
-        self._texts: dict[int, str | None] = {}
-        self._found: list[tuple[int, Mapping[str, Any]]] = [
-            (index, message["rollout"])
-            for index, message in enumerate(messages)
-            if message.get("rollout") is not None and message.get("role") == "assistant"
-        ]
-
-    def agreeing(self) -> Iterator[EarlierReply]:
-        """Yield the replies whose prompt digest matches, latest first.
-
-        An edit invalidates all replies after it and none before it, so the latest match is found by bisection: a long
-        conversation is rendered a few times, not once per reply. Raises `InvalidRequestError` for ids that cannot be.
-        """
-        latest = len(self._found) - 1
-        if latest >= 0 and self._prompt_text(latest) is None:
-            low, high = 0, latest
-            while low < high:
-                middle = (low + high) // 2
-                low, high = (low, middle) if self._prompt_text(middle) is None else (middle + 1, high)
-            latest = low - 1
-        for place in range(latest, -1, -1):
-            text = self._prompt_text(place)
-            if text is not None:
-                yield self._reply(place, text)
-
-    def why_not(self, used: EarlierReply | None) -> str | None:
-        """Return why the ids of the last reply are not used if the ids of `used` are (None: of no reply); None if they are
-        used."""
-        if not self._found:
-            return None
-        index, rollout = self._found[-1]
-        if used is not None and used.index == index:
-            if used.token_ids is not None:
-                return None
-            why = _OTHER_REPLY
-        elif rollout.get("prompt_digest") is None or rollout.get("content_digest") is None:
-            why = _NO_DIGEST
-        else:
-            why = _OTHER_PROMPT if self._prompt_text(len(self._found) - 1) is None else _OTHER_REPLY
-        return f"messages[{index}].rollout: {why}: from there the text counts"
-
-    def _prompt_text(self, place: int) -> str | None:
-        """Return the rendered text before a reply if it matches the reply's prompt digest, else None. Cached."""
-        if place not in self._texts:
-            self._texts[place] = self._agreed_text(*self._found[place])
-        return self._texts[place]
-
-    def _agreed_text(self, index: int, rollout: Mapping[str, Any]) -> str | None:
-        if not index or rollout.get("prompt_digest") is None:
-            return None
-        try:
-            text = self._ask(self._plain[:index]) + (rollout.get("forced_prefix") or "")
-        except InvalidRequestError:
-            # The template rendered the reply's original prompt, so a conversation that it rejects is a different one.
-            return None
-        return text if text_digest(text) == rollout["prompt_digest"] else None
-
-    def _reply(self, place: int, text: str) -> EarlierReply:
-        index, rollout = self._found[place]
-        where = f"messages[{index}].rollout"
-        prompt = _token_ids(rollout, "prompt_token_ids", where, self._vocab_size)
+    why = None
+    with_ids = [
+        index
+        for index, message in enumerate(messages)
+        if index and message.get("rollout") is not None and message["role"] == "assistant"
+    ]
+    for index in with_ids[: -1 - MAX_TRIED : -1]:
+        rollout, where = messages[index]["rollout"], f"messages[{index}].rollout"
+        changed = _what_changed(plain, index, rollout, ask)
+        if changed is not None:
+            why = why or f"{where}: {changed}: from there the text counts"
+            continue
+        prompt, written = (_token_ids(rollout, name, where, vocab_size) for name in ("prompt_token_ids", "token_ids"))
         if not prompt:
             raise InvalidRequestError(
                 f"{where}.prompt_token_ids: empty, and a reply had a prompt; send the object that the reply came with"
             )
-        written = _token_ids(rollout, "token_ids", where, self._vocab_size)
-        message, digest = self._plain[index], ReplyDigest()
-        digest.add(message.get("content", ""), message.get("tool_calls", ()))
-        agrees = digest.hexdigest() == rollout.get("content_digest")
-        return EarlierReply(index, text, prompt, written if agrees else None)
+        return EarlierReply(index, prompt, written), why
+    return None, why
+
+
+def _what_changed(plain: list[Message], index: int, rollout: Mapping[str, Any], ask: Write) -> str | None:
+    if rollout.get("prompt_digest") is None or rollout.get("content_digest") is None:
+        return _NO_DIGEST
+    try:
+        prompt = text_digest(ask(plain[:index]))
+    except InvalidRequestError:
+        # The template rendered the reply's original prompt, so a conversation that it rejects is a different one.
+        return _OTHER_PROMPT
+    if prompt != rollout["prompt_digest"]:
+        return _OTHER_PROMPT
+    message, digest = plain[index], ReplyDigest()
+    digest.add(message.get("content", ""), message.get("tool_calls", ()))
+    return None if digest.hexdigest() == rollout["content_digest"] else _OTHER_REPLY
 
 
 def _bytes(text: str) -> bytes:
@@ -175,87 +141,43 @@ def _token_ids(rollout: Mapping[str, Any], name: str, where: str, vocab_size: in
 # --- the text after a reply -------------------------------------------------------------------------------------------
 
 
-class Write(Protocol):
-    """A chat template with all arguments bound except the messages."""
+def text_behind_reply(messages: list[Message], index: int, write: Write, special_texts: Collection[str]) -> str | None:
+    """Return the text that the template `write` renders after `messages[index]`, from its end of turn on.
 
-    def __call__(self, conversation: list[Message], *, closed: bool = False) -> str:
-        """Render a conversation. `closed`: end with the last message, without continuation or generation prompt."""
-
-
-def text_behind_reply(
-    messages: list[Message], index: int, write: Write, special_texts: Collection[str], *, closed: bool = False
-) -> str:
-    """Return the text that the template `write` renders after the content of `messages[index]`, from its end of turn on.
-
-    A template may require a tool message after a call, or render different text after a call. So a reply with calls is
-    rendered without them only if the whole conversation ends with the same text; otherwise its calls are kept, and the
-    first special token (one of `special_texts`) after them ends the reply. Raises `InvalidRequestError` if that cannot be
-    determined.
+    The mark stands for the content, or in the arguments of the last call: a template may require a tool message after a
+    call, or render different text after one. The text that closes a call belongs to the reply, so the first special token
+    (one of `special_texts`) after the mark ends it. Returns None if the text cannot be determined.
     """
-    reply = messages[index]
+    mark, reply = _mark(), messages[index]
     if "tool_calls" not in reply:
-        behind = _behind_content(messages, index, write, closed)
-    else:
-        whole = write(messages, closed=closed)
-        try:
-            behind = _behind_content(messages, index, write, closed)
-        except InvalidRequestError:
-            behind = None
-        if behind is None or not whole.endswith(behind):
-            behind = _behind_calls(messages, index, write, special_texts, closed)
-    if behind is None:
-        raise InvalidRequestError(
-            f"messages[{index}].rollout: the text that the chat template writes after this reply cannot be told from it; "
-            "leave `rollout` out of the messages to have them tokenised again"
+        return _behind(
+            mark, write([*messages[:index], {"role": reply["role"], "content": mark}, *messages[index + 1 :]])
         )
-    return behind
-
-
-def tokens_to_append(reply: Sequence[int], behind: list[int], end_token_ids: Collection[int]) -> tuple[int, list[int]]:
-    """Join a reply and the ids of the template's text `behind` it, so that the end of turn occurs once.
-
-    The reply has its end of turn unless its length was limited; the model's `end_token_ids` may differ from the template's.
-    Returns (number of reply tokens before the end of turn, tokens to append to the reply)."""
-    longest = min(END_TOKENS, len(reply), len(behind))
-    shared = next((n for n in range(longest, 0, -1) if list(reply[-n:]) == behind[:n]), 0)
-    if shared:
-        return len(reply) - shared, behind[shared:]
-    if reply and reply[-1] in end_token_ids:
-        return len(reply) - 1, behind[1:] if behind and behind[0] in end_token_ids else behind
-    return len(reply), behind
-
-
-def _behind_content(messages: list[Message], index: int, write: Write, closed: bool) -> str | None:
-    mark = _mark()
-    reply = {"role": messages[index]["role"], "content": mark}
-    return _behind(mark, write([*messages[:index], reply, *messages[index + 1 :]], closed=closed))
-
-
-def _behind_calls(
-    messages: list[Message], index: int, write: Write, special_texts: Collection[str], closed: bool
-) -> str | None:
-    """Return the text after a reply with calls, with the mark in the arguments of the last call.
-
-    The text that closes the call belongs to the reply. The first special token after the mark ends the reply, provided
-    it comes before the content of the next message, which gets a mark of its own for this check.
-    """
-    mark, next_mark = _mark(), _mark()
-    reply = messages[index]
     *calls, last = reply["tool_calls"]
     last = {**last, "function": {**last["function"], "arguments": {"value": mark}}}
     marked = [*messages[:index], {**reply, "tool_calls": [*calls, last]}, *messages[index + 1 :]]
-    behind = _behind(mark, write(marked, closed=closed))
-    if behind is None:
-        return None
-    between = behind
-    if index + 1 < len(messages):
+    between = behind = _behind(mark, write(marked))
+    if behind is not None and index + 1 < len(messages):
+        # The token must come before the content of the next message, which may contain special tokens as well.
+        next_mark = _mark()
         marked[index + 1] = {**messages[index + 1], "content": next_mark}
-        between, found, _ = (_behind(mark, write(marked, closed=closed)) or "").partition(next_mark)
-        between = between if found else ""
-    ends = [at for at in (between.find(text) for text in special_texts) if at >= 0]
-    if not ends or not behind.startswith(between[: min(ends)]):
+        between, found, _ = (_behind(mark, write(marked)) or "").partition(next_mark)
+        between = between if found else None
+    if behind is None or between is None:
         return None
-    return behind[min(ends) :]
+    ends = [at for at in (between.find(text) for text in special_texts) if at >= 0]
+    return behind[min(ends) :] if ends and behind.startswith(between[: min(ends)]) else None
+
+
+def tokens_to_append(reply: Sequence[int], behind: list[int], end_token_ids: Collection[int]) -> list[int]:
+    """Return the ids of the template's text `behind` a reply without the end of turn that the reply has.
+
+    The reply has its end of turn unless its length was limited; the model's `end_token_ids` may differ from the template's.
+    """
+    longest = min(END_TOKENS, len(reply), len(behind))
+    shared = next((n for n in range(longest, 0, -1) if list(reply[-n:]) == behind[:n]), 0)
+    ended = bool(reply) and reply[-1] in end_token_ids and bool(behind) and behind[0] in end_token_ids
+    return behind[shared or int(ended) :]
 
 
 def _mark() -> str:

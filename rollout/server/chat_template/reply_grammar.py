@@ -31,7 +31,6 @@ def reply_constraint(
     tools: Tools | None,
     tool_format: ToolFormat | None,
     *,
-    forced_prefix: str = "",
     reasoning: Literal["open", "possible"] | None = None,
 ) -> StructuredOutput | None:
     """Return the constraint on a reply; None: any text.
@@ -40,14 +39,11 @@ def reply_constraint(
         schema: JSON schema of the reply's content; None: any text.
         tools: functions that the reply may call; None: calls are text.
         tool_format: None: unknown.
-        forced_prefix: beginning of a call that the prompt ends with; "": calls are free.
         reasoning: "open": the prompt ends inside one; "possible": the reply may begin with one; None: neither.
 
     Raises:
         InvalidRequestError: schema and tools cannot be combined in this format, or the schemas are too large.
     """
-    if forced_prefix and tool_format is not None:
-        return _grammar(_forced_call(forced_prefix, tools or (), tool_format))
     strict = any(tool["function"].get("strict") for tool in tools or ())
     if schema is None and not (strict and tool_format is HERMES):
         return None
@@ -70,6 +66,23 @@ def reply_constraint(
     return _grammar([f"start: {begin} {'(reply | call+)' if tools else 'reply'}", *rules])
 
 
+def forced_call(tools: Tools, known: ToolFormat) -> StructuredOutput:
+    """Return the constraint on a reply that is a complete call of one of `tools`; raises `InvalidRequestError`."""
+    rules, calls = [_SPACE], []
+    for place, tool in enumerate(tools):
+        function = tool["function"]
+        strict, schema = bool(function.get("strict")), dict(function.get("parameters") or ANY_OBJECT)
+        if not strict and "properties" in schema:
+            schema.setdefault("additionalProperties", False)
+        if known.parameter is None:
+            rules.append(f"arguments_{place}: SPACE? {json_rule(schema, lenient=not strict)}")
+        else:
+            rules += _parameters(place, schema, known.parameter, strict)
+        calls.append(f"{_text(known.opening(function['name']))} arguments_{place}")
+    ending = " ".join(f"SPACE? {_text(each)}" for each in known.ending)
+    return _grammar([f"start: ({' | '.join(calls)}) {ending}", *rules])
+
+
 def _rules_of_calls(tools: Tools) -> list[str]:
     """Rules of the text after the marker of a call."""
     rules = []
@@ -87,26 +100,6 @@ def _rules_of_calls(tools: Tools) -> list[str]:
         rules.append(f"call_{place}: {json_rule(call)}")
     names = " | ".join(f"call_{place}" for place in range(len(tools)))
     return [f"body: SPACE? ({names}) SPACE? {json.dumps(HERMES.closing)}", *rules]
-
-
-def _forced_call(prefix: str, tools: Tools, known: ToolFormat) -> list[str]:
-    """Rules of the rest of a call whose beginning is the end of the prompt."""
-    rules, calls = [_SPACE], []
-    openings = [known.opening(str(tool["function"]["name"])) for tool in tools]
-    for place, (tool, opening) in enumerate(zip(tools, openings, strict=True)):
-        if prefix in openings and opening != prefix:
-            continue  # another function is named
-        function = tool["function"]
-        strict, schema = bool(function.get("strict")), dict(function.get("parameters") or ANY_OBJECT)
-        if not strict and "properties" in schema:
-            schema.setdefault("additionalProperties", False)
-        if known.parameter is None:
-            rules.append(f"arguments_{place}: SPACE? {json_rule(schema, lenient=not strict)}")
-        else:
-            rules += _parameters(place, schema, known.parameter, strict)
-        calls.append(f"{_text(opening.removeprefix(prefix))} arguments_{place}")
-    ending = " ".join(f"SPACE? {_text(each)}" for each in known.ending)
-    return [f"start: ({' | '.join(calls)}) {ending}", *rules]
 
 
 def _parameters(place: int, schema: Mapping[str, Any], around: tuple[str, str], strict: bool) -> list[str]:

@@ -46,11 +46,8 @@ class ToolFormat:
     """Text after calls; optional in a reply. "": the end of the reply."""
     closed: bool = False
     """A block counts only with its closing text; otherwise a block that was cut off would look complete."""
-    required: str
-    """Beginning of a reply that must be a call."""
     named: str
-    """Beginning of a reply that must be a call of the function NAME (a JSON string) or BARE (its name). Ends before a space,
-    because models generate the space in one token with the text after it."""
+    """Beginning of a forced call of the function NAME (a JSON string) or BARE (its name)."""
     ending: tuple[str, ...] = ()
     """Text that follows the arguments of a forced call, with white space in between."""
     one_call_ends_at: str = ""
@@ -66,10 +63,8 @@ class ToolFormat:
     id_digits: int = 24
     """Number of hexadecimal digits in call ids."""
 
-    def opening(self, function: str | None) -> str:
-        """Return the beginning of a reply that must be a call of `function`; None: of any function."""
-        if function is None:
-            return self.required
+    def opening(self, function: str) -> str:
+        """Return the beginning of a forced call of a function."""
         return self.named.replace("NAME", json.dumps(function)).replace("BARE", function)
 
     def calls(self, text: str, schemas: Schemas) -> list[Call]:
@@ -155,7 +150,6 @@ HERMES = ToolFormat(
     foreign=("<function=", "<arg_key>"),
     marker="<tool_call>",
     closing="</tool_call>",
-    required="<tool_call>\n",
     named='<tool_call>\n{"name": NAME, "arguments":',
     one_call_ends_at="</tool_call>",
     ending=("}", "</tool_call>"),
@@ -168,7 +162,6 @@ LLAMA3 = ToolFormat(
     foreign=("<tool_call>", "func_name1("),
     marker="<|python_tag|>",
     bare="{",
-    required='{"name": "',
     named='{"name": NAME, "parameters":',
     ending=("}",),
 )
@@ -180,8 +173,7 @@ MISTRAL = ToolFormat(
     foreign=("[ARGS]", "[CALL_ID]"),
     marker="[TOOL_CALLS]",
     bare="[",
-    required="[TOOL_CALLS] [",
-    named='[TOOL_CALLS] [{"name": NAME, "arguments":',
+    named='[{"name": NAME, "arguments":',
     ending=("}", "]"),
     id_prefix="",
     id_digits=9,
@@ -193,7 +185,6 @@ QWEN_XML = ToolFormat(
     signs=("<tool_call>", "<function=", "<parameter="),
     marker="<tool_call>",
     closing="</tool_call>",
-    required="<tool_call>\n<function=",
     named="<tool_call>\n<function=BARE>",
     one_call_ends_at="</tool_call>",
     ending=("</function>", "</tool_call>"),
@@ -209,7 +200,6 @@ GLM = ToolFormat(
     foreign=("<function=",),
     marker="<tool_call>",
     closing="</tool_call>",
-    required="<tool_call>",
     named="<tool_call>BARE",
     ending=("</tool_call>",),
     parameter=("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>"),
@@ -224,7 +214,6 @@ KIMI = ToolFormat(
     signs=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
     marker="<|tool_calls_section_begin|>",
     closing="<|tool_calls_section_end|>",
-    required="<|tool_calls_section_begin|><|tool_call_begin|>functions.",
     named="<|tool_calls_section_begin|><|tool_call_begin|>functions.BARE:0<|tool_call_argument_begin|>",
     ending=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
     call=_KIMI,
@@ -236,7 +225,6 @@ DEEPSEEK_V3 = ToolFormat(
     signs=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "```json"),
     marker="<｜tool▁calls▁begin｜>",
     closing="<｜tool▁calls▁end｜>",
-    required="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
     named="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>BARE\n```json\n",
     ending=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     call=_DEEPSEEK,
@@ -249,7 +237,6 @@ DEEPSEEK_V31 = ToolFormat(
     foreign=("```json",),
     marker="<｜tool▁calls▁begin｜>",
     closing="<｜tool▁calls▁end｜>",
-    required="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
     named="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>BARE<｜tool▁sep｜>",
     ending=("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     call=_DEEPSEEK,

@@ -58,20 +58,19 @@ def add_chat_routes(app: FastAPI, serving: Serving) -> None:
 
 def _prepared(serving: Serving, body: ChatRequest, texts: TokenTexts) -> ChatChoices:
     """Render the prompt and build the readers of its replies."""
-    conversation, tools, choice = serving.conversation, body.plain_tools, body.plain_tool_choice
+    conversation, tools = serving.conversation, body.shown_tools
     if conversation is None:
         raise bad_request("the model has no tokenizer: send token ids to /v1/completions", param="messages")
     try:
         prompt = conversation.render(
             [message.model_dump(exclude_none=True) for message in body.messages],
             tools=tools,
-            tool_choice=choice,
             add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
             continue_final_message=bool(body.continue_final_message),
-            template_kwargs=conversation.effort(body.reasoning_effort, tools) | (body.chat_template_kwargs or {}),
+            template_kwargs=body.template_variables,
         )
         if isinstance(body, ChatTokensRequest):
-            prompt = _of_tokens(prompt, body.tokens)
+            prompt = replace(prompt, token_ids=body.tokens, reused=len(body.tokens), retokenized=None)
         params = calls.params_of(
             serving,
             body,
@@ -80,17 +79,16 @@ def _prepared(serving: Serving, body: ChatRequest, texts: TokenTexts) -> ChatCho
             stop=_stops(body, conversation),
             max_tokens=calls.tokens_left(serving, prompt.token_ids, body.budget),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            structured=conversation.constraint_on(prompt, body.reply_schema, tools, choice),
+            structured=conversation.constraint_on(prompt, body.reply_schema, tools, body.forced_tools),
         )
-        parser = conversation.parser_for(tools, choice)
-        reasons = conversation.marks_reasoning(None if choice == "none" else tools or None) and not prompt.forced_prefix
+        parser = conversation.parser_for(tools)
+        reasons = conversation.marks_reasoning(tools) and not body.forced_tools
     except InvalidRequestError as exc:
         raise calls.refused(exc, body) from exc
 
     def voice() -> _Voice:
         shown = body.skip_special_tokens is False
         return _Voice(
-            prompt.forced_prefix,
             SpecialText(serving.llm.tokenizer, texts.special) if shown else None,
             ReasoningParser(prompt.inside_reasoning) if reasons else None,
             None if parser is None else parser(),
@@ -100,19 +98,12 @@ def _prepared(serving: Serving, body: ChatRequest, texts: TokenTexts) -> ChatCho
     return ChatChoices(body, names, prompt, params, voice)
 
 
-def _of_tokens(rendered: RenderedPrompt, tokens: list[int]) -> RenderedPrompt:
-    """The prompt of a conversation that a client has tokenised itself."""
-    if rendered.forced_prefix:
-        raise InvalidRequestError('tool_choice: a call cannot be forced in a prompt of tokens; use "auto"')
-    return replace(rendered, token_ids=tokens, reused=len(tokens), retokenized=None)
-
-
 def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
     """Stop strings of the request, plus the one that ends a reply after its first call if parallel calls are off."""
     asked = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if body.parallel_tool_calls is not False:
         return asked
-    end = conversation.one_call_ends_at(body.plain_tools, body.plain_tool_choice)
+    end = conversation.one_call_ends_at(body.shown_tools)
     return asked if not end or end in asked else (*asked, end)
 
 
@@ -133,27 +124,16 @@ class ChatChoices:
         self._voice = voice
         self._voices: dict[int, _Voice] = {}
         self.asked = [(prompt.token_ids, params)]
-        self.growing = body.prompt_logprobs is None
-
-    def _prompt(self, sample: DynamicInferenceRequest | None) -> dict[str, Any]:
-        """vLLM's fields of the prompt, next to the choices."""
-        beside: dict[str, Any] = {}
-        if self._body.return_token_ids:
-            beside["prompt_token_ids"] = self._rendered.token_ids
-        if self._body.prompt_logprobs is not None and sample is not None:
-            beside["prompt_logprobs"] = prompt_logprobs(self._texts, sample, self.asked[0][1].prompt_logprobs or 0)
-        return beside
 
     def _of_prompt(self) -> dict[str, Any]:
         """Fields of `rollout` that describe the prompt."""
         prompt = self._rendered
-        forced = {"forced_prefix": prompt.forced_prefix} if prompt.forced_prefix else {}
         return {
             "prompt_token_ids": prompt.token_ids,
             "prompt_digest": prompt.digest,
             "prompt_ids_reused": prompt.reused,
             "retokenized": prompt.retokenized,
-        } | forced
+        }
 
     def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
         if not self._body.logprobs:
@@ -164,7 +144,11 @@ class ChatChoices:
     # --- whole ------------------------------------------------------------------------------------------------------
 
     def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
-        return {"prompt_token_ids": None, "prompt_logprobs": None} | self._prompt(sample)
+        top = self.asked[0][1].prompt_logprobs
+        return {
+            "prompt_token_ids": self._rendered.token_ids if self._body.return_token_ids else None,
+            "prompt_logprobs": None if top is None else prompt_logprobs(self._texts, sample, top),
+        }
 
     def whole(self, index: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
         delta = whole(sample)
@@ -189,15 +173,14 @@ class ChatChoices:
 
     # --- as a stream ------------------------------------------------------------------------------------------------
 
-    def pieces(
-        self, index: int, delta: TextDelta, version: int, sample: DynamicInferenceRequest | None
-    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    def pieces(self, index: int, delta: TextDelta, version: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield the chunk of the prompt before the first delta, then the added content, then the end of the sample."""
         if index not in self._voices:
             opening: dict[str, Any] = {"role": "assistant", "content": ""}
             if self._body.wants_rollout:
                 opening["rollout"] = self._of_prompt()
-            yield _piece(index, opening), {} if self._voices else self._prompt(sample)
+            first = not self._voices and self._body.return_token_ids
+            yield _piece(index, opening), {"prompt_token_ids": self._rendered.token_ids} if first else {}
             self._voices[index] = self._voice()
         voice = self._voices[index]
         added = self._added(delta, voice, version)
@@ -230,13 +213,8 @@ class _Voice:
     """Splits one sample's text into reasoning, content and tool calls."""
 
     def __init__(
-        self,
-        forced_prefix: str,
-        special: SpecialText | None,
-        reasoning: ReasoningParser | None,
-        parser: ToolCallParser | None,
+        self, special: SpecialText | None, reasoning: ReasoningParser | None, parser: ToolCallParser | None
     ) -> None:
-        self._ahead = forced_prefix
         self._special = special
         self._reasoning = reasoning
         self._parser = parser
@@ -248,8 +226,7 @@ class _Voice:
         if self._special is not None:
             delta = self._special.of(delta)
         ended = delta.finish_reason is not None
-        reasoning, text = "", self._ahead + delta.text
-        self._ahead = ""
+        reasoning, text = "", delta.text
         if self._reasoning is not None:
             reasoning, text = self._reasoning.push(text)
             if ended:

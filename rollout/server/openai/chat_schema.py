@@ -108,7 +108,6 @@ class RolloutIds(BaseModel):
     prompt_digest: str | None = Field(None, max_length=256)
     """Unchanged from the reply. Ids without both digests are not used."""
     content_digest: str | None = Field(None, max_length=256)
-    forced_prefix: str | None = None
 
 
 ContentPart = Annotated[
@@ -255,8 +254,8 @@ class ChatRequest(SamplingBody):
         ]
         | None
     ) = None
-    """`required`, or a function: the prompt ends with the beginning of a call, which is also part of the reply's text.
-    `none`: tools are not rendered, and calls stay text. Default `auto`."""
+    """`required`, or a function: the reply is a call, by a constraint on its text. `none`: tools are not rendered, and calls
+    stay text. Default `auto`."""
     response_format: ResponseFormat | None = None
     """Format of the content. Constrains sampling; a reply that `max_tokens` cuts off is incomplete. Needs the server's extra
     `structured`."""
@@ -264,7 +263,7 @@ class ChatRequest(SamplingBody):
     chat_template_kwargs: dict[str, JsonValue] | None = None
     """Additional variables of the chat template, such as `enable_thinking`."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """Passed to chat templates that use it; others accept `none` only, and get `enable_thinking=false` if they use that."""
+    """Variable of the chat template; `none` also sets `enable_thinking=false`."""
     add_generation_prompt: bool | None = None
     """Whether the chat template appends the start of an assistant message. Default true."""
     continue_final_message: bool | None = None
@@ -326,30 +325,33 @@ class ChatRequest(SamplingBody):
 
     @property
     def constrained(self) -> bool:
-        """Whether there may be a constraint on the text."""
         strict = any(tool.function.strict for tool in self.tools or ())
-        return super().constrained or strict or self.forces_a_call or self.reply_schema is not None
-
-    @property
-    def forces_a_call(self) -> bool:
-        """Whether the reply must be a call."""
-        return self.tool_choice not in (None, "none", "auto")
+        return super().constrained or strict or bool(self.forced_tools) or self.reply_schema is not None
 
     @property
     def constraint_field(self) -> str:
         if self.structured_outputs is not None:
             return super().constraint_field
-        return "tools" if self.reply_schema is None or self.forces_a_call else "response_format"
+        return "tools" if self.reply_schema is None or self.forced_tools else "response_format"
 
     @property
-    def plain_tools(self) -> list[dict[str, Any]] | None:
-        """Tools with the fields that were sent."""
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.tools else None
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """Tools with the fields that were sent; none with `tool_choice` none."""
+        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
 
     @property
-    def plain_tool_choice(self) -> str | dict[str, Any] | None:
-        """Tool choice as it was sent."""
-        return self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """Tools of which the reply must call one; none if it may be text."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.shown_tools if tool["function"]["name"] == self.tool_choice.function.name]
+        return self.shown_tools if self.tool_choice == "required" else []
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Additional variables of the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        thinking = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        return effort | thinking | (self.chat_template_kwargs or {})
 
 
 class ChatTokensRequest(ChatRequest):

@@ -98,8 +98,6 @@ class _Completions:
         self._body = body
         self._texts = TokenIdNames(self._tokenizer) if body.return_tokens_as_token_ids else texts
         self._asked = asked
-        self._echoed_logprobs = bool(body.echo) and body.logprobs is not None
-        self.growing = body.prompt_logprobs is None and not self._echoed_logprobs
         self._begun: dict[int, tuple[CompletionLogprobs, SpecialText | None]] = {}
 
     def whole(self, index: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
@@ -108,11 +106,9 @@ class _Completions:
         del self._begun[index]
         return choice
 
-    def pieces(
-        self, index: int, delta: TextDelta, version: int, sample: DynamicInferenceRequest | None
-    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    def pieces(self, index: int, delta: TextDelta, version: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         first = index not in self._begun
-        choice = self._choice(index, delta, version, sample)
+        choice = self._choice(index, delta, version)
         said = first or choice["text"] or delta.finish_reason or delta.kept_tokens
         if self._body.wants_rollout or said or self._body.logprobs is not None or choice.get("token_ids"):
             yield choice, {}
@@ -121,7 +117,7 @@ class _Completions:
         return {}  # no fields: the prompt is part of the choices
 
     def _choice(
-        self, index: int, delta: TextDelta, version: int, sample: DynamicInferenceRequest | None
+        self, index: int, delta: TextDelta, version: int, sample: DynamicInferenceRequest | None = None
     ) -> dict[str, Any]:
         body, prompt, ids = self._body, index // self._body.samples, None
         choice: dict[str, Any] = {"index": index, "text": "", "logprobs": None}
@@ -160,5 +156,5 @@ class _Completions:
         if self._body.prompt_logprobs is not None:
             top = sample.sampling_params.prompt_logprobs or 0
             choice["prompt_logprobs"] = prompt_logprobs(self._texts, sample, top)
-        if self._echoed_logprobs:
-            choice["logprobs"] = logprobs.take(*prompt_columns(sample, self._body.logprobs or 0))
+        if self._body.echo and self._body.logprobs is not None:
+            choice["logprobs"] = logprobs.take(*prompt_columns(sample, self._body.logprobs))

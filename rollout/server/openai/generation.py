@@ -21,20 +21,18 @@ from rollout.errors import InvalidRequestError, RequestAbortedError
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.server.bodies import LARGE
-from rollout.server.errors import ApiError, bad_request, documented
+from rollout.server.errors import ApiError, bad_request
 from rollout.server.openai.logprobs import listed_per_position
 from rollout.server.openai.samples import refuse_failed, usage_of
 from rollout.server.openai.schema import RequestFields, SamplingFields
 from rollout.server.openai.sse import DONE, Chunks, EventStream, bursts, encode
-from rollout.server.serving import LOG, Serving, Turn, or_disconnected
+from rollout.server.serving import Serving, Turn, or_disconnected
 from rollout.state import FinishReason
 
 Group = list[DynamicInferenceRequest]
 Asked = tuple[list[int], SamplingParams]
 """(token ids, sampling parameters) of a prompt."""
-ERRORS = documented(400, 401, 404, 408, 409, 413, 429, 500, 503)
-"""Error `responses` of the routes."""
-REPLY = ERRORS | {
+REPLY: dict[int | str, dict[str, Any]] = {
     200: {
         "description": 'The reply; with stream=true its chunks, then `[DONE]`, or `{"error": …}` after an error.',
         "content": {"application/json": {}, "text/event-stream": {}},
@@ -51,9 +49,8 @@ _FIELD = re.compile(r"([a-z_]+)(?:\[\d+\]|\.\w+)*")
 
 def admit(serving: Serving, request: Request, body: RequestFields, prompts: int) -> None:
     """Admit a request, or raise as `Serving.adapter_of` and `Serving.admit` do."""
-    LOG.get().model = serving.adapter_of(body.model) or serving.model_name
-    samples = prompts * body.samples
-    serving.admit(request, samples, wait_while_suspended=body.wait_while_suspended is not False)
+    serving.adapter_of(body.model)
+    serving.admit(request, prompts * body.samples)
 
 
 def reply_head(serving: Serving, body: RequestFields, kind: str, prefix: str) -> dict[str, Any]:
@@ -119,16 +116,11 @@ def refused(exc: InvalidRequestError, body: RequestFields, where: str = "") -> A
 class Dialect(Protocol):
     """How one route writes the choices of a reply. An object serves one reply and may keep state per choice."""
 
-    growing: bool
-    """A stream can begin before its samples have finished."""
-
     def whole(self, index: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
         """Return the choice of a finished sample."""
 
-    def pieces(
-        self, index: int, delta: TextDelta, version: int, sample: DynamicInferenceRequest | None
-    ) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return the chunks of a delta, each as (choice, fields next to it); `sample`: the finished one, unless growing."""
+    def pieces(self, index: int, delta: TextDelta, version: int) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return the chunks of a delta, each as (choice, fields next to it)."""
 
     def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
         """Return the fields of the prompt next to the choices of a whole reply; null unless requested."""
@@ -154,11 +146,16 @@ class Reply:
 
         Raises:
             ClientGoneError: the client disconnected.
-            ApiError: 400, a prompt can never be served; 500, a sample failed; 503, a sample was restarted after a part of
-                it had been sent.
+            ApiError: 400, a prompt can never be served, or a stream has log-probs of the prompt; 500, a sample failed; 503,
+                a sample was restarted after a part of it had been sent.
             RolloutError: the engine no longer accepts requests, or a group failed.
         """
         if self.body.stream:
+            if any(params.prompt_logprobs is not None for _, params in self.asked):
+                raise bad_request(
+                    "stream=true: prompt_logprobs, and logprobs with echo, come in whole replies only; set stream=false",
+                    param="stream",
+                )
             source = self._chunks()
             return EventStream(self.serving, await or_disconnected(request, anext(source)), source)
         groups = await or_disconnected(request, self._samples())
@@ -181,12 +178,11 @@ class Reply:
         serving, body, dialect = self.serving, self.body, self.dialect
         # vLLM's route of tokens has no `"usage": null` in the other chunks.
         chunks = Chunks(self.head | self.chunk, with_usage=body.wants_usage and "object" in self.head)
-        streams = await self._begin(growing=dialect.growing)
+        streams = await self._begin(growing=True)
         async with aclosing(self._deltas(streams)) as deltas:
             async for index, delta in deltas:
                 version = serving.llm.policy_version
-                done = None if dialect.growing else streams[index // body.samples].results[delta.sample_index]
-                pieces = dialect.pieces(index, delta, version, done)
+                pieces = dialect.pieces(index, delta, version)
                 if events := b"".join([chunks.choice(piece, version, beside) for piece, beside in pieces]):
                     yield events
         if body.wants_usage:
@@ -260,12 +256,10 @@ class Reply:
     async def _counted(self, streams: Sequence[Any]) -> list[Group]:
         """Record and return the results of finished streams; raise `ApiError` if a sample failed."""
         groups: list[Group] = [stream.results for stream in streams]
-        turn, about = Turn(), LOG.get()
+        turn = Turn()
         for position, group in enumerate(groups):
             await turn.pause()
             self.serving.counters.finished(group)
-            about.prompt_tokens += len(group[0].prompt_tokens)
-            about.completion_tokens += sum(sample.generated_length for sample in group)
             for sample in group:
                 refuse_failed(sample.finish_reason, sample.error, position * len(group) + sample.sample_index)
         return groups

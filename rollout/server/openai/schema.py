@@ -118,8 +118,6 @@ class RequestFields(Body):
     """Seconds after which the request fails with 408; capped at the server's `request_timeout_s`."""
     return_rollout: bool | None = None
     """Include token ids, log-probs and policy versions in the reply. Default true."""
-    wait_while_suspended: bool | None = None
-    """false: fail with 503 unless the engine is running, instead of waiting. Default true."""
     cache_salt: str | None = Field(None, max_length=1024)
     """Cached KV is reused among requests of equal salt only."""
 
@@ -182,7 +180,7 @@ class SamplingFields(Body):
     """Equal seed, prompt, parameters and weights give equal samples. A negative seed is taken modulo 2**63."""
     prompt_logprobs: int | None = Field(None, ge=-1)
     """Return log-probs of the prompt's tokens, and of this many most likely tokens per position. 0: only the prompt's own
-    tokens; -1: the whole vocabulary. At most 1,000,000 entries per request."""
+    tokens; -1: the whole vocabulary. At most 1,000,000 entries per request. Not with stream=true."""
     logprobs_mode: str | None = None
     return_sampling_mask: bool | None = None
     """Return the ids that each token was drawn from, as `sampling_mask` of the choice. Needs top_k (at most 4096), top_p

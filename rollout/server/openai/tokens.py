@@ -133,7 +133,7 @@ def add_token_routes(app: FastAPI, serving: Serving) -> None:
         reply = calls.Reply(serving, body, choices, [(body.token_ids, params)], name, head)
         return await reply.answer(request)
 
-    @app.post("/tokenize", tags=["tokens"], responses=calls.ERRORS, openapi_extra=documented_body(TokenizeRequest))
+    @app.post("/tokenize", tags=["tokens"], openapi_extra=documented_body(TokenizeRequest))
     async def tokenize(request: Request) -> TokenizeReply:
         """Tokenise a text, or a conversation as a chat request renders it."""
         body = await body_of(serving, request, TokenizeRequest)
@@ -183,28 +183,22 @@ class _TokenChoices:
         self._body = body
         self._names = names
         self._params = params
-        self.growing = params.prompt_logprobs is None
         self._begun = False
 
     def whole(self, index: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
         return self._choice(whole(sample), version)
 
-    def pieces(
-        self, index: int, delta: TextDelta, version: int, sample: DynamicInferenceRequest | None
-    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        beside = {} if self.growing else {"prompt_logprobs": None}
-        if not self._begun:
-            self._begun, beside = True, self._prompt(sample)
-        yield self._choice(delta, version), beside
+    def pieces(self, index: int, delta: TextDelta, version: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        first, self._begun = not self._begun, True
+        ids = {"prompt_token_ids": self._body.token_ids} if first and self._body.return_token_ids else {}
+        yield self._choice(delta, version), ids
 
     def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
-        return {"prompt_token_ids": None, "prompt_logprobs": None} | self._prompt(sample)
-
-    def _prompt(self, sample: DynamicInferenceRequest | None) -> dict[str, Any]:
-        fields: dict[str, Any] = {"prompt_token_ids": self._body.token_ids} if self._body.return_token_ids else {}
-        if self._params.prompt_logprobs is not None and sample is not None:
-            fields["prompt_logprobs"] = prompt_logprobs(self._names, sample, self._params.prompt_logprobs)
-        return fields
+        top = self._params.prompt_logprobs
+        return {
+            "prompt_token_ids": self._body.token_ids if self._body.return_token_ids else None,
+            "prompt_logprobs": None if top is None else prompt_logprobs(self._names, sample, top),
+        }
 
     def _choice(self, delta: TextDelta, version: int) -> dict[str, Any]:
         logprobs = None
