@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout.algorithms import replay_logprobs
 from rollout.engine.training.tree_forward import TreeAttachment
 from rollout.errors import InvalidRequestError
 from rollout.manager.batch.batch import RolloutBatch
@@ -65,6 +66,24 @@ def test_the_first_steps_ratio_is_one_under_truncation_whatever_cut_a_request(na
         if len(each):
             assert largest_error(model, each) < 1e-5
     rollout.close()
+
+
+def test_gradients_over_kept_tokens_are_those_of_the_whole_logits() -> None:
+    model = make_model("qwen3", num_hidden_layers=1)
+    with make_rollout(model) as rollout:
+        batch = rollout.generate(PROMPTS, NUCLEUS)
+        assert batch.kept_tokens is not None
+        found = []
+        for logprobs in (
+            batch.logprobs_of(model),
+            replay_logprobs(
+                model(**batch.model_inputs()).logits, batch.kept_tokens, batch.input_ids, batch.response_mask
+            ),
+        ):
+            model.zero_grad()
+            logprobs.sum().backward()
+            found.append(torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None]))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
 def test_trees_packed_rollouts_and_parts_of_a_batch_hold_the_same_sets() -> None:

@@ -34,11 +34,11 @@ class LogitReader:
         model: a causal language model of transformers, or a wrapper of it.
         run: the forward; it calls the head, its argument, once. Returns the model's logits; None: only the head ran.
         entropy: also read entropies.
-        top_k: also read so many most likely tokens.
+        top_k: also read so many most likely tokens; or int64 [M, k]: these.
 
     Attributes:
         entropies: [M] in nats, of softmax(logits / temperature), differentiable.
-        top_ids: int64 [M, k], most likely first.
+        top_ids: int64 [M, k], most likely first; or those given.
         top_logprobs: [M, k], differentiable.
     """
 
@@ -47,7 +47,12 @@ class LogitReader:
     top_logprobs: Tensor
 
     def __init__(
-        self, model: nn.Module, run: Callable[[nn.Module], Tensor | None], *, entropy: bool = False, top_k: int = 0
+        self,
+        model: nn.Module,
+        run: Callable[[nn.Module], Tensor | None],
+        *,
+        entropy: bool = False,
+        top_k: int | Tensor = 0,
     ) -> None:
         self._model = _language_model(model)
         self._run = run
@@ -75,21 +80,27 @@ class LogitReader:
         kinds, kind = torch.unique(warm, return_inverse=True)
         # Tokens with the same predictor and temperature share its softmax.
         keys, state_of = torch.unique(rows * max(1, len(kinds)) + kind, return_inverse=True)
+        count, top_k = len(ids), self._top_k
+        if isinstance(top_k, Tensor):
+            tokens = torch.cat([tokens, torch.arange(len(rows), device=rows.device).repeat_interleave(top_k.shape[1])])
+            ids, self.top_ids, top_k = torch.cat([ids, top_k.flatten()]), top_k, 0
         asked = _Asked(
             states=keys // max(1, len(kinds)),
             temperature=None if bool((kinds == 1).all()) else kinds[keys % len(kinds)],
             owners=state_of[tokens],
             ids=ids,
-            sums=len(whole) > 0 or self._entropy or self._top_k > 0,
+            sums=len(whole) > 0 or self._entropy or top_k > 0 or len(ids) > count,
             entropy=self._entropy,
-            top_k=self._top_k,
+            top_k=top_k,
         )
         logits, sums, entropies, top_ids, top = self._values(asked)
         self.entropies = entropies[state_of]
-        self.top_ids = top_ids[state_of]
-        warm_top = top if asked.temperature is None else top / asked.temperature[:, None].to(top)
-        self.top_logprobs = (warm_top - sums[:, None])[state_of]
-        return logits, sums[state_of[whole]]
+        if isinstance(self._top_k, Tensor):
+            top = logits[count:].view(self._top_k.shape)
+        else:
+            self.top_ids, top = top_ids[state_of], top[state_of]
+        self.top_logprobs = top / warm[:, None].to(top) - sums[state_of, None]
+        return logits[:count], sums[state_of[whole]]
 
     def _values(self, asked: _Asked) -> list[Tensor]:
         post = _posts.get(self._model) or _Post.of(self._model.config.get_text_config())
@@ -387,8 +398,10 @@ class _Read(torch.autograd.Function):
                 owners=torch.cat([asked.owners, each]), ids=torch.cat([asked.ids, top_ids.flatten()])
             )
             of_single = torch.cat([of_single, of_top.flatten()])
+        # If every token has a kept set, no sum was computed, and its gradient has no elements.
         by_sum, by_entropy = (
-            None if each is None else asked.tempered(each.clone(), slice(None)) for each in (of_sums, of_entropies)
+            asked.tempered(each.clone(), slice(None)) if each is not None and asked.sums else None
+            for each in (of_sums, of_entropies)
         )
         with _no_autocast(states):
             tiles = ctx.lane.tiles(states, parameters, ctx.needs_input_grad[3:])
