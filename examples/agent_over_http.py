@@ -1,13 +1,11 @@
 """Agent over the OpenAI API, whose conversations are training data, token for token.
 
     python examples/agent_over_http.py --seed 0
-
     start 9 lower 3 higher 5      the agent's program wrote the words, the model the numbers
 
-The program thinks of a number below 16; the model guesses it in an ordinary loop around OpenAI's client. Each reply
-contains, besides its text, the token ids of prompt and reply, their log-probs and policy versions (`message.rollout`). Sent
-back in the next turn, the conversation continues from exactly those ids, so the last turn's ids begin with everything
-sampled before: the transcript is training data without being tokenised again.
+The program thinks of a number below 16; the model guesses it in an ordinary loop around OpenAI's client. Each reply has
+token ids, log-probs and policy versions (`message.rollout`). Sent back in the next turn, the conversation continues from
+exactly those ids: the transcript is training data and is not tokenised again.
 """
 
 from __future__ import annotations
@@ -28,9 +26,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rollout import LLM, InferenceConfig, ServerConfig
+from rollout import LLM, InferenceConfig, ServerConfig, pack_tree
 from rollout.algorithms import group_advantages, masked_mean
 from trainer_hooks.optimizer import attach
+from trainer_hooks.tree import attach as attach_tree
 
 GROUP, TURNS, NUMBERS, EPOCHS, CLIP_LOW, CLIP_HIGH = 16, 5, 16, 2, 0.2, 0.28
 WORDS = ["<pad>", "<eos>", "start", "higher", "lower", *map(str, range(NUMBERS))]
@@ -96,17 +95,17 @@ async def play_all(url: str, numbers: list[int]) -> list[Transcript]:
 def grpo(model: Qwen3ForCausalLM, optimizer: AdamW, transcripts: list[Transcript]) -> float:
     """Train twice; return the largest difference between a log-prob that came over HTTP and the trainer's own."""
 
-    def padded(name: str) -> Tensor:
-        return pad_sequence([torch.tensor(getattr(each, name)) for each in transcripts], batch_first=True).to(
-            model.device
-        )
+    def padded(name: str, fill: int = 0) -> Tensor:
+        rows = [torch.tensor(getattr(each, name), device=model.device) for each in transcripts]
+        return pad_sequence(rows, batch_first=True, padding_value=fill)
 
-    ids, before, sampled = padded("ids"), padded("logprobs")[:, 1:], padded("sampled")[:, 1:]
+    ids, before, sampled = padded("ids", -1), padded("logprobs"), padded("sampled")
+    packed = pack_tree(ids, ids >= 0, sampled)  # what conversations have in common is trained once
     rewards = torch.tensor([each.reward for each in transcripts], device=model.device)
     advantages = group_advantages(rewards, torch.arange(len(rewards), device=model.device) // GROUP)[:, None]
     differences = []
     for _ in range(EPOCHS):
-        logprobs = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        logprobs = packed.logprobs_of(model)
         differences.append((logprobs - before)[sampled].abs().max().item())
         ratio = (logprobs - before).exp()
         clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
@@ -134,6 +133,7 @@ def main() -> None:
     optimizer = AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0)
     with LLM(model, tokenizer, InferenceConfig(max_requests=GROUP * options.tasks, seed=options.seed)) as llm:
         attach(optimizer, llm)
+        attach_tree(model)
         server = llm.serve(ServerConfig(port=0, served_model_name="policy"), blocking=False)
         for step in range(1, options.steps + 1):
             numbers = [number for number in random.choices(range(NUMBERS), k=options.tasks) for _ in range(GROUP)]

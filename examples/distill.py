@@ -73,10 +73,11 @@ def distill(
         assert scores.top_ids is not None
         assert scores.top_logprobs is not None
         with rollout.suspended():  # the student's KV cache is off the device in here
-            logits = student(batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1]
-            mask = batch.response_mask[:, 1:]
-            kl = reverse_kl(logits, scores.top_ids[:, 1:], scores.top_logprobs[:, 1:], mask)
-            loss = masked_mean(kl, mask)
+            own = batch.scores_of(student, temperature=1.0, top_k=scores.top_ids)
+            assert own.top_logprobs is not None
+            loss = masked_mean(
+                reverse_kl(own.top_logprobs, scores.top_logprobs, batch.response_mask), batch.response_mask
+            )
             optimizer.zero_grad()
             loss.backward()
             clip_grad_norm_(student.parameters(), 1.0)

@@ -29,7 +29,8 @@ COLORS = {"red": (220, 40, 40), "green": (40, 180, 70), "blue": (50, 80, 230), "
 IMAGE, VIDEO, LOOK, ASK = (WORDS.index(word) for word in ("<image>", "<video>", "<look>", "?"))
 GROUP, SIDE, PATCH, MERGE = 16, 32, 8, 2
 NEVER = {IMAGE: -100.0, VIDEO: -100.0}
-"""Logit bias: a placeholder of an image is never sampled, since the trainer's forward would look for its image."""
+"""Logit bias: a placeholder of an image is never sampled, since the trainer's forward would look for its image. `top_k` then
+drops it from the tokens that could be drawn, over which the trainer's log-probs are."""
 
 Answer = tuple[int, str]
 
@@ -89,7 +90,10 @@ def rewards_of(batch: rollout.RolloutBatch) -> Tensor:
 
 def sample(drawings: list[tuple[Image.Image, Answer]], n: int, temperature: float = 1.0) -> rollout.RolloutBatch:
     """Ask for n answers of two tokens about each drawing."""
-    params = rollout.SamplingParams(n=n, max_tokens=2, temperature=temperature, ignore_eos=True, logit_bias=NEVER)
+    params = rollout.SamplingParams(
+        n=n, max_tokens=2, temperature=temperature, ignore_eos=True, logit_bias=NEVER, top_k=len(WORDS) - len(NEVER),
+        return_kept_tokens=temperature > 0,
+    )  # fmt: skip
     prompts, answers = [processed(picture) for picture, _ in drawings], [answer for _, answer in drawings]
     return rollout.generate(prompts, params, metadata=answers, progress=False)
 
@@ -98,11 +102,8 @@ def grpo(model: Qwen2_5_VLForConditionalGeneration, optimizer: AdamW, batch: rol
     """Train on a batch."""
     advantages = group_advantages(rewards_of(batch), batch.group_ids)[:, None]
     with rollout.suspended():
-        logits = model(**batch.model_inputs(), use_cache=False).logits[:, :-1]
-        logits[..., [IMAGE, VIDEO]] -= 100.0
-        logprobs = logits.log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
-        ratio = (logprobs - batch.logprobs[:, 1:]).exp()
-        masked_mean(-ratio * advantages, batch.response_mask[:, 1:]).backward()
+        ratio = (batch.logprobs_of(model) - batch.logprobs).exp()
+        masked_mean(-ratio * advantages, batch.response_mask).backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -171,6 +171,28 @@ def test_nothing_in_rollout_but_init_imports_the_hooks():
     assert not guilty
 
 
+WHOLE_LOGITS = {
+    "rollout.engine.forward.module_forward": "sampled positions",
+    "rollout.engine.fused.fused_forward": "sampled positions",
+    "rollout.engine.graphs.cuda_graphs": "sampled positions",
+    "rollout.engine.models.recurrent_layers": "two tokens, to inspect a model",
+    "rollout.manager.batch.forward": "one row: `LogitReader` has replaced the head",
+    "trainer_hooks.generate": "a caller of `generate` asked for them",
+}
+"""Modules that take the `logits` of a forward, and why they are small or wanted."""
+
+
+def test_nothing_of_ours_holds_the_logits_of_a_training_forward():
+    """8,192 tokens of a vocabulary of 151,936 are 5 GB, and their gradient as much: `batch.logprobs_of` and `scores_of`."""
+    taking = {
+        module
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "logits" and isinstance(node.ctx, ast.Load)
+    }
+    assert taking == WHOLE_LOGITS.keys()
+
+
 def test_the_vocabulary_the_deciding_parts_and_the_client_import_without_torch():
     """An import that is tried and fails counts too: with torch installed it would have succeeded."""
     present = [

@@ -225,7 +225,7 @@ def rollout_kl(
     raise ValueError(f"estimator={estimator!r}: must be 'k1', 'k2' or 'k3'")
 
 
-def reverse_kl(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor, mask: Tensor) -> Tensor:
+def reverse_kl(logprobs: Tensor, top_logprobs: Tensor, mask: Tensor) -> Tensor:
     """KL(policy ‖ teacher) of every token, from the teacher's k most likely tokens: the loss of on-policy distillation.
 
         Σ p log(p / q) over the k tokens  +  p′ log(p′ / q′)
@@ -236,9 +236,9 @@ def reverse_kl(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor, mask: Tens
     https://arxiv.org/abs/2306.13649.
 
     Args:
-        logits: [N, T, V], the policy's, which predict the token at the same index. Gradients flow to them.
-        top_ids, top_logprobs: integers and floating [N, T, k] of the teacher, as `rollout.score(teacher, batch, top_k=k)`
-            returns them; with `logits[:, :-1]`, their `[:, 1:]`.
+        logprobs: floating [N, T, k], the policy's of the teacher's most likely tokens: `top_logprobs` of
+            `batch.scores_of(model, temperature=1.0, top_k=scores.top_ids)`. Gradients flow to them.
+        top_logprobs: floating [N, T, k], the teacher's: `scores = rollout.score(teacher, batch, temperature=1.0, top_k=k)`.
         mask: bool [N, T] of the tokens that count.
 
     Returns:
@@ -247,18 +247,14 @@ def reverse_kl(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor, mask: Tens
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    check_floating("logits", logits)
+    check_floating("logprobs", logprobs)
     check_floating("top_logprobs", top_logprobs)
-    check_integer("top_ids", top_ids)
-    if logits.ndim != 3 or top_ids.ndim != 3 or top_ids.shape != top_logprobs.shape:
+    if logprobs.ndim != 3 or logprobs.shape != top_logprobs.shape:
         raise ValueError(
-            f"logits has shape {list(logits.shape)}, top_ids {list(top_ids.shape)}, top_logprobs "
-            f"{list(top_logprobs.shape)}: must be [N, T, V] and twice [N, T, k]"
+            f"logprobs has shape {list(logprobs.shape)}, top_logprobs {list(top_logprobs.shape)}: must be twice [N, T, k]"
         )
-    check_mask(mask, **{"logits[..., 0]": logits[..., 0], "top_ids[..., 0]": top_ids[..., 0]})
-    ids, theirs = top_ids[mask], wide(top_logprobs[mask])
-    rows = wide(logits[mask])
-    ours = rows.gather(1, ids) - rows.logsumexp(1, keepdim=True)
+    check_mask(mask, **{"logprobs[..., 0]": logprobs[..., 0]})
+    ours, theirs = wide(logprobs[mask]), wide(top_logprobs[mask])
     least = torch.finfo(ours.dtype).eps
     ours_rest, theirs_rest = (1 - each.exp().sum(1) for each in (ours, theirs))
     ours_rest, theirs_rest = ours_rest.clamp(min=least), theirs_rest.clamp(min=least).to(ours.dtype)

@@ -291,7 +291,7 @@ class RolloutBatch:
         temperature: float | None = None,
         hidden: Tensor | None = None,
         entropy: bool = False,
-        top_k: int = 0,
+        top_k: int | Tensor = 0,
     ) -> LogitScores:
         """Run the trainer's forward; log-probs of the tokens of `response_mask`, differentiable.
 
@@ -306,7 +306,8 @@ class RolloutBatch:
             temperature: log-probs are over the whole vocabulary, of logits divided by it. None: as above.
             hidden: the head's input, if a forward of the part has already run. None: the model runs.
             entropy: also entropies, over the whole vocabulary.
-            top_k: also this many most likely tokens, over the whole vocabulary.
+            top_k: also this many most likely tokens, over the whole vocabulary; or int64 [N, T, k] of the part's rows: these
+                tokens instead, such as a teacher's.
 
         Returns:
             Values [N, T] of the part's rows; [L] of packed rows.

@@ -26,7 +26,7 @@ class LogitScores:
     """[N, T] in nats, of softmax(logits / temperature) over the whole vocabulary. None: not requested; the same for the
     fields below."""
     top_ids: Tensor | None = None
-    """int64 [N, T, k]: most likely tokens, in that order."""
+    """int64 [N, T, k]: most likely tokens, in that order; or those asked for."""
     top_logprobs: Tensor | None = None
     """[N, T, k], over the whole vocabulary."""
 
@@ -66,7 +66,7 @@ def read_scores(
     *,
     hidden: Tensor | None = None,
     entropy: bool = False,
-    top_k: int = 0,
+    top_k: int | Tensor = 0,
 ) -> LogitScores:
     """Run the forward of a part and read its tokens.
 
@@ -84,11 +84,18 @@ def read_scores(
         logits: Tensor = model(**part.inputs).logits
         return logits
 
-    reader, mask = LogitReader(model, run, entropy=entropy, top_k=top_k), part.mask
+    mask, wants_top = part.mask, isinstance(top_k, Tensor) or top_k > 0
+    places = mask.flatten().nonzero()[:, 0]
+    if isinstance(top_k, Tensor):
+        top_k = top_k.flatten(0, 1)[places]
+        if (top_k < 0).any():
+            raise ValueError(
+                "top_k holds a token id below 0 at a requested token: score the same rows with both models"
+            )
+    reader = LogitReader(model, run, entropy=entropy, top_k=top_k)
     logprobs = replay_logprobs(
         reader, kept or no_sets(part.input_ids), part.input_ids, mask, predictors=part.predictors, **shaping
     )
-    places = mask.flatten().nonzero()[:, 0]
 
     def placed(values: Tensor) -> Tensor:
         whole = values.new_zeros(mask.numel(), *values.shape[1:])
@@ -97,8 +104,8 @@ def read_scores(
     return LogitScores(
         logprobs,
         placed(reader.entropies) if entropy else None,
-        placed(reader.top_ids) if top_k else None,
-        placed(reader.top_logprobs) if top_k else None,
+        placed(reader.top_ids) if wants_top else None,
+        placed(reader.top_logprobs) if wants_top else None,
     )
 
 

@@ -96,7 +96,7 @@ class PackedTree:
         return self.scores_of(model, temperature).logprobs
 
     def scores_of(
-        self, model: nn.Module, temperature: float = 1.0, *, entropy: bool = False, top_k: int = 0
+        self, model: nn.Module, temperature: float = 1.0, *, entropy: bool = False, top_k: int | Tensor = 0
     ) -> LogitScores:
         """Run the model's forward over the tree; log-probs of every wanted token over the whole vocabulary, differentiable.
 
@@ -106,7 +106,7 @@ class PackedTree:
             model: `trainer_hooks.tree` is attached to it; or a wrapper of such a model.
             temperature: divisor of the logits.
             entropy: also entropies.
-            top_k: also so many most likely tokens.
+            top_k: also so many most likely tokens; or int64 [N, T, k]: these.
 
         Raises:
             EngineStateError: see `inputs`.
