@@ -238,8 +238,7 @@ class CoordinatorAdvanced(Options):
     """Seconds without a ready rank after which waiting requests fail with `RequestTimeoutError`. Above 0."""
 
     max_open_mb: int = 1024
-    """Maximum memory of one client's open groups, in MiB: prompts, parameters, known tokens. At least 1. All clients
-    together may hold four times as much."""
+    """Maximum memory of one client's open groups, in MiB: prompts, parameters, known tokens. At least 1."""
 
     _rules: ClassVar[Rules] = {
         AT_LEAST_1: ("progress_interval", "max_open_mb"),

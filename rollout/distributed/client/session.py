@@ -200,7 +200,7 @@ class ClientSession:
         group = OpenGroup(self._next_request_id, packed, params, priority, arrived)
         message = wire.Submit(
             group.request_id, packed, params.n, packed_params(params), params.seed, priority, arrived, timeout_s, interval,
-            min_policy_version=min_policy_version,
+            min_policy_version=min_policy_version, share=params.prefix_share,
         )  # fmt: skip
         if isinstance(prompt, ImagePrompt):
             group.images, group.keyed = prompt.images, prompt.keyed

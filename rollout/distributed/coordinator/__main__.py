@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import sys
 
-from rollout.distributed.coordinator.launch import read_orders, write_answer
 from rollout.distributed.coordinator.process import DataParallelInferenceCoordinator
 from rollout.errors import ConfigError
 from rollout.threads.diagnosis import answer_signal
@@ -21,16 +22,15 @@ def main() -> int:
     """
     answer_signal()
     try:
-        coordinator = DataParallelInferenceCoordinator(*read_orders(sys.stdin.buffer))
-        coordinator.serve(_announce, STDIN)
+        DataParallelInferenceCoordinator(*pickle.load(sys.stdin.buffer)).serve(_announce, STDIN)
     except ConfigError as exc:
-        write_answer(STDOUT, None, str(exc))
+        os.write(STDOUT, json.dumps([None, str(exc)]).encode())
         return 2
     return 0
 
 
 def _announce(address: str) -> None:
-    write_answer(STDOUT, address)
+    os.write(STDOUT, json.dumps([address, None]).encode())
     # The launcher reads stdout until it is closed; later output must not fill a pipe without a reader.
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, STDOUT)

@@ -1,33 +1,30 @@
 """Starts the coordinator in a child process and returns its address and a handle.
 
-    launcher                                        child (`python -m rollout.distributed.coordinator`)
-    stdin   ── length, msgpack of options and keys ──▶   kept open: it closes when the launcher dies
-    stdout  ◀── msgpack of the address, or an error ─    then closed
+    launcher                                   child (`python -m rollout.distributed.coordinator`)
+    stdin   ── pickle of configuration and keys ──▶   kept open: it closes when the launcher dies
+    stdout  ◀── JSON of the address, or an error ─    then closed
 
 Secrets are sent through the pipe only, because other users can read arguments and environment.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-import msgpack
-
-from rollout.config import CoordinatorAdvanced, CoordinatorConfig
+from rollout.config import CoordinatorConfig
 from rollout.distributed.transport.keys import JobKeys
-from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, SerializationError
-from rollout.requests.codec import unpack_msgpack
+from rollout.errors import ConfigError, ConnectionLostError, DeadlineError
 from rollout.threads import forks
 
-LENGTH_BYTES = 8
 STOP_TIMEOUT_S = 10.0
 
 
@@ -106,9 +103,18 @@ def launch_coordinator(
     timer.daemon = True
     timer.start()
     try:
+        orders = memoryview(pickle.dumps((config, keys)))
         with suppress(BrokenPipeError):
-            write_orders(cast(IO[bytes], process.stdin), config, keys)
-        address = read_answer(cast(IO[bytes], process.stdout))
+            while orders:
+                orders = orders[cast(IO[bytes], process.stdin).write(orders) :]
+        answer = cast(IO[bytes], process.stdout).read()
+        if not answer:
+            raise ConnectionLostError(
+                "coordinator: its process ended before it listened; see its error output on stderr"
+            )
+        address, error = json.loads(answer)
+        if error is not None:
+            raise ConfigError(error)
     except BaseException as exc:
         process.kill()
         code = process.wait()
@@ -129,49 +135,3 @@ def _environment() -> dict[str, str]:
     paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return os.environ | single | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def write_orders(pipe: IO[bytes], config: CoordinatorConfig, keys: JobKeys | None) -> None:
-    """Send options and keys to the child; the pipe stays open."""
-    options = {name: value.value if isinstance(value, Enum) else value for name, value in asdict(config).items()}
-    orders = msgpack.packb([options, None if keys is None else keys.serialize()])
-    unsent = memoryview(len(orders).to_bytes(LENGTH_BYTES, "little") + orders)
-    while unsent:
-        unsent = unsent[pipe.write(unsent) :]
-
-
-def read_orders(pipe: IO[bytes]) -> tuple[CoordinatorConfig, JobKeys | None]:
-    """Read options and keys; the inverse of `write_orders`.
-
-    Raises:
-        SerializationError: truncated or malformed: the launcher has died.
-        ConfigError: an option is out of range.
-    """
-    length = int.from_bytes(pipe.read(LENGTH_BYTES), "little")
-    packed = pipe.read(length)
-    if not length or len(packed) != length:
-        raise SerializationError(f"orders of {length} bytes: {len(packed)} came; the launcher has died")
-    options, keys = unpack_msgpack("orders", packed)
-    options["advanced"] = CoordinatorAdvanced(**options["advanced"])
-    return CoordinatorConfig(**options), None if keys is None else JobKeys.deserialize(keys)
-
-
-def write_answer(descriptor: int, address: str | None, error: str | None = None) -> None:
-    """Send the coordinator's address, or an error, to the launcher."""
-    os.write(descriptor, msgpack.packb([address, error]))
-
-
-def read_answer(pipe: IO[bytes]) -> str:
-    """Read the address up to the end of the pipe; the inverse of `write_answer`.
-
-    Raises:
-        ConfigError: the child refused its configuration.
-        ConnectionLostError: the child has died.
-    """
-    packed = pipe.read()
-    if not packed:
-        raise ConnectionLostError("coordinator: its process ended before it listened; see its error output on stderr")
-    address, error = unpack_msgpack("answer", packed)
-    if error is not None:
-        raise ConfigError(error)
-    return str(address)

@@ -4,9 +4,8 @@ core.
 One turn: poll → receive → tokenizer results → timers → send → schedule file.
 
 Always true: a turn blocks only in its poll, until a frame, a text, a signal or a deadline; work and memory of a turn are
-bounded, and libzmq receives fairly from its peers. A peer that does not read is dropped when `MAX_BACKLOG_BYTES` wait for
-it, a killed peer at the next heartbeat to it. A ROUTER gives no reliable event when a full pipe empties, so while frames are
-queued for a peer, and only then, sending is retried every `RETRY_S`.
+bounded, and libzmq receives fairly from its peers. A peer that does not read is dropped when `PIPE_MESSAGES` wait for it,
+a killed peer at the next heartbeat to it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import zmq
 from rollout import state
 from rollout.config import CoordinatorConfig
 from rollout.distributed.coordinator.core.coordinator import CoordinatorCore
-from rollout.distributed.coordinator.outbox import Outgoing
 from rollout.distributed.coordinator.schedule_file import ScheduleFile
 from rollout.distributed.coordinator.tokenizer_threads import TextCodec, TextWorker
 from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, decode, encode
@@ -44,8 +42,8 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.synchronize import Event
 
-PIPE_MESSAGES = 16
-"""Messages that libzmq queues for a peer to send."""
+PIPE_MESSAGES = 1000
+"""Messages that libzmq queues for a peer that does not read, before the peer counts as lost."""
 READ_AHEAD_MESSAGES = 1
 """Complete messages of a peer that libzmq holds until they are read, while it receives another one."""
 GOODBYE_S = 1.0
@@ -107,17 +105,10 @@ def resolved(host: str) -> str:
         ) from exc
 
 
-FRAMES_PER_TURN = 64
-BYTES_PER_TURN = 32 << 20
-"""Maximum input of a turn. It is small, so that ranks and clients get their messages early."""
-TURN_S = 0.02
-"""Time after its first message in which a turn receives further ones. An abort that follows the longest prompt still arrives
-in it, so the prompt is not sent to a rank."""
+TURN_S = 0.005
+"""Time in which a turn receives messages. It is short, so that ranks and clients get theirs early."""
 MAX_FRAMES_PER_MESSAGE = 512
-MAX_BYTES_TOGETHER = 2 << 20
-"""Maximum size of a message's frames besides the longest. A larger message is rejected without decoding, because libzmq is
-fair per message."""
-RETRY_S = 0.02
+"""A longer message is rejected without decoding, because libzmq is fair per message."""
 LONGEST_WAIT_S = 60.0
 
 
@@ -162,7 +153,6 @@ class DataParallelInferenceCoordinator:
         self._schedule: ScheduleFile | None = None
         self._gatekeeper: Gatekeeper | None = None
         self._router: Socket
-        self._outgoing: Outgoing
         self._thread: threading.Thread | None = None
         watch(self)
 
@@ -204,8 +194,6 @@ class DataParallelInferenceCoordinator:
             self._poll.register(self._gatekeeper.socket.fileno(), select.POLLIN)
         self._router = router_socket(self._context, config, self._keys, ":" in self._interface)
         self._poll.register(self._router.fileno(), select.POLLIN)
-        # copy=False: libzmq reads frames of more than 64 KiB where they are.
-        self._outgoing = Outgoing(lambda parts: self._router.send_multipart(parts, zmq.NOBLOCK, copy=False))
         return listen(self._router, self._interface, config)
 
     def close(self) -> None:
@@ -221,7 +209,10 @@ class DataParallelInferenceCoordinator:
     def _loop(self) -> None:
         while not self._over():
             self._turn()
-        self._say_goodbye()
+        now = time.monotonic()
+        if not self._core.finished:
+            self._core.shutdown(self._stop_reason or "the process that started the coordinator has ended", now)
+        self._send(now)
 
     def _over(self) -> bool:
         deserted = self._orphaned and not self._core.peers.clients
@@ -260,8 +251,6 @@ class DataParallelInferenceCoordinator:
 
     def _wait(self) -> None:
         seconds = min(self._core.next_deadline() - time.monotonic(), LONGEST_WAIT_S)
-        if self._outgoing.waiting:
-            seconds = min(seconds, RETRY_S)
         # The descriptors are edge-triggered: pending input must be queried.
         if _has_input(self._router) or (self._gatekeeper is not None and _has_input(self._gatekeeper.socket)):
             seconds = 0.0
@@ -274,27 +263,18 @@ class DataParallelInferenceCoordinator:
                 self._orphaned = True
 
     def _receive(self, now: float) -> None:
-        room, frames_left = BYTES_PER_TURN, FRAMES_PER_TURN
-        end = math.inf
-        while frames_left > 0 and room > 0 and time.monotonic() < end:
+        end = time.monotonic() + TURN_S
+        while time.monotonic() < end:
             try:
                 address, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            frames_left -= max(1, len(frames))
-            room -= self._take_message(address.bytes, frames, now)
-            end = min(end, time.monotonic() + TURN_S)
-
-    def _take_message(self, peer: bytes, frames: Sequence[zmq.Frame], now: float) -> int:
-        sizes = [len(frame) for frame in frames]
-        if len(frames) > MAX_FRAMES_PER_MESSAGE or sum(sizes) - max(sizes, default=0) > MAX_BYTES_TOGETHER:
-            text = f"message of {len(frames)} frames and {sum(sizes)} bytes: at most {MAX_FRAMES_PER_MESSAGE} are taken"
-            text += f", with at most {MAX_BYTES_TOGETHER} bytes besides the longest; send several messages"
-            self._core.peers.refuse(peer, "malformed", text)
-        else:
+            if len(frames) > MAX_FRAMES_PER_MESSAGE:
+                text = f"message of {len(frames)} frames: at most {MAX_FRAMES_PER_MESSAGE} are taken; send several messages"
+                self._core.peers.refuse(address.bytes, "malformed", text)
+                continue
             for frame in frames:
-                self._take(peer, frame.buffer, now)
-        return sum(sizes)
+                self._take(address.bytes, frame.buffer, now)
 
     def _take(self, peer: bytes, frame: memoryview, now: float) -> None:
         try:
@@ -305,29 +285,33 @@ class DataParallelInferenceCoordinator:
             self._core.receive(peer, sequence, message, now)
 
     def _send(self, now: float) -> None:
-        while True:
-            for peer, sequence, message in self._core.take_outbox():
+        # The samples of a peer that is lost here are queued again or cancelled, which makes further messages.
+        while taken := self._core.take_outbox():
+            frames: dict[bytes, list[bytes]] = {}
+            for peer, sequence, message in taken:
                 frame = encode(sequence, message)
                 if len(frame) > MAX_FRAME_BYTES:
                     self._core.too_long(peer, message, len(frame), now)
                     frame = encode(sequence, Heartbeat())
-                self._outgoing.put(peer, frame)
-            # Their samples are requeued or cancelled, which may queue further messages.
-            for peer, why in self._outgoing.flush():
-                self._core.unreachable(peer, why, now)
-            if not self._core.peers.has_more_to_say:
-                return
+                frames.setdefault(peer, []).append(frame)
+            for peer, together in frames.items():
+                if why := self._send_to(peer, together):
+                    self._core.unreachable(peer, why, now)
 
-    def _say_goodbye(self) -> None:
-        now = time.monotonic()
-        if not self._core.finished:
-            self._core.shutdown(self._stop_reason or "the process that started the coordinator has ended", now)
-        self._send(now)
-        progress = select.poll()
-        progress.register(self._router.fileno(), select.POLLIN)
-        while self._outgoing.waiting and time.monotonic() < now + GOODBYE_S:
-            progress.poll(RETRY_S * 1000)
-            self._send(now)
+    def _send_to(self, peer: bytes, frames: list[bytes]) -> str | None:
+        """Send frames in few messages; returns why the peer is lost, or None."""
+        try:
+            for first in range(0, len(frames), MAX_FRAMES_PER_MESSAGE):
+                # copy=False: libzmq reads frames of more than 64 KiB where they are.
+                message = [peer, *frames[first : first + MAX_FRAMES_PER_MESSAGE]]
+                self._router.send_multipart(message, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return f"it does not read: {PIPE_MESSAGES} messages wait for it"
+        except zmq.ZMQError as exc:
+            if exc.errno != zmq.EHOSTUNREACH:
+                raise
+            return "its connection is gone"
+        return None
 
     # --- its thread or process -------------------------------------------------------------------------------------------
 

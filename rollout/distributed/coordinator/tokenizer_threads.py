@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from rollout.distributed.coordinator.core.requests import TextJob
 
 _log = logging.getLogger(__name__)
-LONG_TEXT = 100_000
-"""Characters above which a text counts as long: about a tenth of a second of work."""
 
 
 TextResult = Sequence[int] | Exception | list[str | None]
@@ -91,7 +89,7 @@ def _read_tokenizer(source: str | None) -> Tokenizer:
 
 
 class TextWorker:
-    """Runs `TextJob`s in threads, those that are quick apart from long texts, so that they do not wait for these.
+    """Runs `TextJob`s in two threads, so that others do not wait for a long text.
 
     Args:
         wake: called on a thread when a result is ready.
@@ -101,13 +99,11 @@ class TextWorker:
         self._codec = codec
         self._wake = wake
         self._results: deque[tuple[int, TextResult]] = deque()
-        self._quick = ThreadPoolExecutor(1, "coordinator-texts")
-        self._long = ThreadPoolExecutor(1, "coordinator-long-texts")
+        self._threads = ThreadPoolExecutor(2, "coordinator-texts")
 
     def put(self, job: TextJob) -> None:
-        """Queue a job; the first one of its kind starts the thread."""
-        long = job.text is not None and len(job.text) >= LONG_TEXT
-        (self._long if long else self._quick).submit(self._work, job)
+        """Queue a job."""
+        self._threads.submit(self._work, job)
 
     def take_results(self) -> list[tuple[int, TextResult]]:
         """Return (job id, result) of the jobs that were done since the last call."""
@@ -115,8 +111,7 @@ class TextWorker:
 
     def close(self) -> None:
         """Start no further jobs."""
-        for threads in (self._quick, self._long):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _work(self, job: TextJob) -> None:
         result: TextResult

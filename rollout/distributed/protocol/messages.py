@@ -45,6 +45,8 @@ class Submit(Message):
     """Samples to compute if the others have finished. Empty: all."""
     min_policy_version: wire.Count = 0
     """Lowest policy version that an engine must have to compute it: the version of the client's weights."""
+    share: wire.OptionalText = None
+    """Prefix cache in which its blocks are found, as `SamplingParams.prefix_share`."""
     images: wire.Blob = b""
     """msgpack of the tensors of its images by name; empty: a prompt of text."""
     keyed: wire.Tokens = b""
@@ -139,7 +141,7 @@ class Decline(Message):
     text: wire.Text
 
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 # --- session ----------------------------------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ class Refused(Message):
     """Rejection of a frame. The sender's other requests are unaffected unless `over`."""
 
     code: wire.Name
-    """`malformed` or `not_yours`. With `over`: one of `TRY_AGAIN`, or final: `malformed`, `version`, `full`,
+    """`malformed` or `not_yours`. With `over`: one of `TRY_AGAIN`, or final: `malformed`, `version`, `too_long`,
     `stopping`, `replaced` (another process registered under the same name)."""
     text: wire.Text
     over: wire.Flag

@@ -24,8 +24,6 @@ class Link:
     dealer: Dealer
     session: RankSession
     inbox: deque[wire.Message | ConnectionLostError] = field(default_factory=deque)
-    cancelled: set[int] = field(default_factory=set)
-    """Attempts whose `Cancel` is in the inbox."""
     cut: bool = False
     """Whether the session is ending: nothing is sent, and incoming messages are dropped."""
     error: Exception | None = None
@@ -44,8 +42,6 @@ class Link:
     def put(self, item: wire.Message | ConnectionLostError) -> None:
         """Queue a message, or the loss of the connection."""
         self.cut = self.cut or isinstance(item, ConnectionLostError)
-        if isinstance(item, wire.Cancel):
-            self.cancelled.add(item.attempt)
         self.inbox.append(item)
 
     def apply(self, foreign: list[DynamicInferenceRequestRecord]) -> None:
@@ -63,19 +59,11 @@ class Link:
             taken_in += len(item.indices) if isinstance(item, wire.Assign) else 0
             if isinstance(item, ConnectionLostError):
                 raise item
+            if isinstance(item, wire.Refused) and not self.cut:
+                raise ConnectionLostError(
+                    f"{self.address}: the coordinator could not take a frame of worker {self.name!r} ({item.code}): "
+                    f"{item.text}; this is a bug or a mix of versions",
+                    final=True,
+                )
             if not self.cut:
-                foreign += self._receive(item)
-
-    def _receive(self, message: wire.Message) -> list[DynamicInferenceRequestRecord]:
-        if isinstance(message, wire.Refused):
-            raise ConnectionLostError(
-                f"{self.address}: the coordinator could not take a frame of worker {self.name!r} ({message.code}): "
-                f"{message.text}; this is a bug or a mix of versions",
-                final=True,
-            )
-        if isinstance(message, wire.Assign) and message.attempt in self.cancelled:
-            self.session.forgo(message)
-            return []
-        if isinstance(message, wire.Cancel):
-            self.cancelled.discard(message.attempt)
-        return self.session.receive(message)
+                foreign += self.session.receive(item)

@@ -102,10 +102,6 @@ class RankSession:
             return self._enter(message)
         return []
 
-    def forgo(self, message: wire.Assign) -> None:
-        """Handle an assignment that is already cancelled: end the attempts it supersedes and start nothing."""
-        self._supersede(message)
-
     def _assign(self, message: wire.Assign) -> None:
         wanted = self._supersede(message)
         if not wanted:

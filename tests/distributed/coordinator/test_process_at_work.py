@@ -12,12 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 
 from rollout.config import CoordinatorConfig
-from rollout.distributed.coordinator import outbox
 from rollout.distributed.coordinator.core.dispatch import ScheduleRecord
-from rollout.distributed.coordinator.outbox import MAX_BYTES_PER_MESSAGE, MAX_FRAMES_PER_MESSAGE, Outgoing
 from rollout.distributed.coordinator.process import DataParallelInferenceCoordinator
 from rollout.distributed.coordinator.schedule_file import ScheduleFile
 from rollout.distributed.coordinator.tokenizer_threads import TextCodec
@@ -159,84 +156,6 @@ def test_a_schedule_that_cannot_be_written_is_refused_before_anything_is_served(
     with pytest.raises(ConfigError, match="schedule_output_path"):
         coordinator.start()
     coordinator.close()
-
-
-# --- outgoing frames ----------------------------------------------------------------------------------------------------
-
-
-class Pipes:
-    """A ROUTER whose pipes hold what `room` says; no room is None for a peer that is gone."""
-
-    def __init__(self) -> None:
-        self.room: dict[bytes, int | None] = {}
-        self.sent: list[list[bytes]] = []
-
-    def __call__(self, parts: list[bytes]) -> None:
-        room = self.room.setdefault(parts[0], 1000)
-        if room is None:
-            raise zmq.ZMQError(zmq.EHOSTUNREACH)
-        if room == 0:
-            raise zmq.Again
-        self.room[parts[0]] = room - 1
-        self.sent.append(parts)
-
-    def frames(self, peer: bytes) -> list[bytes]:
-        return [frame for parts in self.sent if parts[0] == peer for frame in parts[1:]]
-
-
-def test_frames_of_a_turn_travel_together_in_order_and_messages_are_bounded():
-    pipes = Pipes()
-    outgoing = Outgoing(pipes)
-    small = [b"%d" % i for i in range(MAX_FRAMES_PER_MESSAGE + 10)]
-    large = [bytes([i]) * MAX_BYTES_PER_MESSAGE for i in range(3)]
-    for frame in small + large:
-        outgoing.put(b"a", frame)
-    outgoing.put(b"b", b"other")
-    assert outgoing.flush() == []
-    assert pipes.frames(b"a") == small + large
-    assert pipes.frames(b"b") == [b"other"]
-    assert [len(parts) - 1 for parts in pipes.sent] == [MAX_FRAMES_PER_MESSAGE, 10, 1, 1, 1, 1]
-    assert not outgoing.waiting
-
-
-def test_a_full_pipe_keeps_the_order_and_holds_up_nobody_else():
-    pipes = Pipes()
-    outgoing = Outgoing(pipes)
-    pipes.room[b"slow"] = 0
-    for i in range(5):
-        outgoing.put(b"slow", b"%d" % i)
-        outgoing.put(b"quick", b"%d" % i)
-        assert outgoing.flush() == []
-    assert outgoing.waiting
-    assert len(pipes.frames(b"quick")) == 5
-    pipes.room[b"slow"] = 1
-    assert outgoing.flush() == []
-    assert pipes.frames(b"slow") == [b"0", b"1", b"2", b"3", b"4"]
-
-
-def test_a_peer_that_does_not_read_is_given_up_once_and_costs_nothing_more(monkeypatch):
-    monkeypatch.setattr(outbox, "MAX_BACKLOG_BYTES", 10_000)
-    pipes = Pipes()
-    outgoing = Outgoing(pipes)
-    pipes.room[b"deaf"] = 0
-    lost = []
-    for _ in range(10_000):
-        outgoing.put(b"deaf", b"x" * 100)
-        lost += outgoing.flush()
-    assert [peer for peer, _ in lost] == [b"deaf"]
-    assert "does not read" in lost[0][1]
-    assert not outgoing._queues or outgoing._sizes[b"deaf"] < 10_000
-
-
-def test_a_peer_that_is_gone_is_told_of_and_what_waited_for_it_is_dropped():
-    pipes = Pipes()
-    outgoing = Outgoing(pipes)
-    pipes.room[b"gone"] = None
-    outgoing.put(b"gone", b"x")
-    outgoing.put(b"here", b"x")
-    assert outgoing.flush() == [(b"gone", "its connection is gone")]
-    assert not outgoing.waiting
-    assert pipes.frames(b"here") == [b"x"]
 
 
 # --- methods for people -------------------------------------------------------------------------------------------------

@@ -183,24 +183,6 @@ def test_many_new_samples_leave_the_engine_to_itself_in_between(monkeypatch: pyt
         assert max(taken) == 4
 
 
-def test_what_is_cancelled_before_it_is_taken_in_never_begins() -> None:
-    with serving(run=False) as (coordinator, worker):
-        with worker.engine.locked():
-            coordinator.tell(
-                assign(token_ids(5), greedily(3), attempt=1, request_id=1),
-                assign(token_ids(6), greedily(3, n=100), attempt=2, request_id=2),
-                wire.Cancel(2, 2),
-            )
-            wait_until(lambda: worker._link is not None and len(worker._link.inbox) == 3, worker)
-        wait_until(lambda: worker._link is not None and not worker._link.inbox and worker.engine.has_unfinished, worker)
-        assert worker.engine.parts.intake.next_request_id == 1, "the second one was never given to the engine"
-        while worker.step():
-            pass
-        assert [stretch.request_id for stretch in coordinator.hear_stretches(1)] == [1]
-        assert worker._link is not None
-        assert not worker._link.cancelled
-
-
 def test_others_use_the_same_engine_and_find_their_results() -> None:
     with serving() as (coordinator, worker):
         mine = worker.engine.add_request(token_ids(5), greedily(4))

@@ -10,17 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rollout.distributed.coordinator.core.heap import LazyHeap
 from rollout.distributed.coordinator.core.peers import Peers, shortened
 from rollout.distributed.coordinator.core.requests import MAX_NAMES, NO_BARRIER, ClientPeer, RankPeer
 from rollout.distributed.protocol.fields import GIVEN_UP, SET_VERSION, UPKEEP
 from rollout.distributed.protocol.messages import Barrier, BarrierDone, Command, CommandAck, Control, ControlDone
 from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState
-
-MAX_CALLS = 64
-"""Maximum open calls per client."""
-MAX_TIMEOUT_S = 30 * 86400.0
-"""Maximum deadline of a call, 30 days."""
 
 
 @dataclass(eq=False)
@@ -53,7 +47,6 @@ class ControlPlane:
         self.policy_version = 0
         self._peers = peers
         self._calls: dict[int, Call] = {}
-        self._deadlines = LazyHeap[int](lambda command_id: command_id in self._calls)
         self._next_command = 0
 
     @property
@@ -65,7 +58,7 @@ class ControlPlane:
 
     def call(self, client: ClientPeer, message: Control, now: float) -> None:
         """Relay a control call to every engine, or reject it."""
-        refusal = self._too_much(client, message) or self._move(message)
+        refusal = self._move(message)
         if refusal is not None:
             self._peers.say(client, ControlDone(message.call_id, "ControlError", shortened(refusal)))
             return
@@ -80,17 +73,9 @@ class ControlPlane:
             message.timeout_s,
             {rank.identity: rank.name for rank in ranks},
         )
-        self._deadlines.put(now + message.timeout_s, command_id)
         for rank in ranks:
             self._peers.say(rank, Command(command_id, message.signal, message.argument))
         self._settle(command_id)
-
-    def _too_much(self, client: ClientPeer, message: Control) -> str | None:
-        if message.timeout_s > MAX_TIMEOUT_S:
-            return f"{message.signal}(timeout_s={message.timeout_s}): at most {MAX_TIMEOUT_S:.0f}, 30 days"
-        if sum(call.client == client.identity for call in self._calls.values()) >= MAX_CALLS:
-            return f"{message.signal}: {MAX_CALLS} calls of this client are open; wait for some, or set a shorter timeout_s"
-        return None
 
     def _move(self, message: Control) -> str | None:
         if message.signal == SET_VERSION:
@@ -136,13 +121,11 @@ class ControlPlane:
 
     def next_deadline(self) -> float:
         """Earliest deadline of a pending call, or infinity."""
-        due = self._deadlines.head_key()
-        return float("inf") if due is None else float(due)
+        return min((call.deadline for call in self._calls.values()), default=float("inf"))
 
     def expire(self, now: float) -> None:
         """Fail calls past their deadline, naming the engines that have not answered."""
-        while (command_id := self._deadlines.head()) is not None and self._calls[command_id].deadline <= now:
-            call = self._calls[command_id]
+        for command_id, call in [each for each in self._calls.items() if each[1].deadline <= now]:
             late = sorted(call.awaited.values())
             text = f"{call.signal}: {_some_of(late)} did not answer within {call.timeout_s} s"
             text += f"; {_failed(call)}" if call.failures else "; all others have"
@@ -179,8 +162,6 @@ class Barriers:
         self._departed: set[int] = set()
         self._awaited_until: dict[int, float] = {}
         """End of the grace period of members whose session was lost."""
-        self._words: dict[bytes, Barrier] = {}
-        """Last `Barrier` message of each member."""
         self.passed = NO_BARRIER
         """Highest barrier at which every member has arrived."""
 
@@ -193,7 +174,6 @@ class Barriers:
     def left(self, client: ClientPeer, awaited_until: float) -> None:
         """Mark a member as disconnected; the others wait for it until `awaited_until`."""
         self._awaited_until[_place(client)] = awaited_until
-        self._words.pop(client.identity, None)
 
     def expire(self, now: float) -> None:
         """Remove members whose grace period has passed."""
@@ -210,8 +190,7 @@ class Barriers:
         client.barrier = max(client.barrier, message.index)
         # A repeated arrival means that the reply was lost with an earlier session.
         client.answered = min(client.answered, message.index - 1)
-        if client.member is not None:
-            self._words[client.identity] = message
+        client.word = message
         self._settle()
 
     def missing(self) -> list[str]:
@@ -242,7 +221,7 @@ class Barriers:
     def _differences(self, index: int) -> str:
         said: dict[str, list[str]] = defaultdict(list)
         for member in sorted(self._members(), key=lambda member: member.name):
-            word = self._words.get(member.identity)
+            word = member.word
             if word is not None and word.index == index and word.what != GIVEN_UP:
                 said[f"{word.what or 'a barrier'} at policy version {word.policy_version}"].append(member.name)
         if len(said) < 2:

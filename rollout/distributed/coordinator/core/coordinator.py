@@ -150,9 +150,15 @@ class CoordinatorCore:
         self._shut_down = True
 
     def too_long(self, identity: bytes, message: wire.Message, size: int, now: float) -> None:
-        """Fail the requests of a message that exceeds the frame size and was not sent."""
+        """Fail the request of an assignment that exceeds the frame size and was not sent. Other messages end the session."""
         self._now = now
-        self.requests.too_long(self.peers.get(identity), message, size)
+        peer = self.peers.get(identity)
+        why = f"a {type(message).__name__} takes {size} bytes, more than a frame may have; split the request"
+        if isinstance(peer, RankPeer) and isinstance(message, wire.Assign):
+            if (assignment := peer.assignments.get(message.attempt)) is not None:
+                self.requests.fail(assignment.request, "InvalidRequestError", why)
+        elif peer is not None:
+            self.sessions.end(peer, "too_long", why, now)
         self._go_on()
 
     def unreachable(self, identity: bytes, why: str, now: float) -> None:
@@ -231,7 +237,7 @@ class CoordinatorCore:
                     "ready": rank.ready,
                     "resting": rank.resting,
                     "max_requests": rank.max_requests,
-                    "assigned_samples": self.dispatcher.router.pending(rank.name),
+                    "assigned_samples": sum(len(each.samples) for each in rank.assignments.values()),
                     "running": rank.running,
                     "waiting": rank.waiting,
                     "tokens": rank.tokens,

@@ -1,9 +1,9 @@
 """Assignment of queued samples to ranks: queue order, routing, and return to the queue when a rank is lost. No I/O, no
 clock.
 
-Always true: an open sample is queued or in exactly one assignment. The router's pending count of a rank equals the
-number of open samples assigned to it; an attempt number is used once. No rank receives a request that needs newer
-weights than it has. While a member catches up with the others, no rank with newer weights computes its requests.
+Always true: an open sample is queued or in exactly one assignment. An attempt number is used once. No rank receives a
+request that needs newer weights than it has. While a member catches up with the others, no rank with newer weights computes
+its requests.
 
 Ranks update their weights and enter `generate` one after the other. An assignment that its rank cannot compute yet is
 held for it. After a grace period the core declares the rank *away*, and such assignments move to ranks with room.
@@ -21,15 +21,10 @@ from rollout.distributed.coordinator.core.peers import Peers
 from rollout.distributed.coordinator.core.requests import Assignment, OpenRequest, RankPeer
 from rollout.distributed.coordinator.core.routing import Placement, Router
 from rollout.distributed.protocol.messages import Assign, Cancel
-from rollout.errors import SerializationError
 from rollout.requests.block_hash import compute_block_hashes_batched
-from rollout.requests.codec import unpack_msgpack
 from rollout.requests.delta import TOKEN_BYTES
-from rollout.sampling_params import prefix_share
 from rollout.state import EngineState, PrefixCachingCoordinatorPolicy
 
-MAX_PARAMS_READ = 1 << 16
-"""Bytes of sampling parameters that the coordinator reads, to route a request by its share of the prefix cache."""
 MAX_BLOCKS = 1 << 13
 """Maximum blocks of a prompt that are hashed: further blocks hardly affect routing, and hashes cost memory."""
 MAX_HASHES = 1 << 16
@@ -257,7 +252,7 @@ class Dispatcher:
                 return []
             most = MAX_BLOCKS * self._block_size * TOKEN_BYTES
             prompt = np.frombuffer((request.keyed or cast(bytes, request.prompt))[:most], "<i4")
-            request.hashes = compute_block_hashes_batched(prompt, self._block_size, share_of(request.params))
+            request.hashes = compute_block_hashes_batched(prompt, self._block_size, request.share)
         return request.hashes
 
     def _place(self, request: OpenRequest, placement: Placement, samples: list[int]) -> None:
@@ -314,16 +309,3 @@ def _unpacked(packed: bytes) -> list[int]:
     count = min(len(packed) // HASH_BYTES, MAX_HASHES)
     hashes: list[int] = np.frombuffer(packed, "<i8", count).tolist()
     return hashes
-
-
-def share_of(params: bytes) -> str | None:
-    """`prefix_share` of packed sampling parameters, for routing; None if they are absent or malformed or very large."""
-    # Most requests have none of these, so only the others are unpacked.
-    if (b"cache_salt\xc0" in params and b"adapter\xc0" in params) or len(params) > MAX_PARAMS_READ:
-        return None
-    try:
-        plain = unpack_msgpack("params", params)
-        salt, adapter = plain.get("cache_salt"), plain.get("adapter")
-    except (SerializationError, AttributeError):
-        return None
-    return prefix_share(salt if isinstance(salt, str) else None, adapter if isinstance(adapter, str) else None)

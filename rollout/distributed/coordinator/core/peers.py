@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from rollout.distributed.coordinator.core.requests import ClientPeer, Peer, RankPeer
 from rollout.distributed.protocol.frames import MAX_STRETCHES
-from rollout.distributed.protocol.messages import Assign, Cancel, Heartbeat, Message, Refused, Stretch, Update
+from rollout.distributed.protocol.messages import Message, Refused, Stretch, Update
 
 UPDATE_BYTES = 4 << 20
 """Size after which no further stretch is added to an `Update`, which must fit into a frame."""
@@ -31,8 +31,6 @@ class Peers:
         self._outbox: list[tuple[bytes, int, Message]] = []
         self._with_stretches: dict[bytes, ClientPeer] = {}
         self._said_to: list[Peer] = []
-        self._cancelled: set[int] = set()
-        """Attempts that were cancelled since the last `take_outbox`."""
 
     def __len__(self) -> int:
         return len(self.clients) + len(self.ranks)
@@ -77,15 +75,8 @@ class Peers:
         client.stretch_bytes += size
         self._with_stretches[client.identity] = client
 
-    @property
-    def has_more_to_say(self) -> bool:
-        return bool(self._outbox or self._with_stretches)
-
     def take_outbox(self, now: float) -> list[tuple[bytes, int, Message]]:
-        """Return (identity, sequence, message) of all messages queued since the last call.
-
-        A cancelled assignment is replaced by a heartbeat with its number: its prompt may be megabytes long.
-        """
+        """Return (identity, sequence, message) of all messages queued since the last call."""
         for client in self._with_stretches.values():
             self._flush(client)
         self._with_stretches.clear()
@@ -93,11 +84,6 @@ class Peers:
             peer.spoken = now
         self._said_to.clear()
         taken, self._outbox = self._outbox, []
-        if self._cancelled:
-            for position, (identity, sequence, message) in enumerate(taken):
-                if isinstance(message, Assign) and message.attempt in self._cancelled:
-                    taken[position] = (identity, sequence, Heartbeat())
-            self._cancelled.clear()
         return taken
 
     def _flush(self, client: ClientPeer) -> None:
@@ -106,8 +92,6 @@ class Peers:
 
     def _put(self, peer: Peer, message: Message) -> None:
         self._said_to.append(peer)
-        if type(message) is Cancel:
-            self._cancelled.add(message.attempt)
         self._outbox.append((peer.identity, peer.frames.next(), message))
 
 

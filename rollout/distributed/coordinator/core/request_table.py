@@ -2,8 +2,7 @@
 
 Always true: an accepted request ends once, with an outcome for each of its samples or with one error that names it. Memory
 is charged to its client before it is used, and credited when it is freed or the tokenizer has answered; a client holds at
-most `max_open_mb`, all clients `CLIENTS_TOGETHER` times as much. Tokens computed by ranks are charged and always accepted,
-but they reduce the budget for new requests.
+most `max_open_mb`. Tokens computed by ranks are charged and always accepted, but they reduce the budget for new requests.
 """
 
 from __future__ import annotations
@@ -25,25 +24,17 @@ from rollout.distributed.coordinator.core.requests import (
     Assignment,
     ClientPeer,
     OpenRequest,
-    Peer,
-    RankPeer,
     TextJob,
 )
-from rollout.distributed.protocol.frames import MAX_REQUEST_BYTES
-from rollout.distributed.protocol.messages import Accepted, Assign, Message, RequestFailed, Stretch, Submit, Update
+from rollout.distributed.protocol.messages import Accepted, RequestFailed, Stretch, Submit
 from rollout.distributed.protocol.stretch import PartialGroup
 from rollout.errors import SerializationError
 from rollout.requests.block_hash import stream_key
-from rollout.requests.delta import TOKEN_BYTES
 
-CLIENTS_TOGETHER = 4
-"""All clients together may hold this many times the limit of one client."""
 REQUEST_BYTES = 4096
 """Charged per request, for the request itself."""
 SAMPLE_BYTES = 128
 """Charged per sample and per row of known tokens."""
-TOKENIZER_BYTES = 128
-"""Memory per character during tokenisation; measured: at most 140, if every character is a token."""
 
 
 def prompt_bytes(message: Submit) -> int:
@@ -65,8 +56,6 @@ class RequestTable:
     """Table of the open requests; each is also in its client's `requests`."""
 
     def __init__(self, config: CoordinatorConfig, peers: Peers, dispatcher: Dispatcher) -> None:
-        self.total_bytes = 0
-        """Bytes charged to all clients."""
         self.texts: dict[int, tuple[OpenRequest, Stretch | None, int]] = {}
         """Jobs at the tokenizer by id: the request, the stretch to forward with the texts, and the bytes charged."""
         self._new_jobs: list[TextJob] = []
@@ -123,6 +112,7 @@ class RequestTable:
             message.request_id,
             message.n,
             message.params,
+            message.share,
             stream_key(self._config.seed, number) if seed is None else seed,
             message.priority,
             0.0 if message.arrival_time is None else message.arrival_time,
@@ -148,50 +138,32 @@ class RequestTable:
         if message.wanted and max(message.wanted) >= message.n:
             why = f"wanted={reprlib.repr(message.wanted)}: must be samples below n={message.n}"
             return "InvalidRequestError", why
-        known = sum(row.buffer_bytes for row in message.known)
-        size = len(prompt) + len(message.images) + len(message.keyed) + len(message.params) + known
-        if size > MAX_REQUEST_BYTES:
+        if isinstance(prompt, str) and self._config.tokenizer is None:
             return (
                 "InvalidRequestError",
-                f"{size} bytes of prompt, images, parameters and known tokens: at most {MAX_REQUEST_BYTES} are taken",
+                "its prompt is text and the coordinator has no tokenizer (one in Python does not reach so far): send "
+                "token ids, or set CoordinatorConfig.tokenizer to the path of a tokenizer.json, which "
+                "save_pretrained() writes",
             )
-        if isinstance(prompt, str):
-            if self._config.tokenizer is None:
-                return (
-                    "InvalidRequestError",
-                    "its prompt is text and the coordinator has no tokenizer (one in Python does not reach so far): send "
-                    "token ids, or set CoordinatorConfig.tokenizer to the path of a tokenizer.json, which "
-                    "save_pretrained() writes",
-                )
-            most = (limit << 20) // TOKENIZER_BYTES
-            if len(prompt) > most:
-                return (
-                    "InvalidRequestError",
-                    f"its prompt is {len(prompt)} characters: at most {most} become tokens here (max_open_mb={limit}, "
-                    f"{TOKENIZER_BYTES} bytes each); send token ids",
-                )
         size = prompt_bytes(message) + cost_besides_prompt(message)
-        if client.open_bytes + size > limit << 20:
-            whose, most_open = "this client's open requests", f"max_open_mb={limit}"
-        elif self.total_bytes + size > CLIENTS_TOGETHER * limit << 20:
-            whose, most_open = "the open requests of all clients", f"{CLIENTS_TOGETHER} times max_open_mb={limit}"
-        else:
+        if client.open_bytes + size <= limit << 20:
             return None
-        return "QueueFullError", f"{whose} would take more than {most_open} with {size} bytes more; wait for some"
+        why = f"this client's open requests would take more than max_open_mb={limit} with {size} bytes more; wait for some"
+        return "QueueFullError", why
 
     # --- texts ------------------------------------------------------------------------------------------------------
 
     def _start(self, job: TextJob, request: OpenRequest, stretch: Stretch | None, size: int) -> None:
         self._next_job += 1
         self.texts[job.job_id] = request, stretch, size
-        self._charge_client(request.client, size)
+        request.client.open_bytes += size
         request.text_jobs[job.job_id] = job
         self._new_jobs.append(job)
 
     def _done(self, job_id: int) -> tuple[OpenRequest | None, Stretch | None]:
         """Remove an answered job; returns its request and stretch, or (None, None) if the request has ended."""
         request, stretch, size = self.texts.pop(job_id)
-        self._charge_client(request.client, -size)
+        request.client.open_bytes -= size
         request.text_jobs.pop(job_id, None)
         return (None, None) if request.closed else (request, stretch)
 
@@ -209,10 +181,6 @@ class RequestTable:
             self.fail(request, "InvalidRequestError", f"its prompt cannot be tokenised: {tokens}")
             return
         prompt = np.asarray(tokens, "<i4").tobytes()
-        if len(prompt) > MAX_REQUEST_BYTES:
-            why = f"its prompt is {len(tokens)} tokens: at most {MAX_REQUEST_BYTES // TOKEN_BYTES} are taken"
-            self.fail(request, "InvalidRequestError", why)
-            return
         self._charge(request, len(prompt))
         request.prompt = prompt
         self._peers.say(request.client, Accepted(request.client_request_id, prompt))
@@ -320,22 +288,6 @@ class RequestTable:
         for request in self:
             self.fail(request, error, why)
 
-    def too_long(self, peer: Peer | None, message: Message, size: int) -> None:
-        """Fail the requests of a message that exceeds the frame size and was not sent."""
-        why = f"a {type(message).__name__} of it takes {size} bytes, more than a frame may have; split the request"
-        if isinstance(peer, RankPeer) and isinstance(message, Assign):
-            assignment = peer.assignments.get(message.attempt)
-            if assignment is not None:
-                self.fail(assignment.request, "InvalidRequestError", why)
-        elif isinstance(peer, ClientPeer) and isinstance(message, Update | Accepted):
-            told = message.stretches if isinstance(message, Update) else [message]
-            for number in dict.fromkeys(each.request_id for each in told):
-                request = peer.requests.get(number)
-                if request is not None:
-                    self.fail(request, "InvalidRequestError", why)
-                else:
-                    self._say_failed(peer, number, "InvalidRequestError", why)
-
     def close(self, request: OpenRequest) -> None:
         """Remove a request and release its memory, without a message to its client."""
         self._dispatcher.cancel(request)
@@ -353,8 +305,4 @@ class RequestTable:
 
     def _charge(self, request: OpenRequest, size: int) -> None:
         request.charged += size
-        self._charge_client(request.client, size)
-
-    def _charge_client(self, client: ClientPeer, size: int) -> None:
-        client.open_bytes += size
-        self.total_bytes += size
+        request.client.open_bytes += size

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rollout.distributed.coordinator.core.routing import Claim
 from rollout.distributed.protocol.frames import Sequencer
-from rollout.distributed.protocol.messages import Stretch
+from rollout.distributed.protocol.messages import Barrier, Stretch
 from rollout.distributed.protocol.stretch import PartialGroup
 from rollout.errors import SerializationError
 from rollout.state import EngineState
@@ -48,6 +48,8 @@ class ClientPeer(Peer):
     """Highest barrier it has arrived at."""
     answered: int = NO_BARRIER
     """Highest barrier that was reported to it as passed."""
+    word: Barrier | None = None
+    """Its last `Barrier` message."""
     last_request_id: int = -1
     open_bytes: int = 0
     """Memory charged for its open requests."""
@@ -119,6 +121,8 @@ class OpenRequest:
     client_request_id: int
     n: int
     params: bytes
+    share: str | None
+    """Prefix cache in which its blocks are found, as `SamplingParams.prefix_share`."""
     seed: int
     priority: int
     arrival_time: float

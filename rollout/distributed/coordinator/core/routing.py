@@ -49,10 +49,9 @@ class _Rank:
     max_requests: int
     limit: int
     """Maximum number of samples assigned at a time: a few more than its slots, so that one is ready when a slot is freed."""
-    pending: int = 0
     load: int = 0
-    """Number of pending samples. In deterministic mode: the samples ever assigned, minus the share that all ranks have in
-    common."""
+    """Number of assigned samples that have not ended. In deterministic mode: the samples ever assigned, minus the share that
+    all ranks have in common."""
     stamp: int = -1
     """Increases with every assignment of the router; -1: it was never assigned anything."""
     expected: dict[int, int] = field(default_factory=dict)
@@ -227,7 +226,6 @@ class Router:
         Returns the claim to pass to `released` when the assignment has ended.
         """
         rank, asked = self._ranks[name], self._asked(hashes)
-        rank.pending += samples
         rank.load += samples
         rank.stamp = self._clock
         self._clock += 1
@@ -240,10 +238,8 @@ class Router:
 
     def ended(self, name: str, samples: int = 1) -> None:
         """Record that samples have ended on, or were withdrawn from, a rank."""
-        rank = self._ranks[name]
-        rank.pending -= samples
         if not self._deterministic:
-            rank.load -= samples
+            self._ranks[name].load -= samples
 
     def released(self, claim: Claim) -> None:
         """Release the claim of an ended assignment: its hashes are no longer expected."""
@@ -277,7 +273,3 @@ class Router:
         if not self._deterministic:
             rank.expected = {}
             rank.listed.clear()
-
-    def pending(self, name: str) -> int:
-        """Number of assigned samples that have not ended."""
-        return self._ranks[name].pending

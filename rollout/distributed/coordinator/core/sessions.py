@@ -19,8 +19,6 @@ from rollout.distributed.protocol.fields import LostFramesError
 from rollout.distributed.protocol.frames import Sequencer
 from rollout.state import CoordinatorState, EngineState
 
-MAX_PEERS = 65536
-"""Maximum number of sessions; further peers are refused."""
 MAX_RANK_LOSSES = 5
 """Number of ranks that may die while computing one request, without a new token in between, before the request fails. The
 request may be the cause."""
@@ -67,8 +65,6 @@ class Sessions:
             self._peers.refuse(identity, "version", text)
         elif self._control.state is CoordinatorState.STOPPING:
             self._peers.refuse(identity, "stopping", "the job is stopping; start another coordinator")
-        elif len(self._peers) >= MAX_PEERS:
-            self._peers.refuse(identity, "full", f"{MAX_PEERS} peers are here; start another coordinator")
         elif isinstance(message, wire.Connect):
             self._greet_client(identity, message, now)
         else:

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from rollout.distributed.coordinator.core import dispatch
-from rollout.distributed.coordinator.core.control import MAX_CALLS
 from rollout.distributed.coordinator.core.peers import MAX_ERROR_CHARACTERS, shortened
-from rollout.distributed.coordinator.core.requests import MAX_SAMPLES
 from rollout.distributed.protocol import messages as wire
-from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, MAX_REQUEST_BYTES, encode
+from rollout.distributed.protocol.frames import MAX_FRAME_BYTES
 from tests.distributed.coordinator.core.routers import held
 from tests.distributed.coordinator.job import Job, int32, stretch
 
@@ -19,7 +17,7 @@ HALF = 600 << 10
 
 
 def charged(job: Job) -> int:
-    return job.core.requests.total_bytes
+    return sum(client.open_bytes for client in job.core.peers.clients.values())
 
 
 def known(size: int) -> wire.Stretch:
@@ -53,18 +51,6 @@ def test_whatever_a_request_brings_is_charged_until_it_ends(heavy, leave):
     client.say(wire.Disconnect() if leave else wire.Abort(0))
     other.say(wire.Abort(0))
     assert charged(job) == 0
-
-
-def test_all_clients_together_have_a_budget_too():
-    job = Job(max_open_mb=1)
-    clients = [job.client(str(number)) for number in range(7)]
-    for client in clients:
-        client.say(wire.Submit(0, bytes(HALF), 1, b""))
-    assert [client.quiet() for client in clients] == [True] * 6 + [False]
-    assert "4 times max_open_mb=1" in clients[-1].failed("QueueFullError").text
-    clients[0].say(wire.Abort(0))
-    clients[-1].say(wire.Submit(1, bytes(HALF), 1, b""))
-    assert clients[-1].quiet()
 
 
 def test_tokens_that_ranks_compute_are_charged_and_never_refused():
@@ -101,29 +87,7 @@ def test_a_text_that_was_aborted_is_charged_until_the_tokenizer_is_through_with_
     assert client.quiet()
 
 
-def test_a_text_that_would_take_more_than_the_budget_as_tokens_is_refused_by_its_characters():
-    job = Job(tokenizer="made up", max_open_mb=1)
-    client = job.client()
-    client.submit("x" * 8193)
-    assert "8193 characters: at most 8192 become tokens here" in client.failed("InvalidRequestError").text
-    client.submit("x" * 8192)
-    assert client.quiet()
-
-
 # --- one frame ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_request_whose_assignment_would_not_fit_into_a_frame_is_refused_at_the_door():
-    """It was taken, and its `Assign` cut one rank after the other off."""
-    job = Job()
-    client, rank = job.client(), job.rank()
-    half = MAX_REQUEST_BYTES // 2
-    client.say(wire.Submit(0, bytes(half), MAX_SAMPLES, bytes(half + 1)))
-    assert f"{MAX_REQUEST_BYTES + 1} bytes of prompt, images, parameters" in client.failed("InvalidRequestError").text
-    rank = job.rank("wide", slots=MAX_SAMPLES)
-    client.say(wire.Submit(1, bytes(half), MAX_SAMPLES, bytes(half)))
-    while not rank.quiet():
-        assert len(encode(2**63 - 1, rank.assigned())) < MAX_FRAME_BYTES
 
 
 def test_an_assignment_that_outgrew_a_frame_fails_its_request_and_no_rank():
@@ -141,22 +105,10 @@ def test_an_assignment_that_outgrew_a_frame_fails_its_request_and_no_rank():
     job.core.too_long(rank.identity, assign, MAX_FRAME_BYTES + 1, job.now)
     job.carry()
     assert client.quiet()
-
-
-def test_an_update_that_outgrew_a_frame_fails_its_requests_by_name():
-    job = Job()
-    client, rank = job.client(), job.rank()
-    client.submit()
-    client.submit()
-    rank.finish(rank.assigned())
-    ended = client.hear(wire.Update)
-    going_on = stretch(rank.assigned(), {0: (0, [1])})
-    going_on.request_id = 1
-    job.core.too_long(client.identity, wire.Update([*ended.stretches, going_on]), 99, job.now)
+    job.core.too_long(client.identity, wire.Update([]), MAX_FRAME_BYTES + 1, job.now)
     job.carry()
-    assert [client.failed("InvalidRequestError").request_id for _ in range(2)] == [0, 1]
-    job.core.too_long(client.identity, wire.Accepted(7, b""), 99, job.now)
-    job.core.too_long(b"nobody", wire.Heartbeat(), 99, job.now)
+    assert client.hear(wire.Refused).code == "too_long"
+    assert client.is_gone()
 
 
 # --- one message --------------------------------------------------------------------------------------------------------
@@ -201,22 +153,6 @@ def test_no_error_repeats_megabytes():
 
 
 # --- control calls ------------------------------------------------------------------------------------------------------
-
-
-def test_a_client_has_only_so_many_calls_open():
-    job = Job()
-    client, other, mute = job.client(), job.client("other"), job.rank()
-    for _ in range(MAX_CALLS):
-        client.call("set_version", 1)
-    assert client.quiet()
-    client.call("set_version", 1)
-    assert f"{MAX_CALLS} calls of this client are open" in client.answered().text
-    other.call("set_version", 1)
-    assert other.quiet()
-    mute.obey()
-    assert client.answered().error is None
-    client.call("set_version", 1)
-    assert client.quiet()
 
 
 def test_calls_of_a_caller_that_has_left_are_forgotten_but_for_a_stop():

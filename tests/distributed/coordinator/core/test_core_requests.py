@@ -29,11 +29,11 @@ def test_a_request_goes_to_a_rank_and_its_results_to_its_client_under_its_own_nu
         int32(8, 9, 9),
         [None, b"ended"],
     )
-    assert job.core.dispatcher.router.pending("rank") == 2
+    assert job.core.status()["ranks"][0]["assigned_samples"] == 2
     rank.progress(stretch(assign, {0: (1, [8])}, ended=[0]))
     (row,) = client.stretches()
     assert (row.starts, row.columns["outcome"]) == ([1], [b"ended"])
-    assert job.core.dispatcher.router.pending("rank") == 1
+    assert job.core.status()["ranks"][0]["assigned_samples"] == 1
     assert not job.core.peers.clients[client.identity].requests
     assert other.quiet()
 

@@ -24,19 +24,6 @@ def test_what_is_said_after_tokens_arrives_after_them():
     client.failed("RequestAbortedError")
 
 
-def test_an_assignment_cancelled_in_the_turn_of_its_submission_never_leaves():
-    """A client that aborted each of its 32 MB prompts had every one of them sent to a rank, before everybody else's."""
-    job = Job()
-    client, rank = job.client(), job.rank()
-    with job.one_turn():
-        client.submit(range(1000))
-        client.say(wire.Abort(0))
-        client.submit((1, 2))
-    rank.hear(wire.Cancel)
-    assert rank.assigned().prompt == int32(1, 2)
-    client.failed("RequestAbortedError")
-
-
 def update_sizes(fill: Callable[[wire.Assign, int], wire.Message]) -> list[int]:
     """Frame lengths of the updates of one turn with so much to tell that it does not fit into one."""
     core = CoordinatorCore(Job().config, "x")
@@ -120,8 +107,8 @@ def test_a_group_of_which_too_much_is_known_for_one_frame_goes_on_in_parts(monke
     assert [each.known[0].indices for each in again] == [[0, 1], [2], [3]]
     assert len({each.attempt for each in again}) == 3
     assert job.decisions() == [(0, 0)]
-    assert job.core.dispatcher.router.pending("b") == 4
+    assert job.core.status()["ranks"][0]["assigned_samples"] == 4
     for each in again:
         second.finish(each)
-    assert job.core.dispatcher.router.pending("b") == 0
+    assert job.core.status()["ranks"][0]["assigned_samples"] == 0
     assert not job.core.peers.clients[client.identity].requests

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from rollout.distributed.protocol.frames import MAX_REQUEST_BYTES
 from rollout.distributed.protocol.messages import Accepted, Update
 from tests.distributed.coordinator.job import Job, int32, stretch
 
@@ -36,17 +33,6 @@ def test_a_text_that_cannot_be_tokenised_fails_by_name_and_the_others_are_served
     job.carry()
     failure = client.failed("InvalidRequestError")
     assert failure.text == "request 0 of client 'client': its prompt cannot be tokenised: no tokenizer there"
-
-
-def test_a_text_of_more_tokens_than_fit_into_a_frame_is_refused():
-    job = Job(tokenizer="made up")
-    client, rank = job.client(), job.rank()
-    client.submit("long")
-    (text,) = job.text_jobs()
-    job.core.tokenized(text.job_id, np.zeros(MAX_REQUEST_BYTES // 4 + 1, "<i4"), job.now)
-    job.carry()
-    assert f"at most {MAX_REQUEST_BYTES // 4}" in client.failed("InvalidRequestError").text
-    assert rank.quiet()
 
 
 def test_an_open_text_weighs_what_its_tokens_do():

@@ -10,13 +10,7 @@ import os
 import random
 from collections.abc import Collection, Sequence
 
-import msgpack
-import pytest
-
-from rollout.distributed.client.session import packed_params
-from rollout.distributed.coordinator.core.dispatch import MAX_PARAMS_READ, share_of
 from rollout.distributed.coordinator.core.routing import Claim, Placement, Router
-from rollout.sampling_params import SamplingParams
 from rollout.state import PrefixCachingCoordinatorPolicy
 from tests.distributed.coordinator.core.routers import BALANCED, BY_PREFIX, FIRST, LIVES, LONGEST, ROBIN, check, held
 
@@ -217,7 +211,7 @@ class Life:
         assert self.router.ranks == tuple(sorted(self.plain.ranks))
         hashes = self.prompt()
         for name in self.router.ranks:
-            assert self.router.pending(name) == self.plain.ranks[name].pending
+            assert self.deterministic or self.router._ranks[name].load == self.plain.ranks[name].pending
             assert held(self.router, name) == self.plain.ranks[name].held
             assert self.router._ranks[name].match(self.router._asked(hashes)) == self.plain.match(name, hashes)
 
@@ -238,17 +232,3 @@ def test_whatever_happens_every_decision_is_the_plain_argmax() -> None:
         except Exception as exc:
             exc.add_note(f"replay: ROLLOUT_ROUTING_SEED={seed} pytest {__file__}")
             raise
-
-
-@pytest.mark.parametrize(("params", "salt"), [
-    (packed_params(SamplingParams(cache_salt="mine")), "mine"),
-    (packed_params(SamplingParams(cache_salt="")), ""),
-    (packed_params(SamplingParams(stop=["cache_salt"])), None),
-    (packed_params(SamplingParams(stop=["x" * MAX_PARAMS_READ], cache_salt="mine")), None),
-    (msgpack.packb({"cache_salt": 7}), None),
-    (msgpack.packb([1]), None),
-    (b"\xc1", None),
-    (b"", None),
-])  # fmt: skip
-def test_a_request_is_routed_by_the_hashes_of_its_salt(params: bytes, salt: str | None) -> None:
-    assert share_of(params) == salt
