@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rollout.engine.blocks.allocator import BlockAllocator
-from rollout.engine.blocks.host import NOWHERE, HostCache
+from rollout.engine.blocks.host import HostCache
 from rollout.engine.blocks.index import NO_BLOCK, PrefixIndex
 from rollout.engine.blocks.pages import NO_PAGE, BlockPages
 from rollout.engine.blocks.states import NO_SLOT
@@ -49,7 +49,7 @@ def check_allocator(
         np.add.at(expected, np.asarray(table, np.int32), 1)
     wrong = np.flatnonzero(expected != allocator.ref_count)
     assert not len(wrong), f"blocks {wrong.tolist()}: counts {allocator.ref_count[wrong]} != {expected[wrong]}"
-    free, cached = allocator._free, [*allocator._lru, *allocator._lru_outdated]
+    free, cached = allocator._free, [*allocator._lru]
     places = sorted([*free, *cached, *np.flatnonzero(expected).tolist()])
     assert places == list(range(len(expected))), f"{places}: blocks are not exactly one of free/held/cached"
     assert not allocator.index.registered[free].any(), "a free block is registered"
@@ -64,24 +64,16 @@ def _check_index(index: PrefixIndex, holders: Iterable[Sequence[int]]) -> None:
         for child, parent in zip(table[1:], table, strict=False):
             if index.registered[child]:
                 assert index._parent[child] == parent, f"block {child} is held without its parent"
-    assert index.current is index._indexes[index._number_of[index.variant]], "lookups use another variant's index"
-    for number, blocks in index._indexes.items():
-        for block_hash, block in blocks.items():
-            assert index.registered[block], f"the cache names block {block}, which is not registered"
-            assert index._number[block] == number, f"block {block} is findable under another variant"
-            assert index._hash[block] == block_hash, f"block {block} is found under a foreign hash"
-    for (number, chain), tails in index.tails.items():
-        for tail in tails:
-            assert index.registered[tail], f"the cache names tail {tail}, which is not registered"
-            assert 0 < index._filled[tail] < index._block_size, f"tail {tail} has {index._filled[tail]} tokens"
-            assert (index._number[tail], index._hash[tail]) == (number, chain), f"tail {tail} is found elsewhere"
+    assert sorted(index.current.values()) == np.flatnonzero(index.registered).tolist(), "the index names other blocks"
+    for block_hash, block in index.current.items():
+        assert index._hash[block] == block_hash, f"block {block} is found under a foreign hash"
 
 
 def _check_host(host: HostCache) -> None:
-    slots = [slot for block in host.blocks.values() for slot in block.slots if slot != NOWHERE]
+    slots = [block.slot for block in host.blocks.values()]
     assert sorted([*host._free, *slots]) == list(range(host.num_slots)), "a slot is not free or of one block"
     for key, block in host.blocks.items():
-        assert key == (block.variant, block.block_hash), "a block is found under a foreign hash"
+        assert key == block.block_hash, "a block is found under a foreign hash"
 
 
 def _check_pages(pages: BlockPages, used: np.ndarray, seen: Iterable[Sequence[int]]) -> None:

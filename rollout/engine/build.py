@@ -219,8 +219,8 @@ def _memory(
     slots = state_slots(config, layout.states, layout.device) if layout.states else 0
     state_bytes = slots * sum(each.num_bytes for each in layout.states)
     groups = layout.groups(longest)
-    # Members of a tensor-parallel group use the first rank's ids of pages.
-    if not peers.least(groups.limited):
+    # Members of a tensor-parallel group use the first rank's ids of pages, and a block has one slot on the host.
+    if not peers.least(groups.limited) or config.kv_cache_host_memory_gb is not None:
         groups = one_group(len(layout.layers))
     blocks = peers.least(pool_size(config, layout, longest, routes, state_bytes, groups))
     cache = KVCache(
@@ -369,11 +369,8 @@ def _keep_host_blocks(cache: KVCache, peers: Peers, gib: float) -> None:
     # The first rank's slot numbers are valid on all members.
     blocks = peers.least(int(gib * 2**30 // cache.block_bytes) if cache.block_bytes else 0)
     named = f"InferenceConfig.kv_cache_host_memory_gb={gib}"
-    if blocks < cache.num_groups:
-        raise ConfigError(
-            f"{named} holds no block of {cache.block_bytes * cache.num_groups / 2**20:.2f} MiB: raise it, or "
-            "set it to None"
-        )
+    if not blocks:
+        raise ConfigError(f"{named} holds no block of {cache.block_bytes / 2**20:.2f} MiB: raise it, or set it to None")
     try:
         cache.keep_host_blocks(blocks)
     except HostMemoryError as exc:

@@ -169,14 +169,9 @@ METRICS: dict[str, Metric] = {
         ("rollout/prefill_tokens_saved",),
         ("rollout/prefill_tokens_saved", "rollout/prefill_tokens_computed"),
     ),
-    "rollout/prefix_tail_tokens": _counter(
-        "tokens",
-        "prompt positions of these whose KV was copied from the partly filled last block of an ended request",
-        "queues.prefix_tail_tokens",
-    ),
     "rollout/prefix_hits_refused_version": _counter(
         "blocks",
-        "cached blocks with equal tokens, not reused because their KV is of another policy version",
+        "blocks that were cached before the last weight update or change of adapters, and are computed again",
         "allocator.index.refused",
     ),
     "rollout/kv_blocks_used": _gauge("blocks", "KV blocks referenced by a request", "allocator.num_used", peak=True),

@@ -457,6 +457,5 @@ def test_every_sampled_token_stands_in_the_batch_once_as_it_was_sampled(seed, na
     assert len(expected) > 100
     assert len({version for *_, version in expected}) >= 3
     assert checked > 30
-    assert rollout.engine.stats()["prefix_tail_tokens"] > 0
     assert_nothing_leaked(rollout)
     rollout.close()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.blocks.host import NOWHERE, HostBlock, HostCache
+from rollout.engine.blocks.host import HostBlock, HostCache
 from rollout.engine.blocks.index import IntArray, PrefixIndex
 from rollout.engine.blocks.pages import BlockPages
 from rollout.engine.blocks.states import StateSlots
@@ -63,7 +63,6 @@ class BlockAllocator:
         self.ref_count: IntArray = np.zeros(self.pages.num_ids, np.int32)
         self._free: list[int] = list(range(self.pages.num_ids - 1, -1, -1))
         self._lru: OrderedDict[int, int] = OrderedDict()
-        self._lru_outdated: OrderedDict[int, int] = OrderedDict()
 
     # --- queries ------------------------------------------------------------------------------------------------
 
@@ -79,8 +78,8 @@ class BlockAllocator:
 
     @property
     def num_cached(self) -> int:
-        """Number of unreferenced blocks with registered content, including content of older weights."""
-        return len(self._lru) + len(self._lru_outdated)
+        """Number of unreferenced blocks with registered content."""
+        return len(self._lru)
 
     @property
     def num_used(self) -> int:
@@ -99,8 +98,8 @@ class BlockAllocator:
 
     def can_allocate(self, count: int) -> bool:
         """Whether `allocate(count)` would succeed."""
-        pages, cached = self.pages, len(self._lru) + len(self._lru_outdated)
-        return count * pages.groups <= pages.num_free + pages.whole * cached + pages.limited * len(pages.unseen)
+        pages = self.pages
+        return count * pages.groups <= pages.num_free + pages.whole * len(self._lru) + pages.limited * len(pages.unseen)
 
     def writable(self, blocks: IntArray) -> NDArray[np.bool_]:
         """[n] bool: the block has one holder and is not registered."""
@@ -108,8 +107,8 @@ class BlockAllocator:
         return writable
 
     def findable(self, block_hash: int) -> bool:
-        """Whether a block of this hash is in the current index or on the host (its tokens may differ)."""
-        return block_hash in self.index.current or (self.index.variant, block_hash) in self.host.blocks
+        """Whether a block of this hash is in the index or on the host (its tokens may differ)."""
+        return block_hash in self.index.current or block_hash in self.host.blocks
 
     def counts(self) -> dict[str, int]:
         """Block counts of the whole pool, keyed as in the GENERATED_TOKEN event."""
@@ -141,21 +140,15 @@ class BlockAllocator:
         return blocks
 
     def _evict(self) -> None:
-        """Free the least recently used memory: a cached block, or (with a host tier) the part of a held block outside all
-        windows."""
-        cached = self._lru_outdated or self._lru
-        oldest = next(iter(cached.items()), None)
-        if not self._lru_outdated:
-            unseen = next(iter(self.pages.unseen.items()), None)
-            older = unseen is not None and (oldest is None or unseen[1] < oldest[1])
-            if unseen is not None and older and (not self.host.num_slots or self.ref_count[unseen[0]]):
-                self.pages.strip(unseen[0])
-                return
+        """Free the least recently used memory: a cached block, or the part of a block outside all windows."""
+        oldest, unseen = (next(iter(each.items()), None) for each in (self._lru, self.pages.unseen))
+        if unseen is not None and (oldest is None or unseen[1] < oldest[1]):
+            self.pages.strip(unseen[0])
+            return
         if oldest is None:
             raise RuntimeError("allocate(): too few blocks are free or evictable; ask can_allocate() first")
-        # Outdated blocks are never needed again.
-        if self.host.num_slots and not self._lru_outdated and not self.index.is_tail(oldest[0]):
-            self.copies += self.host.offload(self.index, oldest[0], self.pages.page_of[oldest[0]].tolist())
+        if self.host.num_slots and (slot := self.host.offload(self.index, oldest[0])) is not None:
+            self.copies.append((self.pages.page_of.item(oldest[0], 0), ~slot))
         self._free_cached(oldest[0])
         self.evictions += 1
 
@@ -163,7 +156,6 @@ class BlockAllocator:
         """Add one reference to each of `blocks` (held or cached); a block may appear several times."""
         for block in blocks[self.ref_count[blocks] == 0].tolist():
             self._lru.pop(block, None)
-            self._lru_outdated.pop(block, None)
         np.add.at(self.ref_count, blocks, 1)
 
     def release(self, blocks: IntArray) -> None:
@@ -179,11 +171,10 @@ class BlockAllocator:
             elif not self.keeps_released:
                 self._free_cached(block)
             else:
-                (self._lru if self.index.findable(block) else self._lru_outdated)[block] = self._clock
+                self._lru[block] = self._clock
 
     def _give_back(self, block: int) -> None:
         self._lru.pop(block, None)
-        self._lru_outdated.pop(block, None)
         self._free.append(block)
         self.pages.take(block)
 
@@ -211,7 +202,7 @@ class BlockAllocator:
         if verified:
             pages.verified[blocks] = True
         for block in pages.unview(blocks):
-            if pages.verified[block] and self.index.registered[block] and self.index.findable(block):
+            if pages.verified[block] and self.index.registered[block]:
                 pages.unseen[block] = self._clock
             else:
                 pages.strip(block)
@@ -219,7 +210,7 @@ class BlockAllocator:
     # --- the prefix cache ---------------------------------------------------------------------------------------
 
     def register(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:
-        """Index a held, complete block, as computed by the current weights and variant.
+        """Index a held, complete block, as computed by the current weights and adapters.
 
         Args:
             block: the block, held by the caller.
@@ -259,12 +250,9 @@ class BlockAllocator:
         self.host.take(blocks)
         loaded = self.allocate(len(blocks))
         for block, copy in zip(loaded, blocks, strict=True):
-            places = zip(copy.slots, self.pages.page_of[block].tolist(), strict=True)
-            self.copies += [(~slot, place) for slot, place in places if slot != NOWHERE]
+            self.copies.append((~copy.slot, self.pages.page_of.item(block, 0)))
             self.host.release(copy)
             self.index.add(block, copy.block_hash, parent, copy.tokens)
-            # Without its KV in layers with a window, it returns the memory there.
-            self.unview(np.asarray([block], np.int32), verified=copy.slots[-1] != NOWHERE)
             parent = block
         return loaded
 
@@ -274,21 +262,14 @@ class BlockAllocator:
         if self.host.unsettled:
             self.drop_cached()
 
-    def evict_next(self, block: int) -> None:
-        """Make a cached leaf the next block to be evicted; no effect on a held block."""
-        if block in self._lru:
-            self._lru[block] = 0
-            self._lru.move_to_end(block, last=False)
-            self.states.evict_next(block)
-
     def outdate(self) -> None:
-        """Invalidate the index after a weight update. Held blocks stay with their holders."""
-        self.index.outdate()
+        """Empty the index and free every cached block after a change of the model. Held blocks stay with their holders."""
+        self.index.clear()
         self.host.clear()
         self.states.forget_all()
         self.pages.strip_unseen()
-        self._lru_outdated.update(self._lru)
-        self._lru.clear()
+        for block in list(self._lru):
+            self._give_back(block)
 
     def unregister(self, blocks: IntArray) -> None:
         """Remove held `blocks`, and all blocks behind them, from the index: their content must not be shared (it may hold
@@ -307,8 +288,8 @@ class BlockAllocator:
         """Free every cached block, also on the host, and memory outside all windows; returns the number of blocks freed."""
         count = self.num_cached
         self.pages.strip_unseen()
-        while cached := self._lru_outdated or self._lru:
-            self._free_cached(next(iter(cached)))
+        for block in list(self._lru):
+            self._free_cached(block)
         self.host.clear()
         if not self.index.current:
             self.index.flushed()

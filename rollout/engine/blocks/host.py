@@ -1,10 +1,10 @@
 """Host tier of the prefix cache: which evicted KV blocks of the current weights have a copy in host memory, and where.
 
-A complete block that the device evicts is copied to free slots of the host, in place of the least recently offloaded block
-if it is full. A prefix that continues on the host is loaded into new blocks of the device, which frees its slots.
+A block that the device evicts is copied to a free slot of the host, in place of the least recently offloaded block if it is
+full. A prefix that continues on the host is loaded into new blocks of the device, which frees its slots. Blocks have one
+page here, because a model whose layers keep KV for different times keeps all of it next to a host tier.
 
-Always true: a slot is free, or belongs to one block. A block is found under the variant that computed it, and only if its
-tokens and all tokens before it are equal.
+Always true: a slot is free, or belongs to one block. A block is found only if its tokens and all tokens before it are equal.
 
 Handles ids, no tensors. Copies are pairs in `BlockAllocator.copies`, where `~s` stands for slot s.
 """
@@ -12,35 +12,30 @@ Handles ids, no tensors. Copies are pairs in `BlockAllocator.copies`, where `~s`
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout.engine.blocks.index import IntArray, PrefixIndex, chain_digest
-
-NOWHERE = -1
 
 
 @dataclass(eq=False, slots=True)
 class HostBlock:
     """Copy of one block."""
 
-    variant: Hashable
     block_hash: int
     """Hash of the chain up to and including it."""
     digest: bytes
     """`chain_digest` of the same chain."""
     tokens: IntArray
     """[block_size] int32."""
-    slots: tuple[int, ...]
-    """One for each page of the block. `NOWHERE`: the device had already freed that page."""
+    slot: int
 
 
 class HostCache:
     """Blocks in `num_slots` slots of host memory, `slot_bytes` each; without slots it holds nothing.
 
     Attributes:
-        num_slots: number of slots, each for one page.
-        blocks: (variant, hash) → block, least recently offloaded first.
+        blocks: hash → block, least recently offloaded first.
         offloaded, loaded, evicted: counters of blocks.
         hit_tokens: counter of the positions whose KV was loaded.
         unsettled: whether copies were planned for a step that has not completed: they may not have been made.
@@ -56,7 +51,7 @@ class HostCache:
         """Forget every block."""
         self.unsettled = False
         self._free: list[int] = list(range(self.num_slots - 1, -1, -1))
-        self.blocks: OrderedDict[tuple[Hashable, int], HostBlock] = OrderedDict()
+        self.blocks: OrderedDict[int, HostBlock] = OrderedDict()
 
     # --- queries ------------------------------------------------------------------------------------------------
 
@@ -82,11 +77,11 @@ class HostCache:
         """
         blocks: list[HostBlock] = []
         start = len(found)
-        if start == len(hashes) or (index.variant, hashes[start]) not in self.blocks:
+        if start == len(hashes) or hashes[start] not in self.blocks:
             return blocks
         digest = index.digest(found[-1]) if found else b""
         for block_hash, wanted in zip(hashes[start:], tokens[start:], strict=True):
-            block, digest = self.blocks.get((index.variant, block_hash)), chain_digest(digest, block_hash, wanted)
+            block, digest = self.blocks.get(block_hash), chain_digest(digest, block_hash, wanted)
             # The device may have a block with these tokens but without its parent.
             if block is None or block.digest != digest or block_hash in index.current:
                 break
@@ -95,45 +90,37 @@ class HostCache:
 
     # --- blocks come and go -------------------------------------------------------------------------------------
 
-    def offload(self, index: PrefixIndex, block: int, memory: Sequence[int]) -> list[tuple[int, int]]:
-        """Keep a complete block of the current weights that the device evicts, in place of the least recently offloaded.
-
-        Args:
-            memory: its pages; negative: the block has none there.
+    def offload(self, index: PrefixIndex, block: int) -> int | None:
+        """Keep a registered block that the device evicts, in place of the least recently offloaded one.
 
         Returns:
-            The copies to make, (page, `~slot`); empty if a block with its hash is already there, or it does not fit.
+            The slot to copy it to; None: a block with its hash is already there, or all slots are being loaded.
         """
-        variant, block_hash, tokens = index.described(block)
-        digest, known = index.digest(block), self.blocks.get((variant, block_hash))
-        kept = [place for place in memory if place >= 0]
-        if known is not None and known.digest == digest:
-            self.blocks.move_to_end((variant, block_hash))
-        if known is not None or len(kept) > self.num_slots:
-            return []
-        while len(self._free) < len(kept):
+        block_hash, tokens = index.described(block)
+        digest, known = index.digest(block), self.blocks.get(block_hash)
+        if known is not None:
+            if known.digest == digest:
+                self.blocks.move_to_end(block_hash)
+            return None
+        if not self._free:
             if not self.blocks:
-                # The other slots are being loaded.
-                return []
+                return None
             self.evicted += 1
-            self._give_back(self.blocks.popitem(last=False)[1])
-        slots = tuple(self._free.pop() if place >= 0 else NOWHERE for place in memory)
-        self.blocks[variant, block_hash] = HostBlock(variant, block_hash, digest, tokens.copy(), slots)
+            self._free.append(self.blocks.popitem(last=False)[1].slot)
+        slot = self._free.pop()
+        self.blocks[block_hash] = HostBlock(block_hash, digest, tokens.copy(), slot)
         self.offloaded += 1
         self.unsettled = True
-        return [(place, ~slot) for place, slot in zip(memory, slots, strict=True) if place >= 0]
+        return slot
 
     def take(self, blocks: Sequence[HostBlock]) -> None:
         """Remove blocks from lookups; their slots stay in use until `release`."""
         for block in blocks:
-            del self.blocks[block.variant, block.block_hash]
+            del self.blocks[block.block_hash]
 
     def release(self, block: HostBlock) -> None:
-        """Free the slots of a removed block. Its copy to the device comes before any new copy to the same slots."""
-        self._give_back(block)
+        """Free the slot of a removed block. Its copy to the device comes before any new copy to the same slot."""
+        self._free.append(block.slot)
         self.loaded += 1
         self.hit_tokens += len(block.tokens)
         self.unsettled = True
-
-    def _give_back(self, block: HostBlock) -> None:
-        self._free += [slot for slot in block.slots if slot != NOWHERE]

@@ -1,15 +1,12 @@
-"""Prefix index: finds the KV block of a token prefix by its hash, per policy version and variant.
+"""Prefix index: finds the KV block of a token prefix by its hash.
 
-Always true: a lookup returns only blocks registered since the last weight update and under the current variant (adapters and
-forward settings) whose tokens and parents compare equal: a hash match alone is not trusted.
-
-A *tail* is the partly filled last block of an ended sequence. It is found by the hash of the chain before it. Sequences that
-continue it copy it, so its own slots are never written again.
+Always true: a lookup returns only blocks registered under the current weights, adapters and forward settings whose tokens
+and parents compare equal: a hash match alone is not trusted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
@@ -65,74 +62,42 @@ class CacheChanges:
 
 
 class PrefixIndex:
-    """Registered blocks by hash, one index per variant used since the last weight update.
+    """Registered blocks by hash.
 
     Attributes:
         registered: [num_blocks] bool.
-        variant: the current one.
-        current: hash → block of the current variant.
-        outdated: hash → block of earlier weights.
-        tails: (number of the index, hash of the chain before) → partly filled blocks.
+        current: hash → registered block.
+        outdated: hashes that the last `clear` removed.
         refused: counter of blocks that a lookup missed because older weights computed them.
         changes: a `CacheChanges` that records the changes of `current`; None: not recorded.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._block_size = block_size
-        self._last_number = 0
-        self.variant: Hashable = ()
         self.refused = 0
         self.changes: CacheChanges | None = None
         self.registered: NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
+        self.current: dict[int, int] = {}
+        self.outdated: frozenset[int] = frozenset()
+        self._digests: dict[int, bytes] = {}
         self._hash: NDArray[np.int64] = np.zeros(num_blocks, np.int64)
-        self._number: NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._parent: IntArray = np.full(num_blocks, NO_BLOCK, np.int32)
         self._tokens: IntArray = np.zeros((num_blocks, block_size), np.int32)
-        self._filled: IntArray = np.zeros(num_blocks, np.int32)
-        self.clear()
 
     def clear(self) -> None:
         """Forget every block."""
+        if self.current:
+            self.outdated = frozenset(self.current)
         self.registered[:] = False
-        self._filled[:] = 0
-        self._digests: dict[int, bytes] = {}
-        self.outdated: dict[int, int] = {}
-        self._clear_indexes()
-
-    def _clear_indexes(self) -> None:
-        self.tails: dict[tuple[int, int], list[int]] = {}
-        self._indexes: dict[int, dict[int, int]] = {}
-        self._number_of: dict[Hashable, int] = {}
-        self._open()
+        self._digests.clear()
+        self.current.clear()
         self.flushed()
 
-    def _open(self) -> None:
-        """Make `current` the index of the current variant. Numbers are not reused, since outdated blocks keep theirs."""
-        if self.variant not in self._number_of:
-            with_tails = {number for number, _ in self.tails}
-            empty = {number for number, index in self._indexes.items() if not index} - with_tails
-            for variant in [each for each, number in self._number_of.items() if number in empty]:
-                del self._indexes[self._number_of.pop(variant)]
-            self._number_of[self.variant] = self._last_number = self._last_number + 1
-            self._indexes[self._last_number] = {}
-        self.current = self._indexes[self._number_of[self.variant]]
-
-    def findable(self, block: int) -> bool:
-        """Whether a registered block is in an index of the current weights."""
-        return self._number.item(block) in self._indexes
-
-    def is_tail(self, block: int) -> bool:
-        """Whether a registered block is partly filled."""
-        return self._filled.item(block) > 0
-
-    def described(self, block: int) -> tuple[Hashable, int, IntArray]:
-        """Variant, hash and tokens of a complete findable block."""
-        number = self._number.item(block)
-        variant = next(each for each, known in self._number_of.items() if known == number)
-        return variant, self._hash.item(block), self._tokens[block]
+    def described(self, block: int) -> tuple[int, IntArray]:
+        """Hash and tokens of a registered block."""
+        return self._hash.item(block), self._tokens[block]
 
     def digest(self, block: int) -> bytes:
-        """`chain_digest` of the chain up to a complete registered block."""
+        """`chain_digest` of the chain up to a registered block."""
         chain: list[int] = []
         while block != NO_BLOCK and block not in self._digests:
             chain.append(block)
@@ -162,7 +127,7 @@ class PrefixIndex:
         return found
 
     def count_refused(self, hashes: Sequence[int]) -> None:
-        """Count the leading blocks of a chain that are cached but were computed by older weights."""
+        """Count the leading blocks of a chain that were cached until the last `clear`."""
         self.refused += sum(1 for _ in takewhile(self.outdated.__contains__, hashes))
 
     def add(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:
@@ -181,75 +146,23 @@ class PrefixIndex:
         known = self.current.get(block_hash)
         if known is not None:
             return known if self._parent[known] == parent and np.array_equal(self._tokens[known], tokens) else block
-        self._describe(block, block_hash, parent, tokens)
+        self.registered[block] = True
+        self._hash[block], self._parent[block], self._tokens[block] = block_hash, parent, tokens
         self.current[block_hash] = block
         if self.changes is not None:
             self.changes.add(block_hash)
         return block
 
-    def find_tail(self, chain: int, parent: int, tokens: IntArray, *, whole: bool) -> tuple[int, int]:
-        """Find the tail behind a chain of complete blocks that shares the most leading tokens with `tokens`.
-
-        Args:
-            chain: hash of the chain.
-            parent: its last block, or `NO_BLOCK`.
-            tokens: [n] int32, what follows the chain.
-            whole: only a tail whose tokens are all among these.
-
-        Returns:
-            (block, leading tokens in common); (`NO_BLOCK`, 0) when nothing matches.
-        """
-        tails = np.asarray(self.tails.get((self._number_of[self.variant], chain), ()), np.int32)
-        tails = tails[self._parent[tails] == parent]
-        width = min(len(tokens), self._block_size)
-        if not len(tails) or not width:
-            return NO_BLOCK, 0
-        equal = np.logical_and.accumulate(self._tokens[tails, :width] == tokens[:width], axis=1)
-        common = np.minimum(equal.sum(axis=1), self._filled[tails])
-        if whole:
-            common[common < self._filled[tails]] = 0
-        best = int(common.argmax())
-        return (tails.item(best), common.item(best)) if common[best] else (NO_BLOCK, 0)
-
-    def add_tail(self, block: int, chain: int, parent: int, tokens: IntArray) -> bool:
-        """Register a partly filled block behind a chain. False if an equal block, or the block itself, is already
-        registered."""
-        if self.registered[block] or self.find_tail(chain, parent, tokens, whole=True)[1] == len(tokens):
-            return False
-        self._filled[block] = len(tokens)
-        number = self._describe(block, chain, parent, tokens)
-        self.tails.setdefault((number, chain), []).append(block)
-        return True
-
-    def _describe(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:
-        """Fill in the columns of a newly registered block; returns the number of the current index."""
-        self.registered[block] = True
-        self._digests.pop(block, None)
-        self._hash[block], self._parent[block] = block_hash, parent
-        self._tokens[block, : len(tokens)] = tokens
-        number = self._number[block] = self._number_of[self.variant]
-        return number
-
     def remove(self, block: int) -> None:
         """Unregister a block."""
-        block_hash, number = self._hash.item(block), self._number.item(block)
-        self._digests.pop(block, None)
-        self.registered[block] = False
-        if self._filled[block]:
-            self._filled[block] = 0
-            tails = self.tails.get((number, block_hash), [])
-            if block in tails:
-                tails.remove(block)
-                if not tails:
-                    del self.tails[number, block_hash]
+        if not self.registered[block]:
             return
-        index = self._indexes.get(number, {})
-        if index.get(block_hash) == block:
-            del index[block_hash]
-            if self.changes is not None and index is self.current:
-                self.changes.remove(block_hash)
-        if self.outdated.get(block_hash) == block:
-            del self.outdated[block_hash]
+        block_hash = self._hash.item(block)
+        self.registered[block] = False
+        self._digests.pop(block, None)
+        del self.current[block_hash]
+        if self.changes is not None:
+            self.changes.remove(block_hash)
 
     def behind(self, block: int) -> list[int]:
         """Blocks registered behind `block`, each after its parent."""
@@ -258,22 +171,7 @@ class PrefixIndex:
             found += np.flatnonzero(self.registered & (self._parent == each)).tolist()
         return found[1:]
 
-    def outdate(self) -> None:
-        """Invalidate everything registered so far, after a weight update."""
-        for index in self._indexes.values():
-            self.outdated.update(index)
-        self._clear_indexes()
-
-    def switch(self, variant: Hashable) -> None:
-        """Switch lookups to the index of `variant`."""
-        self.variant = variant
-        self._open()
-        self.flushed()
-        if self.changes is not None:
-            for block_hash in self.current:
-                self.changes.add(block_hash)
-
     def flushed(self) -> None:
-        """Record that `current` was emptied or replaced."""
+        """Record that `current` was emptied."""
         if self.changes is not None:
             self.changes.flush()

@@ -68,10 +68,6 @@ class StateSlots:
             return len(blocks)
         return next((count for count in range(min(most, len(blocks)), 0, -1) if blocks[count - 1] in self.snapshots), 0)
 
-    def has(self, block: int) -> bool:
-        """Whether a sequence can continue after this block."""
-        return not self.num_slots or block in self.snapshots
-
     # --- slots of sequences -------------------------------------------------------------------------------------
 
     def allocate(self, source: int = ZERO) -> int:
@@ -111,11 +107,6 @@ class StateSlots:
         elif (taken := self._take()) is not None:
             self.snapshots[block] = taken
             self._move(slot, taken)
-
-    def evict_next(self, block: int) -> None:
-        """Make the snapshot of a block, if there is one, the next to be evicted."""
-        if block in self.snapshots:
-            self.snapshots.move_to_end(block, last=False)
 
     def forget(self, block: int) -> None:
         """Forget the snapshot of a block, if there is one."""

@@ -114,7 +114,7 @@ class Prefill:
         tokens = _tokens(wanted, last + 1)
         sample = self._intake.group(index, tokens, wanted.params, order=(0, index), version=scheduler.version)
         # Positions found in the prefix cache have no logits.
-        sample.hashes, sample.reusable = sample.hashes[: first // self._config.advanced.block_size_tokens], first
+        sample.hashes = sample.hashes[: first // self._config.advanced.block_size_tokens]
         scheduler.add(sample)
         return sample
 

@@ -124,21 +124,7 @@ class BlockTables:
 
     # --- cached prefixes ----------------------------------------------------------------------------------------
 
-    @property
-    def has_tails(self) -> bool:
-        """Whether a lookup may find a partly filled block."""
-        return bool(self.allocator.index.tails)
-
-    def attach_prefix(
-        self,
-        sequence: Sequence,
-        hashes: list[int],
-        budget: int,
-        headroom: int,
-        *,
-        tails: bool = False,
-        host: bool = True,
-    ) -> bool:
+    def attach_prefix(self, sequence: Sequence, hashes: list[int], budget: int, headroom: int) -> bool:
         """Attach the longest cached prefix to an empty row and reserve its first chunk; False, changing nothing, if no room.
 
         With recurrent states the prefix ends at a snapshot of the state, of which the row gets a copy.
@@ -147,43 +133,34 @@ class BlockTables:
             hashes: of the prompt's blocks that may be looked up.
             budget: maximum positions of the first chunk.
             headroom: blocks that must stay free or evictable.
-            tails: whether the prefix may end in a copy of a finished sequence's partly filled last block. It takes one more
-                block while it is copied.
-            host: whether to load the host's part of the prefix.
         """
         table, allocator, row, size = self.table, self.allocator, sequence.row, self.table.block_size
         found: list[int] = []
         if hashes and allocator.enable_prefix_caching:
             found = allocator.index.find(hashes, sequence.tokens[: len(hashes) * size].reshape(-1, size))
             allocator.acquire(np.asarray(found, np.int32))
-        if host and not self._load(sequence, hashes, found, budget, headroom):
+        if not self._load(sequence, hashes, found, budget, headroom):
             allocator.release(np.asarray(found, np.int32))
             table.num_blocks[row] = 0
             return False
-        tail, common = self._match_tail(sequence, hashes, found) if tails else (NO_BLOCK, 0)
-        if not common:
-            count = self._usable(found, len(sequence.tokens))
-            allocator.release(np.asarray(found[count:], np.int32))
-            found = found[:count]
-        attached = [*found, tail] if common else found
-        table.blocks[row, : len(attached)] = attached
-        table.num_blocks[row], table.chained[row] = len(attached), len(found)
-        table.chain[row] = self._behind(sequence, hashes, len(found))[0]
+        count = self._usable(found, len(sequence.tokens))
+        allocator.release(np.asarray(found[count:], np.int32))
+        found = found[:count]
+        table.blocks[row, :count] = found
+        table.num_blocks[row] = table.chained[row] = count
+        table.chain[row] = hashes[count - 1] if count else chain_root(sequence.request.sampling_params.prefix_share)
         # The last token is always computed, because its logits are needed.
-        start = table.computed[row] = min(len(found) * size + common, len(sequence.tokens) - 1)
+        start = table.computed[row] = min(count * size, len(sequence.tokens) - 1)
         table.seen_from[row] = self._first_seen(start)
         self.pages.view(table.seen(row))
         count = sequence.fitting(start, min(budget, len(sequence.tokens) - start))
         need = -(-(start + count) // size) - len(found)
         if count and allocator.can_allocate(need + headroom) and self.reserve(row, count):
             allocator.index.count_refused(hashes[len(found) :])
-            table.state[row] = self.states.allocate_at(attached)
-            if common:
-                # It has been copied. Branches usually come at the same time; later ones are rare.
-                allocator.evict_next(tail)
+            table.state[row] = self.states.allocate_at(found)
             return True
         allocator.unview(table.seen(row), verified=True)
-        allocator.release(np.asarray(attached, np.int32))
+        allocator.release(np.asarray(found, np.int32))
         table.num_blocks[row] = table.seen_from[row] = 0
         return False
 
@@ -198,23 +175,10 @@ class BlockTables:
         start = min((len(found) + len(blocks)) * size, len(sequence.tokens) - 1)
         count = sequence.fitting(start, min(budget, len(sequence.tokens) - start))
         need = -(-(start + count) // size) - len(found)
-        # Blocks of `found` that the first query reads in layers with a window must not be evicted for the others.
-        seen = np.asarray(found[int(self._first_seen(start)) :], np.int32)
-        seen = seen[self.pages.complete(seen)]
-        self.pages.view(seen)
-        fits = self.allocator.can_allocate(need + headroom)
-        if fits:
-            found += self.allocator.load(blocks, found[-1] if found else NO_BLOCK)
-        self.allocator.unview(seen, verified=True)
-        return fits
-
-    def _behind(self, sequence: Sequence, hashes: list[int], count: int) -> tuple[int, IntArray, bool]:
-        """Return the hash of the first `count` blocks, the tokens a tail may have, and whether it must be whole."""
-        start, size = count * self.table.block_size, self.table.block_size
-        chain = hashes[count - 1] if count else chain_root(sequence.request.sampling_params.prefix_share)
-        tokens = sequence.tokens[start : min(start + size, len(sequence.tokens) - 1, max(start, sequence.reusable))]
-        # A state covers all tokens, and a prefill must not begin inside an image.
-        return chain, tokens, bool(self.states.num_slots) or sequence.images is not None
+        if not self.allocator.can_allocate(need + headroom):
+            return False
+        found += self.allocator.load(blocks, found[-1] if found else NO_BLOCK)
+        return True
 
     def _usable(self, found: list[int], length: int) -> int:
         """Number of leading blocks of a cached chain after which a prompt of `length` tokens can continue."""
@@ -227,36 +191,6 @@ class BlockTables:
             # The chain may continue before the last block that is outside the window and whose pages were freed.
             count = first + int(missing[-1])
         return count
-
-    def _match_tail(self, sequence: Sequence, hashes: list[int], found: list[int]) -> tuple[int, int]:
-        """The tail that continues a prompt after its cached complete blocks, pinned, and its number of tokens."""
-        chain, tokens, whole = self._behind(sequence, hashes, len(found))
-        parent = found[-1] if found else NO_BLOCK
-        tail, common = self.allocator.index.find_tail(chain, parent, tokens, whole=whole)
-        first = int(self._first_seen(len(found) * self.table.block_size + common))
-        seen = np.asarray([*found, tail][first:], np.int32)
-        if not common or not self.states.has(tail) or not self.pages.complete(seen).all():
-            return NO_BLOCK, 0
-        self.allocator.acquire(np.asarray([tail], np.int32))
-        return tail, common
-
-    def register_tail(self, row: int) -> None:
-        """Register the partly filled last block of a finished row, if all its KV has produced finite logits."""
-        table, size = self.table, self.table.block_size
-        index, filled = divmod(table.computed.item(row), size)
-        # Without a token of its own, its logits were never checked.
-        if not filled or not table.current[row] or table.chained[row] != index:
-            return
-        if table.length[row] <= table.prompt_length[row]:
-            return
-        parent = table.blocks.item(row, index - 1) if index else NO_BLOCK
-        if index and not self.allocator.index.registered[parent]:
-            return
-        block, chain = table.blocks.item(row, index), table.chain.item(row)
-        tokens = table.tokens[row, index * size : index * size + filled]
-        if self.allocator.keeps_released and self.allocator.index.add_tail(block, chain, parent, tokens):
-            self.states.forget(table.trail.item(row))
-            self.states.keep(block, table.state.item(row))
 
     def unregistered(self, sequence: Sequence) -> list[int]:
         """Hashes of the prompt blocks that an active sequence will register."""

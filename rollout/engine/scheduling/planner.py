@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 
 from rollout.config import InferenceConfig
@@ -157,21 +155,14 @@ class StepPlanner:
         headroom += sum(
             blocks_for(len(each.tokens), 0, table.block_size) + len(each.siblings) for each in self.deferred
         )
-        # A fully cached prompt needs one more block, a copy of the last one, for the recomputed last token. A prefix that
-        # ends in a tail needs one for the copy of the tail. If there is no room, recompute the last block instead.
+        # A fully cached prompt needs one more block, a copy of the last one, for the recomputed last token. If there is no
+        # room, recompute the last block instead.
         whole = len(hashes) * table.block_size == len(sequence.tokens)
-        tails = queues.blocks.has_tails and not sequence.wants_prompt_logprobs
-        attempts = [*[(hashes, True)] * tails, (hashes, False), *[(hashes[:-1], False)] * whole]
-        # Loaded blocks first take memory in all layers, so a sequence that runs alone may fit only without them.
-        alone = queues.allocator.host.num_slots and not queues.num_active
-        for host, (usable, tail) in product([True, False] if alone else [True], attempts):
-            if queues.blocks.attach_prefix(sequence, usable, budget, headroom, tails=tail, host=host):
+        for usable in (hashes, *[hashes[:-1]] * whole):
+            if queues.blocks.attach_prefix(sequence, usable, budget, headroom):
                 cached = table.computed.item(sequence.row)
                 sequence.request.num_cached_tokens = cached
                 queues.counters["prefill_tokens_saved"] += cached
-                if tail:
-                    whole_blocks = table.chained.item(sequence.row) * table.block_size
-                    queues.counters["prefix_tail_tokens"] += max(0, cached - whole_blocks)
                 count = sequence.fitting(cached, min(budget, len(sequence.tokens) - cached))
                 return queues.blocks.cut(sequence, count)
         table.remove(sequence)

@@ -155,8 +155,6 @@ class StepResults:
         queues, request = self._queues, sequence.request
         if sequence.active:
             queues.table.write_back(sequence)
-            if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                queues.blocks.register_tail(sequence.row)
             held, memory = queues.table.held(sequence.row).copy(), queues.blocks.memory(sequence.row)
             if reason is FinishReason.ERROR:
                 queues.allocator.unregister(held)

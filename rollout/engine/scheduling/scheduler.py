@@ -166,11 +166,11 @@ class Scheduler(Queues):
         return any(sequence.variant == variant for sequence in self.parked)
 
     def switch(self, variant: Variant, forward: Hashable) -> None:
-        """Change the variant and the forward key: older KV stays in its own index, KV computed on top of it is not shared.
+        """Change the variant and the forward key, which empties the prefix cache.
 
         If the variant changes, all active sequences are evicted, because their KV belongs to the old variant.
         """
-        self.allocator.index.switch((variant, forward))
+        self.allocator.outdate()
         self.table.current[:] = False
         self.forward = forward
         if variant == self.variant:

@@ -7,7 +7,6 @@ owns a row while it is active; its record is updated only when it leaves the row
 from __future__ import annotations
 
 import bisect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -162,8 +161,6 @@ class Sequence:
     enough."""
     wants_prompt_logprobs: bool = False
     """Whether prompt log-probs are still to be computed, so its whole prompt must be prefilled."""
-    reusable: int = sys.maxsize
-    """Leading positions that may come from the prefix cache, as do `hashes`: logits after them are needed."""
     images: PromptImages | None = None
     """The images of its prompt."""
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)

@@ -100,13 +100,13 @@ def test_a_worker_registers_with_its_room_its_version_and_its_cache() -> None:
     engine = make_engine("qwen3", max_requests=5)
     engine.generate([token_ids(9)], greedily(2))
     engine.pause()
+    cached = sorted(engine.context.allocator.index.current)
     with Coordinator(state="paused", policy_version=3) as coordinator:
         worker = EngineWorker(engine, coordinator.address, name="rank-0")
         worker.start(DEADLINE_S)
         register = coordinator.hear(wire.Register)
-        hashes = np.array(sorted(engine.context.allocator.index.outdated), "<i8")
         assert isinstance(register, wire.Register)
-        assert sorted(np.frombuffer(register.hashes, "<i8").tolist()) == hashes.tolist()
+        assert sorted(np.frombuffer(register.hashes, "<i8").tolist()) == cached
         assert (register.protocol_version, register.name, register.max_requests, register.block_size) == (
             wire.PROTOCOL_VERSION, "rank-0", 5, 4,
         )  # fmt: skip
