@@ -47,11 +47,10 @@ class Heads:
     kv_heads: int
     softcap: float | None = None
     window: int | None = None
-    chunk: int | None = None
     sinks: bool = False
 
     def __str__(self) -> str:
-        rules = (("cap", self.softcap), ("window", self.window), ("chunk", self.chunk), ("sinks", self.sinks))
+        rules = (("cap", self.softcap), ("window", self.window), ("sinks", self.sinks))
         named = "".join(f" {name}" for name, value in rules if value)
         return f"{str(self.dtype)[6:]} d{self.dim} g{self.group}{named}"
 
@@ -59,13 +58,13 @@ class Heads:
 ATTENTION = (
     Heads(torch.bfloat16, 128, 2, 8),
     Heads(torch.bfloat16, 64, 8, 8, window=128, sinks=True),
-    Heads(torch.bfloat16, 96, 5, 8, chunk=8192),
+    Heads(torch.bfloat16, 96, 5, 8),
     Heads(torch.bfloat16, 256, 4, 2, softcap=50.0),
     Heads(torch.bfloat16, 512, 8, 1),
     Heads(torch.float16, 128, 1, 8),
     Heads(torch.float32, 256, 2, 4),
 )
-"""Every dtype, size of a head and rule once, mostly as Qwen3, gpt-oss, Llama 4, Gemma 2 and Gemma 4 combine them."""
+"""Every dtype, size of a head and rule once, mostly as Qwen3, gpt-oss, Gemma 2 and Gemma 4 combine them."""
 LARGEST = tuple(heads for heads in ATTENTION if heads.dim >= 256)
 """Those that need most registers and shared memory."""
 
@@ -167,7 +166,7 @@ def _attend(paged: TritonPaged, heads: Heads) -> None:
     ids = torch.zeros(64, dtype=torch.int32)
     tables = torch.zeros(64, 64, dtype=torch.int32)
     rules: dict[str, Any] = {
-        "softcap": heads.softcap, "chunk": heads.chunk, "sinks": query[0, :, 0].contiguous() if heads.sinks else None
+        "softcap": heads.softcap, "sinks": query[0, :, 0].contiguous() if heads.sinks else None
     }  # fmt: skip
     paged.write(keys[0, :4], keys[0, :4], keys, keys, ids[:4])
     paged.decode_with_lse(query[:4], keys, keys, tables[:4], ids[:4] + 600, heads.window, 0.1, **rules)

@@ -56,7 +56,6 @@ RECURRENT: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "qwen3_next": lambda draw: {"linear_conv_kernel_dim": draw.choice([2, 4])},
     "falcon_h1": lambda draw: {"mamba_n_groups": draw.choice([1, 2])},
     "lfm2": lambda draw: {"conv_L_cache": draw.choice([2, 3])},
-    "minimax": lambda draw: {"block_size": draw.choice([2, 8])},
 }
 """With recurrent states: lives of their own, so that the seeds of the others stay what they were."""
 

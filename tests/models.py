@@ -21,9 +21,7 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     Lfm2Config,
-    Llama4TextConfig,
     LlamaConfig,
-    MiniMaxConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -86,14 +84,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "falcon_h1": lambda: FalconH1Config(**SMALL, head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16,
                                         mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8),
     "lfm2": lambda: Lfm2Config(**SMALL, conv_L_cache=3, layer_types=["conv", "full_attention", "conv"]),
-    "minimax": lambda: MiniMaxConfig(**SMALL, block_size=8, num_local_experts=4, num_experts_per_tok=2,
-                                     layer_types=["linear_attention", "full_attention", "linear_attention"]),
     "gpt2": lambda: GPT2Config(vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=4, n_positions=512, bos_token_id=1,
                                eos_token_id=2, pad_token_id=0),
     "gpt_oss": lambda: GptOssConfig(**SMALL, head_dim=16, sliding_window=8, num_local_experts=4, num_experts_per_tok=2,
                                     rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
-    "llama4": lambda: Llama4TextConfig(**SMALL, head_dim=16, attention_chunk_size=8, intermediate_size_mlp=96,
-                                       num_local_experts=4, interleave_moe_layer_step=2, no_rope_layer_interval=2),
 }  # fmt: skip
 """Of every kind of attention, state and MLP; many tests run all of them."""
 
@@ -124,7 +118,7 @@ def require_recurrent_cache() -> None:
         )
 
 
-RECURRENT = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe", "falcon_h1", "lfm2", "minimax"})
+RECURRENT = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe", "falcon_h1", "lfm2"})
 
 
 def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from rollout.engine.sampling.numerics import uniforms
 from rollout.requests.block_hash import stream_key
@@ -30,20 +29,6 @@ CLOSE = 2e-4
 """Between log-probs in float32, of weights that differ by much more from version to version."""
 EDGE = 1e-4
 """Around the edge of a filter, within which rounding decides."""
-
-
-class _PastStates(DynamicCache):  # type: ignore[misc]
-    """K, V and states so far, also those that MiniMax keeps under names of its own."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config=config)
-        self._linear: dict[int, Tensor] = {}
-
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        return self._linear.get(layer_idx)
-
-    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        self._linear[layer_idx] = linear_cache
 
 
 class Policy:
@@ -70,13 +55,12 @@ class Policy:
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], versions: Sequence[int]) -> Row:
         """[T, V] logits of tokens [T] whose K and V are written under `versions` [T]."""
-        cache, rows, start = _PastStates(self.model.config), [], 0
+        cache, rows, start = DynamicCache(config=self.model.config), [], 0
         while start < len(tokens):
             stop = start + 1
             while stop < len(tokens) and versions[stop] == versions[start]:
                 stop += 1
             ids = torch.tensor([tokens[start:stop]])
-            # A cache that is given is used; MiniMax takes no other than its own where `use_cache` is set.
             out = self.versions[versions[start]](ids, past_key_values=cache, use_cache=False)
             rows.append(out.logits[0].double().numpy())
             start = stop

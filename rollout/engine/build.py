@@ -117,8 +117,8 @@ def build(base: EngineBase) -> EngineParts:
     layout = inspect_model(model, config.max_sequence_length)
     longest = config.max_sequence_length or layout.max_position_embeddings or DEFAULT_LENGTH
     if config.max_tokens_per_step is None:
-        config = replace(config, max_tokens_per_step=step_tokens(config, model, layout.device))
-    check_lengths(model, longest, config.step_tokens)
+        config = replace(config, max_tokens_per_step=step_tokens(config, layout.device))
+    check_lengths(model, longest)
     routers = routers_of(model) if config.record_routes else None
     cache, states, context = _memory(base, config, model, layout, longest, routers)
     runner = _runner(base, config, model, layout, longest, routers, cache, states, context)
@@ -166,7 +166,7 @@ def rebuilt(base: EngineBase, before: EngineParts) -> EngineParts:
 
 
 def followed(base: EngineBase, parts: EngineParts) -> EngineParts:
-    """Build the parts again if windows, chunks or masks of attention layers have changed since `parts` were built.
+    """Build the parts again if windows or masks of attention layers have changed since `parts` were built.
 
     Raises:
         UnsupportedModelError: the attention layers now do something that the engine does not support.
@@ -405,10 +405,6 @@ def check_arguments(model: object, tokenizer: object, config: object) -> None:
         raise TypeError(f"config is a {type(config).__name__}: must be an InferenceConfig: {cure}")
 
 
-def step_tokens(config: InferenceConfig, model: Any, device: torch.device) -> int:
+def step_tokens(config: InferenceConfig, device: torch.device) -> int:
     """Token budget of a step if the configuration does not set one."""
-    if device.type != "cuda":
-        return config.step_tokens
-    # See `check_lengths`.
-    floor = getattr(model.config.get_text_config(), "floor_scale", None)
-    return max(CUDA_STEP_TOKENS if floor is None else min(CUDA_STEP_TOKENS, int(floor) - 1), config.max_requests)
+    return max(CUDA_STEP_TOKENS, config.max_requests) if device.type == "cuda" else config.step_tokens

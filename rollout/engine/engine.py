@@ -175,7 +175,7 @@ class DynamicInferenceEngine:
     locked = called("lifecycle", Lifecycle.locked)
 
     def follow_model(self) -> None:
-        """Build the parts again if windows, chunks or masks of attention layers have changed since they were built.
+        """Build the parts again if windows or masks of attention layers have changed since they were built.
 
         Called with whole weights before steps, whenever the caller may have used the module. Raises: see `followed`.
         """

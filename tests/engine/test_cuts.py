@@ -13,9 +13,9 @@ from tests.engines import Key, assert_greedy, at_random, greedily, logprob_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
-MODELS = ["qwen3", "gemma3", "gpt_oss", "llama4", "qwen3_next", "falcon_h1", "lfm2", "minimax"]
-"""The fused forward; windows in some layers; the module, with sinks and experts; chunked attention; gated delta rule; state
-space and attention in every layer; short convolutions; lightning attention."""
+MODELS = ["qwen3", "gemma3", "gpt_oss", "qwen3_next", "falcon_h1", "lfm2"]
+"""The fused forward; windows in some layers; the module, with sinks and experts; gated delta rule; state space and
+attention in every layer; short convolutions."""
 PROMPTS = [token_ids(length, seed) for seed, length in enumerate((1, 3, 4, 9, 17, 26))]
 GROUP = token_ids(10, 7)
 

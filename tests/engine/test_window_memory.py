@@ -30,11 +30,10 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 MIXED: dict[str, dict[str, Any]] = {
     "gemma3": {"num_hidden_layers": 7, "layer_types": [*[SLIDING] * 5, FULL, SLIDING]},
     "gpt_oss": {},
-    "llama4": {},
     "qwen2": {"layer_types": [FULL, SLIDING, FULL], "use_sliding_window": True, "sliding_window": 8},
 }
-"""Models of `tests.models` with both kinds of layers, the first and the last served by the fused forward. Windows and chunks
-are of 8 tokens."""
+"""Models of `tests.models` with both kinds of layers, the first and the last served by the fused forward. Windows are
+of 8 tokens."""
 mixed = pytest.mark.parametrize("name", MIXED)
 SEEN = -(-8 // BLOCK) + 1
 """Most blocks that a decoding sequence sees through a window of 8."""
@@ -186,7 +185,6 @@ def test_pages_that_a_prefill_gives_back_are_zeroed_before_their_next_use():
         ([5, 11, 17], 18, (3, 1, 5)),  # Gemma 3 270M
         (range(1, 24, 2), 24, (12, 1, 1)),  # gpt-oss 20B
         (range(28), 36, (4, 7, 2)),  # Qwen2 with a window in its last layers
-        (range(3, 48, 4), 48, (12, 1, 3)),  # Llama 4
     ],
 )
 def test_layers_are_split_into_groups_of_equal_size(full, every, expected):

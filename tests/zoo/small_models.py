@@ -116,7 +116,7 @@ def _shrunk(config: PreTrainedConfig, particular: Mapping[str, Any]) -> dict[str
 
 
 def _is_window(name: str, value: Any) -> bool:
-    named = ("window" in name and "layers" not in name and "use_" not in name) or name == "attention_chunk_size"
+    named = "window" in name and "layers" not in name and "use_" not in name
     return named and (value is None or (isinstance(value, int) and not isinstance(value, bool)))
 
 

@@ -88,8 +88,8 @@ class ModuleForward:
         if self.states is None or states is None:
             return self.batch(ids[None], rows, keep, images=images)[0]
         parts, places = [], []
-        for group in length_groups(rows, keep, continues=self.layout.continues):
-            cache = StateRows(self.states, states[group.members], begins=group.begins)
+        for group in length_groups(rows, keep):
+            cache = StateRows(self.states, states[group.members])
             pictured = None if images is None else images.part(group.positions.ravel())
             logits = self.batch(ids[group.positions], group.rows, group.columns, cache, pictured)
             cache.flush()
@@ -120,7 +120,7 @@ class ModuleForward:
             causal = [self._attention(replace(each, seen=None)) for each in groups]
         batch = PagedBatch(
             self.cache, layout.layer_of, slots, [self._attention(each) for each in groups], layout.mask_windows,
-            layout.chunks, write_slots if self.paged is None else self.paged.write, causal,
+            write_slots if self.paged is None else self.paged.write, causal,
         )  # fmt: skip
         inputs = dict[str, Any]() if states is None else {layout.cache_argument: states}
         with ExitStack() as around:

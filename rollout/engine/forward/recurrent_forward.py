@@ -19,7 +19,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class LengthGroup:
-    """One forward: pieces of B sequences, with L positions each."""
+    """One forward: B sequences with L positions each."""
 
     members: IntArray
     """[B] index of each sequence in the step."""
@@ -35,53 +35,33 @@ class LengthGroup:
     """[K] their rows."""
     column: IntArray
     """[K] their indices in `columns`."""
-    begins: bool
-    """Whether each piece is the first of its sequence and longer than one token."""
 
 
-def length_groups(rows: PagedRows, keep: IntArray, *, continues: bool) -> Iterator[LengthGroup]:
-    """Groups of pieces of equal length; every piece comes after the earlier pieces of its sequence.
-
-    First pieces have groups of their own. Some layers compute a prompt's beginning by another function than the rest, and
-    the choice must not depend on a sequence's neighbours.
+def length_groups(rows: PagedRows, keep: IntArray) -> Iterator[LengthGroup]:
+    """Groups of sequences with equally many positions in this step.
 
     Args:
         keep: [K] packed positions whose logits are wanted.
-        continues: whether a chunk of several tokens continues from the state before it; if not, later chunks of a sequence
-            are computed token by token.
     """
-    member, begin, length, turn = _pieces(rows, continues)
-    piece_of = np.searchsorted(begin, keep, side="right") - 1
-    begins = (rows.positions[begin] == 0) & (length > 1)
-    for now, size, first in sorted(set(zip(turn.tolist(), length.tolist(), begins.tolist(), strict=True))):
-        chosen = np.flatnonzero((turn == now) & (length == size) & (begins == first))
-        places = np.flatnonzero(np.isin(piece_of, chosen))
-        positions = begin[chosen, None] + np.arange(size)
-        columns, column = np.unique(keep[places] - begin[piece_of[places]], return_inverse=True)
+    begin, length = rows.offsets[:-1], rows.counts
+    member_of = np.searchsorted(begin, keep, side="right") - 1
+    for size in np.unique(length).tolist():
+        members = np.flatnonzero(length == size)
+        places = np.flatnonzero(length[member_of] == size)
+        positions = begin[members, None] + np.arange(size)
+        columns, column = np.unique(keep[places] - begin[member_of[places]], return_inverse=True)
         yield LengthGroup(
-            members=member[chosen],
+            members=members,
             positions=positions,
             rows=PagedRows(
-                np.arange(len(chosen) + 1) * size,
+                np.arange(len(members) + 1) * size,
                 rows.positions[positions.ravel()],
-                rows.tables[member[chosen]],
+                rows.tables[members],
                 rows.block_size,
-                others=tuple(tables[member[chosen]] for tables in rows.others),
+                others=tuple(tables[members] for tables in rows.others),
             ),
             columns=columns if len(columns) else np.array([size - 1]),
             places=places,
-            row=np.searchsorted(chosen, piece_of[places]),
+            row=np.searchsorted(members, member_of[places]),
             column=column,
-            begins=first,
         )
-
-
-def _pieces(rows: PagedRows, continues: bool) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Sequence, first packed position, length and order of each piece, in packed order."""
-    counts, starts = rows.counts, rows.positions[rows.offsets[:-1]]
-    single = (starts > 0) & (counts > 1) & (not continues)
-    pieces = np.where(single, counts, 1)
-    member = np.repeat(np.arange(len(rows)), pieces)
-    first = np.cumsum(pieces) - pieces
-    turn = np.arange(len(member)) - first[member]
-    return member, rows.offsets[member] + turn, np.where(single, 1, counts)[member], turn

@@ -323,9 +323,9 @@ def _require_known_attention(config: Any, layout: ModelLayout) -> None:
     shape, call = layout.layers[0], layout.calls[0]
     require(all(each == shape for each in layout.layers), "its layers differ in shape")
     require(shape.value_dim == shape.head_dim and shape.head_dim % 2 == 0, f"its head size is {shape.head_dim}")
-    same = (call.num_heads, call.scaling, call.softcap, None, False)
+    same = (call.num_heads, call.scaling, call.softcap, False)
     require(
-        all((each.num_heads, each.scaling, each.softcap, each.chunk, each.sinks) == same for each in layout.calls),
-        "its attention layers differ, or have chunks or sinks",
+        all((each.num_heads, each.scaling, each.softcap, each.sinks) == same for each in layout.calls),
+        "its attention layers differ, or have sinks",
     )
     require(call.num_heads <= MAX_GROUP * shape.num_kv_heads, f"more than {MAX_GROUP} query heads share a KV head")

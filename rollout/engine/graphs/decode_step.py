@@ -138,7 +138,7 @@ class CapturedBatch:
             self._layout.layer_of[module], self._inputs, *(part[0].transpose(0, 1) for part in (query, key, value)),
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
             window=self._layout.mask_windows.get(module, arguments.get("sliding_window")),
-            softcap=arguments.get("softcap"), chunk=self._layout.chunks.get(module), sinks=arguments.get(SINKS),
+            softcap=arguments.get("softcap"), sinks=arguments.get(SINKS),
         )  # fmt: skip
         return out[None]
 
@@ -174,7 +174,7 @@ class TritonDecode:
         self._paged.write(key, value, keys, values, slots)
         out, _ = self._paged.decode_with_lse(
             query, keys, values, table, inputs.seen, rules.get("window"), rules["scaling"], softcap=rules.get("softcap"),
-            chunk=rules.get("chunk"), sinks=rules.get("sinks"), parts=inputs.parts,
+            sinks=rules.get("sinks"), parts=inputs.parts,
         )  # fmt: skip
         return out.to(dtype)
 

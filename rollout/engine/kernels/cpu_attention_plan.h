@@ -21,17 +21,14 @@ struct Attention {
     int64_t sequences, width, block_size, heads, kv_heads, head_dim, value_dim;
     int64_t query_stride, out_stride;   // elements from one position to the next
     int64_t window;                     // number of positions a query attends to, 0: all
-    int64_t chunk;                      // a query attends to its own chunk of so many positions, 0: to all
     float scaling, softcap;             // softcap 0: none
     float* log_sums;                    // [P, H], logarithm of each row's summed exponentials; null: not wanted
     const float* sinks;                 // [H], a score of each head without a value; null: none
 
     // The first position that a query attends to.
-    int64_t oldest(int64_t position) const {
-        return std::max(window ? std::max<int64_t>(0, position + 1 - window) : 0, chunk ? position / chunk * chunk : 0);
-    }
+    int64_t oldest(int64_t position) const { return window ? std::max<int64_t>(0, position + 1 - window) : 0; }
     // Whether queries see their prefix from its first position on.
-    bool whole() const { return !window && !chunk; }
+    bool whole() const { return !window; }
 };
 
 struct Task {

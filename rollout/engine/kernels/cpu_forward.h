@@ -333,7 +333,7 @@ struct Forward {
 
     void run() const {
         Attention a{at.projected, nullptr, nullptr, at.attended, s.offsets, s.positions, s.tables, s.sequences, s.width,
-                    s.block_size, H, K, D, D, width, H * D, 0, 0, m.scaling, m.softcap, nullptr, nullptr};
+                    s.block_size, H, K, D, D, width, H * D, 0, m.scaling, m.softcap, nullptr, nullptr};
         const std::vector<Task> tasks = plan(a);
         // With a window, prefixes are not shared.
         for (int64_t i = 0; i < m.count && !a.window; i++) a.window = m.layers[i].window;

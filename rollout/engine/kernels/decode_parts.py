@@ -39,18 +39,16 @@ class DecodeParts:
     def __init__(self, positions: Tensor, capacity: int) -> None:
         self.positions = positions.reshape(-1).to(torch.int32)
         self.capacity = capacity
-        self._lists: dict[tuple[int, int], PartList] = {}
+        self._lists: dict[int, PartList] = {}
 
-    def of(self, *, window: int | None = None, chunk: int | None = None) -> PartList:
-        """Parts of the keys that the rows attend to, without those before a window or a chunk."""
-        key = window or 0, chunk or 0
+    def of(self, *, window: int | None = None) -> PartList:
+        """Parts of the keys that the rows attend to, without those before a window."""
+        key = window or 0
         if key not in self._lists:
             seen = self.positions + 1
             visible = torch.zeros_like(seen)
             if window:
                 visible = torch.maximum(seen - window, visible)
-            if chunk:
-                visible = torch.maximum(self.positions // chunk * chunk, visible)
             counts = (seen + SPLIT - 1) // SPLIT - visible // SPLIT
             begins = pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
             items = torch.arange(self.capacity, dtype=torch.int32, device=begins.device)

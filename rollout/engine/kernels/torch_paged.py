@@ -40,28 +40,25 @@ class Tile:
     """A single sequence that starts at 0. Its keys are the step's own, so plain causal attention suffices."""
     seen: Tensor | None = None
     """[B, T] int64, last position that each query attends to; None: its own."""
-    _masks: dict[tuple[int | None, int | None, int], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(B, T)."""
         return self.positions.shape[0], self.positions.shape[1]
 
-    def mask(self, keys: int, window: int | None, chunk: int | None, groups: int) -> Tensor:
-        """[B, 1, groups*T, S] bool: keys that a query row attends to: up to its own position or `seen`, within window and
-        chunk."""
-        cached = self._masks.get((window, chunk, groups))
+    def mask(self, keys: int, window: int | None, groups: int) -> Tensor:
+        """[B, 1, groups*T, S] bool: keys that a query row attends to, up to its own position or `seen`."""
+        cached = self._masks.get((window, groups))
         if cached is None:
             key_positions = torch.arange(keys, device=self.positions.device)
             distance = self.positions[:, None, :, None] - key_positions
             cached = distance >= 0 if self.seen is None else key_positions <= self.seen[:, None, :, None]
             if window is not None:
                 cached &= distance < window
-            if chunk is not None:
-                cached &= key_positions >= self.positions[:, None, :, None] // chunk * chunk
             if groups > 1:
                 cached = cached.repeat(1, 1, groups, 1)
-            self._masks[window, chunk, groups] = cached
+            self._masks[window, groups] = cached
         return cached
 
 
@@ -111,8 +108,6 @@ class Rules(TypedDict, total=False):
     """A query attends to the last `window` positions up to its own. Default None: all."""
     softcap: float | None
     """Scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118, section 2). Default None: as they are."""
-    chunk: int | None
-    """A query attends only to positions of its own chunk, [i * chunk, (i + 1) * chunk) (Llama 4). Default None: all."""
     sinks: Tensor | None
     """[H], a score per head that enters the softmax and has no value (gpt-oss; arXiv 2309.17453), not scaled. Default None:
     none."""
@@ -247,12 +242,11 @@ def _attend_tile(
 ) -> Tensor:
     key_cache, value_cache = caches
     scaling = rules["scaling"]
-    window, softcap, chunk, sinks = rules.get("window"), rules.get("softcap"), rules.get("chunk"), rules.get("sinks")
+    window, softcap, sinks = rules.get("window"), rules.get("softcap"), rules.get("sinks")
     batch, length = tile.shape
     heads, kv_heads = query.shape[1], key_cache.shape[2]
     groups = heads // kv_heads
-    seen = min(limit for limit in (window, chunk, length) if limit is not None)
-    if tile.fresh and softcap is None and sinks is None and seen == length:
+    if tile.fresh and softcap is None and sinks is None and (window is None or window >= length):
         return _causal(query[:length], key[:length], value[:length], groups, scaling)
     keys = workspace.gather("keys", key_cache, tile.blocks).view(batch, -1, kv_heads, key_cache.shape[3])
     values = workspace.gather("values", value_cache, tile.blocks).view(batch, -1, kv_heads, value_cache.shape[3])
@@ -263,7 +257,7 @@ def _attend_tile(
     else:
         packed = query.view(batch, length, kv_heads, groups, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
     rows = groups if length > 1 else 1
-    mask = tile.mask(span, window, chunk, rows)
+    mask = tile.mask(span, window, rows)
     if softcap is None and sinks is None:
         out = scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
     else:

@@ -60,19 +60,23 @@ class TritonPagedAttention:
             ).to(query.dtype)  # fmt: skip
         if not self._causal or not serves(query, key_cache, value_cache):
             return self._fallback(query, key, value, key_cache, value_cache, **rules)
-        window, scaling = rules.get("window"), rules["scaling"]
-        softcap, chunk, sinks = rules.get("softcap"), rules.get("chunk"), rules.get("sinks")
+        window, scaling, softcap, sinks = (
+            rules.get("window"),
+            rules["scaling"],
+            rules.get("softcap"),
+            rules.get("sinks"),
+        )
         decodes, parts = self._decodes, []
         if decodes:
             out, _ = self._paged.decode_with_lse(
                 query[:decodes], key_cache, value_cache, self._tables[:decodes, : self._width], self._positions,
-                window, scaling, softcap=softcap, chunk=chunk, sinks=sinks, parts=self._parts,
+                window, scaling, softcap=softcap, sinks=sinks, parts=self._parts,
             )  # fmt: skip
             parts.append(out)
         if decodes < len(query):
             out = self._paged.prefill(
                 query[decodes:], key_cache, value_cache, self._tables[decodes:], self._begins, self._starts, window, scaling,
-                softcap=softcap, chunk=chunk, sinks=sinks,
+                softcap=softcap, sinks=sinks,
             )  # fmt: skip
             parts.append(out)
         return parts[0] if len(parts) == 1 else torch.cat(parts)

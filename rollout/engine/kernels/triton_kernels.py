@@ -33,7 +33,6 @@ def _tile(
     span: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
-    chunk: tl.constexpr,
     sunk: tl.constexpr,
     parted: tl.constexpr,
     cap: tl.constexpr,
@@ -53,9 +52,6 @@ def _tile(
     oldest = tl.min(tl.where(live, position, tl.max(position, 0)), 0)
     if window > 0:
         visible = oldest + 1 - window
-    if chunk > 0:
-        visible = tl.maximum(oldest // chunk * chunk, visible)
-    if window > 0 or chunk > 0:
         # Only whole iterations are skipped, so the others are the same for any tile.
         low = start + tl.maximum(visible - start, 0) // span * span
 
@@ -89,8 +85,6 @@ def _tile(
         seen = inside[None, :] & (key[None, :] <= position[:, None])
         if window > 0:
             seen = seen & (key[None, :] > position[:, None] - window)
-        if chunk > 0:
-            seen = seen & (key[None, :] >= (position // chunk * chunk)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         # For a row without a visible key so far, -inf minus -inf would be NaN.
@@ -146,7 +140,6 @@ def attend_chunks(
     span: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
-    chunk: tl.constexpr,
     sunk: tl.constexpr,
     cap: tl.constexpr,
     dim: tl.constexpr,
@@ -181,7 +174,7 @@ def attend_chunks(
         index.to(tl.int64) * query_stride + head.to(tl.int64) * query_head_stride, head, position,
         tile * 0, tl.max(position, 0) + 1, index.to(tl.int64) * (kv_heads * group) + head, scale,
         key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
-        rows, span, block_size, window, chunk, sunk, False, cap, dim, value_dim, padded_dim, padded_value_dim,
+        rows, span, block_size, window, sunk, False, cap, dim, value_dim, padded_dim, padded_value_dim,
     )  # fmt: skip
 
 
@@ -214,7 +207,6 @@ def attend_parts(
     split: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
-    chunk: tl.constexpr,
     cap: tl.constexpr,
     dim: tl.constexpr,
     value_dim: tl.constexpr,
@@ -238,8 +230,6 @@ def attend_parts(
         visible = last * 0
         if window > 0:
             visible = tl.maximum(last + 1 - window, visible)
-        if chunk > 0:
-            visible = tl.maximum(last // chunk * chunk, visible)
         start = (visible // split + part) * split
         index = owner + line * 0
         position = tl.where(line < group, last, -1)
@@ -250,7 +240,7 @@ def attend_parts(
             index.to(tl.int64) * query_stride + head.to(tl.int64) * query_head_stride, head, position,
             start, tl.minimum(start + split, last + 1), item.to(tl.int64) * (kv_heads * group) + head, scale,
             key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
-            rows, span, block_size, window, chunk, False, True, cap, dim, value_dim, padded_dim, padded_value_dim,
+            rows, span, block_size, window, False, True, cap, dim, value_dim, padded_dim, padded_value_dim,
         )  # fmt: skip
 
 

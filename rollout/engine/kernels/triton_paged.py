@@ -63,9 +63,8 @@ class TritonPaged:
     K and V caches are any views [num_blocks, block_size, Hkv, D] and [num_blocks, block_size, Hkv, Dv], and queries any [P,
     H, D], with a contiguous last dimension; block tables need contiguous rows; other index tensors are contiguous. Block
     tables may be int32 or int64, and entries behind a row's last block are never read. `window`: a query attends to the last
-    `window` positions up to its own; None: all. `softcap`: scores become softcap * tanh(scores / softcap). `chunk`: a query
-    attends to its own chunk of this many positions; None: all. `sinks`: [H] contiguous, of any floating dtype, read when a
-    kernel runs: scores without a value. Sums are float32 whatever the dtype of the cache.
+    `window` positions up to its own; None: all. `softcap`: scores become softcap * tanh(scores / softcap). `sinks`: [H]
+    contiguous, of any floating dtype, read when a kernel runs: scores without a value. Sums are always float32.
     """
 
     def __init__(self, kernels: _Kernels) -> None:
@@ -108,7 +107,6 @@ class TritonPaged:
         scaling: float,
         *,
         softcap: float | None = None,
-        chunk: int | None = None,
         sinks: Tensor | None = None,
         parts: DecodeParts | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -132,9 +130,9 @@ class TritonPaged:
             return out, lse
         if parts is None:
             parts = DecodeParts(positions, batch * num_splits(table.shape[1] * key_cache.shape[1]))
-        listed = parts.of(window=window, chunk=chunk)
+        listed = parts.of(window=window)
         part_out, part_lse = self._workspace(parts.capacity, heads, value_dim, query.device)
-        call = _Call(query, key_cache, value_cache, table, window, scaling, softcap, chunk)
+        call = _Call(query, key_cache, value_cache, table, window, scaling, softcap)
         kv_heads, plan = key_cache.shape[2], call.plan("decode")
         with device_of(query):
             self._kernels.attend_parts[(min(parts.capacity * kv_heads, _programs(query.device)),)](
@@ -161,7 +159,6 @@ class TritonPaged:
         scaling: float,
         *,
         softcap: float | None = None,
-        chunk: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of chunks of several sequences, whose own K and V are already in the cache.
@@ -182,7 +179,7 @@ class TritonPaged:
         """
         out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
         if len(query) and len(starts):
-            call = _Call(query, key_cache, value_cache, table, window, scaling, softcap, chunk)
+            call = _Call(query, key_cache, value_cache, table, window, scaling, softcap)
             plan = call.plan("prefill")
             tokens = plan.rows // call.group
             with device_of(query):
@@ -222,7 +219,6 @@ class _Call:
     window: int | None
     scaling: float
     softcap: float | None
-    chunk: int | None
 
     @property
     def group(self) -> int:
@@ -246,7 +242,7 @@ class _Call:
         dim, value_dim = self.key_cache.shape[3], self.value_cache.shape[3]
         return {
             "kv_heads": self.key_cache.shape[2], "group": self.group, "block_size": self.key_cache.shape[1],
-            "window": self.window or 0, "chunk": self.chunk or 0, "cap": (self.softcap or 0.0) * _LOG2_E,
+            "window": self.window or 0, "cap": (self.softcap or 0.0) * _LOG2_E,
             "dim": dim, "value_dim": value_dim, "padded_dim": power_of_two(dim), "padded_value_dim": power_of_two(value_dim),
         }  # fmt: skip
 

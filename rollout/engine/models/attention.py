@@ -136,8 +136,6 @@ class PagedBatch:
     """Kernel of each group of layers, for this step."""
     windows: Mapping[nn.Module, int | None]
     """Sliding windows of layers that do not pass one themselves."""
-    chunks: Mapping[nn.Module, int]
-    """Chunk sizes of the layers with chunked attention."""
     write: CacheWrite = write_slots
     unwindowed: Sequence[PagedAttention] | None = None
     """Like `attention`, for layers without a window; None: they use the same kernels."""
@@ -160,7 +158,6 @@ class PagedBatch:
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
             window=window,
             softcap=arguments.get("softcap"),
-            chunk=self.chunks.get(module),
             sinks=arguments.get(SINKS),
         )
         return out.reshape(query.shape[0], query.shape[2], *out.shape[1:])

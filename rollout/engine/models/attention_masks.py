@@ -1,13 +1,12 @@
-"""Reads a layer's attention window or chunk from transformers' mask functions, or rejects the mask.
+"""Reads a layer's attention window from transformers' mask functions, or rejects the mask.
 
 Some models apply a window only in the mask. While a model is probed, `probe_mask` makes its masks: each keeps the mask
-function it was made from, from which `limits_of` reads the window or the chunk, however large.
+function it was made from, from which `window_of` reads the window, however large.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,22 +24,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class OtherMask(Exception):  # noqa: N818 - describes a mask; the caller decides what follows
-    """A mask that is neither causal nor causal in a sliding window or in chunks."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Positions, up to its own, that a query attends to."""
-
-    window: int | None = None
-    """Number of last positions, including its own; None: all."""
-    chunk: int | None = None
-    """Size of the chunks; a query attends to its own chunk. None: all."""
-
-    def firsts(self, positions: Tensor) -> Tensor:
-        """The first position that each of `positions` attends to."""
-        firsts = torch.zeros_like(positions) if self.window is None else (positions + 1 - self.window).clamp(min=0)
-        return firsts if self.chunk is None else torch.maximum(firsts, positions // self.chunk * self.chunk)
+    """A mask that is neither causal nor causal in a sliding window."""
 
 
 def probe_mask(*args: Any, **arguments: Any) -> Tensor:
@@ -61,55 +45,41 @@ def function_of(mask: Tensor) -> MaskFunction | None:
     return function if function is not None or mask._base is None else function_of(mask._base)
 
 
-def limits_of(function: MaskFunction, length: int, device: torch.device) -> Limits:
-    """Which of the first `length` positions each of them attends to.
+def window_of(function: MaskFunction, length: int, device: torch.device) -> int | None:
+    """Number of last positions, including its own, that each of the first `length` positions attends to; None: all.
+
+    Compares whole rows of some positions, and the edges of all of them.
 
     Args:
         device: device of tensors that the function may hold.
 
     Raises:
-        OtherMask: it is neither a window nor chunks; the message shows the first position that differs from a window.
+        OtherMask: it is not a window; the message shows the first position that differs from one.
     """
     positions = torch.arange(length, device=device)
     window = int(_seen(function, positions[-1], positions).sum())
-    try:
-        _compare(function, positions, Limits(window))
-    except OtherMask:
-        # Positions that attend to position 0 are the first chunk.
-        limits = Limits(chunk=max(1, int(_seen(function, positions, positions[0]).sum())))
-        try:
-            _compare(function, positions, limits)
-        except OtherMask:
-            pass
-        else:
-            return limits
-        raise
-    return Limits() if window == length else Limits(window)
+    firsts = (positions + 1 - window).clamp(min=0)
 
+    def expect(expected: Tensor, queries: Tensor, keys: Tensor) -> None:
+        differ = (_seen(function, queries, keys) != expected).nonzero()
+        if len(differ):
+            at = int(differ[0])
+            query, key = (int(each.expand(len(expected))[at]) for each in (queries, keys))
+            raise OtherMask(
+                f"position {query} {'does not see' if expected[at] else 'sees'} position {key}, which is neither causal "
+                f"attention nor a window of the last {window}"
+            )
 
-def _compare(function: MaskFunction, positions: Tensor, limits: Limits) -> None:
-    """Raise `OtherMask` unless whole rows of some positions, and the edges of all of them, have these limits."""
-    length, firsts = len(positions), limits.firsts(positions)
     dense = range(min(length, _DENSE))
     for query in sorted({*dense, length // 2, length - 1}):
         # Later positions are checked for a few queries only, because a row may have a million.
         keys = positions if query in (0, length // 2, length - 1) else positions[: max(dense.stop, query + 2)]
-        _expect((keys <= query) & (keys >= firsts[query]), function, positions[query], keys, limits)
+        expect((keys <= query) & (keys >= firsts[query]), positions[query], keys)
     before = (firsts - 1).clamp(min=0)
-    _expect(before == firsts, function, positions, before, limits)
+    expect(before == firsts, positions, before)
     for keys in (firsts, positions):
-        _expect(torch.ones_like(positions, dtype=torch.bool), function, positions, keys, limits)
-
-
-def _expect(expected: Tensor, function: MaskFunction, queries: Tensor, keys: Tensor, limits: Limits) -> None:
-    differ = (_seen(function, queries, keys) != expected).nonzero()
-    if len(differ):
-        at = int(differ[0])
-        query, key = (int(each.expand(len(expected))[at]) for each in (queries, keys))
-        raise OtherMask(
-            f"position {query} {'does not see' if expected[at] else 'sees'} position {key}, which is neither causal "
-            f"attention nor a window of the last {limits.window} nor chunks"
-        )
+        expect(torch.ones_like(positions, dtype=torch.bool), positions, keys)
+    return None if window == length else window
 
 
 def _seen(function: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 A few tokens go through the model with an attention that records its calls (modules, shapes, arguments, mask functions) and,
 if the configuration names recurrent or convolutional layers, a cache that records their states. Layers with state elsewhere
-appear in neither. Layers that need more than causal attention with a window, chunks, a cap or sinks have further arguments.
+appear in neither. Layers that need more than causal attention with a window, a cap or sinks have further arguments.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rollout.engine.blocks.pages import LayerGroups, layer_groups
 from rollout.engine.memory.kv_cache import LayerShape
 from rollout.engine.memory.state_pool import StateShape
 from rollout.engine.models.attention import SINKS, Arguments, Installation, carried, forward_with
-from rollout.engine.models.attention_masks import PROBE, Limits, MaskFunction, OtherMask, function_of, limits_of
-from rollout.engine.models.recurrent_layers import RecurrentLayers, continues
+from rollout.engine.models.attention_masks import PROBE, MaskFunction, OtherMask, function_of, window_of
+from rollout.engine.models.recurrent_layers import RecurrentLayers
 from rollout.engine.models.recurrent_states import ProbedStates
 from rollout.errors import UnsupportedModelError
 
@@ -36,7 +36,7 @@ HARMLESS = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict",
      "logits_to_keep", "output_router_logits"}
 )  # fmt: skip
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 PROBE_TOKENS = 4
 DEFAULT_LENGTH = 2048
 """Longest sequence if neither the configuration nor the model sets a limit."""
@@ -49,14 +49,9 @@ class AttentionCall:
     num_heads: int
     scaling: float
     window: int | None
+    """Positions, including its own, that a query attends to; None: all."""
     softcap: float | None
-    chunk: int | None = None
     sinks: bool = False
-
-    @property
-    def reach(self) -> int | None:
-        """Positions, including its own, that a query attends to; None: all."""
-        return min((each for each in (self.window, self.chunk) if each is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -69,8 +64,6 @@ class ModelLayout:
     layer_of: dict[nn.Module, int]
     mask_windows: dict[nn.Module, int | None]
     """Window of the mask, for layers that pass another window or none."""
-    chunks: dict[nn.Module, int]
-    """Chunk of the mask, for layers with chunked attention."""
     kv_dtype: torch.dtype
     narrowest_dtype: torch.dtype
     """Narrowest dtype of keys and values; under a trainer's autocast it may differ from `kv_dtype`."""
@@ -83,18 +76,16 @@ class ModelLayout:
     """States of recurrent and convolutional layers."""
     cache_argument: str = "past_key_values"
     """Argument of the forward that takes the cache of these states."""
-    continues: bool = True
-    """Whether a chunk of several tokens continues from recurrent states (Mamba 1 restarts); a single token always does."""
 
     @property
     def masks(self) -> tuple[object, ...]:
         """Keys that the attention masks let a query attend to."""
-        return self.layer_of, self.mask_windows, self.chunks, [(call.window, call.chunk) for call in self.calls]
+        return self.layer_of, self.mask_windows, [call.window for call in self.calls]
 
     def groups(self, length: int) -> LayerGroups:
         """Groups of layers that keep KV for the same time, for sequences of up to `length` tokens."""
         widths = [(each.num_kv_heads * each.head_dim, each.num_kv_heads * each.value_dim) for each in self.layers]
-        return layer_groups(widths, [call.reach for call in self.calls], length)
+        return layer_groups(widths, [call.window for call in self.calls], length)
 
 
 class _Call(NamedTuple):
@@ -212,8 +203,8 @@ def examine(model: nn.Module, max_sequence_length: int | None = None) -> Examine
     # FlashAttention gets the window as an argument and no mask.
     if not str(config._attn_implementation_internal).startswith("flash"):
         length, wrong = max_sequence_length or positions or DEFAULT_LENGTH, list[str]()
-        calls = _limited(names, watcher.calls, length, device, wrong)
-        check("masks: causal, in windows or chunks at most", wrong)
+        calls = _windowed(names, watcher.calls, length, device, wrong)
+        check("masks: causal, in windows at most", wrong)
     if missing:
         return Examined(None, present, list(dict.fromkeys(missing)), cause)
     layout = _layout(model, watcher, calls, shapes, recurrent, positions)
@@ -241,7 +232,6 @@ def _layout(
             for each, call in zip(watcher.calls, calls, strict=True)
             if call.window != each.asked.window
         },
-        chunks={module: call.chunk for module, call in zip(modules, calls, strict=True) if call.chunk is not None},
         kv_dtype=watcher.calls[0].dtype if watcher.calls else first.dtype,
         narrowest_dtype=min(watcher.dtypes or {first.dtype}, key=lambda dtype: dtype.itemsize),
         device=first.device,
@@ -253,7 +243,6 @@ def _layout(
         ),
         states=tuple(shapes),
         cache_argument=recurrent.cache_argument,
-        continues=continues(model, first.device, shapes, recurrent.cache_argument),
     )
 
 
@@ -406,28 +395,27 @@ def _arguments_unknown(names: Mapping[nn.Module, str], calls: Iterable[_Call]) -
             yield f"attention layer {name!r} passes {argument}={shown}, which the engine cannot honour"
 
 
-def _limited(
+def _windowed(
     names: Mapping[nn.Module, str], calls: Sequence[_Call], length: int, device: torch.device, wrong: list[str]
 ) -> list[AttentionCall]:
-    """The calls with the limits of their masks; without a mask, with the window that the layer passes."""
-    known: dict[MaskFunction, Limits] = {}
-    limited = []
+    """The calls with the windows of their masks; without a mask, with the window that the layer passes."""
+    known: dict[MaskFunction, int | None] = {}
+    windowed = []
     for each in calls:
         mask, asked = each.mask, each.asked
         if mask is not None and mask not in known:
             try:
-                known[mask] = limits_of(mask, length, device)
+                known[mask] = window_of(mask, length, device)
             except OtherMask as exc:
-                known[mask] = Limits(asked.window)
+                known[mask] = asked.window
                 wrong.append(
-                    f"attention layer {names[each.module]!r}: {exc}; the engine serves causal attention, also in a window "
-                    "or in chunks"
+                    f"attention layer {names[each.module]!r}: {exc}; the engine serves causal attention, also in a window"
                 )
-        limits = Limits(asked.window) if mask is None else known[mask]
+        window = asked.window if mask is None else known[mask]
         # A window of at least `length` is the same as no window.
-        same = (asked.window or length) >= length and (limits.window or length) >= length
-        limited.append(replace(asked, window=asked.window if same else limits.window, chunk=limits.chunk))
-    return limited
+        same = (asked.window or length) >= length and (window or length) >= length
+        windowed.append(replace(asked, window=asked.window if same else window))
+    return windowed
 
 
 def has_global_hooks() -> bool:
@@ -447,17 +435,15 @@ def _innermost(model: nn.Module, exc: BaseException) -> str:
     return found
 
 
-def check_lengths(model: nn.Module, max_sequence_length: int, step_tokens: int) -> None:
-    """Check that the model's positions allow sequences and steps of these lengths.
+def check_lengths(model: nn.Module, max_sequence_length: int) -> None:
+    """Check that the model's positions allow sequences of this length.
 
     - Some rotary variants change every position once a sequence grows past the original context.
     - A model without rotary positions has a table of fixed length. Other models only get worse, which is logged as a
       warning.
-    - Llama 4's layers without rotary positions scale a query by its place in the forward's input, and several sequences
-      share one input. Below `floor_scale` the scale is 1 at every place.
 
     Raises:
-        UnsupportedModelError: cached keys or scaled queries would be wrong.
+        UnsupportedModelError: cached keys would be wrong.
     """
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -482,10 +468,3 @@ def check_lengths(model: nn.Module, max_sequence_length: int, step_tokens: int) 
                 f"rope_type={each['rope_type']!r} changes every position once a sequence passes {original} tokens, "
                 f"and max_sequence_length={max_sequence_length}; set InferenceConfig.max_sequence_length <= {original}"
             )
-    floor, longest = getattr(config, "floor_scale", None), max(max_sequence_length, step_tokens)
-    if getattr(config, "attn_temperature_tuning", False) and floor is not None and longest >= floor:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} scales queries by their place in a batch from {floor} on (attn_temperature_tuning); "
-            f"a sequence or a step may have {longest} positions; set InferenceConfig.max_sequence_length and "
-            f"max_tokens_per_step below {floor}, or attn_temperature_tuning=False in its configuration"
-        )

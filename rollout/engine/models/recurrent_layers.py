@@ -1,4 +1,4 @@
-"""The layers of a model that keep a recurrent or convolutional state, and whether chunks of tokens continue from it."""
+"""The layers of a model that keep a recurrent or convolutional state."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache, cache_utils
 
-from rollout.engine.memory.state_pool import StatePool, StateShape
-from rollout.engine.models.attention import Arguments, Installation, forward_with
-from rollout.engine.models.attention_masks import PROBE
-from rollout.engine.models.recurrent_states import StateRows
+from rollout.engine.memory.state_pool import StateShape
 
 WITHOUT_STATE = ("mlp", "moe")
 """Types of layers without a state for which the cache of transformers 5.21 and 5.22 has a place; later: `DummyLayer`."""
@@ -72,36 +67,3 @@ class RecurrentLayers:
                     f"{type(model).__name__} layer {index} ({kind}) goes neither through transformers' attention interface "
                     "nor through its cache's conv and recurrent states, so the engine cannot keep what it remembers"
                 )
-
-
-class _OwnValue:
-    """`AttentionBatch` in which every position attends only to itself, so that only states connect positions."""
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, arguments: Arguments
-    ) -> Tensor:
-        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()
-
-
-def continues(model: nn.Module, device: torch.device, shapes: Sequence[StateShape], argument: str) -> bool:
-    """Run a chunk of two tokens and return whether recurrent states affect it.
-
-    Args:
-        shapes: states of the model; empty: it has no recurrent layers.
-        argument: argument of its forward that takes the cache.
-    """
-    recurrent = [each.key for each in shapes if each.key.kind == "recurrent"]
-    if not recurrent:
-        return True
-    pool = StatePool(shapes, 2, device)
-    for key in recurrent:
-        pool.state(key)[1] = 1
-    ids, logits = torch.arange(2, device=device), list[Tensor]()
-    with Installation(model, implementation=PROBE).forward():
-        for slot in range(2):
-            cache = {argument: StateRows(pool, np.array([slot], np.int32))}
-            output = forward_with(
-                _OwnValue(), model, input_ids=ids[None], position_ids=ids[None], logits_to_keep=ids, **cache
-            )
-            logits.append(output.logits)
-    return not torch.equal(*logits)

@@ -3,9 +3,6 @@
 A layer that keeps a state per sequence gets it from the forward's cache (`get_conv_state`, `get_recurrent_state`) and
 returns the next one, or changes it in place. `StateRows` answers with rows of the engine's state pool. A sequence without
 tokens has a state of zeros, so every forward continues one. K and V of attention layers pass through to the paged attention.
-
-MiniMax's lightning attention uses names of its own (`get_linear_cache`, `set_linear_cache`). With a state it computes
-position by position, without one in blocks.
 """
 
 from __future__ import annotations
@@ -53,13 +50,6 @@ class _NoKV(Cache):  # type: ignore[misc]
         """[B, heads, ...], may be changed in place; None: no state before this forward."""
         return None
 
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """[B, heads, head size, head size], may be changed in place; None: compute in blocks."""
-        return self.get_recurrent_state(layer_idx)
-
-    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        self.update_recurrent_state(linear_cache, layer_idx)
-
 
 class ProbedStates(_NoKV):
     """Records the shapes of the states that one forward of a new sequence creates."""
@@ -94,13 +84,11 @@ class StateRows(_NoKV):
 
     Args:
         slots: [B] their slots in the pool, all different.
-        begins: whether none of them has a token before this forward.
     """
 
-    def __init__(self, pool: StatePool, slots: NDArray[np.int32], *, begins: bool = False) -> None:
+    def __init__(self, pool: StatePool, slots: NDArray[np.int32]) -> None:
         super().__init__()
         self._pool = pool
-        self._begins = begins
         self._rows: dict[StateKey, Tensor] = {}
         first = int(slots[0])
         # Neighbouring slots are used in place; others are gathered and scattered.
@@ -116,9 +104,6 @@ class StateRows(_NoKV):
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
         return self._row(StateKey(layer_idx, "recurrent", state_idx))
-
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        return None if self._begins else self.get_recurrent_state(layer_idx)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Append the inputs `conv_states` [B, channels, L]; returns them after the earlier inputs, [B, channels, K + L]."""

@@ -127,10 +127,9 @@ class TreeAttachment:
                 "tree attention is attached to this model already: keep that attachment, or detach() it first"
             )
         layout = inspect_model(model)
-        if any(call.sinks or call.chunk for call in layout.calls):
+        if any(call.sinks for call in layout.calls):
             raise UnsupportedModelError(
-                f"{type(model).__name__} has attention sinks or chunked attention, which tree attention does not compute; "
-                "train it on padded rows"
+                f"{type(model).__name__} has attention sinks, which tree attention does not compute; train it on padded rows"
             )
         if layout.states:
             raise UnsupportedModelError(

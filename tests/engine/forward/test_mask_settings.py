@@ -1,4 +1,4 @@
-"""Tests that windows, chunks and masks that change after the engine was built are followed or refused, never ignored."""
+"""Tests that windows and masks that change after the engine was built are followed or refused, never ignored."""
 
 from __future__ import annotations
 
@@ -43,16 +43,11 @@ def narrower_layers(model: Any) -> None:
         layer.self_attn.sliding_window = 4
 
 
-def other_chunks(model: Any) -> None:
-    model.config.attention_chunk_size = 4
-
-
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "gemma3, a narrower window": (lambda: make_model("gemma3"), narrower),
     "qwen3, a window in every layer": (mixed, all_windows),
     "qwen3, windows of its layers": (lambda: make_model("qwen3"), narrower_layers),
     "mistral, a wider window": (lambda: make_model("mistral"), wider),
-    "llama4, other chunks": (lambda: make_model("llama4"), other_chunks),
 }
 
 

@@ -38,7 +38,7 @@ from tests.models import CONFIGS, MORE_CONFIGS, make_model
 pytestmark = pytest.mark.skipif(cpu_library.load() is None, reason="no C++ compiler")
 
 FUSED = ["qwen3", "llama", "qwen2", "mistral"]
-NOT_FUSED = ["falcon_h1", "lfm2", "minimax", "gpt_oss", "llama4"]
+NOT_FUSED = ["falcon_h1", "lfm2", "gpt_oss"]
 
 
 def fused(engine: DynamicInferenceEngine) -> bool:

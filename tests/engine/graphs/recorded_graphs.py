@@ -21,7 +21,7 @@ from tests.capturable import Capturable
 @torch.library.custom_op("rollout_tests::decode", mutates_args=("keys", "values"))
 def decode(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, seen: Tensor, tables: Tensor,
-    scaling: float, window: int, softcap: float, chunk: int, sinks: Tensor | None,
+    scaling: float, window: int, softcap: float, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Write and attend, row by row."""
     out = torch.zeros(*query.shape[:2], values.shape[3])
@@ -36,7 +36,7 @@ def decode(
         last = int(seen[row])
         if last < 0:
             continue
-        first = max(0, last + 1 - window) if window else last // chunk * chunk if chunk else 0
+        first = max(0, last + 1 - window) if window else 0
         positions = torch.arange(first, last + 1)
         places = tables[row, positions // block_size].long() * block_size + positions % block_size
         k, v = (cache.flatten(0, 1)[places].repeat_interleave(groups, 1) for cache in (keys, values))
@@ -63,13 +63,13 @@ class Plain:
 
     def __call__(
         self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, *,
-        scaling: float, window: int | None, softcap: float | None, chunk: int | None, sinks: Tensor | None,
+        scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         self.rows = len(inputs.ids)
         slots, tables = inputs.groups[self._cache.group_of(layer)]
         return decode(
             query, key, value, *self._cache.layer(layer), slots, inputs.seen, tables, scaling, window or 0, softcap or 0.0,
-            chunk or 0, sinks,
+            sinks,
         )  # fmt: skip
 
 

@@ -148,11 +148,10 @@ def test_samples_that_read_their_prompt_once_get_the_bits_they_get_alone(shared:
     torch.testing.assert_close(together.double(), made.exactly(), atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize("chunk", [None, 50])
-def test_sinks_and_chunks_keep_the_bits_that_a_row_gets_alone(chunk: int | None) -> None:
-    more = {"chunk": chunk, "sinks": torch.tensor([-30.0, -1, 0, 1, 5, 30])}
+def test_sinks_keep_the_bits_that_a_row_gets_alone() -> None:
+    more = {"sinks": torch.tensor([-30.0, -1, 0, 1, 5, 30])}
     made = group(8, [1, 16, 70, 3, 33, 17, 200, 5], heads=6)
-    assert tasks(made, **more) == (1 if chunk is None else 8)
+    assert tasks(made, **more) == 1
     for each in (made, case([90, 1, 1], [200, 64, 49], heads=6)):
         together = each.run(**more)
         torch.testing.assert_close(together.double(), each.exactly(**more), atol=2e-6, rtol=2e-6)

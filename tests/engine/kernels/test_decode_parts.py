@@ -19,20 +19,19 @@ def items_of(listed: PartList) -> list[tuple[int, int]]:
 @given(
     positions=st.lists(st.integers(-1, 1500), min_size=1, max_size=7),
     window=st.sampled_from([None, 1, 200, 700]),
-    chunk=st.sampled_from([None, 300]),
     spare=st.integers(0, 9),
 )
-def test_every_part_that_a_row_sees_is_listed_once(positions, window, chunk, spare) -> None:
+def test_every_part_that_a_row_sees_is_listed_once(positions, window, spare) -> None:
     expected = []
     for row, last in enumerate(positions):
-        first = max(0, last + 1 - (window or last + 1), last // chunk * chunk if chunk else 0)
+        first = max(0, last + 1 - (window or last + 1))
         parts = range(first // SPLIT, last // SPLIT + 1) if last >= 0 else ()
         expected += [(row, part) for part in range(len(parts))]
     made = DecodeParts(torch.tensor(positions)[:, None], len(expected) + spare)
-    own = made.of(window=window, chunk=chunk)
+    own = made.of(window=window)
     assert items_of(own) == expected
     assert len(own.owners) == len(expected) + spare
-    assert made.of(window=window, chunk=chunk) is own, "made once for all layers"
+    assert made.of(window=window) is own, "made once for all layers"
 
 
 def test_lists_follow_positions_that_are_advanced_where_they_lie() -> None:

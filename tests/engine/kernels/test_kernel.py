@@ -112,7 +112,6 @@ class Step:
         scaling: float,
         window: int | None,
         softcap: float | None,
-        chunk: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """[P, H, Dv] float64, one query at a time."""
@@ -121,7 +120,7 @@ class Step:
             slots = self._slots(row)
             for step in range(row.count):
                 position = row.start + step
-                first = max(0, position + 1 - window) if window else position // chunk * chunk if chunk else 0
+                first = max(0, position + 1 - window) if window else 0
                 seen = slots[first : position + 1]
                 keys = self.keys.flatten(0, 1)[seen].double().repeat_interleave(self.groups, 1)
                 values = self.values.flatten(0, 1)[seen].double().repeat_interleave(self.groups, 1)
@@ -184,23 +183,19 @@ def test_random_steps_equal_dense_attention(
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize(
-    ("window", "chunk", "softcap", "sunk"),
-    [(None, None, None, True), (5, None, None, True), (None, 1, None, False), (None, 5, None, False),
-     (None, 100, None, False), (None, 4, 1.5, True), (3, None, 2.0, True)],
-)  # fmt: skip
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (None, 1.5), (3, 2.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sinks_and_chunks_equal_dense_attention(
-    groups: int, window: int | None, chunk: int | None, softcap: float | None, sunk: bool, dtype: torch.dtype
+def test_sinks_equal_dense_attention(
+    groups: int, window: int | None, softcap: float | None, dtype: torch.dtype
 ) -> None:
     for seed in range(4):
         step = Step(seed, groups=groups, dtype=dtype)
-        sinks = torch.linspace(-2, 4, step.query.shape[1]).to(dtype) if sunk else None
-        expected = step.expected(0.3, window, softcap, chunk, sinks)
-        assert not torch.allclose(expected, step.expected(0.3, window, softcap)) or chunk == 100
+        sinks = torch.linspace(-2, 4, step.query.shape[1]).to(dtype)
+        expected = step.expected(0.3, window, softcap, sinks)
+        assert not torch.allclose(expected, step.expected(0.3, window, softcap))
         for kernel in (None, False, True):
             tiles = step.tiles(3, plain=bool(seed % 2))
-            actual = step.run(tiles, 0.3, window, softcap, kernel=kernel, chunk=chunk, sinks=sinks)
+            actual = step.run(tiles, 0.3, window, softcap, kernel=kernel, sinks=sinks)
             assert actual.dtype == dtype
             assert_close(actual, expected)
 

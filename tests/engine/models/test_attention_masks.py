@@ -15,13 +15,12 @@ from transformers.masking_utils import (
     blockwise_overlay,
     causal_mask_function,
     chunked_causal_mask_function,
-    create_chunked_causal_mask,
     or_masks,
     sliding_window_causal_mask_function,
 )
 from transformers.models.qwen3 import modeling_qwen3
 
-from rollout.engine.models.attention_masks import Limits, MaskFunction, OtherMask, limits_of
+from rollout.engine.models.attention_masks import MaskFunction, OtherMask, window_of
 from rollout.errors import UnsupportedModelError
 from tests.engines import assert_greedy, finish, greedily, make_engine, token_ids
 from tests.models import SMALL, make_model
@@ -48,15 +47,7 @@ def in_chunks(size: int) -> MaskFunction:
     ],
 )
 def test_the_window_of_a_mask_is_found(function: MaskFunction, length: int, window: int | None) -> None:
-    assert limits_of(function, length, CPU) == Limits(window)
-
-
-@pytest.mark.parametrize(
-    ("chunk", "length"),
-    [(2, 3), (16, 300), (100, 300), (100, 299), (100, 301), (299, 300), (150, 300), (8192, 131_072)],
-)
-def test_the_chunk_of_a_mask_is_found(chunk: int, length: int) -> None:
-    assert limits_of(in_chunks(chunk), length, CPU) == Limits(chunk=chunk)
+    assert window_of(function, length, CPU) == window
 
 
 def every_other(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -72,7 +63,7 @@ def first_ones_too(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> T
     [
         (bidirectional_mask_function, "position 0 sees position 1,"),
         (chunked_causal_mask_function(16, torch.full((1,), 5)), "neither causal attention nor a window"),
-        (and_masks(in_chunks(100), sliding_window_causal_mask_function(20)), "nor chunks"),
+        (in_chunks(100), "neither causal attention nor a window"),
         (or_masks(causal_mask_function, blockwise_overlay(torch.ones(1, 300, dtype=torch.long))), "sees position 1,"),
         (or_masks(causal_mask_function, blockwise_overlay(torch.ones(1, 4, dtype=torch.long))),
          r"does not take position 299 \(IndexError"),
@@ -82,7 +73,7 @@ def first_ones_too(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> T
 )  # fmt: skip
 def test_a_mask_that_is_none_of_a_window_is_described(function: MaskFunction, message: str) -> None:
     with pytest.raises(OtherMask, match=message):
-        limits_of(function, 300, CPU)
+        window_of(function, 300, CPU)
 
 
 # --- models ------------------------------------------------------------------------------------------------------------
@@ -130,17 +121,6 @@ def test_a_window_at_the_length_of_the_longest_sequence_is_none() -> None:
     torch.manual_seed(0)
     assert make_engine(phimoe(), max_sequence_length=24).controller.layout.mask_windows == {}
     assert set(make_engine(phimoe(), max_sequence_length=25).controller.layout.mask_windows.values()) == {24}
-
-
-def test_a_mask_in_chunks_takes_a_model_off_the_fused_forward_and_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model("qwen3")
-    model.config.attention_chunk_size = 8
-    monkeypatch.setattr(modeling_qwen3, "create_causal_mask", create_chunked_causal_mask)
-    engine = make_engine(model, verify_model=True)
-    assert {call.chunk for call in engine.controller.layout.calls} == {8}
-    engine.add_request(token_ids(21), greedily(8))
-    (request,) = finish(engine).values()
-    assert_greedy(model, request)
 
 
 def test_a_mask_that_no_kernel_computes_is_refused_with_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,8 +77,8 @@ def dynamic_rope() -> hf.PreTrainedModel:
         (lambda: small("recurrent_gemma"), "1 of 4 layers go through transformers' attention interface"),
         (diffusion, "DiffusionGemmaForBlockDiffusion makes whole blocks of tokens by denoising"),
         (lambda: small("xlstm"), "honours logits_to_keep"),
-        (lambda: make_model("llama4", floor_scale=512),
-         r"by their place in a batch from 512 on.*may have \d+ positions; set .*max_sequence_length"),
+        (lambda: hf.Llama4ForCausalLM(hf.Llama4TextConfig(**SMALL, head_dim=16, attention_chunk_size=8)),
+         r"layer \d+ is 'chunked_attention': the engine serves full_attention, sliding_attention layers"),
         (sinks_of_each_key, r"'model\.layers\.0\.self_attn' passes s_aux of shape \(4, 2\); .* per query head, \[4\]"),
         (lambda: hf.DogeForCausalLM(hf.DogeConfig(**DENSE, num_key_value_heads=2)),
          r"'model\.layers\.0\.self_attn' passes attention_mask=a tensor"),
@@ -258,10 +258,8 @@ def test_the_token_budget_of_a_step_follows_the_device_unless_it_is_given() -> N
     assert engine.config.max_tokens_per_step == engine.context.scheduler.config.step_tokens == 2048
     assert InferenceConfig(max_requests=5000).step_tokens == 5000
     cuda = torch.device("cuda")
-    assert step_tokens(InferenceConfig(), model, cuda) == 8192
-    assert step_tokens(InferenceConfig(max_requests=9000), model, cuda) == 9000
-    llama4 = make_model("llama4", floor_scale=4096)
-    assert step_tokens(InferenceConfig(), llama4, cuda) == 4095, "it refuses more, see check_lengths"
+    assert step_tokens(InferenceConfig(), cuda) == 8192
+    assert step_tokens(InferenceConfig(max_requests=9000), cuda) == 9000
     with pytest.raises(ConfigError, match="max_tokens_per_step=64: must be at least max_requests=256"):
         InferenceConfig(max_tokens_per_step=64)
 
