@@ -36,6 +36,8 @@ class Group:
     client: Hashable
     interval: int
     arrival_time: float
+    ends_at: float
+    """Its deadline, by `time.monotonic`."""
     in_engine: int | None = None
     """Its request id in the engine; None: not queued yet."""
     ended: dict[int, DynamicInferenceRequest] = field(default_factory=dict)

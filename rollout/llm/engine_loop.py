@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -35,8 +35,6 @@ _log = logging.getLogger(__name__)
 
 SAMPLES_AT_ONCE = 256
 """Maximum new samples queued at one step boundary, so that running samples are not delayed for long."""
-MOST_STALE_DEADLINES = 1024
-"""Maximum deadlines of finished groups that are kept before they are swept."""
 SHUTDOWN_TIMEOUT_S = 30.0
 """Seconds to wait for the current step when the loop is closed."""
 LOOK_S = 1.0
@@ -56,7 +54,7 @@ class EngineLoop:
         self.over: Future[None] = Future()
         self._delivery = Delivery(engine)
         self._groups, self.readers = self._delivery.groups, self._delivery.readers
-        self._deadlines: list[tuple[float, int]] = []
+        self._next_deadline = math.inf
         self._next_beat = 0.0
         # Guards the three fields below. A leaf lock: its holder acquires no other lock, least of all the engine's.
         self._changed = threading.Condition()
@@ -116,16 +114,13 @@ class EngineLoop:
             client: see `Requests.submit`.
         """
         share = ("group", number) if client is None else client
-        group = Group(number, tokens, params, listener, priority, share, interval, time.time())
+        ends_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        group = Group(number, tokens, params, listener, priority, share, interval, time.time(), ends_at)
         with self._changed:
             self.refuse_when_over()
             self._groups[number] = group
             self._arrived.setdefault(group.client, deque()).append(group)
-            if timeout_s is not None:
-                if len(self._deadlines) > MOST_STALE_DEADLINES + 2 * len(self._groups):
-                    self._deadlines = [each for each in self._deadlines if each[1] in self._groups]
-                    heapq.heapify(self._deadlines)
-                heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, number))
+            self._next_deadline = min(self._next_deadline, ends_at)
             self._notify()
 
     def abort(self, numbers: Iterable[int] | None = None) -> Future[int]:
@@ -193,16 +188,16 @@ class EngineLoop:
         with self._changed:
             while not (self._commands or self._arrived or self._moved or self._closed or self._has_work()):
                 due = self._due()
-                if due is not None and due <= 0:
+                if due <= 0:
                     break
-                self._changed.wait(due)
+                self._changed.wait(None if due == math.inf else due)
             self._moved = False
             return not self._closed and self.engine.state is not EngineState.STOPPED
 
-    def _due(self) -> float | None:
-        """Seconds until a deadline, or until the other members of a group need a heartbeat; None: neither."""
-        moments = [each[0] for each in self._deadlines[:1]] + [self._next_beat] * (self.engine.peers.leader is not None)
-        return min(moments) - time.monotonic() if moments else None
+    def _due(self) -> float:
+        """Seconds until a deadline, or until the other members of a group need a heartbeat."""
+        beat = math.inf if self.engine.peers.leader is None else self._next_beat
+        return min(self._next_deadline, beat) - time.monotonic()
 
     def _has_work(self) -> bool:
         engine = self.engine
@@ -232,9 +227,9 @@ class EngineLoop:
 
     def _apply(self) -> None:
         """Apply everything that has arrived since the last step boundary."""
-        for number in self._passed_deadlines() if self._deadlines else ():
-            if (late := self._groups.get(number)) is not None:
-                self._delivery.fail(late, RequestTimeoutError(f"request {number}: its timeout_s has passed", number))
+        for late in self._late_groups():
+            number = late.number
+            self._delivery.fail(late, RequestTimeoutError(f"request {number}: its timeout_s has passed", number))
         if self._commands:
             with self._changed:
                 commands, self._commands = self._commands, []
@@ -244,14 +239,13 @@ class EngineLoop:
             for group in self._next_arrived():
                 self._queue(group)
 
-    def _passed_deadlines(self) -> list[int]:
-        """Remove the deadlines that have passed; return the numbers of their groups."""
-        now, numbers = time.monotonic(), list[int]()
-        # Read and removed under one lock, because `open_group` may sweep them in the meantime.
+    def _late_groups(self) -> list[Group]:
+        now = time.monotonic()
+        if now < self._next_deadline:
+            return []
         with self._changed:
-            while self._deadlines and self._deadlines[0][0] <= now:
-                numbers.append(heapq.heappop(self._deadlines)[1])
-        return numbers
+            self._next_deadline = min((g.ends_at for g in self._groups.values() if g.ends_at > now), default=math.inf)
+            return [group for group in self._groups.values() if group.ends_at <= now]
 
     def _next_arrived(self) -> list[Group]:
         taken: list[Group] = []

@@ -7,7 +7,6 @@ any thread of one rank       JobLLM(manager).submit(prompt)   .stream(prompt)   
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from rollout.config import ServerConfig
@@ -22,7 +21,7 @@ from rollout.errors import (
 )
 from rollout.llm.delivery import Listener
 from rollout.llm.requests import LLMRequests
-from rollout.llm.service import JobRequests
+from rollout.llm.service import JobRequests, follow
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from rollout.threads.loop_thread import LoopThread
@@ -38,8 +37,6 @@ PAUSE_S = 0.1
 """Seconds between two attempts."""
 SHORTEST_S = 0.001
 """Minimum `timeout_s` of a request that is submitted again."""
-_ENDS_AT = "ends_at"
-"""Key in a request's options: time of its deadline, by the loop's clock."""
 _CLOSED = "the JobLLM was closed: build another"
 
 
@@ -111,8 +108,7 @@ class _BesideRequests(JobRequests):
         super().__init__(manager.engine, loop)
         self._manager = manager
         self._connecting: asyncio.Task[None] | None = None
-        self._opening: dict[int, asyncio.Task[None]] = {}
-        """Groups that wait for a connection."""
+        self._serving: dict[int, asyncio.Task[None]] = {}
 
     async def connected(self) -> None:
         """Connect unless a client is connected; concurrent callers share one attempt and its failure.
@@ -161,51 +157,41 @@ class _BesideRequests(JobRequests):
     def _open(
         self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, options: dict[str, Any]
     ) -> None:
-        loop, sent = asyncio.get_running_loop(), dict(options)
-        ends_at: float | None = sent.pop(_ENDS_AT, None)
-        if ends_at is not None:
-            sent["timeout_s"] = max(SHORTEST_S, ends_at - loop.time())
-        elif (timeout_s := options.get("timeout_s")) is not None:
-            ends_at = loop.time() + timeout_s
-            options = options | {_ENDS_AT: ends_at}
-        if self._client is None or self._client.lost is not None:
-            self._groups[number] = None
-            task = loop.create_task(self._connected_by(number, ends_at))
-            self._opening[number] = task
-            task.add_done_callback(partial(self._opened, number, tokens, params, listener, options))
-            return
-        super()._open(number, tokens, params, listener, sent)
-        if (group := self._groups.get(number)) is not None:
-            group.on_done = partial(self._ended_or_lost, number, tokens, params, listener, options)
+        task = asyncio.get_running_loop().create_task(self._serve(number, tokens, params, listener, options))
+        self._serving[number] = task
 
-    def _opened(
-        self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, options: dict[str, Any],
-        task: asyncio.Task[None],
-    ) -> None:  # fmt: skip
-        del self._opening[number]
-        error: BaseException | None
-        if task.cancelled():
-            error = EngineStateError(_CLOSED) if self._closed else RequestAbortedError("aborted by its caller", number)
+    async def _serve(
+        self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, options: dict[str, Any]
+    ) -> None:
+        """Serve a group until it ends, through one client after the other."""
+        loop, timeout_s = asyncio.get_running_loop(), options.get("timeout_s")
+        ends_at = None if timeout_s is None else loop.time() + timeout_s
+        group: OpenGroup | None = None
+        try:
+            while group is None or (isinstance(group.error, ConnectionLostError) and not self._closed):
+                await self._connected_by(number, ends_at)
+                if ends_at is not None:
+                    options["timeout_s"] = max(SHORTEST_S, ends_at - loop.time())
+                group = self._groups[number] = self._the_client().open_group(tokens, params, **options)
+                ended = loop.create_future()
+                group.on_done = ended.set_result
+                follow(group, listener)
+                await ended
+                options |= {"known": group.known(), "arrival_time": group.arrival_time}
+                self._groups[number] = None
+        except asyncio.CancelledError:
+            aborted = RequestAbortedError("aborted by its caller", number)
+            self._failed(number, listener, EngineStateError(_CLOSED) if self._closed else aborted)
+        except Exception as exc:  # noqa: BLE001 - passed to the waiting caller, whatever it is
+            self._failed(number, listener, exc)
         else:
-            error = task.exception()
-        if error is None:
-            self._open(number, tokens, params, listener, options)
-        else:
-            del self._groups[number]
-            listener.fail(error)
-
-    def _ended_or_lost(
-        self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, options: dict[str, Any],
-        group: OpenGroup,
-    ) -> None:  # fmt: skip
-        if self._closed or not isinstance(group.error, ConnectionLostError):
             self._ended(number, listener, group)
-        else:
-            known = {"known": group.known(), "arrival_time": group.arrival_time}
-            self._open(number, tokens, params, listener, options | known)
+        finally:
+            del self._serving[number]
 
     def _abort(self, number: int) -> bool:
-        if (task := self._opening.get(number)) is not None:
+        task = self._serving.get(number)
+        if task is not None and self._groups[number] is None:
             return task.cancel()
         return super()._abort(number)
 
@@ -214,7 +200,7 @@ class _BesideRequests(JobRequests):
         self._closed = True
 
         async def leave() -> None:
-            tasks = list(self._opening.values())
+            tasks = [task for number, task in self._serving.items() if self._groups[number] is None]
             if self._connecting is not None:
                 tasks.append(self._connecting)
             for task in tasks:

@@ -104,13 +104,15 @@ class JobRequests:
         try:
             group = self._the_client().open_group(tokens, params, **options)
         except Exception as exc:  # noqa: BLE001 - passed to the waiting caller, whatever it is
-            del self._groups[number]
-            listener.fail(exc)
+            self._failed(number, listener, exc)
             return
         self._groups[number] = group
         group.on_done = partial(self._ended, number, listener)
-        if isinstance(listener, RequestStream) and not listener.whole:
-            group.on_update = partial(_grown, listener)
+        follow(group, listener)
+
+    def _failed(self, number: int, listener: Listener, error: BaseException) -> None:
+        del self._groups[number]
+        listener.fail(error)
 
     def _ended(self, number: int, listener: Listener, group: OpenGroup) -> None:
         self._groups.pop(number, None)
@@ -154,10 +156,16 @@ class JobRequests:
         return self._client
 
 
-def _grown(stream: RequestStream, group: OpenGroup, stretch: Stretch) -> None:
-    """Pass new tokens of a group to a stream."""
-    for delta in stretch.deltas():
-        stream.take(delta, None if delta.outcome is None else group.request(delta.sample_index))
+def follow(group: OpenGroup, listener: Listener) -> None:
+    """Pass new tokens of a group to its listener, if this is a stream of pieces."""
+    if not isinstance(listener, RequestStream) or listener.whole:
+        return
+
+    def grown(group: OpenGroup, stretch: Stretch) -> None:
+        for delta in stretch.deltas():
+            listener.take(delta, None if delta.outcome is None else group.request(delta.sample_index))
+
+    group.on_update = grown
 
 
 class EngineService(JobRequests):

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Query
-from pydantic import Field, JsonValue, StringConstraints
+from pydantic import ConfigDict, Field, StringConstraints
 from starlette.requests import Request
 
 from rollout.engine.models.adapters import MAX_ADAPTERS, MAX_RANK
@@ -66,7 +66,9 @@ class AbortRequests(Body):
 
 
 class LoadAdapterRequest(Body):
-    """Body of `/v1/load_lora_adapter`."""
+    """Body of `/v1/load_lora_adapter`. Other fields of vLLM are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     lora_name: Text
     """Name of the adapter as the `model` of requests, without whitespace and '='."""
@@ -75,20 +77,14 @@ class LoadAdapterRequest(Body):
     load_inplace: bool | None = None
     """true: replace a loaded adapter of that name, whose requests continue with the new one under the next policy version.
     Otherwise a loaded adapter of that name is an error."""
-    base_model_name: str | None = None
-    """Null, or the name of the served model."""
-    is_3d_lora_weight: Literal[False] | None = None
-    """Adapters of fused experts are not served."""
-    pinned: bool | None = None
-    """Accepted, without effect: adapters stay loaded until they are unloaded."""
 
 
 class UnloadAdapterRequest(Body):
-    """Body of `/v1/unload_lora_adapter`."""
+    """Body of `/v1/unload_lora_adapter`. Other fields of vLLM are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     lora_name: Text
-    lora_int_id: JsonValue = None
-    """Accepted, without effect."""
 
 
 class ControlReply(ReplyBody):
@@ -181,20 +177,20 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
         return control.now()
 
     # vLLM's path, and the path that prime-rl's client uses.
-    for prefix in ("/v1", ""):
+    @router.post("/v1/load_lora_adapter", openapi_extra=documented_body(LoadAdapterRequest))
+    @router.post("/load_lora_adapter", openapi_extra=documented_body(LoadAdapterRequest))
+    async def load_lora_adapter(request: Request) -> ControlReply:
+        """Load a LoRA adapter from a folder on every rank: requests name it as their `model`."""
+        return await control.load_adapter(await body_of(serving, request, LoadAdapterRequest))
 
-        @router.post(f"{prefix}/load_lora_adapter", openapi_extra=documented_body(LoadAdapterRequest))
-        async def load_lora_adapter(request: Request) -> ControlReply:
-            """Load a LoRA adapter from a folder on every rank: requests name it as their `model`."""
-            return await control.load_adapter(await body_of(serving, request, LoadAdapterRequest))
-
-        @router.post(f"{prefix}/unload_lora_adapter", openapi_extra=documented_body(UnloadAdapterRequest))
-        async def unload_lora_adapter(request: Request) -> ControlReply:
-            """Unload a LoRA adapter on every rank; its requests fail with a 409 that gives the reason."""
-            name = (await body_of(serving, request, UnloadAdapterRequest)).lora_name
-            if name not in llm.lora_adapters:
-                raise ApiError(404, f"lora_name={name!r}: no such adapter is loaded", param="lora_name")
-            return control.now(aborted=await control.ask(llm.unload_lora_adapter, name))
+    @router.post("/v1/unload_lora_adapter", openapi_extra=documented_body(UnloadAdapterRequest))
+    @router.post("/unload_lora_adapter", openapi_extra=documented_body(UnloadAdapterRequest))
+    async def unload_lora_adapter(request: Request) -> ControlReply:
+        """Unload a LoRA adapter on every rank; its requests fail with a 409 that gives the reason."""
+        name = (await body_of(serving, request, UnloadAdapterRequest)).lora_name
+        if name not in llm.lora_adapters:
+            raise ApiError(404, f"lora_name={name!r}: no such adapter is loaded", param="lora_name")
+        return control.now(aborted=await control.ask(llm.unload_lora_adapter, name))
 
     @router.get("/get_world_size")
     async def get_world_size() -> dict[str, int]:
@@ -269,8 +265,6 @@ class Control:
             raise bad_request(
                 f"lora_name={served!r}: the model itself has this name; choose another", param="lora_name"
             )
-        if order.base_model_name not in (None, served):
-            raise bad_request(f"base_model_name={order.base_model_name!r}: must be {served!r}", param="base_model_name")
         try:
             load = partial(self._llm.load_lora_adapter, replace=bool(order.load_inplace))
             await self.ask(load, order.lora_name, order.lora_path)

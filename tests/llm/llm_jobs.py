@@ -28,7 +28,7 @@ def small() -> Any:
     return make_model("qwen3", num_hidden_layers=2)
 
 
-def an_llm(*, use_coordinator: bool = True, **options: Any) -> LLM:
+def an_llm() -> LLM:
     config = InferenceConfig(
         kv_cache_blocks=512,
         max_requests=8,
@@ -36,8 +36,7 @@ def an_llm(*, use_coordinator: bool = True, **options: Any) -> LLM:
         advanced=Advanced(block_size_tokens=4, verify_model=False),
     )
     coordinator = coordinator_config(heartbeat_timeout_s=10.0, progress_interval=4)
-    options = {"coordinator_config": coordinator} | options if use_coordinator else options
-    return LLM(small(), None, config, use_coordinator=use_coordinator, **options)
+    return LLM(small(), None, config, use_coordinator=True, coordinator_config=coordinator)
 
 
 def asks_and_computes(rank: int) -> dict[str, Any]:
@@ -134,12 +133,6 @@ def loses_a_rank(rank: int) -> list[list[int]] | None:
         prompts = [token_ids(5, seed=seed) for seed in range(12)]
         results = llm.generate(prompts, [at_random(60, seed=seed) for seed in range(12)])
         return [result.generated_tokens for result in results]
-
-
-def each_for_itself(rank: int) -> tuple[bool, list[int]]:
-    """Direct mode: every rank is primary, whatever the process group."""
-    with an_llm(use_coordinator=False) as llm:
-        return llm.is_primary_rank, llm.generate(token_ids(5, seed=rank), at_random(20))[0].generated_tokens
 
 
 def is_left_alone(rank: int) -> str:

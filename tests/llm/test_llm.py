@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
-from typing import Any
 
 import pytest
 
@@ -86,14 +84,6 @@ def test_the_blocking_class_always_gives_a_list_and_the_asyncio_one_a_single_res
         assert llm.is_primary_rank
 
 
-def test_chat_messages_go_through_the_template() -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
-    with LLM(shared_model("qwen3"), tokenizer, options()) as llm:
-        one, two = llm.generate([[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]], greedily(2))
-    assert [tokenizer.decode(each.prompt_tokens) for each in (one, two)] == ["[hi]", "[ho]"]
-
-
 def test_an_asyncio_llm_does_not_wait_for_its_server_on_the_callers_loop() -> None:
     async def test() -> None:
         async with asyncio_llm() as llm:
@@ -151,30 +141,6 @@ def test_a_request_that_fails_is_named_and_its_neighbours_are_not_harmed() -> No
         assert ["RequestTimeoutError" in str(each.error) for each in failed] == [True, True]
         llm.engine.unpause()
         assert [len(each.generated_tokens) for each in ahead.result(PATIENCE_S)] == [400]
-
-
-def test_a_deadline_that_is_swept_while_it_passes_ends_nothing_else() -> None:
-    """A request that arrives sweeps those of ended ones; the engine's thread looked at one and removed another."""
-
-    class Swept(list[tuple[float, int]]):
-        def __getitem__(self, index: Any) -> Any:
-            first = super().__getitem__(index)
-            thread = threading.Thread(target=sweep)
-            thread.start()
-            thread.join(0.05)
-            return first
-
-    with blocking() as llm:
-        loop: Any = llm.service
-
-        def sweep() -> None:
-            with loop._changed:
-                loop._deadlines = []
-
-        loop._deadlines = Swept([(0.0, 99)])
-        (sample,) = llm.generate(token_ids(5), SamplingParams(max_tokens=4))
-        assert len(sample.generated_tokens) == 4
-        assert not loop.over.done()
 
 
 def test_a_sample_that_fails_in_a_step_raises_or_is_returned_with_its_error() -> None:

@@ -15,8 +15,9 @@ from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.job.job_coordinator import _completed
 from rollout.distributed.job.world import World
 from rollout.engine.weights.folder import load_model
-from rollout.errors import ConfigError, ConnectionLostError, EngineStateError, InvalidRequestError
+from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, EngineStateError, InvalidRequestError
 from rollout.llm.llm import LLM, AsyncLLM
+from rollout.llm.service import _joined
 from rollout.requests.block_hash import stream_key
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
@@ -154,20 +155,17 @@ def job_options(coordinator: CoordinatorConfig, **inference: Any) -> Coordinator
     return _completed(coordinator, make_engine("qwen3", **inference), None)
 
 
-def test_the_seed_of_the_engine_seeds_the_requests_of_its_coordinator() -> None:
+def test_an_option_of_the_coordinator_that_contradicts_the_job_is_refused_by_name() -> None:
     assert job_options(CoordinatorConfig(), seed=7).seed == 7
     assert job_options(CoordinatorConfig(seed=9)).seed == 9
-    assert job_options(CoordinatorConfig(seed=7), seed=7).seed == 7
-    with pytest.raises(ConfigError, match=r"CoordinatorConfig.seed=9: InferenceConfig.seed is 7; leave it out"):
-        job_options(CoordinatorConfig(seed=9), seed=7)
-
-
-def test_an_option_of_the_coordinator_that_contradicts_the_job_is_refused_by_name() -> None:
     assert job_options(CoordinatorConfig(block_size_tokens=4)).block_size_tokens == 4
-    with pytest.raises(ConfigError, match=r"CoordinatorConfig.block_size_tokens=8: Advanced.* is 4"):
-        job_options(CoordinatorConfig(block_size_tokens=8))
-    with pytest.raises(ConfigError, match=r"CoordinatorConfig.data_parallel_size=3: the number of ranks is 1"):
-        job_options(CoordinatorConfig(data_parallel_size=3))
+    for given, said in (
+        (CoordinatorConfig(seed=9), "seed=9: InferenceConfig.seed is 7; leave it out"),
+        (CoordinatorConfig(block_size_tokens=8), "block_size_tokens=8: Advanced.* is 4"),
+        (CoordinatorConfig(data_parallel_size=3), "data_parallel_size=3: the number of ranks is 1"),
+    ):
+        with pytest.raises(ConfigError, match=f"CoordinatorConfig.{said}"):
+            job_options(given, seed=7)
     with pytest.raises(ConfigError, match=r"coordinator_config.host='127.0.0.2', and '127.0.0.3' beside it"):
         LLM(
             shared_model("qwen3"), None, options(), use_coordinator=True, coordinator_host="127.0.0.3",
@@ -216,3 +214,22 @@ def test_several_ranks_that_serve_without_a_coordinator_are_told_that_each_needs
         taken = ServerConfig(port=int(server.url.rpartition(":")[2]))
         with pytest.raises(ConfigError, match=r"rank 1 of 2: .*its own port.*use_coordinator=True"):
             second.serve(taken, blocking=False)
+
+
+class Joining:
+    """A client of a coordinator that has one rank more at each look, up to `most`."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.looks = most, 0
+
+    async def status(self) -> dict[str, Any]:
+        self.looks += 1
+        return {"ranks": [{"name": f"rank-{index:04d}"} for index in range(min(self.looks, self.most))]}
+
+
+def test_a_control_call_of_all_ranks_waits_until_they_have_joined() -> None:
+    client: Any = Joining(3)
+    asyncio.run(_joined(client, 3, 100.0))
+    assert client.looks == 3
+    with pytest.raises(DeadlineError, match=r"3 ranks: 2 have joined .*\(rank-0000, rank-0001\); every rank builds"):
+        asyncio.run(_joined(Joining(2), 3, 0.2))  # type: ignore[arg-type]

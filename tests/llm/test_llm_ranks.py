@@ -69,17 +69,6 @@ def test_a_killed_rank_costs_no_request(nursery: Nursery) -> None:
     assert second is None
 
 
-def test_in_direct_mode_every_rank_runs_its_own_prompts(nursery: Nursery) -> None:
-    answers = run_together(nursery, 2, llm_jobs.each_for_itself)
-    assert [primary for primary, _ in answers] == [True, True]
-    assert [tokens for _, tokens in answers] == [
-        make_engine(make_model("qwen3", num_hidden_layers=2))
-        .generate([token_ids(5, seed=rank)], at_random(20))[0]
-        .generated_tokens
-        for rank in range(2)
-    ]
-
-
 def test_ranks_do_not_wait_for_a_primary_rank_that_has_died(nursery: Nursery) -> None:
     first, second = run_together(nursery, 2, llm_jobs.is_left_alone)
     assert first is None

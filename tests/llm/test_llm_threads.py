@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from rollout.distributed.client.futures import RequestFuture
-from rollout.errors import ConfigError, ConnectionLostError, EngineStateError, InvalidRequestError, RequestError
+from rollout.errors import ConnectionLostError, EngineStateError, RequestError
 from rollout.llm.llm import LLM, AsyncLLM
 from rollout.state import EngineState
 from tests.engines import greedily, token_ids
@@ -65,17 +64,6 @@ def test_many_threads_and_loops_ask_at_once_and_each_gets_its_own() -> None:
         assert answers == {
             number: llm.generate([3 + number, 4], greedily(10))[0].generated_tokens for number in range(12)
         }
-
-
-def test_a_prompt_counts_as_open_as_soon_as_it_is_submitted() -> None:
-    async def on_its_own(llm: LLM) -> tuple[RequestFuture, int]:
-        return llm.submit("abc", greedily(5)), llm.num_open
-
-    with blocking() as llm:
-        pending, then = llm.loop.run_sync(on_its_own(llm), PATIENCE_S)
-        assert then == 1
-        pending.result(PATIENCE_S)
-        assert llm.num_open == 0
 
 
 def test_whatever_keeps_a_prompt_from_being_asked_for_reaches_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,20 +178,6 @@ def test_a_request_during_a_score_does_not_stop_the_callers_loop() -> None:
 
     asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
     assert submitted_first.is_set()
-
-
-def test_adapters_and_weights_are_awaited_and_refused_by_the_same_errors() -> None:
-    async def ask() -> None:
-        async with asyncio_llm() as llm:
-            with pytest.raises(ConfigError, match="nowhere"):
-                await llm.load_weights("nowhere")
-            with pytest.raises(ConfigError, match="nowhere"):
-                await llm.load_lora_adapter("a", "nowhere")
-            with pytest.raises(InvalidRequestError, match="'a'"):
-                await llm.unload_lora_adapter("a")
-            assert await llm.generate("abc", greedily(2))
-
-    asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
 
 
 def test_cancelling_a_caller_that_waits_to_suspend_leaves_the_engine_running() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -15,7 +14,7 @@ from rollout.llm.llm import LLM
 from rollout.state import EngineState
 from tests.configs import coordinator_config
 from tests.engines import at_random, gated, greedily, shared_model, token_ids
-from tests.llm.asking import ENDLESS, PATIENCE_S, asyncio_llm, blocking, by_the_trainer, options, wait_until
+from tests.llm.asking import ENDLESS, PATIENCE_S, blocking, by_the_trainer, options, wait_until
 from tests.models import make_model, make_tokenizer
 from trainer_hooks.optimizer import attach
 
@@ -29,27 +28,6 @@ def test_the_module_is_the_trainers_again_before_anybody_hears_of_a_result() -> 
             assert model.config._attn_implementation == before
             assert all(module.training for module in model.modules())
             assert torch.is_grad_enabled()
-
-
-def test_evaluation_between_steps_is_of_one_version_each() -> None:
-    model = make_model("qwen3")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-    async def train() -> None:
-        async with asyncio_llm(model) as llm:
-            with attach(optimizer, llm):
-                for step in range(4):
-                    results = await llm.generate([token_ids(6), token_ids(9, seed=1)], at_random(12, n=2))
-                    for sample in results:  # type: ignore[union-attr]
-                        assert set(sample.policy_versions.tolist()) == {step}
-                        assert sample.generated_log_probs == pytest.approx(by_the_trainer(model, sample), abs=1e-4)
-                    loss = model(torch.tensor([token_ids(8)])).logits.float().log_softmax(-1)[..., 5].mean()
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                    assert llm.policy_version == step + 1
-
-    asyncio.run(asyncio.wait_for(train(), PATIENCE_S))
 
 
 def test_a_step_of_the_optimizer_under_running_requests_splits_their_tokens_at_the_very_version() -> None:

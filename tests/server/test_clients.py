@@ -21,14 +21,12 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from rollout import LLM, Advanced, InferenceConfig, ServerConfig
+from rollout import LLM, ServerConfig
 from rollout.errors import InvalidRequestError
-from tests.models import make_model, trainer_logprobs
-from tests.server.chat_templates import byte_level
+from tests.models import trainer_logprobs
+from tests.server.real import HI, PATIENCE_S, TOKENIZER, small_llm, tiny
 from trainer_hooks.verifiers import trace_batch
 
-TOKENIZER = byte_level("qwen2.5")
-HI: list[Any] = [{"role": "user", "content": "the weather in Paris?"}]
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 6}},
@@ -37,7 +35,6 @@ PARAMETERS = {
 }
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS, "strict": True}}
 LONG = 600
-PATIENCE_S = 60
 
 
 class City(BaseModel, extra="forbid"):
@@ -48,12 +45,7 @@ class City(BaseModel, extra="forbid"):
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    model = make_model("qwen3", vocab_size=len(TOKENIZER), num_hidden_layers=1, max_position_embeddings=4096,
-                       eos_token_id=TOKENIZER.eos_token_id)  # fmt: skip
-    config = InferenceConfig(
-        kv_cache_blocks=1024, max_requests=8, max_tokens_per_step=512, advanced=Advanced(verify_model=False)
-    )
-    with LLM(model, TOKENIZER, config) as made:
+    with small_llm(tiny(eos_token_id=TOKENIZER.eos_token_id)) as made:
         yield made
 
 
@@ -86,8 +78,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                               "repetition_penalty": 1.0, "return_token_ids": True, "logprobs": 0, "seed": 7}),
     "verifiers 0.1 tokens": (f"{CHAT}/tokens", {"messages": HI, "tools": None, "tokens": [5, 6], "logprobs": True,
                                                 "max_completion_tokens": 4, "return_token_ids": True, "top_k": -1}),
-    "openenv capture": (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 0, "return_token_ids": True,
-                               "max_tokens": 4, "temperature": 1.0, "top_p": 1.0}),
     "lm-eval": (TEXT, {"prompt": [[5, 6, 7]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}),
 }  # fmt: skip
 
@@ -197,20 +187,6 @@ def test_litellm_takes_two_turns(url: str, monkeypatch: pytest.MonkeyPatch):
     assert second.finish_reason in ("stop", "length")
 
 
-def test_instructor_by_a_schema(client: openai.OpenAI):
-    instructor = module("instructor")
-    made = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
-    asked: Any = {"response_model": City, "max_tokens": LONG, "temperature": 0, "max_retries": 0}
-    assert isinstance(made.chat.completions.create(model="m", messages=HI, **asked), City)
-
-
-def test_dspy_asks_for_json(url: str):
-    dspy = module("dspy")
-    lm = dspy.LM("openai/m", api_base=f"{url}/v1", api_key="any", max_tokens=LONG, cache=False, temperature=0.0)
-    (text,) = lm("the weather?", response_format=City)
-    assert isinstance(City.model_validate_json(text), City)
-
-
 def test_openai_agents_by_chat_completions(url: str):
     agents = module("agents")
     agents.set_tracing_disabled(True)
@@ -236,15 +212,6 @@ def test_openai_agents_by_chat_completions(url: str):
     for result in asyncio.run(run()):
         assert isinstance(result.final_output, City)
     assert len(calls) >= 2
-
-
-def test_langchain_structures_its_output_by_default(url: str):
-    langchain = module("langchain_openai")
-    model = langchain.ChatOpenAI(
-        model="m", base_url=f"{url}/v1", api_key="any", max_tokens=LONG, temperature=0, max_retries=0
-    )
-    assert isinstance(model.with_structured_output(City).invoke("hi"), City)
-    assert set(model.bind_tools([TOOL], tool_choice="required").invoke("hi").tool_calls[0]["args"]) == {"city"}
 
 
 def test_trls_client_generates_chats_and_scores(llm: LLM, url: str, monkeypatch: pytest.MonkeyPatch):
@@ -364,14 +331,3 @@ def test_lm_evals_log_likelihoods_are_the_models(llm: LLM, url: str, monkeypatch
         both = TOKENIZER("".join(pair), add_special_tokens=False)["input_ids"]
         expected = float(trainer_logprobs(llm.model, both)[len(context) - 1 :].sum())
         assert math.isclose(found, expected, abs_tol=1e-5)
-
-
-def test_openenvs_capture_finds_a_reply_trainable(http: httpx.Client):
-    validate, upstream = (
-        module("openenv.core.harness.capture.validate"),
-        module("openenv.core.harness.capture.upstream"),
-    )
-    body = {"model": "m", "return_tokens_as_token_ids": True} | SHAPES["openenv capture"][1]
-    reply = upstream.normalize_response(http.post(CHAT, json=body).json())
-    report = validate.check_upstream_response(reply)
-    assert [finding for finding in report.findings if finding.level != "INFO"] == []

@@ -14,18 +14,13 @@ import pytest
 from openai import OpenAI
 from openai.types import Completion as TheirReply
 
-from rollout.config import Advanced, InferenceConfig, ServerConfig
 from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import InvalidRequestError
-from rollout.llm.llm import LLM
-from rollout.server.bodies import LARGE
 from rollout.server.openai.samples import merged
 from rollout.server.openai.sse import bursts
-from tests.engines import BLOCK
-from tests.models import make_model, make_tokenizer
 from tests.server.chat_templates import byte_level
 from tests.server.fake_llm import served
-from tests.server.scripted import ScriptedLLM, client_of, joined, scripted, spoken
+from tests.server.scripted import ScriptedLLM, joined, scripted, spoken
 
 TOKENIZER = byte_level("qwen2.5")
 DEADLINE_S = 120
@@ -111,12 +106,6 @@ def test_prompts_are_text_or_ids_one_or_many(llm: ScriptedLLM, client: OpenAI, p
     assert reply.usage.prompt_tokens == sum(map(len, prompts))
     assert reply.usage.completion_tokens == 2 * len(prompts)
     assert {text(read(client, prompt=prompt, n=2), c.index) for c in reply.choices[::2]} == {"x"}
-
-
-def test_a_long_text_is_read_beside_the_loop(llm: ScriptedLLM, client: OpenAI):
-    llm.max_sequence_length = 2 * LARGE
-    ask(client, prompt="a=" * LARGE)
-    assert len(llm.submitted[-1][0]) == 2 * LARGE
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -302,39 +291,6 @@ def test_a_client_that_goes_away_ends_all_it_asked_for(llm: ScriptedLLM, client:
     finally:
         llm.hang = False
         llm.release()
-
-
-# --- with a model -----------------------------------------------------------------------------------------------------
-
-CHARACTERS = make_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def real() -> Iterator[tuple[LLM, OpenAI]]:
-    config = InferenceConfig(
-        kv_cache_blocks=256,
-        max_requests=8,
-        max_tokens_per_step=64,
-        advanced=Advanced(block_size_tokens=BLOCK, verify_model=False),
-    )
-    with LLM(make_model("qwen3"), CHARACTERS, config) as llm:
-        server = llm.serve(ServerConfig(port=0, served_model_name="m"), blocking=False)
-        with client_of(server) as client:
-            yield llm, client
-
-
-def test_a_sampling_mask_holds_what_every_token_was_drawn_from_whole_and_streamed(real: tuple[LLM, OpenAI]):
-    _, client = real
-    fields = {"prompt": "abcdef", "top_p": 0.7, "max_tokens": 6, "seed": 3}
-    asked = fields | {"extra_body": {"return_sampling_mask": True, "ignore_eos": True}}
-    whole = ask(client, **asked).choices[0].model_dump()
-    assert len(whole["sampling_mask"]) == 6
-    assert all(token in ids for token, ids in zip(whole["rollout"]["token_ids"], whole["sampling_mask"], strict=True))
-    chunks = [chunk.choices[0].model_dump() for chunk in read(client, **asked) if chunk.choices]
-    assert [ids for chunk in chunks for ids in chunk.get("sampling_mask") or ()] == whole["sampling_mask"]
-    assert "sampling_mask" not in ask(client, **fields).choices[0].model_dump()
-    with pytest.raises(openai.BadRequestError, match="return_sampling_mask without top_k"):
-        ask(client, extra_body={"return_sampling_mask": True})
 
 
 def test_the_prompts_of_one_http_request_are_one_client_of_the_engine() -> None:

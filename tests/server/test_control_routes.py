@@ -1,11 +1,11 @@
-"""Tests of the control routes over a real engine."""
+"""Tests of the control routes over a real engine: state, prefix cache, weights, aborts, LoRA adapters."""
 
 from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +14,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout import LLM, Advanced, InferenceConfig, SamplingParams, ServerConfig
-from tests.engines import BLOCK, gated
-from tests.models import make_model
-from tests.server.chat_templates import byte_level
+from rollout import LLM, SamplingParams, ServerConfig
+from rollout.errors import ConfigError, InvalidRequestError
+from tests.adapters import adapted, saved_adapter
+from tests.engines import gated
+from tests.models import greedy
+from tests.server.real import PATIENCE_S, ok, small_llm, tiny, until
 
 KEY = "sk-control"
-TOKENIZER = byte_level("qwen2.5")
 PROMPT = [5, 6, 7, 8, 9, 10]
-HEADERS = {"Authorization": f"Bearer {KEY}"}
-PATIENCE_S = 60.0
-
-
-def tiny(seed: int = 0) -> Any:
-    return make_model("qwen3", seed, vocab_size=len(TOKENIZER), num_hidden_layers=1, max_position_embeddings=2048)
+GREEDY = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+ENDLESS = {"max_tokens": 2000, "top_p": 0.99, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def house() -> Iterator[tuple[LLM, httpx.Client]]:
-    config = InferenceConfig(
-        kv_cache_blocks=1024,
-        max_requests=8,
-        max_tokens_per_step=64,
-        advanced=Advanced(block_size_tokens=BLOCK, verify_model=False),
-    )
-    with LLM(tiny(), TOKENIZER, config, use_coordinator=True) as llm:
+    with small_llm(use_coordinator=True) as llm:
         server = llm.serve(ServerConfig(port=0, api_key=KEY, admin=True, served_model_name="m"), blocking=False)
-        with httpx.Client(base_url=server.url, headers=HEADERS, timeout=PATIENCE_S) as client:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        with httpx.Client(base_url=server.url, headers=headers, timeout=PATIENCE_S) as client:
             yield llm, client
 
 
@@ -50,31 +42,23 @@ def llm(house: tuple[LLM, httpx.Client]) -> LLM:
 
 
 @pytest.fixture
-def http(house: tuple[LLM, httpx.Client]) -> httpx.Client:
-    return house[1]
+def http(house: tuple[LLM, httpx.Client]) -> Iterator[httpx.Client]:
+    llm, client = house
+    yield client
+    for name in llm.lora_adapters:
+        llm.unload_lora_adapter(name)
 
 
-def ok(reply: httpx.Response) -> Any:
-    assert reply.status_code == 200, reply.text
-    return reply.json()
-
-
-def sharded(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Weights in two files, as `save_pretrained` leaves large ones."""
-    folder.mkdir()
-    names, where = list(tensors), {}
-    for place in range(2):
-        part = {name: tensors[name].contiguous() for name in names[place::2]}
-        save_file(part, folder / f"model-{place}.safetensors")
-        where |= dict.fromkeys(part, f"model-{place}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-
-
-def until(holds: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+@contextmanager
+def asking(llm: LLM, http: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[list[httpx.Response]]:
+    """A request that the engine computes during the block; it has ended after it."""
+    ended: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: ended.append(http.post(path, json=body)))
+    with gated(llm.engine):
+        thread.start()
+        until(lambda: llm.engine.load[0] > 0)
+        yield ended
+        thread.join(PATIENCE_S)
 
 
 @pytest.mark.parametrize(("stop", "go", "state"), [
@@ -103,13 +87,13 @@ def test_tags_say_what_wakes_and_options_without_effect_are_refused(http: httpx.
     ):
         refused = http.post(order)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
-    assert ok(http.get("/is_paused")) == {"is_paused": False}
 
 
-def test_a_pause_may_clear_the_prefix_cache(llm: LLM, http: httpx.Client):
-    llm.generate(PROMPT, SamplingParams(max_tokens=8))
-    ok(http.post("/pause?mode=keep&clear_cache=true"))
-    assert ok(http.post("/reset_prefix_cache"))["flushed_blocks"] == 0
+def test_the_prefix_cache_is_flushed_alone_or_with_a_pause(llm: LLM, http: httpx.Client):
+    for flush in ("/reset_prefix_cache", "/pause?mode=keep&clear_cache=true"):
+        llm.generate(PROMPT, SamplingParams(max_tokens=8))
+        assert ok(http.post(flush))["flushed_blocks"] > 0
+        assert ok(http.post("/reset_prefix_cache"))["flushed_blocks"] == 0
     ok(http.post("/resume"))
 
 
@@ -122,10 +106,15 @@ def test_the_server_describes_itself_to_trainers(http: httpx.Client):
     assert ok(http.get("/get_world_size")) == {"world_size": 1}
 
 
-def test_the_prefix_cache_is_flushed(llm: LLM, http: httpx.Client):
-    llm.generate(PROMPT, SamplingParams(max_tokens=8))
-    assert ok(http.post("/reset_prefix_cache"))["flushed_blocks"] > 0
-    assert ok(http.post("/reset_prefix_cache"))["flushed_blocks"] == 0
+def sharded(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Weights in two files, as `save_pretrained` leaves large ones."""
+    folder.mkdir()
+    names, where = list(tensors), {}
+    for place in range(2):
+        part = {name: tensors[name].contiguous() for name in names[place::2]}
+        save_file(part, folder / f"model-{place}.safetensors")
+        where |= dict.fromkeys(part, f"model-{place}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
 
 
 def test_weights_come_from_a_folder_and_what_does_not_fit_changes_nothing(llm: LLM, http: httpx.Client, tmp_path: Path):
@@ -149,29 +138,116 @@ def test_weights_come_from_a_folder_and_what_does_not_fit_changes_nothing(llm: L
     assert all(torch.equal(expected[name], tensor) for name, tensor in llm.model.state_dict().items())
     told = ok(http.post("/update_weights", json={"weight_dir": str(tmp_path / "good"), "version": before + 9}))
     assert told["policy_version"] == llm.policy_version == before + 9
-    assert http.post("/update_weights", json={}).json()["error"]["param"] == "weight_dir"
 
 
 @pytest.mark.parametrize("how", ["id", "all", "pause"])
 def test_open_requests_are_aborted(llm: LLM, http: httpx.Client, how: str):
-    params = {"max_tokens": 2000, "top_p": 0.99, "ignore_eos": True}
-    body = {"token_ids": PROMPT, "request_id": "mine", "sampling_params": params}
-    found: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: found.append(http.post("/inference/v1/generate", json=body)))
-    with gated(llm.engine):
-        asking.start()
-        until(lambda: llm.engine.load[0] > 0)
+    body = {"token_ids": PROMPT, "request_id": "mine", "sampling_params": ENDLESS}
+    with asking(llm, http, "/inference/v1/generate", body) as found:
         if how == "pause":
             ok(http.post("/pause?mode=abort"))
             ok(http.post("/resume"))
         else:
             named = {"request_ids": ["mine"]} if how == "id" else {}
             assert ok(http.post("/abort_requests", json=named))["aborted"] == 1
-        asking.join(PATIENCE_S)
     assert (found[0].status_code, found[0].json()["error"]["code"]) == (409, "aborted")
     until(lambda: not llm.num_open)
 
 
-def test_control_needs_admin_and_its_key(http: httpx.Client, llm: LLM):
-    assert http.post("/pause", headers={"Authorization": "Bearer no"}).status_code == 401
-    assert http.get("/is_paused", headers={"Authorization": "Bearer no"}).status_code == 401
+# --- LoRA adapters ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    base = tmp_path_factory.mktemp("adapters")
+    return {name: saved_adapter(tiny(seed=3), base / name, r=rank) for name, rank in (("a", 4), ("b", 2))}
+
+
+@pytest.fixture
+def base(llm: LLM) -> Any:
+    """The model without adapters, which the engine samples from."""
+    model = tiny(seed=3)
+    llm.model.load_state_dict(model.state_dict())
+    llm.weights_updated()
+    return model
+
+
+def load(http: httpx.Client, name: str, folder: str, path: str = "/v1/load_lora_adapter", **fields: Any) -> Any:
+    return ok(http.post(path, json={"lora_name": name, "lora_path": folder, **fields}))
+
+
+def tokens(http: httpx.Client, model: str) -> list[int]:
+    body = {"model": model, "prompt": PROMPT, "return_token_ids": True}
+    reply = ok(http.post("/v1/completions", json=body | GREEDY))
+    assert reply["model"] == model
+    return list(reply["choices"][0]["token_ids"])
+
+
+def test_requests_name_an_adapter_as_their_model(llm: LLM, http: httpx.Client, folders: dict[str, str], base: Any):
+    version = llm.policy_version
+    for name, folder in folders.items():
+        # As TRL's client sends it.
+        assert load(http, name, folder, load_inplace=False)["policy_version"] == version
+    listed = {each["id"]: each for each in ok(http.get("/v1/models"))["data"]}
+    assert list(listed) == ["m", "a", "b"]
+    assert (listed["a"]["parent"], listed["a"]["root"], listed["m"]["parent"]) == ("m", folders["a"], None)
+    assert ok(http.get("/v1/models/b")) == listed["b"]
+    answers = {name: tokens(http, name) for name in listed}
+    expected = {name: greedy(adapted(tiny(seed=3), folder), PROMPT, 6) for name, folder in folders.items()}
+    assert answers == {"m": greedy(base, PROMPT, 6), **expected}
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "model": "a"}
+    assert ok(http.post("/v1/chat/completions", json=chat | GREEDY))["model"] == "a"
+    by_tokens = ok(
+        http.post("/inference/v1/generate", json={"token_ids": PROMPT, "sampling_params": GREEDY, "model": "a"})
+    )
+    assert (by_tokens["choices"][0]["token_ids"], by_tokens["model"]) == (answers["a"], "a")
+
+
+def test_an_adapter_takes_the_place_of_another_under_the_next_version(
+    llm: LLM, http: httpx.Client, folders: dict[str, str], base: Any
+):
+    load(http, "a", folders["b"])
+    first, version = tokens(http, "a"), llm.policy_version
+    refused = http.post("/load_lora_adapter", json={"lora_name": "a", "lora_path": folders["a"]})
+    assert (refused.status_code, "is loaded already" in refused.text) == (400, True)
+    assert "pass load_inplace=true" in refused.text
+    assert load(http, "a", folders["a"], "/load_lora_adapter", load_inplace=True)["policy_version"] == version + 1
+    assert tokens(http, "a") == greedy(adapted(base, folders["a"]), PROMPT, 6) != first
+
+
+def test_unloading_ends_the_requests_of_an_adapter_by_name(llm: LLM, http: httpx.Client, folders: dict[str, str]):
+    load(http, "a", folders["a"])
+    body = {"model": "a", "prompt": PROMPT} | ENDLESS
+    with asking(llm, http, "/v1/completions", body) as ended:
+        assert ok(http.post("/v1/unload_lora_adapter", json={"lora_name": "a"}))["aborted"] == 1
+    assert ended[0].status_code == 409
+    assert "adapter 'a' was unloaded" in ended[0].json()["error"]["message"]
+    assert http.post("/v1/completions", json=body).status_code == 404
+    again = http.post("/v1/unload_lora_adapter", json={"lora_name": "a"})
+    assert (again.status_code, again.json()["error"]["param"]) == (404, "lora_name")
+
+
+def test_what_cannot_be_loaded_is_named(http: httpx.Client, folders: dict[str, str], tmp_path: Path):
+    for fields, said in (
+        ({"lora_path": str(tmp_path)}, "must be a folder with adapter_config.json"),
+        ({"lora_name": "m"}, "the model itself has this name"),
+        ({"lora_name": "a b"}, "lora_name='a b'"),
+        ({"lora_path": None}, "lora_path"),
+    ):
+        refused = http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": folders["a"]} | fields)
+        assert (refused.status_code, said in refused.json()["error"]["message"]) == (400, True), refused.text
+
+
+def test_adapters_of_an_llm_without_a_server(folders: dict[str, str]):
+    params = SamplingParams(**GREEDY)
+    with small_llm(tiny(seed=3)) as llm:
+        assert llm.load_lora_adapter("a", folders["a"]) == 0
+        with pytest.raises(ConfigError, match="is loaded already"):
+            llm.load_lora_adapter("a", folders["b"])
+        samples = llm.generate([PROMPT] * 2, [params, params.replace(adapter="a")])
+        models = tiny(seed=3), adapted(tiny(seed=3), folders["a"])
+        assert [each.generated_tokens for each in samples] == [greedy(model, PROMPT, 6) for model in models]
+        assert llm.load_lora_adapter("a", folders["b"], replace=True) == 1
+        assert (llm.lora_adapters, llm.unload_lora_adapter("a"), llm.lora_adapters) == ({"a": folders["b"]}, 0, {})
+        with pytest.raises(InvalidRequestError, match="adapter 'a' is not loaded"):
+            llm.generate(PROMPT, params.replace(adapter="a"))
