@@ -23,7 +23,6 @@ from rollout.manager.episodes.environment import Play, called
 from rollout.manager.episodes.episode import Episode
 from rollout.requests.prompt import plain_arguments
 from rollout.server.chat_template.conversation import Conversation, RenderedPrompt
-from rollout.server.chat_template.earlier_ids import ReplyDigest
 
 
 def environment_play(factory: Callable[[], Any], tokenizer: Any, max_turns: int = 16) -> Play:
@@ -78,16 +77,9 @@ def _reply(
     conversation: Conversation, schemas: list[Any], prompt: RenderedPrompt, token_ids: list[int], tokenizer: Any
 ) -> dict[str, Any]:
     """The assistant message of a completion, with the ids from which the next prompt continues it token for token."""
-    text = tokenizer.decode(token_ids, skip_special_tokens=True)
-    make = conversation.parser_for(schemas)
-    parser = None if make is None else make()
-    (content, found), (rest, more) = ((text, []), ("", [])) if parser is None else (parser.push(text), parser.finish())
-    content += rest
-    calls = [
-        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in found + more
-    ]
-    digest = ReplyDigest()
-    digest.add(content, calls)
+    reader = conversation.reader_for(prompt, schemas, reasons=False)()
+    _, content, calls = reader.push(tokenizer.decode(token_ids, skip_special_tokens=True), ended=True)
+    calls = [{"type": "function", "function": call["function"]} for call in calls]
     rollout = {"prompt_token_ids": prompt.token_ids, "prompt_digest": prompt.digest, "token_ids": token_ids,
-               "content_digest": digest.hexdigest()}  # fmt: skip
+               "content_digest": reader.digest()}  # fmt: skip
     return {"role": "assistant", "content": content, "tool_calls": calls, "rollout": rollout}

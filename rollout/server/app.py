@@ -36,6 +36,7 @@ from rollout.server.middleware import OPEN_PATHS, Auth, Boundary
 from rollout.server.openai.chat import add_chat_routes
 from rollout.server.openai.chat_schema import ChatRequest, ChatTokensRequest
 from rollout.server.openai.completions import add_completion_routes
+from rollout.server.openai.logprobs import TokenTexts
 from rollout.server.openai.schema import CompletionRequest
 from rollout.server.openai.tokens import GenerateRequest, TokenizeRequest, add_token_routes
 from rollout.server.prometheus import CONTENT_TYPE, RequestMetrics
@@ -99,6 +100,7 @@ def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:
         model_name=config.served_model_name or _own_name(llm.model),
         counters=RequestMetrics(llm),
         conversation=_conversation(llm, _template(config.chat_template)),
+        texts=TokenTexts(llm.tokenizer),
     )
     app = bare_app(serving)
     add_chat_routes(app, serving)

@@ -51,6 +51,8 @@ class Serving:
     counters: RequestMetrics
     conversation: Conversation | None
     """Renders messages to token ids; None if the model has no tokenizer."""
+    texts: Any
+    """`TokenTexts` of the model's tokenizer."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Construction time, in seconds since 1970."""
     stopping: bool = False

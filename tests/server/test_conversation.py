@@ -143,11 +143,9 @@ def test_tools_that_the_template_never_prints_are_refused():
     assert conversation.render([USER], tools=[]) == conversation.render([USER])
 
 
-def test_calls_are_parsed_and_forced_where_the_format_is_known():
+def test_calls_are_forced_where_the_format_is_known():
     conversation = Conversation(byte_level("qwen3"))
     prompt = conversation.render([USER], tools=[WEATHER])
-    assert conversation.parser_for([]) is None
-    assert conversation.parser_for([WEATHER]) is not None
     assert conversation.constraint_on(prompt, None, [WEATHER], [WEATHER]) is not None
     with pytest.raises(InvalidRequestError, match='use "auto"'):
         Conversation(byte_level("plain")).constraint_on(prompt, None, [WEATHER], [WEATHER])

@@ -131,7 +131,7 @@ def test_a_field_that_a_route_does_not_read_is_refused_with_the_nearest() -> Non
 def test_reasoning_is_told_from_content_however_the_text_is_cut(text: str, opened: bool, parts: Any, size: int) -> None:
     parser = ReasoningParser(opened)
     pieces = [parser.push(text[start : start + size]) for start in range(0, len(text), size)]
-    pieces.append(parser.finish())
+    pieces.append(parser.push("", ended=True))
     assert tuple(map("".join, zip(*pieces, strict=True))) == parts
 
 

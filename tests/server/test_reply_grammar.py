@@ -79,7 +79,7 @@ def test_a_forced_call_is_complete_and_of_an_offered_function(
     parser = ToolCallParser(known, {"get_weather": schema["properties"]})  # type: ignore[dict-item]
     tools = [FREE, weather, {"type": "function", "function": {"name": "get_weather2"}}]
     good = text.format("get_weather", parameters, ARGUMENTS)
-    assert len(parser.push(good)[1] + parser.finish()[1]) == 1
+    assert len(parser.push(good, ended=True)[1]) == 1
     town = text.format("get_weather", parameters.replace("city", "town"), ARGUMENTS.replace("city", "town"))
     worded = text.format("get_weather", parameters.replace("3", "x"), ARGUMENTS.replace("3", '"x"'))
     for offered in (tools, [weather]):

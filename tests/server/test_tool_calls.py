@@ -35,10 +35,10 @@ DONE = ("f", '{"a": 1}')
 def parse(tool_format: ToolFormat, pieces: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls of a reply that arrives in pieces."""
     parser = ToolCallParser(tool_format, NAMES)
-    contents, found = zip(*map(parser.push, pieces), parser.finish(), strict=True)
+    contents, found = zip(*map(parser.push, pieces), parser.push("", ended=True), strict=True)
     calls = [call for each in found for call in each]
-    assert [call.index for call in calls] == list(range(len(calls)))
-    return "".join(contents), [(call.name, call.arguments) for call in calls]
+    assert [call["index"] for call in calls] == list(range(len(calls)))
+    return "".join(contents), [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
 def read(tool_format: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
@@ -240,8 +240,8 @@ def test_a_call_is_given_out_when_it_is_complete():
     parser = ToolCallParser(HERMES, NAMES)
     assert parser.push(f"<tool_call>\n{CALL}\n</tool_call") == ("", [])
     (call,) = parser.push(">")[1]
-    assert (call.index, call.name, call.arguments) == (0, *DONE)
-    assert parser.push("\n") == parser.finish() == ("", [])
+    assert (call["index"], *call["function"].values()) == (0, *DONE)
+    assert parser.push("\n") == parser.push("", ended=True) == ("", [])
 
 
 def test_ids_differ_and_have_the_shape_that_the_templates_ask_for():
@@ -250,7 +250,7 @@ def test_ids_differ_and_have_the_shape_that_the_templates_ask_for():
         (MISTRAL, f"[TOOL_CALLS] [{', '.join([CALL] * 9)}]"),
     ]:
         parser = ToolCallParser(tool_format, NAMES)
-        ids = {call.id for call in parser.push(text)[1] + parser.finish()[1]}
+        ids = {call["id"] for call in parser.push(text, ended=True)[1]}
         assert len(ids) == 9
         assert all(len(i) == (29 if tool_format is HERMES else 9) and i.replace("_", "").isalnum() for i in ids)
 

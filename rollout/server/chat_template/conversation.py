@@ -19,7 +19,13 @@ from rollout.sampling_params import StructuredOutput
 from rollout.server.chat_template.earlier_ids import latest_reply, text_behind_reply, text_digest, tokens_to_append
 from rollout.server.chat_template.prompt_ids import PromptTokenizer
 from rollout.server.chat_template.reply_grammar import forced_call, reply_constraint
-from rollout.server.chat_template.reply_parser import ToolCallParser, marks_reasoning, opens_reasoning, parser_for
+from rollout.server.chat_template.reply_parser import (
+    ReasoningParser,
+    ReplyReader,
+    marks_reasoning,
+    opens_reasoning,
+    parser_for,
+)
 from rollout.server.chat_template.tool_formats import format_of
 
 WITH_IMAGES = "the conversation has images, whose placeholders are expanded again"
@@ -148,19 +154,25 @@ class Conversation:
             why = f"messages[{reply.index}].rollout: {NOT_TOLD}"
         return rendered(self._reader.ids(text, "messages"), 0, why)
 
-    def parser_for(self, tools: Tools | None) -> Callable[[], ToolCallParser] | None:
-        """Return a factory of tool-call parsers, or None if calls are not parsed: no tools, or an unknown format."""
-        return parser_for(self._template(tools), tools) if tools else None
+    def reader_for(self, prompt: RenderedPrompt, tools: Tools | None, *, reasons: bool) -> Callable[[], ReplyReader]:
+        """Return a factory of readers of the replies to a prompt. `reasons`: reasoning is split off, if there are tags."""
+        template = self._template(tools)
+        parser = parser_for(template, tools)
+        reasons = reasons and marks_reasoning(template)
 
-    def marks_reasoning(self, tools: Tools | None) -> bool:
-        """Whether the chat template marks reasoning apart from content."""
-        return marks_reasoning(self._template(tools))
+        def reader() -> ReplyReader:
+            return ReplyReader(
+                ReasoningParser(prompt.inside_reasoning) if reasons else None, None if parser is None else parser()
+            )
+
+        return reader
 
     def constraint_on(
         self, prompt: RenderedPrompt, schema: Any, tools: Tools | None, forced: Tools
     ) -> StructuredOutput | None:
         """Return the constraint that `response_format` and tools put on a reply: a call of a `forced` tool, if any."""
-        known = format_of(self._template(tools))
+        template = self._template(tools)
+        known = format_of(template)
         if forced:
             if known is None:
                 raise InvalidRequestError(
@@ -169,7 +181,7 @@ class Conversation:
                 )
             return forced_call(forced, known)
         reasoning: Literal["open", "possible"] | None = None
-        if self.marks_reasoning(tools):
+        if marks_reasoning(template):
             reasoning = "open" if prompt.inside_reasoning else "possible"
         return reply_constraint(schema, tools, known, reasoning=reasoning)
 

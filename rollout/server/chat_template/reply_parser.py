@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from rollout.server.chat_template.earlier_ids import ReplyDigest
 from rollout.server.chat_template.tool_formats import Call, Schemas, ToolFormat, format_of
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -32,6 +32,36 @@ def _held_back(text: str, marker: str) -> int:
     return next(n for n in range(len(marker) - 1, -1, -1) if text.endswith(marker[:n]))
 
 
+class ReplyReader:
+    """Reads the text of one reply, whole or piece by piece.
+
+    Attributes:
+        called: whether the reply has called a function.
+    """
+
+    def __init__(self, reasoning: ReasoningParser | None, calls: ToolCallParser | None) -> None:
+        self._reasoning, self._calls = reasoning, calls
+        self._digest = ReplyDigest()
+        self.called = False
+
+    def push(self, text: str, *, ended: bool) -> tuple[str, str, list[dict[str, Any]]]:
+        """Return the reasoning, the content and the calls that are final with the next piece, the last one if `ended`.
+
+        Calls are in the format of a stream."""
+        thought, found = "", list[dict[str, Any]]()
+        if self._reasoning is not None:
+            thought, text = self._reasoning.push(text, ended=ended)
+        if self._calls is not None:
+            text, found = self._calls.push(text, ended=ended)
+        self.called = self.called or bool(found)
+        self._digest.add(text, found)
+        return thought, text, found
+
+    def digest(self) -> str:
+        """Return the digest of the content and the calls so far."""
+        return self._digest.hexdigest()
+
+
 class ReasoningParser:
     """Splits one reply. White space around the tags belongs to neither part; a tag inside the content is content.
 
@@ -44,7 +74,7 @@ class ReasoningParser:
         self._state = "reasoning" if opened else "start"
         self._fresh = True
 
-    def push(self, text: str) -> tuple[str, str]:
+    def push(self, text: str, *, ended: bool = False) -> tuple[str, str]:
         """Add the next piece of the reply; return the (reasoning, content) that are final now."""
         self._buffer += text
         reasoning = ""
@@ -68,32 +98,16 @@ class ReasoningParser:
             self._buffer = self._buffer.lstrip()
             if self._buffer:
                 self._state = "content"
-        return reasoning, self._take() if self._state == "content" else ""
-
-    def finish(self) -> tuple[str, str]:
-        """End the reply; return the text that was held back."""
-        if self._state == "reasoning":
-            return self._take().rstrip(), ""
-        return "", self._take() if self._state in ("start", "content") else ""
-
-    def _take(self) -> str:
-        text, self._buffer = self._buffer, ""
-        return text
+        if ended and self._state == "reasoning":
+            rest, self._buffer = self._buffer.rstrip(), ""
+            return reasoning + rest, ""
+        content = ""
+        if self._state == "content" or (ended and self._state == "start"):
+            content, self._buffer = self._buffer, ""
+        return reasoning, content
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A complete tool call."""
-
-    index: int
-    """Index among the calls of the reply."""
-    id: str
-    name: str
-    arguments: str
-    """JSON object."""
 
 
 def parser_for(template: str | None, tools: Sequence[Mapping[str, Any]] | None) -> Callable[[], ToolCallParser] | None:
@@ -130,25 +144,19 @@ class ToolCallParser:
         self._searched = 0
         self._num_calls = 0
         self._content = ""
-        self._calls: list[ToolCall] = []
+        self._calls: list[dict[str, Any]] = []
 
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+    def push(self, text: str, *, ended: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """Add the next piece of the reply; return the content and the calls that are final now."""
         self._buffer += text
         while self._state():
             pass
-        return self._take()
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """Finish the reply; return the text and calls that were held back."""
-        if self._state == self._block and not self._format.closed:
-            self._end_block(len(self._buffer), len(self._buffer))
-        if self._num_calls and self._buffer.isspace() and self._state != self._text:
-            self._buffer = ""
-        self._give(len(self._buffer))
-        return self._take()
-
-    def _take(self) -> tuple[str, list[ToolCall]]:
+        if ended:
+            if self._state == self._block and not self._format.closed:
+                self._end_block(len(self._buffer), len(self._buffer))
+            if self._num_calls and self._buffer.isspace() and self._state != self._text:
+                self._buffer = ""
+            self._give(len(self._buffer))
         taken = self._content, self._calls
         self._content, self._calls = "", []
         return taken
@@ -205,7 +213,8 @@ class ToolCallParser:
             return
         for name, arguments, written_id in calls:
             made = written_id or self._format.id_prefix + secrets.token_hex(16)[: self._format.id_digits]
-            self._calls.append(ToolCall(self._num_calls, made, name, arguments))
+            function = {"name": name, "arguments": arguments}
+            self._calls.append({"index": self._num_calls, "id": made, "type": "function", "function": function})
             self._num_calls += 1
         self._buffer = self._buffer[behind:]
         self._state = self._lead

@@ -14,25 +14,23 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollout.distributed.client.text_stream import TextDelta, whole
+from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import InvalidRequestError
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.server.bodies import body_of, documented_body, off_the_loop
 from rollout.server.chat_template.conversation import Conversation, RenderedPrompt
-from rollout.server.chat_template.earlier_ids import ReplyDigest
-from rollout.server.chat_template.reply_parser import ReasoningParser, ToolCallParser
+from rollout.server.chat_template.reply_parser import ReplyReader
 from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
 from rollout.server.openai.chat_schema import ChatRequest, ChatTokensRequest
-from rollout.server.openai.logprobs import SpecialText, TokenIdNames, TokenTexts, chat_logprobs, prompt_logprobs
+from rollout.server.openai.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from rollout.server.openai.samples import ending, finish_reason, rollout, sampling_mask, tokens
 from rollout.server.serving import Serving
 
 
 def add_chat_routes(app: FastAPI, serving: Serving) -> None:
     """Register the routes."""
-    texts = TokenTexts(serving.llm.tokenizer)
 
     def add(path: str, model: type[ChatRequest]) -> None:
         @app.post(
@@ -46,7 +44,7 @@ def add_chat_routes(app: FastAPI, serving: Serving) -> None:
             body = await body_of(serving, request, model)
             calls.admit(serving, request, body, 1)
             size = calls.work_of(body, len(await request.body()))
-            choices = await off_the_loop(request, size, partial(_prepared, serving, body, texts))
+            choices = await off_the_loop(request, size, partial(_prepared, serving, body))
             head = calls.reply_head(serving, body, "chat.completion", "chatcmpl")
             chunk = {"object": "chat.completion.chunk"}
             reply = calls.Reply(serving, body, choices, choices.asked, head["id"], head, chunk)
@@ -56,7 +54,7 @@ def add_chat_routes(app: FastAPI, serving: Serving) -> None:
     add("/v1/chat/completions/tokens", ChatTokensRequest)
 
 
-def _prepared(serving: Serving, body: ChatRequest, texts: TokenTexts) -> ChatChoices:
+def _prepared(serving: Serving, body: ChatRequest) -> ChatChoices:
     """Render the prompt and build the readers of its replies."""
     conversation, tools = serving.conversation, body.shown_tools
     if conversation is None:
@@ -81,21 +79,10 @@ def _prepared(serving: Serving, body: ChatRequest, texts: TokenTexts) -> ChatCho
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             structured=conversation.constraint_on(prompt, body.reply_schema, tools, body.forced_tools),
         )
-        parser = conversation.parser_for(tools)
-        reasons = conversation.marks_reasoning(tools) and not body.forced_tools
+        reader = conversation.reader_for(prompt, tools, reasons=not body.forced_tools)
     except InvalidRequestError as exc:
         raise calls.refused(exc, body) from exc
-
-    def voice() -> _Voice:
-        shown = body.skip_special_tokens is False
-        return _Voice(
-            SpecialText(serving.llm.tokenizer, texts.special) if shown else None,
-            ReasoningParser(prompt.inside_reasoning) if reasons else None,
-            None if parser is None else parser(),
-        )
-
-    names = TokenIdNames(serving.llm.tokenizer) if body.return_tokens_as_token_ids else texts
-    return ChatChoices(body, names, prompt, params, voice)
+    return ChatChoices(body, calls.texts_for(serving, body), prompt, params, reader)
 
 
 def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
@@ -108,7 +95,7 @@ def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
 
 
 class ChatChoices:
-    """Choices of one chat; `texts` gives the text of tokens in log-probs, `voice` builds the reader of one sample's text."""
+    """Choices of one chat; `texts` gives the text of tokens in log-probs, `reader` makes the reader of one sample's text."""
 
     def __init__(
         self,
@@ -116,13 +103,13 @@ class ChatChoices:
         texts: TokenTexts,
         prompt: RenderedPrompt,
         params: SamplingParams,
-        voice: Callable[[], _Voice],
+        reader: Callable[[], ReplyReader],
     ) -> None:
         self._body = body
         self._texts = texts
         self._rendered = prompt
-        self._voice = voice
-        self._voices: dict[int, _Voice] = {}
+        self._reader = reader
+        self._readers: dict[int, ReplyReader] = {}
         self.asked = [(prompt.token_ids, params)]
 
     def _of_prompt(self) -> dict[str, Any]:
@@ -150,10 +137,9 @@ class ChatChoices:
             "prompt_logprobs": None if top is None else prompt_logprobs(self._texts, sample, top),
         }
 
-    def whole(self, index: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
-        delta = whole(sample)
-        voice = self._voice()
-        reasoning, content, tool_calls = voice.take(delta)
+    def whole(self, index: int, delta: TextDelta, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
+        reader = self._reader()
+        reasoning, content, tool_calls = reader.push(delta.text, ended=True)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if reasoning:
             message["reasoning"] = message["reasoning_content"] = reasoning
@@ -161,12 +147,12 @@ class ChatChoices:
             message["content"] = content or None
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in tool_calls]
         if self._body.wants_rollout:
-            message["rollout"] = rollout(delta, version) | self._of_prompt() | voice.of_reply()
+            message["rollout"] = rollout(delta, version) | self._of_prompt() | {"content_digest": reader.digest()}
         return {
             "index": delta.sample_index,
             "message": message,
             "logprobs": self._logprobs(delta),
-            "finish_reason": voice.finish_reason(delta),
+            "finish_reason": _finish_reason(delta, reader),
             "stop_reason": delta.stop_reason,
             "token_ids": delta.token_ids if self._body.return_token_ids else None,
         } | sampling_mask(delta)
@@ -175,26 +161,27 @@ class ChatChoices:
 
     def pieces(self, index: int, delta: TextDelta, version: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield the chunk of the prompt before the first delta, then the added content, then the end of the sample."""
-        if index not in self._voices:
+        if index not in self._readers:
             opening: dict[str, Any] = {"role": "assistant", "content": ""}
             if self._body.wants_rollout:
                 opening["rollout"] = self._of_prompt()
-            first = not self._voices and self._body.return_token_ids
+            first = not self._readers and self._body.return_token_ids
             yield _piece(index, opening), {"prompt_token_ids": self._rendered.token_ids} if first else {}
-            self._voices[index] = self._voice()
-        voice = self._voices[index]
-        added = self._added(delta, voice, version)
+            self._readers[index] = self._reader()
+        reader = self._readers[index]
+        added = self._added(delta, reader, version)
         ids = {"token_ids": delta.token_ids} if self._body.return_token_ids and delta.token_ids else {}
         if added or ids or (delta.token_ids and self._body.logprobs) or delta.kept_tokens:
             logprobs = self._logprobs(delta) if delta.token_ids else None
             yield _piece(index, added, logprobs) | ids | sampling_mask(delta), {}
         if delta.finish_reason is not None:
-            last = {"rollout": ending(delta) | voice.of_reply()} if self._body.wants_rollout else {}
-            reasons = {"finish_reason": voice.finish_reason(delta), "stop_reason": delta.stop_reason}
+            ended = ending(delta) | {"content_digest": reader.digest()}
+            last = {"rollout": ended} if self._body.wants_rollout else {}
+            reasons = {"finish_reason": _finish_reason(delta, reader), "stop_reason": delta.stop_reason}
             yield _piece(index, last) | reasons, {}
 
-    def _added(self, delta: TextDelta, voice: _Voice, version: int) -> dict[str, Any]:
-        reasoning, content, tool_calls = voice.take(delta)
+    def _added(self, delta: TextDelta, reader: ReplyReader, version: int) -> dict[str, Any]:
+        reasoning, content, tool_calls = reader.push(delta.text, ended=delta.finish_reason is not None)
         added: dict[str, Any] = {"content": content} if content else {}
         if reasoning:
             added["reasoning"] = added["reasoning_content"] = reasoning
@@ -209,52 +196,7 @@ def _piece(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = 
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
-class _Voice:
-    """Splits one sample's text into reasoning, content and tool calls."""
-
-    def __init__(
-        self, special: SpecialText | None, reasoning: ReasoningParser | None, parser: ToolCallParser | None
-    ) -> None:
-        self._special = special
-        self._reasoning = reasoning
-        self._parser = parser
-        self._called = False
-        self._digest = ReplyDigest()
-
-    def take(self, delta: TextDelta) -> tuple[str, str, list[dict[str, Any]]]:
-        """Return the new reasoning, the new content and the new tool calls, in the format of a stream."""
-        if self._special is not None:
-            delta = self._special.of(delta)
-        ended = delta.finish_reason is not None
-        reasoning, text = "", delta.text
-        if self._reasoning is not None:
-            reasoning, text = self._reasoning.push(text)
-            if ended:
-                rest, more = self._reasoning.finish()
-                reasoning, text = reasoning + rest, text + more
-        content, found = self._told_apart(text, ended=ended)
-        self._digest.add(content, found)
-        return reasoning, content, found
-
-    def _told_apart(self, text: str, *, ended: bool) -> tuple[str, list[dict[str, Any]]]:
-        if self._parser is None:
-            return text, []
-        content, found = self._parser.push(text) if text else ("", [])
-        if ended:
-            rest, more = self._parser.finish()
-            content, found = content + rest, found + more
-        self._called = self._called or bool(found)
-        functions = [{"name": call.name, "arguments": call.arguments} for call in found]
-        return content, [
-            {"index": call.index, "id": call.id, "type": "function", "function": function}
-            for call, function in zip(found, functions, strict=True)
-        ]
-
-    def of_reply(self) -> dict[str, Any]:
-        """Fields of `rollout` that describe the finished reply."""
-        return {"content_digest": self._digest.hexdigest()}
-
-    def finish_reason(self, delta: TextDelta) -> str | None:
-        """OpenAI's finish reason; `tool_calls` for a reply that stopped by itself and contains calls."""
-        reason = finish_reason(delta)
-        return "tool_calls" if reason == "stop" and self._called else reason
+def _finish_reason(delta: TextDelta, reader: ReplyReader) -> str | None:
+    """OpenAI's finish reason; `tool_calls` for a reply that stopped by itself and contains calls."""
+    reason = finish_reason(delta)
+    return "tool_calls" if reason == "stop" and reader.called else reason

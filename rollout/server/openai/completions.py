@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollout.distributed.client.text_stream import TextDelta, whole
+from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import InvalidRequestError
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -22,7 +22,7 @@ from rollout.server.bodies import body_of, documented_body, off_the_loop
 from rollout.server.chat_template.prompt_ids import PromptTokenizer
 from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
-from rollout.server.openai.logprobs import CompletionLogprobs, SpecialText, TokenIdNames, TokenTexts, prompt_logprobs
+from rollout.server.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from rollout.server.openai.samples import finish_reason, prompt_columns, rollout, sampling_mask
 from rollout.server.openai.schema import COMPLETION_MAX_TOKENS, CompletionRequest
 from rollout.server.serving import Serving
@@ -30,7 +30,6 @@ from rollout.server.serving import Serving
 
 def add_completion_routes(app: FastAPI, serving: Serving) -> None:
     """Register the route."""
-    texts = TokenTexts(serving.llm.tokenizer)
     tokenizer = copy.deepcopy(serving.llm.tokenizer)
     reader = None if tokenizer is None else PromptTokenizer(tokenizer, lambda: serving.llm.max_sequence_length)
 
@@ -47,7 +46,7 @@ def add_completion_routes(app: FastAPI, serving: Serving) -> None:
         size = calls.work_of(body, len(await request.body()))
         asked = await off_the_loop(request, size, partial(_asked, serving, body, reader))
         head = calls.reply_head(serving, body, "text_completion", "cmpl")
-        choices = _Completions(serving, body, texts, asked)
+        choices = _Completions(serving, body, asked)
         reply = calls.Reply(serving, body, choices, asked, head["id"], head)
         return await reply.answer(request)
 
@@ -93,16 +92,16 @@ def _token_ids(reader: PromptTokenizer | None, prompt: str | list[int]) -> list[
 class _Completions:
     """Choices of completions."""
 
-    def __init__(self, serving: Serving, body: CompletionRequest, texts: TokenTexts, asked: list[calls.Asked]) -> None:
+    def __init__(self, serving: Serving, body: CompletionRequest, asked: list[calls.Asked]) -> None:
         self._tokenizer = serving.llm.tokenizer
         self._body = body
-        self._texts = TokenIdNames(self._tokenizer) if body.return_tokens_as_token_ids else texts
+        self._texts = calls.texts_for(serving, body)
         self._asked = asked
-        self._begun: dict[int, tuple[CompletionLogprobs, SpecialText | None]] = {}
+        self._begun: dict[int, CompletionLogprobs] = {}
 
-    def whole(self, index: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
+    def whole(self, index: int, delta: TextDelta, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
         nulls = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
-        choice = nulls | self._choice(index, whole(sample), version, sample)
+        choice = nulls | self._choice(index, delta, version, sample)
         del self._begun[index]
         return choice
 
@@ -122,17 +121,13 @@ class _Completions:
         body, prompt, ids = self._body, index // self._body.samples, None
         choice: dict[str, Any] = {"index": index, "text": "", "logprobs": None}
         if index not in self._begun:
-            shown = body.skip_special_tokens is False and self._tokenizer is not None
-            special = SpecialText(self._tokenizer, self._texts.special) if shown else None
-            self._begun[index] = CompletionLogprobs(self._texts), special
+            self._begun[index] = CompletionLogprobs(self._texts)
             choice["text"], ids = self._echo(prompt), self._asked[prompt][0]
             if sample is not None:
-                self._ahead(choice, sample, self._begun[index][0])
-        logprobs, special = self._begun[index]
-        delta = delta if special is None else special.of(delta)
+                self._ahead(choice, sample, self._begun[index])
         choice["text"] += delta.text
         if body.logprobs is not None:
-            columns = logprobs.take(delta.token_ids, delta.log_probs, delta.top_log_probs)
+            columns = self._begun[index].take(delta.token_ids, delta.log_probs, delta.top_log_probs)
             before = choice["logprobs"] or {}
             choice["logprobs"] = {name: [*before.get(name, ()), *column] for name, column in columns.items()}
         choice |= {"finish_reason": finish_reason(delta), "stop_reason": delta.stop_reason} | sampling_mask(delta)

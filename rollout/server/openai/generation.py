@@ -16,15 +16,15 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollout.distributed.client.text_stream import TextDelta
+from rollout.distributed.client.text_stream import TextDelta, whole
 from rollout.errors import InvalidRequestError, RequestAbortedError
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.server.bodies import LARGE
 from rollout.server.errors import ApiError, bad_request
-from rollout.server.openai.logprobs import listed_per_position
+from rollout.server.openai.logprobs import SpecialText, TokenIdNames, TokenTexts, listed_per_position
 from rollout.server.openai.samples import refuse_failed, usage_of
-from rollout.server.openai.schema import RequestFields, SamplingFields
+from rollout.server.openai.schema import RequestFields, SamplingBody, SamplingFields
 from rollout.server.openai.sse import DONE, Chunks, EventStream, bursts, encode
 from rollout.server.serving import Serving, Turn, or_disconnected
 from rollout.state import FinishReason
@@ -100,6 +100,12 @@ def params_of(serving: Serving, body: RequestFields, options: SamplingFields, **
     return params
 
 
+def texts_for(serving: Serving, body: SamplingBody) -> TokenTexts:
+    """Return the texts of tokens in the log-probs of a reply."""
+    texts: TokenTexts = TokenIdNames(serving.llm.tokenizer) if body.return_tokens_as_token_ids else serving.texts
+    return texts
+
+
 def refused(exc: InvalidRequestError, body: RequestFields, where: str = "") -> ApiError:
     """Return a 400, its message after `where`, whose `param` is the field at the start of the error, else the prompt."""
     if found := _CONSTRAINT.match(str(exc)):
@@ -116,8 +122,8 @@ def refused(exc: InvalidRequestError, body: RequestFields, where: str = "") -> A
 class Dialect(Protocol):
     """How one route writes the choices of a reply. An object serves one reply and may keep state per choice."""
 
-    def whole(self, index: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
-        """Return the choice of a finished sample."""
+    def whole(self, index: int, delta: TextDelta, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
+        """Return the choice of a finished sample; `delta`: the sample as one piece."""
 
     def pieces(self, index: int, delta: TextDelta, version: int) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
         """Return the chunks of a delta, each as (choice, fields next to it)."""
@@ -140,6 +146,7 @@ class Reply:
     """Fields common to the reply and its chunks."""
     chunk: dict[str, Any] = field(default_factory=dict)
     """Fields of `head` that differ in a chunk."""
+    _texts: dict[int, SpecialText] = field(default_factory=dict)
 
     async def answer(self, request: Request) -> Response:
         """Return the reply, or a stream of its chunks as server-sent events that ends with `[DONE]`.
@@ -168,7 +175,8 @@ class Reply:
         for prompt, group in enumerate(groups):
             for sample in group:
                 index = prompt * self.body.samples + sample.sample_index
-                choices.append(encode(self.dialect.whole(index, sample, version)))
+                delta = self._shown(index, whole(sample))
+                choices.append(encode(self.dialect.whole(index, delta, sample, version)))
                 await turn.pause()
         reply = self.head | {"policy_version": version, "choices": [], "usage": usage_of(groups)}
         reply |= self.dialect.beside(groups[0][0])
@@ -182,13 +190,21 @@ class Reply:
         async with aclosing(self._deltas(streams)) as deltas:
             async for index, delta in deltas:
                 version = serving.llm.policy_version
-                pieces = dialect.pieces(index, delta, version)
+                pieces = dialect.pieces(index, self._shown(index, delta), version)
                 if events := b"".join([chunks.choice(piece, version, beside) for piece, beside in pieces]):
                     yield events
         if body.wants_usage:
             with suppress(RequestAbortedError):
                 yield chunks.usage(usage_of(stream.results for stream in streams), serving.llm.policy_version)
         yield DONE
+
+    def _shown(self, index: int, delta: TextDelta) -> TextDelta:
+        """The delta, its text with special tokens if the request asks for them."""
+        if not self.body.shows_special_tokens or (tokenizer := self.serving.llm.tokenizer) is None:
+            return delta
+        if index not in self._texts:
+            self._texts[index] = SpecialText(tokenizer, self.serving.texts.special)
+        return self._texts[index].of(delta)
 
     async def _begin(self, *, growing: bool) -> list[Any]:
         """Submit every prompt, or none on an error; streams yield deltas as they arrive if `growing`, else whole groups."""

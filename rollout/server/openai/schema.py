@@ -144,6 +144,11 @@ class RequestFields(Body):
         raise NotImplementedError
 
     @property
+    def shows_special_tokens(self) -> bool:
+        """Whether the text of the reply has special tokens."""
+        return False
+
+    @property
     def constraint_field(self) -> str:
         """Name of the field that defines a constraint on the text."""
         return "structured_outputs"
@@ -243,8 +248,11 @@ class SamplingBody(RequestFields, SamplingFields):
 
     @property
     def samples(self) -> int:
-        """Samples per prompt."""
         return self.n or 1
+
+    @property
+    def shows_special_tokens(self) -> bool:
+        return self.skip_special_tokens is False
 
 
 # --- completions ------------------------------------------------------------------------------------------------------

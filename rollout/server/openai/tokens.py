@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollout.distributed.client.text_stream import TextDelta, whole
+from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import InvalidRequestError
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -185,8 +185,8 @@ class _TokenChoices:
         self._params = params
         self._begun = False
 
-    def whole(self, index: int, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
-        return self._choice(whole(sample), version)
+    def whole(self, index: int, delta: TextDelta, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
+        return self._choice(delta, version)
 
     def pieces(self, index: int, delta: TextDelta, version: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         first, self._begun = not self._begun, True
