@@ -175,7 +175,6 @@ WHOLE_LOGITS = {
     "rollout.engine.forward.module_forward": "sampled positions",
     "rollout.engine.fused.fused_forward": "sampled positions",
     "rollout.engine.graphs.cuda_graphs": "sampled positions",
-    "rollout.engine.models.recurrent_layers": "two tokens, to inspect a model",
     "rollout.manager.batch.forward": "one row: `LogitReader` has replaced the head",
     "trainer_hooks.generate": "a caller of `generate` asked for them",
 }
