@@ -153,12 +153,54 @@ def busy(found: Found) -> str:
 def tree(found: Found) -> str:
     """Training on a batch of groups, by method."""
     labels = {"padded": "padded, sorted by length, sdpa", "packed": "packed, nothing shared", "tree": "trees"}
-    first, parts = found["padded"], ("train seconds", "step seconds")
+    first = found["padded"]["train seconds"]
     return table(
-        ["", "tokens", "training, s", "whole step, s", "peak memory, GiB"],
-        [[label, number(each["tokens"]), *(f"{each[part]:.1f} ({first[part] / each[part]:.1f})" for part in parts),
+        ["", "tokens", "training, s", "peak memory, GiB"],
+        [[label, number(each["tokens"]), f"{each['train seconds']:.1f} ({first / each['train seconds']:.1f})",
           f"{each['peak MiB'] / 1024:.1f}"] for method, label in labels.items() for each in [found[method]]],
     )  # fmt: skip
+
+
+def training_memory(found: Found) -> str:
+    """Peak memory by method, with whole logits and without."""
+    methods = {"trl": "TRL's fused head, padded", "padded": "padded", "packed": "packed", "tree": "tree"}
+
+    def cell(peaks: Found, method: str) -> str:
+        if method not in peaks:
+            return ""
+        return "above 10,000" if peaks[method] is None else number(peaks[method]["MB"])
+
+    return table(
+        ["MB, at a vocabulary of", *(f"{each['vocabulary']:,}, {each['tokens']:,} tokens{kind}" for each in found
+                                     for kind in (": whole", ": tiles"))],
+        [[label, *(cell(each["peaks"], name) for each in found for name in (f"{method}, whole", method))]
+         for method, label in methods.items()],
+    )  # fmt: skip
+
+
+def forked(found: Found) -> str:
+    """Histories that drop earlier thinking: every turn as a row, and the tree of all."""
+    return table(
+        ["turns", "tokens: rows", "tree", "seconds: rows", "tree", "MB: rows one by one", "tree"],
+        [[str(each["turns"]), *(f"{each['timed'][kind]:,}" for kind in ("rows", "tree")),
+          *(number(each["timed"]["seconds"][kind]) for kind in ("rows", "tree")),
+          *(number(each["peaks"][kind]["MB"]) for kind in ("rows", "tree"))] for each in found],
+    )  # fmt: skip
+
+
+def search(found: Found) -> str:
+    """A long agent whose last turn has 8 branches."""
+    labels = {
+        "rows": "rows, one by one",
+        "tree": "tree in one forward",
+        "paths": "`batch.paths`",
+        "one path": "one row",
+    }
+    (peaks,) = (each["peaks"] for each in found)
+    return table(
+        ["", "seconds", "MB"],
+        [[label, number(peaks[name]["seconds"]), number(peaks[name]["MB"])] for name, label in labels.items()],
+    )
 
 
 def suspend(found: Found) -> str:
@@ -237,6 +279,13 @@ FIGURES: dict[str, tuple[str, dict[str, Callable[[Found], str]], tuple[str, ...]
     "families-100m": ("families --size 100m --scale 0.25 --rounds 1", {"families-100m": families}, ("vllm",)),
     "busy": ("busy", {"busy": busy}, ("vllm",)),
     "tree": ("tree", {"tree": tree}, ()),
+    "training-memory": ("training_memory", {"training-memory": training_memory}, ()),
+    "forked": (
+        "training_memory --shape forked --turns 2 4 8 16 --tokens 512 --vocabularies 32768", {"forked": forked}, (),
+    ),
+    "search": (
+        "training_memory --shape search --turns 32 --forks 1 --tokens 1024 --vocabularies 32768", {"search": search}, (),
+    ),
     "suspend": ("suspend", {"suspend": suspend}, ()),
     "trl-step": ("trl_step", {"trl-step": trl_step}, ()),
     "exact": ("exact --dtype bfloat16", {"exact": exact}, ()),
@@ -245,6 +294,8 @@ FIGURES: dict[str, tuple[str, dict[str, Callable[[Found], str]], tuple[str, ...]
 }  # fmt: skip
 """By name, in the order in which they are measured: the benchmark and its arguments, its tables, peers whose interpreter it
 takes."""
+AT_ANY_LOAD = ("training-memory", "forked", "search")
+"""Figures of memory and of processor time: no quiet machine is needed."""
 FRAGMENTS = {fragment: (name, draw) for name, (_, tables, _) in FIGURES.items() for fragment, draw in tables.items()}
 """Every table: its figure, and what draws it."""
 
@@ -300,7 +351,7 @@ def measured(name: str, options: argparse.Namespace) -> Found:
     for peer in FIGURES[name][2]:
         if (python := getattr(options, f"{peer}_python")) is not None:
             words += [f"--{peer}-python", python]
-    before = load_when_quiet()
+    before = round(os.getloadavg()[0], 1) if name in AT_ANY_LOAD else load_when_quiet()
     with tempfile.TemporaryDirectory(prefix="figures-") as folder:
         result = Path(folder) / "result.json"
         done = subprocess.run([sys.executable, *words, "--json", str(result)], cwd=ROOT, check=False)

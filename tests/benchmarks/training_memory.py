@@ -1,22 +1,27 @@
-"""Peak memory and processor time of one forward and backward over long completions, each in a process of its own.
+"""Peak memory and processor time of one forward and backward over long completions.
 
     python -m tests.benchmarks.training_memory
 
-8 samples of a prompt of 512 tokens, with whole logits and without. `--agent`: a search with 8 branches at every turn, one of
-which continues. `--forked`: an episode of 2 to 16 turns, each of which is a row.
+Memory is the peak of resident memory of a process for this measurement alone, above what it held before. Time is the
+processor's, with one thread, and so hardly depends on what else runs. A Qwen3 of 4 layers of width 256 in float32: 4 million
+parameters and the embeddings. A method that needs more than 10 GB is not measured further.
 
-A Qwen3 of 4 layers of width 256 in float32. Memory is the peak of resident memory above what the process held before. Time
-is the processor's, with one thread: a thread that waits for another one, on a busy machine for long, counts as busy.
-`trl`: TRL's fused head on padded rows.
+`--shape group`: 8 samples of a prompt of 512 tokens, with whole logits and without. `forked`: an episode whose template
+drops earlier thinking, so that every turn is a row; seconds are medians of alternating rounds. `search`: an agent
+that tries 8 branches at each of its last turns.
 """
 
 from __future__ import annotations
 
+import json
+import resource
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +33,14 @@ from rollout import RolloutBatch, SamplingParams
 from rollout.manager.batch.tree import PackedTree, pack_tree
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.state import FinishReason, Status
-from tests.benchmarks.common import parse, save
+from tests.benchmarks.common import alternating, parse, save
 from trainer_hooks.tree import attach
 
-PROMPT, ROWS, TURN = 512, 8, 8
+PROMPT, ROWS, BRANCHES, LIMIT, ROUNDS = 512, 8, 8, 10 << 30, 3
 
 
 def model_of(vocabulary: int) -> PreTrainedModel:
-    """10 M parameters and the embeddings, trained once so that gradients are there."""
+    """With gradients, which a training step has from the second one on."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=vocabulary, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
@@ -47,12 +52,12 @@ def model_of(vocabulary: int) -> PreTrainedModel:
     return model
 
 
-def batch_of(rows: Sequence[tuple[list[int], list[int]]]) -> RolloutBatch:
-    """A batch of prompts and completions."""
+def batch_of(rows: Sequence[tuple[list[int], list[int]]], samples: int = 1) -> RolloutBatch:
+    """A batch of prompts and completions, so many of a prompt."""
     requests = [
         DynamicInferenceRequest(
-            request_id=index, prompt_tokens=prompt, generated_tokens=completion,
-            generated_log_probs=[-5.0] * len(completion), sampling_params=SamplingParams(max_tokens=len(completion)),
+            request_id=index // samples, sample_index=index % samples, prompt_tokens=prompt, generated_tokens=completion,
+            generated_log_probs=[-10.4] * len(completion), sampling_params=SamplingParams(max_tokens=len(completion)),
             status=Status.COMPLETED, finish_reason=FinishReason.LENGTH,
         )
         for index, (prompt, completion) in enumerate(rows)
@@ -66,27 +71,28 @@ def words(vocabulary: int) -> Callable[[int], list[int]]:
     return lambda count: torch.randint(1, vocabulary, (count,), generator=generator).tolist()
 
 
-def group(vocabulary: int, tokens: int) -> RolloutBatch:
+def group(say: Callable[[int], list[int]], tokens: int, *_: int) -> RolloutBatch:
     """Samples of one prompt, with so many completion tokens together."""
-    say = words(vocabulary)
     prompt = say(PROMPT)
     return batch_of([(prompt, say(tokens // ROWS)) for _ in range(ROWS)])
 
 
-def search(vocabulary: int, turns: int, tokens: int) -> RolloutBatch:
-    """An agent that tries 8 branches at every turn and goes on with the last of them."""
-    say = words(vocabulary)
-    history, rows = say(PROMPT), []
-    for _ in range(turns):
-        tried = [say(tokens) for _ in range(TURN)]
-        rows += [(history, branch) for branch in tried]
+def search(say: Callable[[int], list[int]], tokens: int, turns: int, forks: int) -> RolloutBatch:
+    """Turns of so many tokens. One of the 8 branches of a turn is continued."""
+    trained = history = say(PROMPT)
+    rows = []
+    for turn in range(turns):
+        tried = [say(tokens) for _ in range(BRANCHES if turn >= turns - forks else 1)]
+        if len(tried) > 1:
+            rows.append((trained, history[len(trained) :] + tried[0]))
+            rows += [(history, branch) for branch in tried[1:]]
+            trained = history + tried[-1]
         history = history + tried[-1]
     return batch_of(rows)
 
 
-def forked(vocabulary: int, turns: int, tokens: int) -> RolloutBatch:
-    """An episode whose template drops the thinking of earlier turns: half of a turn, its answer, stays."""
-    say = words(vocabulary)
+def forked(say: Callable[[int], list[int]], tokens: int, turns: int, *_: int) -> RolloutBatch:
+    """Turns of so many tokens, half of which, the thinking, no later turn has in its prompt."""
     history, rows = say(PROMPT), []
     for _ in range(turns):
         thought, answer = say(tokens // 2), say(tokens // 2)
@@ -95,16 +101,19 @@ def forked(vocabulary: int, turns: int, tokens: int) -> RolloutBatch:
     return batch_of(rows)
 
 
+SHAPES: dict[str, Callable[..., RolloutBatch]] = {"group": group, "forked": forked, "search": search}
+
+
 def gathered(logits: Tensor, ids: Tensor) -> Tensor:
     """Log-probs by plain torch."""
     return logits.gather(-1, ids[..., None])[..., 0] - logits.logsumexp(-1)
 
 
-def apart(batch: RolloutBatch, vocabulary: int) -> PackedTree:
+def apart(batch: RolloutBatch, vocabulary: int, rows: Tensor | slice = slice(None)) -> PackedTree:
     """Rows end to end, for the attention of trees."""
-    real = batch.attention_mask.bool()
-    own = batch.input_ids + vocabulary * torch.arange(len(batch))[:, None]
-    alone = pack_tree(own, real, batch.response_mask)
+    numbers = torch.arange(len(batch))[rows]
+    own = batch.input_ids[rows] + vocabulary * numbers[:, None]
+    alone = pack_tree(own, batch.attention_mask[rows].bool(), batch.response_mask[rows], numbers)
     return replace(alone, input_ids=alone.input_ids % vocabulary)
 
 
@@ -123,7 +132,7 @@ def whole_rows(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
 
 
 def by_trl(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
-    """TRL's fused head."""
+    """TRL's fused head on padded rows."""
     from trl.trainer.utils import add_fused_lm_head
 
     add_fused_lm_head(model)
@@ -132,10 +141,17 @@ def by_trl(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
     return found
 
 
-def along(model: PreTrainedModel, batch: RolloutBatch, limit: int = 1024) -> Tensor:
+def along(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
     """Segment by segment; the last value is what is left to differentiate."""
-    for _, scores in batch.paths(model, limit):
+    for _, scores in batch.paths(model, 1024):
         scores.logprobs.sum().backward()
+    return torch.zeros((), requires_grad=True)
+
+
+def one_by_one(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
+    """Row by row, for the attention of trees: nothing is shared, in the memory of the longest row."""
+    for row in range(len(batch)):
+        batch.logprobs_of(model, batch.tree(slice(row, row + 1))).sum().backward()
     return torch.zeros((), requires_grad=True)
 
 
@@ -148,8 +164,10 @@ METHODS: dict[str, Callable[[PreTrainedModel, RolloutBatch], Tensor]] = {
     "tree, whole": lambda model, batch: whole_tree(model, batch.tree()),
     "tree": lambda model, batch: batch.logprobs_of(model, batch.tree()),
     "paths": along,
+    "rows": one_by_one,
     "one path": lambda model, batch: batch.logprobs_of(model, batch.tree(slice(len(batch) - 1, None))),
 }
+OF_SHAPE = {"group": [*METHODS][:7], "forked": ["rows", "tree"], "search": ["rows", "tree", "paths", "one path"]}
 
 
 def resident(field: str) -> int:
@@ -158,55 +176,70 @@ def resident(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def measure(method: str, kind: str, vocabulary: int, size: int, tokens: int) -> str:
-    """MB and seconds of one method in this process."""
+def peak_of(work: Callable[[], Any]) -> int:
+    """MB above what this process held before."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts here
+    before = resident("VmRSS")
+    work()
+    return (resident("VmHWM") - before) // 1000
+
+
+def measure(methods: list[str], shape: str, vocabulary: int, *sizes: int) -> dict[str, Any]:
+    """Of one method the peak and seconds, of several the seconds, in this process; and the tokens of rows and tree."""
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
     model = model_of(vocabulary)
     attach(model)
+
+    def train(method: str, batch: RolloutBatch) -> float:
+        start = time.process_time()
+        METHODS[method](model, batch).sum().backward()
+        return time.process_time() - start
+
     # Libraries and threads start with a small batch.
-    METHODS[method](model, group(vocabulary, 2 * ROWS)).sum().backward()
-    batch = {"group": lambda: group(vocabulary, tokens), "search": lambda: search(vocabulary, size, tokens),
-             "forked": lambda: forked(vocabulary, size, tokens)}[kind]()  # fmt: skip
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts here
-    before, start = resident("VmRSS"), time.process_time()
-    METHODS[method](model, batch).sum().backward()
-    return f"{(resident('VmHWM') - before) // 1000} {time.process_time() - start:.2f} {len(batch.tree())}"
+    train(methods[0], group(words(vocabulary), 2 * ROWS))
+    batch = SHAPES[shape](words(vocabulary), *sizes)
+    found: dict[str, Any] = {"rows": int(batch.attention_mask.sum()), "tree": len(batch.tree())}
+    if len(methods) > 1:
+        rounds = alternating({method: partial(train, method, batch) for method in methods}, ROUNDS)
+        return found | {"seconds": {method: statistics.median(each) for method, each in rounds.items()}}
+    seconds: list[float] = []
+    return found | {"MB": peak_of(lambda: seconds.append(train(*methods, batch))), "seconds": seconds[0]}
 
 
-def in_process(*cell: Any) -> list[float] | None:
-    """`measure` in a process of its own; None: the machine has too little memory."""
-    command = [sys.executable, "-m", "tests.benchmarks.training_memory", "--cell", "|".join(map(str, cell))]
+def in_process(*cell: Any) -> dict[str, Any] | None:
+    """`measure` in a process of its own; None: it takes too much memory."""
+    command = [sys.executable, "-m", "tests.benchmarks.training_memory", "--cell", json.dumps(cell)]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
-    return [float(word) for word in ended.stdout.split()[-3:]] if ended.returncode == 0 else None
+    if ended.returncode and "allocate" not in ended.stderr:
+        raise RuntimeError(ended.stderr)
+    found = None if ended.returncode else json.loads(ended.stdout.splitlines()[-1])
+    print(*cell, found, flush=True)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     options = parse(
-        __doc__, arguments, tokens={"default": [8192, 32768], "help": "of all completions, or of a turn"},
-        vocabularies={"default": [32768, 151936], "help": "sizes"}, turns={"default": [2, 4, 8, 16], "help": "of agents"},
-        agent={"default": False, "help": "train a search"}, forked={"default": False, "help": "train forked histories"},
-        methods={"default": None, "nargs": "+", "choices": list(METHODS)},
+        __doc__, arguments, shape={"default": "group", "choices": list(SHAPES)},
+        tokens={"default": [8192, 32768], "help": "of all completions; of a turn"},
+        vocabularies={"default": [32768, 151936], "help": "sizes"}, turns={"default": [0], "help": "of an episode"},
+        forks={"default": 0, "help": "last turns of a search, which branch"},
         cell={"default": None, "help": "measure one here"},
     )  # fmt: skip
     torch.set_num_threads(1)
     if options.cell:
-        method, kind, *numbers = options.cell.split("|")
-        print(measure(method, kind, *map(int, numbers)))
+        print(json.dumps(measure(*json.loads(options.cell))))
         return
-    kind = "search" if options.agent else "forked" if options.forked else "group"
-    defaults = {
-        "search": ["packed", "tree", "paths", "one path"],
-        "forked": ["packed", "tree"],
-        "group": [*METHODS][:7],
-    }
-    found = {}
+    methods, found = OF_SHAPE[options.shape], []
     for vocabulary in options.vocabularies:
-        for size in options.turns if kind != "group" else [0]:
+        for turns in options.turns:
             for tokens in options.tokens:
-                for method in options.methods or defaults[kind]:
-                    cell = (method, kind, vocabulary, size, tokens)
-                    found["|".join(map(str, cell))] = values = in_process(*cell)
-                    print(*cell, values, flush=True)
+                cell = (options.shape, vocabulary, tokens, turns, options.forks)
+                peaks = {method: in_process([method], *cell) for method in methods}
+                timed = in_process(methods, *cell) if options.shape == "forked" else None
+                found.append(
+                    {"vocabulary": vocabulary, "turns": turns, "tokens": tokens, "peaks": peaks, "timed": timed}
+                )
     save(options.json, found)
 
 
