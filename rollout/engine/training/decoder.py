@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rollout.engine.fused.fused_parts import rotary_tables
 from rollout.engine.training.operations import attention, linear, rms_norm, rotate, silu_times
@@ -28,7 +26,7 @@ def logits_of(model: Any, windows: Sequence[int | None], ids: Tensor, packing: P
         model: a …ForCausalLM that the fused forward serves.
         windows: number of positions that each layer attends to; None: all.
         ids: [B, T] int64.
-        keep: as transformers' `logits_to_keep`; 0: all positions, [B, T, V].
+        keep: number of last columns, or int64 [K] columns; 0: all positions, [B, T, V].
     """
     decoder = model.model
     tables = rotary_tables(decoder.rotary_emb, decoder.embed_tokens.weight.dtype, packing.longest)
@@ -40,7 +38,7 @@ def logits_of(model: Any, windows: Sequence[int | None], ids: Tensor, packing: P
             hidden = layer._gradient_checkpointing_func(run, hidden)
         else:
             hidden = run(hidden)
-    kept = _kept(packing.rows, keep)
+    kept = packing.rows[:, keep if isinstance(keep, Tensor) else slice(-keep, None) if keep else slice(None)]
     rows = kept.flatten()
     places = (rows >= 0).nonzero().flatten()
     if isinstance(keep, Tensor) or keep:
@@ -48,14 +46,6 @@ def logits_of(model: Any, windows: Sequence[int | None], ids: Tensor, packing: P
     head = model.lm_head.weight
     padded = None if len(places) == len(rows) else (places, len(rows))
     return linear(_norm(hidden, decoder.norm), head, padded=padded).view(*kept.shape, head.shape[0])
-
-
-def output_of(model: Any, logits: Tensor, labels: Tensor | None, **options: Any) -> CausalLMOutputWithPast:
-    """The output that `model.forward` would return for these logits."""
-    loss = None
-    if labels is not None:
-        loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size, **options)
-    return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
 def _layer(layer: Any, hidden: Tensor, *, window: int | None, packing: Packing, tables: Tables) -> Tensor:
@@ -82,12 +72,3 @@ def _norm(x: Tensor, module: Any) -> Tensor:
 
 def _linear(x: Tensor, module: Any) -> Tensor:
     return linear(x, module.weight, module.bias)
-
-
-def _kept(rows: Tensor, keep: int | Tensor) -> Tensor:
-    """The elements of `rows` [B, T] that `logits_to_keep` selects, as transformers' `slice_logits_to_keep` does."""
-    if not isinstance(keep, Tensor):
-        return rows[:, slice(-keep, None) if keep else slice(None)]
-    if keep.ndim < 2:
-        return rows[:, keep]
-    return rows[keep] if keep.dtype == torch.bool else rows.take_along_dim(keep, 1)

@@ -13,21 +13,20 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rollout.engine.fused.fused_binding import Bound
 from rollout.engine.kernels import cpu_exact
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.models.model_support import ModelLayout, inspect_model
 from rollout.engine.models.originals import Unfusable, bypassed
-from rollout.engine.training.decoder import logits_of, output_of
+from rollout.engine.training.decoder import logits_of
 from rollout.engine.training.packing import packing_of
 from rollout.engine.weights.source import weights_of
 from rollout.errors import UnsupportedModelError
 
 _layouts: WeakKeyDictionary[nn.Module, tuple[ModelLayout, KVCache]] = WeakKeyDictionary()
 """Layout of each model, and a cache of one token, for the checks that read one."""
-
-_LOSS_OPTIONS = ("num_items_in_batch", "shift_labels")
 
 
 def why_not_exact(model: nn.Module, layout: ModelLayout, cache: KVCache) -> str | None:
@@ -47,8 +46,8 @@ def exact(model: nn.Module) -> Iterator[None]:
 
     A token's logits depend only on the weights, the token and the tokens before it, not on padding, packing, the batch or
     the number of threads. Gradients are those of the same function, by torch. Logits at padding are 0. `input_ids`,
-    `attention_mask`, `position_ids`, `labels` and `logits_to_keep` have transformers' meaning, except that positions count
-    from each sequence's first real token.
+    `attention_mask`, `position_ids` and `logits_to_keep` (a number, or columns) have transformers' meaning, except that
+    positions count from each sequence's first real token.
 
     Args:
         model: a Llama, Mistral, Qwen2 or Qwen3 …ForCausalLM on a CPU, float32 or bfloat16, also in DDP.
@@ -91,28 +90,21 @@ class _ExactForward:
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: object = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **options: Any,
-    ) -> Any:
+        **others: Any,
+    ) -> CausalLMOutputWithPast:
         """See transformers' …ForCausalLM.forward; no cache is returned."""
-        loss_options = {name: options.pop(name) for name in _LOSS_OPTIONS if name in options}
-        given = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache, **options}
-        if given.pop("return_dict", None) is False:
-            given["return_dict=False"] = True
-        refused = [name for name, value in given.items() if value is not None and value is not False]
+        if others.pop("return_dict", None) is False:
+            others["return_dict=False"] = True
+        refused = [name for name, value in others.items() if value is not None and value is not False]
         if refused or input_ids is None:
             raise UnsupportedModelError(
                 f"exact: forward({', '.join(refused) or 'without input_ids'}): it takes input_ids [B, T], attention_mask, "
-                "position_ids, labels and logits_to_keep; leave `with rollout.exact(model)` for anything else"
+                "position_ids and logits_to_keep; leave `with rollout.exact(model)` for anything else"
             )
         self._verify()
         packing = packing_of(input_ids, attention_mask, position_ids)
-        logits = logits_of(self._model, self._windows, input_ids, packing, logits_to_keep)
-        return output_of(self._model, logits, labels, **loss_options)
+        return CausalLMOutputWithPast(logits=logits_of(self._model, self._windows, input_ids, packing, logits_to_keep))
 
     def _verify(self) -> None:
         head = self._model.get_output_embeddings()  # type: ignore[operator]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rollout import ConfigError, RequestError, SamplingParams, UnsupportedModelError, exact
@@ -126,18 +124,13 @@ def test_the_first_ratio_is_one_to_the_bit(rollout: Rollout, layout: str) -> Non
 
 def test_the_plain_forward_is_not_exact(rollout: Rollout) -> None:
     rows = [whole(request) for request in rollout.requests]
-    logits = forward_padded_plainly(rollout.model, rows)
+    ids, mask = padded(rows, left=False)
+    logits = rollout.model(ids, attention_mask=mask).logits
     equal = [
-        torch.equal(of_tokens(own, tokens, request), torch.tensor(request.generated_log_probs))
+        torch.equal(of_tokens(own[: len(tokens)], tokens, request), torch.tensor(request.generated_log_probs))
         for request, tokens, own in zip(rollout.requests, rows, logits, strict=True)
     ]
     assert not all(equal)
-
-
-def forward_padded_plainly(model: nn.Module, rows: list[list[int]]) -> list[Tensor]:
-    ids, mask = padded(rows, left=False)
-    logits = model(ids, attention_mask=mask).logits
-    return [logits[index, : len(row)] for index, row in enumerate(rows)]
 
 
 def test_prompt_logprobs_are_the_trainers_too(rollout: Rollout) -> None:
@@ -163,14 +156,9 @@ def test_neither_threads_nor_neighbours_nor_kept_positions_change_a_bit(rollout:
             torch.set_num_threads(threads)
         few = torch.tensor([2, 5])
         assert torch.equal(model(ids[few], attention_mask=mask[few]).logits, expected[few])
-        for keep in (9, torch.tensor([8, 0, 3]), mask.bool(), torch.arange(4).expand(len(rows), 4)):
+        for keep, columns in ((9, slice(-9, None)), (torch.tensor([8, 0, 3]), [8, 0, 3])):
             kept = model(ids, attention_mask=mask, logits_to_keep=keep).logits
-            if isinstance(keep, int):
-                assert torch.equal(kept, expected[:, -keep:])
-            elif keep.dtype == torch.bool:
-                assert torch.equal(kept, expected[keep])
-            else:
-                assert torch.equal(kept, expected[:, keep if keep.ndim == 1 else keep[0]])
+            assert torch.equal(kept, expected[:, columns])
 
 
 def test_a_compiled_wrapper_runs_it_as_it_is() -> None:
@@ -277,15 +265,6 @@ def test_truncated_sampling_is_exact_where_its_logprobs_are_the_models(mode: str
         assert all(row[token].item() == logprob for token, logprob in top)
 
 
-def test_it_works_inside_a_checkpoint_of_the_whole_model() -> None:
-    model = make_model("qwen3")
-    ids = torch.tensor([token_ids(9)])
-    with exact(model):
-        logits = checkpoint(lambda x: model(x).logits, ids, use_reentrant=False)
-        logits.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 # --- a training loop --------------------------------------------------------------------------------------------------
 
 
@@ -317,17 +296,6 @@ def ratios_of(model: nn.Module, batch: RolloutBatch) -> Iterator[Tensor]:
     logits = model(batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids).logits[:, :-1]
     logprobs = logits.float().log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None])[..., 0]
     yield (logprobs - batch.logprobs[:, 1:]).exp()[batch.response_mask[:, 1:]]
-
-
-def test_labels_give_the_loss_of_transformers() -> None:
-    model = make_model("qwen3")
-    ids, mask = padded([token_ids(n, n) for n in (20, 7)], left=False)
-    labels = ids.masked_fill(mask == 0, -100)
-    plain = model(ids, attention_mask=mask, labels=labels).loss
-    with exact(model):
-        assert torch.allclose(model(ids, attention_mask=mask, labels=labels).loss, plain, rtol=1e-5)
-        halved = model(ids, attention_mask=mask, labels=labels, num_items_in_batch=50).loss
-    assert math.isclose(halved.item(), plain.item() * 25 / 50, rel_tol=1e-5)
 
 
 # --- what it leaves behind, and what it refuses -----------------------------------------------------------------------
@@ -391,9 +359,10 @@ def test_other_families_are_refused_by_name_on_both_sides(name: str) -> None:
         make_engine(name, exact=True)
 
 
-def test_other_dtypes_and_autocast_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="float16"), exact(make_model("qwen3", dtype=torch.float16)):
-        pass
+def test_other_dtypes_devices_and_autocast_are_refused() -> None:
+    for place in (torch.float16, "meta"):
+        with pytest.raises(UnsupportedModelError, match=str(place)), exact(make_model("qwen3").to(place)):
+            pass
     model = make_model("qwen3")
     with exact(model), torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedModelError, match="autocast"):
         model(torch.tensor([token_ids(3)]))
@@ -417,13 +386,8 @@ def test_log_probs_read_off_the_head_are_refused_with_the_way_to_whole_logits(ro
         RolloutBatch.from_requests(rollout.requests, policy_version=0, pad_token_id=0).logprobs_of(rollout.model)
 
 
-def test_a_model_on_another_device_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="meta"), exact(make_model("qwen3").to("meta")):
-        pass
-
-
 @pytest.mark.parametrize("option", [
-    {"use_cache": True}, {"output_hidden_states": True}, {"inputs_embeds": torch.zeros(1, 3, 48)}, {"return_dict": False},
+    {"use_cache": True}, {"labels": torch.zeros(1, 3)}, {"inputs_embeds": torch.zeros(1, 3, 48)}, {"return_dict": False},
     {"cu_seq_lens_q": torch.tensor([0, 3])},
 ], ids=lambda option: next(iter(option)))  # fmt: skip
 def test_arguments_of_no_effect_are_refused(option: dict[str, Any]) -> None:
