@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollout.engine.training import tree_forward
 from rollout.engine.training.tree_forward import TreeAttachment
 from rollout.manager.batch.batch import RolloutBatch
-from rollout.manager.batch.paths import _capacity, _segments
+from rollout.manager.batch.paths import _placed
 from tests.engine.training.test_tree_forward import NOT_IN_TREES, model_of
 from tests.engines import at_random, make_engine, token_ids
 from tests.manager.test_batch import build, request
@@ -112,7 +112,8 @@ def test_segments_hold_every_token_once_within_the_limit_and_a_path_is_all_that_
     """Chains of ancestors and one segment of whole subtrees are all that is kept at a time."""
     tree = pack(rows)
     ends, depths = tree.attention_mask[0, 0].numpy().astype(np.int64)
-    segments = list(_segments(ends, depths, limit))
+    spans = _placed(ends, depths, limit)
+    segments = [(span.start, span.stop) for span in spans]
     assert [token for start, stop in segments for token in range(start, stop)] == list(range(len(tree)))
     assert all(stop - start <= limit for start, stop in segments)
     for start, stop in segments:
@@ -120,7 +121,7 @@ def test_segments_hold_every_token_once_within_the_limit_and_a_path_is_all_that_
         chain = all(depths[token] == depths[token - 1] + 1 for token in range(start + 1, stop))
         assert chain or not continued
     # Each segment begins at a multiple of 128 keys.
-    assert _capacity(segments, ends) <= 128 * (int(depths.max()) + 1) + limit
+    assert max(span.place + span.stop - span.start for span in spans) <= 128 * (int(depths.max()) + 1) + limit
 
 
 def test_what_paths_do_not_take_is_named():

@@ -31,16 +31,22 @@ class PathRows(NamedTuple):
     """[n, T]; call backward on a loss of them before the next rows are computed."""
 
 
-@dataclass(eq=False)
-class _Segment:
-    """Tokens [start, stop) of a tree, on the path of the next computation."""
+class _Span(NamedTuple):
+    """Tokens [start, stop) of a tree, which one forward computes."""
 
     start: int
     stop: int
     place: int
     """Index of its first token in the keys of the path."""
     last: int
-    """Index after the subtrees of its tokens; until it is reached, later tokens continue this segment."""
+    """Index after the subtrees of its tokens; until it is reached, later tokens continue this span."""
+
+
+@dataclass(eq=False)
+class _Segment:
+    """A computed span on the path of the next one."""
+
+    span: _Span
     places: Tensor
     """int64 [m]: its wanted tokens, flat in [N, T]."""
     values: tuple[Tensor, ...]
@@ -81,17 +87,17 @@ def along_paths(
         return
     first = torch.where(mask, part.predictors, len(ends)).amin(1)
     final = torch.where(mask, part.predictors, -1).amax(1)
-    segments = list(_segments(ends, depths, max_tokens))
+    spans = _placed(ends, depths, max_tokens)
     stack: list[_Segment] = []
-    with paths_of(model, _capacity(segments, ends)):
-        for start, stop in segments:
-            while stack and stack[-1].last <= start:
+    with paths_of(model, max(span.place + span.stop - span.start for span in spans)):
+        for span in spans:
+            start, stop = span.start, span.stop
+            while stack and stack[-1].span.last <= start:
                 stack.pop().backward()
-            place = _after(stack)
             near = ((first < stop) & (final >= start)).nonzero()[:, 0]
             before = part.predictors[near] - start
             inside = mask[near] & (before >= 0) & (before < stop - start)
-            keys = torch.from_numpy(_keys(stack, ends, depths, start, stop, place)).to(device)
+            keys = torch.from_numpy(_keys([*(each.span for each in stack), span], ends, depths)).to(device)
             inputs = {
                 "input_ids": tree.input_ids[:, start:stop],
                 "position_ids": tree.position_ids[:, start:stop],
@@ -104,7 +110,7 @@ def along_paths(
             row, column = inside.nonzero().T
             places = near[row] * mask.shape[1] + column
             del found, inside, before
-            stack.append(_Segment(start, stop, place, int(ends[start:stop].max()), places, values, leaves))
+            stack.append(_Segment(span, places, values, leaves))
             done = ((final >= start) & (final < stop)).nonzero()[:, 0]
             if len(done):
                 yield PathRows(tree.rows[done], _of_rows(stack, done, mask.shape))
@@ -127,34 +133,27 @@ def _segments(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) ->
         yield start, token
 
 
-def _after(stack: list[_Segment]) -> int:
-    """Index of the next segment's first token in the keys of the path, where blocks of the kernels begin."""
-    end = stack[-1].place + stack[-1].stop - stack[-1].start if stack else 0
-    return -(-end // ALIGNMENT) * ALIGNMENT
+def _placed(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) -> list[_Span]:
+    """The spans of a tree in order, each behind its path in the keys, where a block of the kernels begins."""
+    spans: list[_Span] = []
+    path: list[_Span] = []
+    for start, stop in _segments(ends, depths, limit):
+        while path and path[-1].last <= start:
+            path.pop()
+        end = path[-1].place + path[-1].stop - path[-1].start if path else 0
+        path.append(_Span(start, stop, -(-end // ALIGNMENT) * ALIGNMENT, int(ends[start:stop].max())))
+        spans.append(path[-1])
+    return spans
 
 
-def _capacity(segments: list[tuple[int, int]], ends: NDArray[np.int64]) -> int:
-    """Maximum keys of a path."""
-    most = 0
-    stack: list[tuple[int, int]] = []
-    for start, stop in segments:
-        while stack and stack[-1][0] <= start:
-            stack.pop()
-        place = -(-stack[-1][1] // ALIGNMENT) * ALIGNMENT if stack else 0
-        stack.append((int(ends[start:stop].max()), place + stop - start))
-        most = max(most, stack[-1][1])
-    return most
-
-
-def _keys(
-    stack: list[_Segment], ends: NDArray[np.int64], depths: NDArray[np.int64], start: int, stop: int, place: int
-) -> NDArray[np.int32]:
-    """The attention mask of a segment [1, 1, 2, place + S]: end of the subtree and position of every key of its path."""
-    keys = np.zeros((2, place + stop - start), np.int32)
-    for first, last, at in [*((each.start, each.stop, each.place) for each in stack), (start, stop, place)]:
-        # Counted like the segment's own tokens; none of them attends to subtrees that ended before.
-        keys[0, at : at + last - first] = np.maximum(ends[first:last] - start + place, 0)
-        keys[1, at : at + last - first] = depths[first:last]
+def _keys(path: list[_Span], ends: NDArray[np.int64], depths: NDArray[np.int64]) -> NDArray[np.int32]:
+    """The attention mask of the last span of a path, [1, 1, 2, keys]: end of the subtree and position of every key."""
+    own = path[-1]
+    keys = np.zeros((2, own.place + own.stop - own.start), np.int32)
+    for start, stop, at, _ in path:
+        # Counted like the tokens of the last span; none of them attends to subtrees that ended before.
+        keys[0, at : at + stop - start] = np.maximum(ends[start:stop] - own.start + own.place, 0)
+        keys[1, at : at + stop - start] = depths[start:stop]
     return keys[None, None]
 
 

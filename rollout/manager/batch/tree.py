@@ -234,17 +234,18 @@ def _depth_first(tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: 
         equal[:, :longest] &= (routes[1:] == routes[:-1]).all((2, 3))
     shared[1:] = np.logical_and.accumulate(equal, axis=1).sum(1)
     starts = np.concatenate([[0], np.cumsum(lengths - shared)])
-    # A token belongs to the last row, at or above its own, that shared no more than the tokens before it.
+    # Row r adds the token at depth d (`fresh`) if it shares at most d tokens with the row above. Otherwise it goes through
+    # the token that the nearest row above added at this depth.
     row = np.arange(count)[:, None]
     fresh = shared[:, None] <= depth
     owner = np.maximum.accumulate(np.where(fresh, row, 0), axis=0)
     nodes = np.where(depth < lengths[:, None], starts[owner] + depth - shared[owner], -1)
-    # Its subtree ends where the next row begins that shares no more than that.
+    # The subtree of a token ends at the first token of the next row that adds another one at the same depth.
     below = np.minimum.accumulate(np.where(fresh, row, count)[::-1], axis=0)[::-1]
     below = np.concatenate([below[1:], np.full((1, width), count)]) if count else below
     new = fresh & (depth < lengths[:, None])
     parents = np.full(starts[-1], -1)
     parents[nodes[:, 1:][new[:, 1:]]] = nodes[:, :-1][new[:, 1:]]
-    # Row by row, the new tokens are in the order of the tree.
+    # Row after row, the added tokens are in depth-first order, because the rows are sorted.
     chosen = None if routes is None else routes[new[:, : routes.shape[1]]]
     return _Forest(nodes, tokens[new], np.broadcast_to(depth, new.shape)[new], starts[below][new], parents, chosen)
