@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -103,18 +102,13 @@ class LogitReader:
         return logits[:count], sums[state_of[whole]]
 
     def _values(self, asked: _Asked) -> list[Tensor]:
-        post = _posts.get(self._model) or _Post.of(self._model.config.get_text_config())
+        post = _Post.of(self._model.config.get_text_config())
         row, values, logits = self._forward(asked, post)
         if logits is not None and not post.makes(logits, row):
-            # A scale that is not in the configuration shows in that row; the forward then runs again, once per model.
-            post = post.fitted(logits, row)
-            row, values, logits = self._forward(asked, post)
-            if logits is None or not post.makes(logits, row):
-                raise UnsupportedModelError(
-                    f"{type(self._model).__name__} does more to the output of its head than to scale and cap it: take "
-                    "model(...).logits and rollout.algorithms.replay_logprobs"
-                )
-        _posts[self._model] = post
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} does more to the output of its head than its configuration says of scale and "
+                "cap: take model(...).logits and rollout.algorithms.replay_logprobs"
+            )
         # FSDP gathers the parameters for the backward at the model's output, so every gradient passes there first.
         start = (row if logits is None else logits).flatten()[:0].sum()
         return [each + start.to(each) if each.is_floating_point() else each for each in values]
@@ -173,7 +167,9 @@ class _Post(NamedTuple):
         scale = 1.0
         for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
             scale *= float(getattr(config, name, None) or 1.0)
-        scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        scaling = float(getattr(config, "logits_scaling", None) or 1.0)
+        # Granite divides by it, HyperCLOVA X multiplies.
+        scale *= scaling if "hyperclovax" in getattr(config, "model_type", "") else 1 / scaling
         return cls(scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None))
 
     def __call__(self, output: Tensor) -> Tensor:
@@ -191,20 +187,6 @@ class _Post(NamedTuple):
         ours, theirs = self(row.detach().float().clone()), logits.detach().float()
         most = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if theirs.numel() else 0.0
         return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=0, atol=0.02 * most, equal_nan=True)
-
-    def fitted(self, logits: Tensor, row: Tensor) -> _Post:
-        """The same cap, with the scale that follows from the logits."""
-        ours, theirs = row.detach().double(), logits.detach().double()
-        if ours.shape != theirs.shape:
-            return self
-        if self.cap is not None:
-            theirs = theirs.div(self.cap).atanh().mul(self.cap)
-        ratio = (theirs / ours)[ours.abs() > 0.1 * ours.abs().mean()]
-        return self._replace(scale=float(ratio.median()))
-
-
-_posts: WeakKeyDictionary[nn.Module, _Post] = WeakKeyDictionary()
-"""The scale and cap found in each model."""
 
 
 class _Asked(NamedTuple):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import CohereConfig, CohereForCausalLM, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
 
 from rollout.engine.training import head
 from rollout.engine.training.head import LogitReader
@@ -59,7 +58,6 @@ HEADS: dict[str, Callable[[], nn.Module]] = {
     "frozen": frozen_head,
     "soft cap": lambda: make_model("gemma2", final_logit_softcapping=0.5),
     "scale": lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.25)),
-    "unnamed scale": lambda: scaled(make_model("llama")),
     "LoRA": adapted,
     "checkpointed": lambda: checkpointed(make_model("llama")),
 }
@@ -68,13 +66,6 @@ HEADS: dict[str, Callable[[], nn.Module]] = {
 def checkpointed(model: PreTrainedModel) -> PreTrainedModel:
     model.gradient_checkpointing_enable()
     return model.train()
-
-
-def scaled(model: PreTrainedModel) -> PreTrainedModel:
-    """Scale logits by more than the configuration says."""
-    model.config.logit_scale = 0.5
-    model.register_forward_hook(lambda _module, _inputs, output: CausalLMOutput(logits=output.logits * 1.5))
-    return model
 
 
 def read(model: nn.Module, top_k: int | Tensor = TOP) -> tuple[Tensor, ...]:
@@ -189,7 +180,7 @@ def test_a_model_that_does_something_else_to_its_logits_is_refused(monkeypatch) 
         return output
 
     monkeypatch.setattr(model, "forward", squared)
-    with pytest.raises(UnsupportedModelError, match="more to the output of its head than to scale and cap"):
+    with pytest.raises(UnsupportedModelError, match="more to the output of its head than its configuration says"):
         read(model)
     with pytest.raises(UnsupportedModelError, match="ran its output embeddings 0 times"):
         LogitReader(model, lambda _: torch.zeros(1, 1, VOCAB)).read(ROWS, 1.0, TOKENS, TARGETS, WHOLE)
