@@ -38,7 +38,6 @@ if TYPE_CHECKING:  # further public names
     from rollout.config import __version__ as __version__
     from rollout.distributed.client.client import InferenceClient as InferenceClient
     from rollout.engine.training.exact import exact as exact
-    from rollout.engine.training.replay import replay as replay
     from rollout.errors import ConfigError as ConfigError
     from rollout.errors import ConnectionLostError as ConnectionLostError
     from rollout.errors import DeadlineError as DeadlineError
@@ -59,6 +58,7 @@ if TYPE_CHECKING:  # further public names
     from rollout.errors import WeightsChangedError as WeightsChangedError
     from rollout.journal import Journal as Journal
     from rollout.llm.llm import AsyncLLM as AsyncLLM
+    from rollout.manager.batch.replay import replay as replay
     from rollout.manager.batch.tree import pack_tree as pack_tree
     from rollout.manager.episodes.batch import EpisodeBatch as EpisodeBatch
     from rollout.manager.episodes.environment import Environment as Environment

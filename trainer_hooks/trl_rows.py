@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,21 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rollout.engine.training.replay import Routed, RoutedTree, replay
 from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.replay import Routed, RoutedRows, replay
 from rollout.manager.batch.tree import PackedTree
 
 _IDS, _COUNTS, _ROUTES = "rollout_kept_ids", "rollout_kept_counts", "rollout_routed_experts"
-
-
-@dataclass(frozen=True)
-class _RoutedRows:
-    """Rows of a forward, for `rollout.replay`."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    response_mask: Tensor
-    routed_experts: Tensor
 
 
 class GeneratedRows:
@@ -106,7 +95,7 @@ class GeneratedRows:
             yield
             return
         sampled = (routes >= 0).flatten(1).any(1)
-        with self._replayed(_RoutedRows(input_ids, real, real & sampled.to(real.device)[:, None], routes), model):
+        with self._replayed(RoutedRows(input_ids, real, real & sampled.to(real.device)[:, None], routes), model):
             yield
 
     @contextmanager
@@ -140,7 +129,7 @@ class GeneratedRows:
         return stepped
 
     @contextmanager
-    def _replayed(self, routed: Routed | RoutedTree, model: Any) -> Iterator[None]:
+    def _replayed(self, routed: Routed, model: Any) -> Iterator[None]:
         if self._step is not None and torch.is_grad_enabled():
             self._step.enter_context(replay(routed, model))
             yield

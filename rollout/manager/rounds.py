@@ -271,7 +271,6 @@ class Rounds:
             tiled=family.tiled,
             video=vision.video_token if family.videos else None,
             bidirectional=family.bidirectional,
-            recurrent=bool(self.engine.controller.layout.states),
             rotary=family.positions,
         )
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rollout.engine.training.replay import replay
 from rollout.llm.llm import LLM
 from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.replay import replay
 from tests.manager.tensor_parallel_jobs import DRAWN, GREEDY, PROMPTS, load, said, shown
 from tests.rollouts import logprob_error, make_rollout
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout.manager.batch.batch import PackedRollouts, RolloutBatch
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason, Status
 
 PAD = 99
+RUNNING = Status.ACTIVE_AND_GENERATING_TOKENS
 
 
 def request(
@@ -219,16 +217,7 @@ def sequences(packed: PackedRollouts, values: Tensor) -> list[list[float]]:
     return [values[start:stop].tolist() for start, stop in pairwise(packed.cu_seqlens.tolist())]
 
 
-PER_TOKEN = [
-    "input_ids",
-    "position_ids",
-    "response_mask",
-    "logprobs",
-    "policy_versions",
-    "policy_staleness",
-    "kv_versions",
-    "kv_staleness",
-]
+PER_TOKEN = ["input_ids", "position_ids", "response_mask", "logprobs", "policy_versions", "policy_staleness"]
 
 
 @pytest.mark.parametrize("multiple_of", [1, 8, 64])
@@ -257,87 +246,18 @@ def test_the_surplus_of_a_rounded_length_is_marked_as_nobodys():
     assert packed.cu_seqlens.tolist() == [0, 5]
 
 
-def test_a_loss_is_the_same_padded_and_packed():
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, attn_implementation="sdpa",
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config).eval()
-    generator = np.random.default_rng(1)
-    rows = [
-        request(i, prompt=generator.integers(0, 90, 2 + i), completion=generator.integers(0, 90, 9 - i))
-        for i in range(4)
-    ]
-    for row in rows:
-        row.generated_log_probs = generator.normal(-4.85, 0.2, row.generated_length).tolist()
-    batch = build(*rows, failed(4))
-    advantages = torch.tensor([1.0, -2.0, 0.5, 1.5, 100.0])
-
-    def surrogate(new: Tensor, old: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:
-        ratio = (new - old).exp()
-        return -(torch.min(ratio, ratio.clamp(0.8, 1.2)) * advantage * mask).sum() / mask.sum()
-
-    def next_token(logits: Tensor, ids: Tensor) -> Tensor:
-        return logits[..., :-1, :].log_softmax(-1).gather(-1, ids[..., 1:, None])[..., 0]
-
-    logits = model(batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids).logits
-    padded = surrogate(
-        next_token(logits, batch.input_ids), batch.logprobs[:, 1:], batch.response_mask[:, 1:], advantages[:, None]
-    )
-
-    flat = batch.packed(multiple_of=16)
-    new = torch.zeros(len(flat.input_ids))
-    for start, stop in pairwise(flat.cu_seqlens.tolist()):
-        ids = flat.input_ids[None, start:stop]
-        new[start + 1 : stop] = next_token(model(ids, position_ids=flat.position_ids[None, start:stop]).logits, ids)[0]
-    packed = surrogate(new, flat.logprobs, flat.response_mask, advantages[flat.sequence_ids])
-
-    assert padded.abs() > 0.01
-    torch.testing.assert_close(padded, packed, atol=1e-6, rtol=0)
+REFUSED = [
+    (TypeError, r"merge\(\)", lambda: build(DynamicInferenceRequestRecord.from_request(request()))),
+    (ValueError, "request 7 sample 0 has not ended", lambda: build(request(7, status=RUNNING, finish_reason=None))),
+    (ValueError, "request 1 are not side by side", lambda: build(request(1), request(2), request(1, 1))),
+    (ValueError, "request 0 sample 0 has 1 log-probs for 2 tokens", lambda: build(request(logprobs=[-1.0]))),
+    (ValueError, "version 3, above policy_version=2", lambda: build(request(policy_version=3), policy_version=2)),
+    (ValueError, "at least 1", lambda: build(request()).packed(0)),
+    (TypeError, "rows='all'", lambda: build(request()).packed(1, "all")),
+]
 
 
-def test_a_record_that_was_not_merged_is_refused_with_the_cure():
-    record = DynamicInferenceRequestRecord.from_request(request())
-    with pytest.raises(TypeError, match=r"merge\(\)"):
-        build(record)
-
-
-def test_a_request_that_has_not_ended_is_refused():
-    running = request(7, status=Status.ACTIVE_AND_GENERATING_TOKENS, finish_reason=None)
-    with pytest.raises(ValueError, match="request 7 sample 0 has not ended"):
-        build(running)
-
-
-def test_samples_of_a_prompt_that_are_torn_apart_are_refused():
-    with pytest.raises(ValueError, match="request 1 are not side by side"):
-        build(request(1), request(2), request(1, 1))
-
-
-def test_log_probs_out_of_step_with_the_tokens_are_refused():
-    with pytest.raises(ValueError, match="request 0 sample 0 has 1 log-probs for 2 tokens"):
-        build(request(logprobs=[-1.0]))
-
-
-def test_a_version_from_the_future_is_refused():
-    with pytest.raises(ValueError, match="version 3, above policy_version=2"):
-        build(request(), request(1, policy_version=3), policy_version=2)
-
-
-@pytest.mark.parametrize(("given", "named"), [((0,), "at least 1"), ((-4,), "at least 1"), ((1, "all"), "rows='all'")])
-def test_packing_that_means_nothing_is_refused(given, named):
-    with pytest.raises((ValueError, TypeError), match=named):
-        build(request()).packed(*given)
-
-
-def test_a_batch_of_four_million_tokens_is_exact():
-    rows = [
-        request(
-            i // 8, i % 8, prompt=range(200), completion=range(800), logprobs=[-0.5] * 800,
-            policy_version=1, policy_spans=VersionSpans([(0, 600), (1, 400)]),
-        )
-        for i in range(4096)
-    ]  # fmt: skip
-    packed = build(*rows, policy_version=1).packed()
-    assert len(packed.input_ids) == 4096 * 1000
-    assert int(packed.policy_staleness.sum()) == 4096 * 600
+@pytest.mark.parametrize(("error", "message", "call"), REFUSED, ids=[message for _, message, _ in REFUSED])
+def test_what_cannot_be_a_batch_is_refused_with_the_cure(error, message, call):
+    with pytest.raises(error, match=message):
+        call()

@@ -95,8 +95,6 @@ def test_trees_packed_rollouts_and_parts_of_a_batch_hold_the_same_sets() -> None
     assert kept is not None
     whole = batch.logprobs_of(model).detach()
     packed = batch.packed(multiple_of=8)
-    assert packed.kept_tokens is not None
-    assert packed.kept_tokens.counts[packed.kept_tokens.counts > 0].tolist() == kept.counts[kept.counts > 0].tolist()
     end_to_end = batch.logprobs_of(model, packed).detach()
     assert end_to_end.shape == packed.input_ids.shape
     torch.testing.assert_close(end_to_end[packed.response_mask], whole[batch.response_mask], atol=1e-5, rtol=0)

@@ -7,8 +7,8 @@ on the right. A batch never changes; versions and log-probs come from the reques
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self
 
@@ -32,8 +32,8 @@ from rollout.requests.request import DynamicInferenceRequest
 class PackedRollouts:
     """The tokens of a batch end to end, [L] without padding between sequences.
 
-    If L was rounded up, the surplus after `cu_seqlens[-1]` is pad tokens with positions from 0, masked out, with sequence -1
-    and version -1.
+    Other values are in the same order in `batch.kv_versions[batch.attention_mask.bool()]`. If L was rounded up, the surplus
+    after `cu_seqlens[-1]` is pad tokens with positions from 0, masked out, with sequence -1 and version -1.
     """
 
     input_ids: Tensor
@@ -66,32 +66,10 @@ class PackedRollouts:
     policy_staleness: Tensor
     """int32 [L]."""
 
-    kv_versions: Tensor
-    """int64 [L]."""
-
-    kv_staleness: Tensor
-    """int32 [L]."""
-
-    routed_experts: Tensor | None
-    """int16 [L, layers, k]; see `RolloutBatch.routed_experts`."""
-    kept_tokens: KeptSets | None = None
-    """See `RolloutBatch.kept_tokens`; its counts are [L]."""
-    token_values: Tensor | None = None
-    """float32 [L, k]; see `RolloutBatch.token_values`."""
-    image_inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """Image arguments of the forward: tensors (of a prompt once per row), token types, `position_ids` [4, 1, L] (place in
-    the row, time, height, width) if the model has them. Images that attend in both directions (Gemma
-    3, Gemma 4) add an `attention_mask` for the attention of `trainer_hooks.tree`."""
-
     @property
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward, whose logits are [1, L, V]."""
-        return {
-            "input_ids": self.input_ids[None],
-            "position_ids": self.position_ids[None],
-            "use_cache": False,
-            **self.image_inputs,
-        }
+        return {"input_ids": self.input_ids[None], "position_ids": self.position_ids[None], "use_cache": False}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -405,11 +383,14 @@ class RolloutBatch:
             rows: int64 or a slice: the rows to pack. None: all.
 
         Raises:
-            ValueError: `multiple_of` is below 1; or, with images, a row has a sampled placeholder, or the model has
-                recurrent layers.
+            ValueError: `multiple_of` is below 1, or rows of the batch have images.
         """
         if multiple_of < 1:
             raise ValueError(f"multiple_of={multiple_of!r}: must be at least 1, which rounds nothing up")
+        if self.images is not None:
+            raise ValueError(
+                "packed(): rows have images: train on batch.tree(), or on padded rows (batch.model_inputs())"
+            )
         chosen = self._numbers(rows)
         # Computed once, because on a device every boolean index would wait for its own count.
         real = self.attention_mask[chosen].flatten().nonzero()[:, 0]
@@ -425,7 +406,6 @@ class RolloutBatch:
         position_ids = column("position_ids", 0)
         position_ids[len(real) :] = torch.arange(surplus, device=real.device)
         ends = (self.prompt_lengths + self.response_lengths)[chosen].cumsum(0)
-        kept = self.kept_tokens and self.kept_tokens.of_rows(chosen)
         return PackedRollouts(
             input_ids=column("input_ids", self.pad_token_id),
             position_ids=position_ids,
@@ -437,12 +417,6 @@ class RolloutBatch:
             logprobs=column("logprobs", 0),
             policy_versions=column("policy_versions", -1),
             policy_staleness=column("policy_staleness", 0),
-            kv_versions=column("kv_versions", -1),
-            kv_staleness=column("kv_staleness", 0),
-            routed_experts=None if self.routed_experts is None else column("routed_experts", -1),
-            token_values=None if self.token_values is None else column("token_values", 0),
-            kept_tokens=kept and KeptSets(kept.ids, flat(kept.counts, 0)),
-            image_inputs={} if self.images is None else self.images.packed(chosen, flat, position_ids, ends),
         )
 
     def tree(self, rows: Tensor | slice | None = None) -> PackedTree:

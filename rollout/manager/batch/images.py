@@ -32,7 +32,6 @@ class ImageLayout:
         video: token id of the placeholder of videos; None: no videos.
         token_types: argument of the forward that marks the placeholders; None: it needs none.
         bidirectional: whether positions of an image attend to each other in both directions.
-        recurrent: whether layers carry a state from one token to the next.
         rotary: rotary positions, if they differ from text; None: as in text. A batch does not keep it.
     """
 
@@ -41,7 +40,6 @@ class ImageLayout:
     tiled: bool = False
     video: int | None = None
     bidirectional: bool = False
-    recurrent: bool = False
     rotary: Rotary | None = None
 
 
@@ -157,45 +155,6 @@ class BatchImages:
             return packed
         lasts = of_tree(packed.nodes.gather(1, _last_columns(kinds))).to(packed.attention_mask)
         return replace(packed, attention_mask=torch.cat([packed.attention_mask, lasts[None, None, None]], dim=2))
-
-    def packed(
-        self, rows: Tensor, flat: Callable[[Tensor, int], Tensor], position_ids: Tensor, ends: Tensor
-    ) -> dict[str, Tensor]:
-        """Return the arguments that images add to a forward of packed rows, or that replace positions.
-
-        Args:
-            rows: int64 [R], their numbers in the batch.
-            flat: [R, T] to [L], with a value for places after the last row.
-            position_ids: int64 [L].
-            ends: [R], index after the last token of each row.
-
-        Raises:
-            ValueError: a placeholder was sampled in a row; or the model has recurrent layers.
-        """
-        if self.layout.recurrent:
-            raise ValueError(
-                "packed(): this model has recurrent layers, whose state would pass from one row to the next: train on "
-                "model_inputs()"
-            )
-        numbers: list[int] = rows.tolist()
-        self._check_sampled(numbers)
-        inputs = self._pixels([row for row in numbers if self.tensors[row] is not None], joined=True)
-        kinds = self.placeholders[rows]
-        if self.layout.token_types is not None:
-            inputs[self.layout.token_types] = flat(kinds, 0)[None].long()
-        if self.rotary is not None:
-            inputs["position_ids"] = torch.stack([position_ids, *(flat(each, 0) for each in self.rotary[:, rows])])[
-                :, None
-            ]
-        if self.layout.bidirectional:
-            # The mask of a tree whose rows share nothing. In the mask that transformers (5.23) makes of packed positions, an
-            # image of any row is placed like one of the first row.
-            columns, length = _last_columns(kinds), len(position_ids)
-            starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-            behind = flat(ends[:, None].expand_as(columns), length)
-            lasts = flat(starts[:, None] + columns, 0).maximum(torch.arange(length, device=ends.device))
-            inputs["attention_mask"] = torch.stack([behind, position_ids, lasts]).to(torch.int32)[None, None]
-        return inputs
 
     def _mark(self, input_ids: Tensor, numbers: Sequence[int]) -> list[int]:
         """Return for each row the first row that has the same images after the same tokens, up to the last placeholder."""

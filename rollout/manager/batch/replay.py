@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -22,51 +23,25 @@ from torch import Tensor, nn
 from rollout.engine.memory.kv_cache import RouteShape
 from rollout.engine.models.attention import is_rollout_forward
 from rollout.engine.models.routers import ChosenExperts, chosen_experts, routers_of
+from rollout.manager.batch.batch import RolloutBatch
+from rollout.manager.batch.tree import PackedTree
 
 
-class Routed(Protocol):
-    """The replayed batch: a `RolloutBatch`, or anything with these fields."""
+@dataclass(frozen=True, eq=False)
+class RoutedRows:
+    """Rows with routes that are not a `RolloutBatch`; its fields of these names."""
 
-    @property
-    def input_ids(self) -> Tensor:
-        """int64 [N, T]."""
-
-    @property
-    def attention_mask(self) -> Tensor:
-        """int64 [N, T]."""
-
-    @property
-    def response_mask(self) -> Tensor:
-        """bool [N, T]."""
-
-    @property
-    def routed_experts(self) -> Tensor | None:
-        """int16 [N, T, layers, k], -1 if there is none."""
+    input_ids: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    routed_experts: Tensor | None
 
 
-@runtime_checkable
-class RoutedTree(Protocol):
-    """The replayed tree: a `PackedTree`, or anything with these fields."""
-
-    @property
-    def input_ids(self) -> Tensor:
-        """int64 [1, L]."""
-
-    @property
-    def nodes(self) -> Tensor:
-        """int64 [N, T]."""
-
-    @property
-    def routed_experts(self) -> Tensor | None:
-        """int16 [1, L, layers, k], -1 if there is none."""
-
-    @property
-    def unrouted(self) -> Tensor | None:
-        """int64: rows that cannot be replayed."""
+Routed = RolloutBatch | RoutedRows | PackedTree
 
 
 @contextmanager
-def replay(batch: Routed | RoutedTree, model: nn.Module) -> Iterator[None]:
+def replay(batch: Routed, model: nn.Module) -> Iterator[None]:
     """Context manager in which the routers of `model` choose the experts recorded in `batch.routed_experts`.
 
     With gradient checkpointing, which computes the routers again in the backward, run the backward inside the block too,
@@ -123,7 +98,7 @@ def _replayed(
     return output
 
 
-def _check_routes(batch: Routed | RoutedTree, shape: RouteShape) -> None:
+def _check_routes(batch: Routed, shape: RouteShape) -> None:
     if batch.routed_experts is None:
         raise ValueError(
             "replay: the batch has no routed_experts; build the engine with InferenceConfig(record_routes=True)"
@@ -133,16 +108,16 @@ def _check_routes(batch: Routed | RoutedTree, shape: RouteShape) -> None:
         raise ValueError(f"replay: routed_experts [N, T, layers, k] of {have}, and the model has (layers, k) = {want}")
 
 
-def _routes_of(batch: Routed | RoutedTree) -> Callable[[Tensor, Any, Any], Tensor]:
+def _routes_of(batch: Routed) -> Callable[[Tensor, Any, Any], Tensor]:
     """Function from the arguments of a forward (`input_ids` [B, T], mask, positions) to its routes [B, T, layers, k]."""
-    if not isinstance(batch, RoutedTree):
+    if not isinstance(batch, PackedTree):
         return _Rows(batch).of_forward
     if batch.unrouted is not None and len(batch.unrouted):
         _refuse_row(int(batch.unrouted[0]))
     return partial(_of_tree, batch)
 
 
-def _of_tree(tree: RoutedTree, ids: Tensor, mask: Any, positions: Any) -> Tensor:
+def _of_tree(tree: PackedTree, ids: Tensor, mask: Any, positions: Any) -> Tensor:
     """int16 [1, L, layers, k]: the routes of a prefix tree."""
     if not torch.equal(ids, tree.input_ids):
         raise ValueError(
@@ -156,12 +131,12 @@ def _of_tree(tree: RoutedTree, ids: Tensor, mask: Any, positions: Any) -> Tensor
 class _Rows:
     """The routes of the rows of a batch, found by their tokens."""
 
-    def __init__(self, batch: Routed) -> None:
+    def __init__(self, batch: RolloutBatch | RoutedRows) -> None:
         assert batch.routed_experts is not None
         self._experts = batch.routed_experts.detach().cpu().numpy()
         self._of_sequence = self._sequences(batch)
 
-    def _sequences(self, batch: Routed) -> dict[bytes, list[int]]:
+    def _sequences(self, batch: RolloutBatch | RoutedRows) -> dict[bytes, list[int]]:
         ids, mask = batch.input_ids.cpu().numpy(), batch.attention_mask.cpu().numpy().astype(bool)
         usable = batch.response_mask.any(1).tolist()
         rows: dict[bytes, list[int]] = defaultdict(list)
