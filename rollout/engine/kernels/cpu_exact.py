@@ -126,7 +126,7 @@ def attention(
     call = Attention(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), starts.ctypes.data, positions.data_ptr(),
         tables.ctypes.data, len(lengths), tables.shape[1], 1, heads, key.shape[1], width, width,
-        query.stride(0), out.stride(0), window or 0, 0, scaling, 0.0, log_sums.data_ptr(), None,
+        query.stride(0), out.stride(0), window or 0, scaling, 0.0, log_sums.data_ptr(), None,
     )  # fmt: skip
     library().rollout_attention(ctypes.byref(call), *_how(query))
     return out, log_sums
