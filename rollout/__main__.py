@@ -139,8 +139,9 @@ def _doctor(arguments: Sequence[str]) -> None:
         ) from exc
     explanation = engine.explain()
     if options.measure:
-        trial = decode_trial(engine.generate, engine.controller.layout.vocab_size, explanation.kv)
-        explanation = replace(explanation, trial=trial)
+        scheduler, vocabulary = engine.context.scheduler, engine.controller.layout.vocab_size
+        speed = decode_trial(engine.generate, scheduler, vocabulary, engine.parts.max_sequence_length)
+        explanation = replace(explanation, rows=(*explanation.rows, ("speed", speed)))
     print(json.dumps(explanation.as_dict(), indent=2) if options.json else explanation, flush=True)
 
 

@@ -89,7 +89,7 @@ class GenerateHook:
         self.fallbacks: Counter[str] = Counter()
         self.last: Sampled | None = None
         self._fallback = fallback
-        self._most = manager.explain().kv.max_requests
+        self._most = manager.engine.context.scheduler.num_places
         self._changes = _Changes(model, manager)
         self._undo = ExitStack()
         self._undo.callback(self._changes.detach)

@@ -352,7 +352,7 @@ def _assemble(
         controller.runner.graphs.watched = watch.modules
     ledger = Ledger(scheduler, controller, clock, tap)
     intake = Intake(config, lifecycle, controller, scheduler, ledger, watch, longest, clock, cache.routes)
-    stepper = Stepper(context, controller, intake, ledger, lifecycle, base.peers, watch, tap, clock)
+    stepper = Stepper(context, controller, ledger, lifecycle, base.peers, watch, tap)
     control = EngineControl(
         config, lifecycle, base.guard, base.adapters, watch, controller, context, ledger, intake, tap, clock
     )

@@ -400,14 +400,14 @@ def inspect(model: nn.Module, config: InferenceConfig | None = None) -> Support:
         config: options of the engine. None: defaults.
     """
     config = config or InferenceConfig(kv_cache_memory_gb=0.05)
-    found = examine(model, config.max_sequence_length)
-    present, missing = found.present, found.missing
+    examined = examine(model, config.max_sequence_length)
+    present, missing = examined.present, examined.missing
     if not missing:
         try:
-            forward = DynamicInferenceEngine(model, None, config).explain().model
+            found = DynamicInferenceEngine(model, None, config).explain()
         except UnsupportedModelError as exc:
             missing = [str(exc)]
         else:
-            runs = "fused" if forward.fused else f"the module's own, because {forward.why_not_fused or 'it is sharded'}"
+            runs = "fused" if found.fused else f"the module's own, because {found.why_not_fused or 'it is sharded'}"
             present = [*present, "numbers: a forward in chunks equals the model's own", f"served by: {runs}"]
     return Support(tuple(present), tuple(missing))

@@ -173,10 +173,7 @@ class EngineControl:
             if policy is StalenessPolicy.PARTIAL:
                 self._ledger.end(sample, FinishReason.STALE)
             else:
-                why = "is too stale and cannot start again from its prompt"
-                self._ledger.counters["requests_requeued"] += self._intake.replace(
-                    sample, why, self._intake.from_prompt
-                )
+                self._ledger.counters["requests_requeued"] += self._intake.restart(sample)
 
     def load_weights(self, folder: str | PathLike[str]) -> int:
         """Load a folder of safetensors into the module between two steps; call `weights_updated` afterwards.

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -40,107 +40,27 @@ _EXACT = "C++ operations whose sums have an order that follows from the place in
 
 
 @dataclass(frozen=True)
-class ModelPart:
-    """The model and how its forward runs."""
+class Explanation:
+    """Report of how an engine runs its model on this machine. `str()` is a page of text, `as_dict()` plain values."""
 
-    name: str
-    parameters: int
-    parameter_bytes: int
-    dtype: str
-    device: str
-    weights: str
-    layers: tuple[str, ...]
-    """Layers by kind: number, class, heads and window or recurrent state, and the modules next to them."""
     fused: bool | None
     """Whether the fused forward runs; None: unknown while suspended or sharded."""
     why_not_fused: str
-    attention: str
-    sampling: str
-    graphs: str
-    """CUDA graphs: `decode steps`, or why there are none."""
-    exact: str
-    """Exact mode: its kernels if it is on; otherwise whether it could be turned on, and why not."""
-
-
-@dataclass(frozen=True)
-class KVPart:
-    """The KV pool and the recurrent states."""
-
-    bytes_per_token: int
-    block_size: int
-    blocks: int
-    tokens: int
-    bytes: int
-    max_sequence_length: int
-    full_sequences: int
-    """Number of sequences of maximum length that fit together."""
-    max_requests: int
-    state_bytes: int
-    """Bytes of the recurrent states of one sequence."""
-    state_slots: int
-    """Number of sequences and prefixes whose states are kept."""
-    window: int | None
-    """Tokens after which layers with a window free the KV of a running sequence; None: they keep it."""
-    bytes_per_token_behind: int
-    """Bytes kept per token outside the window."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Machine of the engine; None: unknown."""
-
-    processor: str
-    cores: float
-    """Cores that this process may use: its affinity, or less by a control group's quota."""
-    threads: int
-    ranks_here: int
-    """Processes of this job on this machine (`LOCAL_WORLD_SIZE`)."""
-    variables: dict[str, str]
-    load: float | None
-    """Runnable processes and threads, averaged over a minute."""
-    memory_total: int | None
-    memory_free: int | None
-    python: str
-    packages: tuple[str, ...]
-    """Packages that the forward depends on: name, version, and the supported versions."""
-    untested: tuple[str, ...]
-    """Packages with other versions than the supported ones."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Decode speed of an engine."""
-
-    sequences: int
-    length: int
-    """Positions that each sequence attended to, on average."""
-    tokens_per_s: float
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Report of how an engine runs its model on this machine. `str()` is a page of text, `as_dict()` plain values.
-
-    Attributes:
-        compiler: compiler and file of the CPU kernels, or why there are none; empty on other devices.
-        advice: causes of unnecessary slowness, with cures.
-        trial: a timed decode of this engine; None: not measured.
-    """
-
-    model: ModelPart
-    kv: KVPart
-    machine: Machine
-    compiler: str
+    rows: tuple[tuple[str, str], ...]
+    """Title and text of each line of the page, without the advice."""
     advice: tuple[str, ...]
-    trial: Trial | None = None
+    """Causes of unnecessary slowness, with cures."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
+        """Whether the fused forward runs, why not, and the texts of each title, for JSON."""
+        texts: dict[str, list[str]] = {}
+        for title, text in self.rows:
+            texts.setdefault(title, []).append(text)
+        return {"fused": self.fused, "why_not_fused": self.why_not_fused, **texts, "advice": list(self.advice)}
 
     def __str__(self) -> str:
         lines, last = [], ""
-        for title, text in _rows(self):
+        for title, text in (*self.rows, *(("advice", each) for each in self.advice or ("none",))):
             lines.append(f"{'' if title == last else title:<10}  {text}")
             last = title
         return "\n".join(lines)
@@ -150,29 +70,40 @@ def explain(
     runner: ModelRunner, scheduler: Scheduler, config: InferenceConfig, source: WeightSource, length: int
 ) -> Explanation:
     """Read an engine's parts, which no step may use in the meantime; `length`: longest sequence, in tokens."""
-    model, kv, machine = _model_part(runner, config, source), _kv_part(runner, scheduler, config, length), _machine()
-    compiler = cpu_library.status().described if runner.layout.device.type == "cpu" else ""
-    return Explanation(model, kv, machine, compiler, tuple(_advice(model, kv, machine)))
+    unknown = (source.collective and not source.ready) or not runner.cache.on_device
+    why = None if unknown else runner.why_not_fused()
+    packages, untested = _packages()
+    rows = (
+        *_model_rows(runner, config, source, unknown=unknown, why_not_fused=why),
+        *_kv_rows(runner, scheduler, length),
+        *_machine_rows(),
+        ("versions", f"Python {sys.version.split()[0]}, {', '.join(packages)}"),
+        *[("compiler", cpu_library.status().described)] * (runner.layout.device.type == "cpu"),
+    )
+    advice = (*_model_advice(runner, why), *_pool_advice(scheduler, length), *untested)
+    return Explanation(None if unknown else why is None, why or "", rows, advice)
 
 
 def decode_trial(
     generate: Callable[[Sequence[list[int]], SamplingParams], object],
+    scheduler: Scheduler,
     vocabulary: int,
-    kv: KVPart,
+    length: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> Trial | None:
-    """Decode random tokens, best of two; the time of the prompts is subtracted. None: not a single sequence fits.
+) -> str:
+    """Decode random tokens, best of two, and return the speed in words; the time of the prompts is subtracted.
 
     Uses request ids, so nothing else should sample with this engine.
 
     Args:
         generate: the engine's method.
         vocabulary: number of token ids.
+        length: longest sequence, in tokens.
         clock: seconds.
     """
-    count = min(SEQUENCES, kv.max_requests, kv.tokens // (2 * (PROMPT + TOKENS)))
-    if not count or kv.max_sequence_length <= PROMPT + TOKENS:
-        return None
+    count = min(SEQUENCES, scheduler.num_places, _pool_tokens(scheduler) // (2 * (PROMPT + TOKENS)))
+    if not count or length <= PROMPT + TOKENS:
+        return "not measured: not a single sequence fits"
     prompts = [row.tolist() for row in np.random.default_rng(0).integers(0, vocabulary, (count, PROMPT))]
 
     def seconds(tokens: int) -> float:
@@ -184,32 +115,48 @@ def decode_trial(
         return min(took)
 
     # The first call also pays for lazy initialisation.
-    difference = seconds(1 + TOKENS) - seconds(1)
-    return Trial(count, PROMPT + TOKENS // 2, count * TOKENS / max(difference, 1e-9))
+    speed = count * TOKENS / max(seconds(1 + TOKENS) - seconds(1), 1e-9)
+    return f"decode of {count} sequences of {PROMPT + TOKENS // 2} tokens: {speed:,.0f} tokens/s"
 
 
-# --- model ----------------------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------------------------------
 
 
-def _model_part(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -> ModelPart:
+def _model_rows(
+    runner: ModelRunner, config: InferenceConfig, source: WeightSource, *, unknown: bool, why_not_fused: str | None
+) -> Iterator[tuple[str, str]]:
     layout, parameters = runner.layout, list(source.trained.parameters())
-    unknown = (source.collective and not source.ready) or not runner.cache.on_device
-    why = None if unknown else runner.why_not_fused()
-    return ModelPart(
-        name=type(source.trained).__name__,
-        parameters=sum(each.numel() for each in parameters),
-        parameter_bytes=sum(each.numel() * each.itemsize for each in parameters),
-        dtype=_short(parameters[0].dtype),
-        device=str(layout.device),
-        weights=_weights(source, runner),
-        layers=tuple(_layer_kinds(runner.model, layout)),
-        fused=None if unknown else why is None,
-        why_not_fused=why or "",
-        attention=_attention(runner),
-        sampling=_sampling(layout),
-        graphs=_graphs(runner, config, source),
-        exact=_exact(runner, config, source),
-    )
+    size = short_count(sum(each.numel() for each in parameters))
+    size_bytes = binary_bytes(sum(each.numel() * each.itemsize for each in parameters))
+    name = type(source.trained).__name__
+    yield "model", f"{name}, {size} parameters in {_short(parameters[0].dtype)} ({size_bytes}) on {layout.device}"
+    yield "weights", _weights(source, runner)
+    yield from (("layers", kind) for kind in _layer_kinds(runner.model, layout))
+    forward = "fused C++" if why_not_fused is None else f"the module's own: {why_not_fused}"
+    yield "forward", "known when weights are gathered and the engine is resumed" if unknown else forward
+    yield "attention", _attention(runner)
+    yield "sampling", _sampling(layout)
+    yield "graphs", _graphs(runner, config, source)
+    yield "exact mode", _exact(runner, config, source)
+
+
+def _model_advice(runner: ModelRunner, why_not_fused: str | None) -> Iterator[str]:
+    if (attention := _attention(runner)).startswith("plain torch"):
+        yield f"attention runs in {attention}"
+    if runner.layout.device.type != "cpu":
+        return
+    if why_not_fused is not None:
+        yield f"the module's own forward runs, because {why_not_fused}; the fused one is several times as fast"
+    threads, ranks, cores = torch.get_num_threads(), _ranks_here(), usable_cores()
+    if threads * ranks > cores:
+        yield (
+            f"{ranks} × {threads} threads share {cores:g} cores: set OMP_NUM_THREADS={max(1, int(cores / ranks))} before "
+            "the start, or torch.set_num_threads"
+        )
+    elif threads < cores * 0.75 and ranks == 1:
+        yield f"{threads} threads on {cores:g} cores: more may be faster (OMP_NUM_THREADS)"
+    if (load := _load()) > cores:
+        yield f"a load of {load:.1f} on {cores:g} cores: other processes slow this one down"
 
 
 def _weights(source: WeightSource, runner: ModelRunner) -> str:
@@ -312,47 +259,73 @@ def _exact(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -
 # --- KV pool and machine --------------------------------------------------------------------------------------------------
 
 
-def _kv_part(runner: ModelRunner, scheduler: Scheduler, config: InferenceConfig, length: int) -> KVPart:
+def _pool_tokens(scheduler: Scheduler) -> int:
+    """Tokens that fit the pool with their KV in every layer."""
+    pages = scheduler.allocator.pages
+    return pages.num_pages // pages.groups * scheduler.allocator.block_size
+
+
+def _full_sequences(scheduler: Scheduler, length: int) -> int:
+    """Number of sequences of `length` tokens that fit the pool together."""
+    pages, size = scheduler.allocator.pages, scheduler.allocator.block_size
+    return pages.num_pages // pages.shape.needed(-(-length // size), 1, size) if scheduler.longest >= length else 0
+
+
+def _kv_rows(runner: ModelRunner, scheduler: Scheduler, length: int) -> Iterator[tuple[str, str]]:
     cache, states, shape = runner.cache, runner.states, scheduler.allocator.pages.shape
-    slots = 0 if states is None else states.num_blocks
-    blocks, needed = cache.num_blocks // cache.num_groups, -(-length // cache.block_size)
-    needed = shape.needed(needed, 1, cache.block_size)
-    return KVPart(
-        bytes_per_token=cache.num_groups * cache.block_bytes // cache.block_size,
-        block_size=cache.block_size,
-        blocks=blocks,
-        tokens=blocks * cache.block_size,
-        bytes=cache.num_blocks * cache.block_bytes,
-        max_sequence_length=length,
-        full_sequences=cache.num_blocks // needed if scheduler.longest >= length else 0,
-        max_requests=min(config.max_requests, slots) if slots else config.max_requests,
-        state_bytes=0 if states is None else states.block_bytes,
-        state_slots=slots,
-        window=shape.reach if shape.limited else None,
-        bytes_per_token_behind=shape.whole * cache.block_bytes // cache.block_size if shape.limited else 0,
-    )
+    behind, tokens = "", _pool_tokens(scheduler)
+    if shape.limited:
+        kept = shape.whole * cache.block_bytes // cache.block_size
+        behind = f", {kept:,} behind a window of {shape.reach:,} tokens"
+    pool = f"{tokens:,} tokens fit, in {tokens // cache.block_size:,} blocks of {cache.block_size}"
+    pool += f" ({binary_bytes(cache.num_blocks * cache.block_bytes)})"
+    per_token = cache.num_groups * cache.block_bytes // cache.block_size
+    yield "KV cache", f"{per_token:,} bytes per token{behind}; {pool}"
+    full = f"{_full_sequences(scheduler, length):,} sequences of {length:,} tokens at once"
+    yield "KV cache", f"{full}; at most {scheduler.num_places} run at once"
+    if states is not None:
+        fit = f"{states.num_blocks:,} fit ({binary_bytes(states.num_blocks * states.block_bytes)})"
+        yield (
+            "states",
+            f"{binary_bytes(states.block_bytes)} per sequence; {fit}: one per running sequence, others for prefix hits",
+        )
 
 
-def _machine() -> Machine:
-    memory: dict[str, int] = {}
-    with suppress(OSError, ValueError, IndexError):
+def _pool_advice(scheduler: Scheduler, length: int) -> Iterator[str]:
+    tokens, most = _pool_tokens(scheduler), scheduler.num_places
+    if not _full_sequences(scheduler, length):
+        yield (
+            f"no sequence of max_sequence_length={length:,} fits the pool of {tokens:,} tokens: longer requests are "
+            "refused; raise kv_cache_memory_gb"
+        )
+    elif tokens < most * min(LENGTH, length):
+        yield (
+            f"the pool holds {tokens // most:,} tokens for each of max_requests={most}: beyond that samples are preempted "
+            "and computed again; raise kv_cache_memory_gb or lower max_requests"
+        )
+
+
+def _machine_rows() -> Iterator[tuple[str, str]]:
+    memory = ""
+    with suppress(OSError, ValueError, IndexError, KeyError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        memory = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        size = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        memory = f", {binary_bytes(size['MemAvailable'])} of {binary_bytes(size['MemTotal'])} memory free"
+    yield "machine", f"{_processor()}, {usable_cores():g} cores{memory}"
+    variables = "".join(f", {name}={os.environ[name]}" for name in THREAD_VARIABLES if name in os.environ)
+    ranks = f"{torch.get_num_threads()} in each of {_ranks_here()} ranks on this machine"
+    yield "threads", f"{ranks}{variables}; load {_load():.1f}"
+
+
+def _ranks_here() -> int:
+    """Processes of this job on this machine."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    packages, untested = _packages()
-    return Machine(
-        processor=_processor(),
-        cores=usable_cores(),
-        threads=torch.get_num_threads(),
-        ranks_here=max(1, int(ranks)) if ranks.isdecimal() else 1,
-        variables={name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
-        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        memory_total=memory.get("MemTotal"),
-        memory_free=memory.get("MemAvailable"),
-        python=sys.version.split()[0],
-        packages=packages,
-        untested=untested,
-    )
+    return max(1, int(ranks)) if ranks.isdecimal() else 1
+
+
+def _load() -> float:
+    """Runnable processes and threads, averaged over a minute; 0: unknown."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def usable_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
@@ -396,83 +369,6 @@ def _processor() -> str:
             if line.startswith(("model name", "Model")):
                 return f"{line.partition(':')[2].strip()} ({platform.machine()})"
     return platform.processor() or platform.machine()
-
-
-# --- advice and text ------------------------------------------------------------------------------------------------------
-
-
-def _advice(model: ModelPart, kv: KVPart, machine: Machine) -> Iterator[str]:
-    if model.attention.startswith("plain torch"):
-        yield f"attention runs in {model.attention}"
-    if model.device == "cpu":
-        if model.fused is False:
-            yield f"the module's own forward runs, because {model.why_not_fused}; the fused one is several times as fast"
-        wanted = machine.threads * machine.ranks_here
-        if wanted > machine.cores:
-            yield (
-                f"{machine.ranks_here} × {machine.threads} threads share {machine.cores:g} cores: set OMP_NUM_THREADS="
-                f"{max(1, int(machine.cores / machine.ranks_here))} before the start, or torch.set_num_threads"
-            )
-        elif wanted < machine.cores * 0.75 and machine.ranks_here == 1:
-            yield f"{machine.threads} threads on {machine.cores:g} cores: more may be faster (OMP_NUM_THREADS)"
-        if machine.load is not None and machine.load > machine.cores:
-            yield f"a load of {machine.load:.1f} on {machine.cores:g} cores: other processes slow this one down"
-    if not kv.full_sequences:
-        yield (
-            f"no sequence of max_sequence_length={kv.max_sequence_length:,} fits the pool of {kv.tokens:,} tokens: longer "
-            "requests are refused; raise kv_cache_memory_gb"
-        )
-    elif kv.tokens < kv.max_requests * min(LENGTH, kv.max_sequence_length):
-        yield (
-            f"the pool holds {kv.tokens // kv.max_requests:,} tokens for each of max_requests={kv.max_requests}: beyond "
-            "that samples are preempted and computed again; raise kv_cache_memory_gb or lower max_requests"
-        )
-    yield from machine.untested
-
-
-def _rows(found: Explanation) -> Iterator[tuple[str, str]]:
-    """Title and text of each line of the page."""
-    model, kv, machine, trial = found.model, found.kv, found.machine, found.trial
-    forward = "fused C++"
-    if model.fused is None:
-        forward = "known when weights are gathered and the engine is resumed"
-    elif not model.fused:
-        forward = f"the module's own: {model.why_not_fused}"
-    size = f"{short_count(model.parameters)} parameters in {model.dtype} ({binary_bytes(model.parameter_bytes)})"
-    yield "model", f"{model.name}, {size} on {model.device}"
-    yield "weights", model.weights
-    yield from (("layers", kind) for kind in model.layers)
-    yield "forward", forward
-    yield "attention", model.attention
-    yield "sampling", model.sampling
-    yield "graphs", model.graphs
-    yield "exact mode", model.exact
-    behind = f", {kv.bytes_per_token_behind:,} behind a window of {kv.window:,} tokens" if kv.window is not None else ""
-    pool = f"{kv.tokens:,} tokens fit, in {kv.blocks:,} blocks of {kv.block_size} ({binary_bytes(kv.bytes)})"
-    yield "KV cache", f"{kv.bytes_per_token:,} bytes per token{behind}; {pool}"
-    full = f"{kv.full_sequences:,} sequences of {kv.max_sequence_length:,} tokens at once"
-    yield "KV cache", f"{full}; at most {kv.max_requests} run at once"
-    if kv.state_slots:
-        fit = f"{kv.state_slots:,} fit ({binary_bytes(kv.state_slots * kv.state_bytes)})"
-        yield (
-            "states",
-            f"{binary_bytes(kv.state_bytes)} per sequence; {fit}: one per running sequence, others for prefix hits",
-        )
-    speed = "not measured"
-    if trial is not None:
-        speed = f"decode of {trial.sequences} sequences of {trial.length} tokens: {trial.tokens_per_s:,.0f} tokens/s"
-    yield "speed", speed
-    memory = ""
-    if machine.memory_total is not None and machine.memory_free is not None:
-        memory = f", {binary_bytes(machine.memory_free)} of {binary_bytes(machine.memory_total)} memory free"
-    yield "machine", f"{machine.processor}, {machine.cores:g} cores{memory}"
-    variables = "".join(f", {name}={value}" for name, value in machine.variables.items())
-    load = "" if machine.load is None else f"; load {machine.load:.1f}"
-    yield "threads", f"{machine.threads} in each of {machine.ranks_here} ranks on this machine{variables}{load}"
-    yield "versions", f"Python {machine.python}, {', '.join(machine.packages)}"
-    if found.compiler:
-        yield "compiler", found.compiler
-    yield from (("advice", each) for each in found.advice or ("none",))
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -298,19 +298,19 @@ class Intake:
         fresh.add_event_evict(timestamp=self._clock())
         return self._sample(DynamicInferenceRequestRecord.from_request(fresh), order, pictured)
 
-    def replace(self, sample: Sample, what: str, build: Callable[..., Sample]) -> bool:
-        """Queue the result of `build` (`continued` or `from_prompt`) for a sample in no queue; if it raises, the sample
-        fails.
+    def restart(self, sample: Sample) -> bool:
+        """Queue a stale sample, which is in no queue, again from its prompt; if that raises, the sample fails.
 
         Returns:
-            Whether the new sample was queued.
+            Whether it was queued.
         """
         try:
-            fresh = build(sample.record, sample.order, self._scheduler.version)
+            fresh = self.from_prompt(sample.record, sample.order, self._scheduler.version)
             self._scheduler.add(fresh, sample.variant)
         except Exception as exc:  # noqa: BLE001 - whatever it raises harms this request alone
             number, index = sample.key
-            error = f"RequestFailedError: request {number} sample {index} {what}: {type(exc).__name__}: {exc}"
+            why = f"is too stale and cannot start again from its prompt: {type(exc).__name__}: {exc}"
+            error = f"RequestFailedError: request {number} sample {index} {why}"
             self._ledger.end(sample, FinishReason.ERROR, error)
             return False
         self._ledger.accept(fresh)

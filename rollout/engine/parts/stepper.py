@@ -1,13 +1,13 @@
 """One engine step: follow the model's adapters and forward, schedule, execute, update.
 
-An exception fails the requests that it belongs to; the others compute their KV again. After `MAX_FAILED_STEPS` failed steps
+An exception fails the requests of the step. After `MAX_FAILED_STEPS` failed steps
 in a row, or when a member of its tensor-parallel group is lost, the engine is dead, and every unfinished request fails.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import clear_frames
@@ -20,7 +20,6 @@ from rollout.engine.multimodal.vision import EncodingError
 from rollout.engine.parallel.leading import ForwardWork, follow
 from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.engine.parts.controller import TextGenerationController
-from rollout.engine.parts.intake import Intake
 from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
 from rollout.engine.parts.peers import Peers
@@ -45,13 +44,11 @@ class Stepper:
 
     _context: DynamicInferenceContext
     _controller: TextGenerationController
-    _intake: Intake
     _ledger: Ledger
     _lifecycle: Lifecycle
     _peers: Peers
     _watch: ModelWatch
     _tap: EngineTap
-    _clock: Callable[[], float]
     last: ScheduledStep | None = None
     made: int = 0
     _failed_steps: int = 0
@@ -80,10 +77,8 @@ class Stepper:
                 raise EngineStateError(
                     f"no request can run, which must not happen; please report: {self._scheduler.counters}"
                 )
-        except BaseException as exc:
-            self._start_over(exc, half_taken=False)
-            if not isinstance(exc, Exception):
-                raise
+        except Exception as exc:  # noqa: BLE001 - fails requests, not the engine
+            self._start_over(exc)
         else:
             if step is not None:
                 self._run(step, log)
@@ -127,10 +122,8 @@ class Stepper:
         try:
             ended = self._scheduler.update(step, sampled)
             self._controller.runner.move_states(self._scheduler.allocator.states.take_moves())
-        except BaseException as exc:
-            self._start_over(exc, half_taken=True)
-            if not isinstance(exc, Exception):
-                raise
+        except Exception as exc:  # noqa: BLE001 - fails requests, not the engine
+            self._start_over(exc)
             return
         self._failed_steps = 0
         self.made = sampled.steps
@@ -187,29 +180,19 @@ class Stepper:
         self._scheduler.preemption.requeue_step(step, exc)
         self._ledger.fail(self._scheduler.remove(lambda key: key[0] == exc.request_id), cause)
 
-    def _start_over(self, exc: BaseException, *, half_taken: bool) -> None:
-        """Rebuild queues, rows and blocks, which an exception in `schedule` or `update` has left in disagreement.
+    def _start_over(self, exc: Exception) -> None:
+        """Free all rows and blocks, which an exception in `schedule` or `update` has left in disagreement.
 
-        The request that was being admitted fails alone, and the others compute their KV again. Without such a request, all
-        with a row fail. An interrupt (Ctrl-C) fails no request.
+        Every request with a row fails, and the one that was being admitted; waiting requests are not affected.
         """
         scheduler = self._scheduler
-        admitting = scheduler.planner.admitting
-        group = [] if admitting is None else [admitting, *admitting.siblings]
-        guilty = 0
-        for sample in scheduler.preemption.start_over(self._ledger.unfinished(), half_taken=half_taken):
+        for sample in scheduler.preemption.start_over(self._ledger.unfinished()):
             if sample.request.finish_reason is not None:
                 self._ledger.collect(sample)
-            elif isinstance(exc, Exception) and (not group or sample in group):
-                self._ledger.fail([sample], exc)
-                guilty += 1
             else:
-                now = self._clock()
-                sample.request.add_event_error_transient(exc, timestamp=now)
-                sample.request.add_event_evict(timestamp=now)
-                self._intake.replace(sample, "cannot go on", self._intake.continued)
-        # The request that takes the blame is removed, so retries terminate without counting.
-        if isinstance(exc, Exception) and not (group and guilty):
+                self._ledger.fail([sample], exc)
+        # A request that cannot be admitted is removed, so retries terminate without counting.
+        if scheduler.planner.admitting is None:
             self._count_failed_step(exc)
 
     def _count_failed_step(self, exc: Exception) -> None:

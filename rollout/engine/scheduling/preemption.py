@@ -6,15 +6,10 @@ The tokens generated so far become part of the prompt of a new segment of the re
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
-from typing import Any
-
-import numpy as np
 
 from rollout.engine.scheduling.queues import Queues
 from rollout.engine.scheduling.sequences import NO_ROW, Sequence
 from rollout.engine.scheduling.step import ScheduledStep
-from rollout.requests.record import route_rows
 from rollout.state import Status
 
 
@@ -70,17 +65,17 @@ class Preemption:
                 self._checkpoint(sequence, why)
         self._queues.allocator.forget_copies()
 
-    def start_over(self, sequences: Iterable[Sequence], *, half_taken: bool) -> list[Sequence]:
-        """Reset all rows and blocks after an exception inside a scheduler call.
+    def start_over(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Free all rows and blocks after an exception inside a scheduler call.
 
         Args:
             sequences: every sequence that was added and has not finished.
-            half_taken: the exception was raised by `update`: tokens of that step are discarded.
 
         Returns:
-            Sequences that are now in no queue, with complete records: they were active, or being admitted or removed.
+            Sequences that are now in no queue: they were active, or being admitted or removed. Their records end where they
+            were last written.
         """
-        queues, table = self._queues, self._queues.table
+        queues = self._queues
         waiting: set[int] = set()
         for queue in (queues.waiting, queues.parked):
             for leader in list(queue):
@@ -90,42 +85,14 @@ class Preemption:
                 else:
                     waiting.update(map(id, group))
         lost = [each for each in sequences if id(each) not in waiting]
-        if half_taken:
-            np.minimum(table.length, np.maximum(table.computed, table.prompt_length), out=table.length)
         for each in lost:
-            if each.active:
-                self._save(each)
             each.row, each.siblings = NO_ROW, []
         queues.reset_active()
         # The content of these blocks was never checked for NaN.
         queues.allocator.pages.poisoned += queues.allocator.held_memory().tolist()
         queues.allocator.start_over()
-        table.start_over()
+        queues.table.start_over()
         return lost
-
-    def _save(self, sequence: Sequence) -> None:
-        """Update the record from an interrupted row, with every column cut to the shortest."""
-        request = sequence.request
-        with suppress(Exception):
-            self._queues.table.write_back(sequence)
-        columns: list[list[Any]] = [request.generated_tokens, request.generated_log_probs]
-        if sequence.params.logprobs:
-            columns.append(request.generated_top_n_logprobs)
-        made = min(map(len, columns))
-        if sequence.params.return_kept_tokens:
-            kept = request.generated_kept_tokens
-            made = min(made, len(kept or ()))
-            request.generated_kept_tokens = None if kept is None else kept[:made]
-        if request.generated_values is not None:
-            request.generated_values = request.generated_values[:made]
-        for column in columns:
-            del column[made:]
-        del request.tpot[max(0, made - 1) :]
-        # If reading routes has failed, rows are missing; they are read again from the recomputed KV.
-        rows, routes = request.total_length - 1 - route_rows(sequence.record.segments[:-1]), request.routing_indices
-        request.routing_indices = None if routes is None or len(routes) < rows else routes[: max(0, rows)]
-        request.policy_spans.truncate(request.total_length)
-        request.kv_spans.truncate(request.total_length)
 
     def _checkpoint(self, sequence: Sequence, why: BaseException | None = None) -> int:
         """Drop a sequence's KV and requeue it; returns the number of KV positions lost."""

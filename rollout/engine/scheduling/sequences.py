@@ -396,8 +396,7 @@ class SequenceTable:
         row, request = sequence.row, sequence.request
         computed, prompt = int(self.computed[row]), int(self.prompt_length[row])
         tokens, logprobs, times = self.generated(row)
-        request.generated_tokens = tokens.tolist()
-        request.generated_log_probs = logprobs.tolist()
+        request.generated_tokens, request.generated_log_probs = tokens.tolist(), logprobs.tolist()
         request.tpot = np.diff(times).tolist()
         if len(tokens) and request.ttft is None:
             request.ttft = float(times[0]) - request.arrival_time
