@@ -64,9 +64,6 @@ class Advanced(Options):
     """`lru`: unreferenced blocks stay cached until their memory is needed. `ref_zero`: a block is evicted when its last
     reference is released."""
 
-    image_folder: str | None = None
-    """Folder that images named by path in chat messages may be read from. None: no file is read. Nothing is fetched."""
-
     image_cache_memory_gb: float = 0.25
     """Memory that keeps the vision tower's outputs for later turns, in GiB, above 0; `suspend` releases it."""
 
@@ -98,7 +95,6 @@ class Advanced(Options):
     _rules: ClassVar[Rules] = {
         AT_LEAST_1: ("block_size_tokens",),
         or_none(AT_LEAST_1): ("state_slots",),
-        or_none((is_text, "a folder")): ("image_folder",),
         FINITE: ("image_cache_memory_gb",),
         ABOVE_0: ("control_timeout_s",),
         one_of("sampled", "full", "off"): ("weight_fingerprints",),

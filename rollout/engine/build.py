@@ -122,7 +122,7 @@ def build(base: EngineBase) -> EngineParts:
     routers = routers_of(model) if config.record_routes else None
     cache, states, context = _memory(base, config, model, layout, longest, routers)
     runner = _runner(base, config, model, layout, longest, routers, cache, states, context)
-    controller = TextGenerationController(model, base.tokenizer, layout, runner, config.advanced.image_folder)
+    controller = TextGenerationController(model, base.tokenizer, layout, runner)
     parts = _assemble(base, config, model, longest, cache, context, controller)
     if config.advanced.verify_model:
         room = min(longest, cache.num_blocks // cache.num_groups * config.advanced.block_size_tokens)

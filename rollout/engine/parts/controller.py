@@ -29,24 +29,12 @@ _PROCESSOR_ERRORS = (ValueError, TypeError, IndexError, RuntimeError, KeyError)
 
 
 class TextGenerationController:
-    """One model with its tokenizer, or the processor around it (None: prompts are token ids and no text is produced).
+    """One model with its tokenizer, or the processor around it (None: prompts are token ids and no text is produced)."""
 
-    Args:
-        image_folder: the folder that images of messages may be read from; None: none.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        layout: ModelLayout,
-        runner: ModelRunner,
-        image_folder: str | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, layout: ModelLayout, runner: ModelRunner) -> None:
         self.model = model
         self.processor = tokenizer if hasattr(tokenizer, "image_processor") else None
         self.tokenizer = tokenizer if self.processor is None else tokenizer.tokenizer
-        self._image_folder = image_folder
         self.layout = layout
         self.runner = runner
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
@@ -136,7 +124,7 @@ class TextGenerationController:
         pictures: list[Any] = []
         pixels = 0
         for image in images:
-            pictures.append(open_picture(image.source, self._image_folder, image.where))
+            pictures.append(open_picture(image.source, image.where))
             pixels += pictures[-1].width * pictures[-1].height
             if pixels > MAX_PROMPT_PIXELS:
                 raise InvalidRequestError(

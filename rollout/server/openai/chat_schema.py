@@ -65,7 +65,7 @@ class TextPart(Body):
 
 class ImageUrl(Body):
     url: str
-    """`data:image/…;base64,…`, or a path below `Advanced.image_folder`. Nothing is fetched."""
+    """`data:image/…;base64,…`. Nothing is fetched."""
     detail: Literal["auto"] | None = None
     """The model's image processor decides on the resolution."""
 
