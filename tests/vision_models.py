@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
-from unittest import SkipTest
 
 import numpy as np
 import torch
-import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,
@@ -18,7 +15,6 @@ from transformers import (
     Gemma3ImageProcessorPil,
     Gemma3Processor,
     Gemma4Config,
-    Gemma4Model,
     Idefics3Config,
     MuseGlimmerConfig,
     PreTrainedModel,
@@ -134,15 +130,6 @@ def make_vision_model(name: str, seed: int = 0) -> PreTrainedModel:
     return model.train()
 
 
-GEMMA4_VIDEO = "num_frames_per_video" in inspect.signature(Gemma4Model.get_video_features).parameters
-
-
-def require_video(name: str) -> None:
-    """Skip the test where transformers gives the model's videos in a form that is not served."""
-    if "gemma4" in name and not GEMMA4_VIDEO:
-        raise SkipTest(f"transformers {transformers.__version__} does not say how many frames a video has: 5.21 does")
-
-
 @cache
 def shared_vision_model(name: str) -> PreTrainedModel:
     """One model per family, never changed by a test."""
@@ -252,16 +239,6 @@ def video(name: str, label: str) -> tuple[dict[str, torch.Tensor], int, int]:
     """Tensors of one random video, how many frames it has, and how many placeholders each takes."""
     content, _, speed = label.partition("@")
     random = torch.Generator().manual_seed(sum(content.encode()))
-    if "gemma4" in name:
-        at = torch.full((3, 16, 2), -1)
-        at[:, :8] = torch.cartesian_prod(torch.arange(4), torch.arange(2)).flip(-1)
-        frames = torch.rand(3, 16, 3 * 4 * 4, generator=random)
-        frames[:, 8:] = 0
-        return (
-            {"pixel_values_videos": frames, "video_position_ids": at, "num_frames_per_video": torch.tensor([3])},
-            3,
-            2,
-        )
     grid = torch.tensor([[3, 4, 4]])
     tensors = {
         "pixel_values_videos": torch.randn(int(grid.prod()), 3 * 2 * 4 * 4, generator=random),

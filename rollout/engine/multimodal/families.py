@@ -8,10 +8,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from rollout.engine.multimodal.family import VIDEO_PIXELS, Cut, Family, ImageItem, module_with
 from rollout.errors import InvalidRequestError
@@ -19,7 +17,6 @@ from rollout.requests.images import PIXELS, ImageInputs, digest_of
 
 SECONDS = "second_per_grid_ts"
 """Seconds of a video per step of its grid in time."""
-FRAMES = "num_frames_per_video"
 
 
 class GridFamily(Family):
@@ -136,11 +133,10 @@ class TileFamily(Family):
 
 
 class PooledFamily(Family):
-    """Gemma 4: patches of an image or a frame at their places, pooled by squares; every layer has token embeddings."""
+    """Gemma 4: patches of an image at their places, pooled by squares; every layer has token embeddings."""
 
     types = ("gemma4",)
     images = (PIXELS, "image_position_ids")
-    videos = (VIDEO_PIXELS, "video_position_ids", FRAMES)
     token_types = "mm_token_type_ids"
     bidirectional_in_windows = True
 
@@ -160,54 +156,22 @@ class PooledFamily(Family):
         return inputs
 
     def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
-        if PIXELS in tensors:
-            for patches, at, count in self._pictures(tensors, *self.images):
-                yield {PIXELS: patches[None], "image_position_ids": at[None]}, count
-        if VIDEO_PIXELS not in tensors:
-            return
-        if FRAMES not in inspect.signature(self.core.get_video_features).parameters:
-            raise InvalidRequestError(
-                f"{VIDEO_PIXELS}: video of {type(self.core).__name__} is served with transformers 5.21 or later, and this "
-                f"is {transformers.__version__}: install a later one, or leave the video out"
-            )
-        pictures = list(self._pictures(tensors, VIDEO_PIXELS, "video_position_ids"))
-        lengths = tensors[FRAMES].reshape(-1).tolist()
-        if sum(lengths) != len(pictures) or min(lengths, default=0) < 1:
-            raise InvalidRequestError(
-                f"{FRAMES}={lengths}: must be above 0, and together the {len(pictures)} frames of {VIDEO_PIXELS}"
-            )
-        for length in lengths:
-            frames, pictures = pictures[:length], pictures[length:]
-            yield (
-                {
-                    VIDEO_PIXELS: pad_sequence([patches for patches, _, _ in frames], batch_first=True),
-                    "video_position_ids": pad_sequence([at for _, at, _ in frames], True, -1),
-                    FRAMES: torch.tensor([length]),
-                },
-                sum(count for _, _, count in frames),
-            )
-
-    def _pictures(
-        self, tensors: Mapping[str, Tensor], name: str, places_name: str
-    ) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """(patches, their places, number of embeddings) of each image or frame, without padding."""
-        pixels, places = tensors[name], tensors[places_name]
+        pixels, places = (tensors[name] for name in self.images)
         vision = self.config.vision_config
         width, square = 3 * vision.patch_size**2, vision.pooling_kernel_size**2
         whole = pixels.ndim == 3 and pixels.shape[2] == width and places.shape == (*pixels.shape[:2], 2)
         if not whole or places.is_floating_point():
-            shown = {name: pixels, places_name: places}
-            raise self._wrong_shapes(shown, f"[images, patches, {width}] and integers [images, patches, 2]")
+            raise self._wrong_shapes(tensors, f"[images, patches, {width}] and integers [images, patches, 2]")
         for patches, at in zip(pixels, places, strict=True):
             # Processors pad an image to the maximum number of patches.
             real = (at >= 0).all(-1)
             count, rest = divmod(int(real.sum()), square)
             if rest or not count:
                 raise InvalidRequestError(
-                    f"{places_name} with {int(real.sum())} patches of an image: must be a multiple of {square}, which "
+                    f"image_position_ids with {int(real.sum())} patches of an image: must be a multiple of {square}, which "
                     "are pooled into one embedding"
                 )
-            yield patches[real], at[real], count
+            yield {PIXELS: patches[real][None], "image_position_ids": at[real][None]}, count
 
 
 def _first(config: Any, *names: str, default: int = 0) -> int:

@@ -126,9 +126,7 @@ class Family(ABC):
         """
         inputs = {name: value.to(device) for name, value in self._tower_inputs(item).items()}
         name = "get_video_features" if item.video else "get_image_features"
-        # Gemma 4's outermost module has the tower for images only.
-        tower = getattr(self.model if hasattr(self.model, name) else self.core, name)
-        output = tower(**inputs, return_dict=True)
+        output = getattr(self.model, name)(**inputs, return_dict=True)
         pooled = _joined(getattr(output, "pooler_output", output))
         return [pooled, *(_joined(each) for each in getattr(output, "deepstack_features", None) or ())]
 

@@ -22,7 +22,6 @@ from tests.vision_models import (
     logprobs_with_images,
     make_vision_model,
     picture_prompt,
-    require_video,
     shared_vision_model,
 )
 
@@ -68,13 +67,12 @@ def test_images_text_and_both_in_one_batch_are_sampled_as_generate_samples_them(
     assert isinstance(done[0, 0], VLMInferenceRequest)
 
 
-VIDEO_MODELS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "muse_glimmer", "gemma4", "gemma4_small"]
+VIDEO_MODELS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "muse_glimmer"]
 WITH_VIDEO = (3, "clip", 4, "a", 2, "clipped", 3)
 
 
 @pytest.mark.parametrize("name", VIDEO_MODELS)
 def test_videos_beside_images_and_text_are_sampled_as_generate_samples_them(name: str) -> None:
-    require_video(name)
     engine = make_engine(shared_vision_model(name), max_tokens_per_step=9)
     engine.add_request(picture_prompt(name, WITH_VIDEO), likeliest(n=2))
     engine.add_request(picture_prompt(name, ["clip"]), likeliest(prompt_logprobs=0))
@@ -272,10 +270,6 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         picture_prompt("gemma3", ["a"]) | {"pixel_values_videos": torch.zeros(4, 96)},
         "pixel_values_videos: video is not served",
     ),
-    "frames of no video": (
-        "gemma4", picture_prompt("gemma4", ["clip"]) | {"num_frames_per_video": torch.tensor([2])},
-        r"num_frames_per_video=\[2\]: must be above 0, and together the 3 frames",
-    ),
     "a placeholder and no video": (
         "qwen3_vl", {"input_ids": torch.tensor([[5, VIDEO]])}, r"1 placeholders \(token 91\), and its videos become 0",
     ),
@@ -319,8 +313,6 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_images_that_do_not_fit_are_refused_and_nothing_is_queued(case: str, engines: dict[str, Any]) -> None:
     name, inputs, words = WRONG[case]
-    if "pixel_values_videos" in inputs:
-        require_video(name)
     engine = engines.setdefault(name, make_engine(shared_vision_model(name)))
     for ask in (engine.add_request, engine.check_request):
         with pytest.raises(InvalidRequestError, match=words):
