@@ -43,13 +43,14 @@ from rollout.engine.models.routers import Routers, routers_of
 from rollout.engine.multimodal.vision import Vision
 from rollout.engine.parts.context import DynamicInferenceContext, pool_size, spare_bytes, state_slots
 from rollout.engine.parts.control import EngineControl
-from rollout.engine.parts.controller import TextGenerationController
+from rollout.engine.parts.controller import TextGenerationController, eos_token_ids
 from rollout.engine.parts.inspection import Inspection
 from rollout.engine.parts.intake import Intake
 from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
 from rollout.engine.parts.peers import Peers
 from rollout.engine.parts.stepper import Stepper
+from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.sampling.token_values import TokenValues, ValueFunction
 from rollout.engine.weights.guard import WeightsGuard, dtype_named
 from rollout.errors import ConfigError, EngineStateError, UnsupportedModelError
@@ -191,7 +192,7 @@ def _memory(
     layout: ModelLayout,
     longest: int,
     routers: Routers | None,
-) -> tuple[KVCache, StatePool | None, DynamicInferenceContext]:
+) -> tuple[KVCache, StatePool, DynamicInferenceContext]:
     """The KV cache and the recurrent states, with what schedules requests over them.
 
     Raises:
@@ -229,11 +230,10 @@ def _memory(
     )  # fmt: skip
     if config.kv_cache_host_memory_gb is not None:
         _keep_host_blocks(cache, peers, config.kv_cache_host_memory_gb)
-    states: StatePool | None = None
-    if layout.states:
-        states = StatePool(layout.states, slots, layout.device, _pool_memory(base, layout.device))
+    memory = _pool_memory(base, layout.device) if slots else PoolMemory()
+    states = StatePool(layout.states, slots, layout.device, memory)
     spare = partial(spare_bytes, layout.device)
-    context = DynamicInferenceContext(config, cache, base.clock, spare, states, groups)
+    context = DynamicInferenceContext(config, cache, states, base.clock, spare, groups)
     context.may_shrink = peers.group is None
     if routers is not None:
         # Routes of a whole sequence are read from its blocks when it finishes.
@@ -249,7 +249,7 @@ def _runner(
     longest: int,
     routers: Routers | None,
     cache: KVCache,
-    states: StatePool | None,
+    states: StatePool,
     context: DynamicInferenceContext,
 ) -> ModelRunner:
     """Build the runner of the model's forward over the KV cache."""
@@ -273,14 +273,15 @@ def _runner(
         Installation(model, base.autocast),
         vision,
         TokenValues(model, base.token_values),
+        states,
         routers=routers,
-        states=states,
     )
     runner = ModelRunner(
         module,
         context.scheduler.table,
         base.adapters,
         peers.together,
+        Constraints(base.tokenizer, layout.vocab_size, eos_token_ids(model, base.tokenizer)),
         exact=config.exact,
     )
     context.to_come = partial(bytes_to_come, runner)
@@ -288,7 +289,7 @@ def _runner(
     alone = peers.everyone is None
     captured = config.advanced.cuda_graphs and alone and weights.fixed_addresses
     # A graph returns logits only.
-    captured = captured and routers is None and states is None and base.token_values is None
+    captured = captured and routers is None and not layout.states and base.token_values is None
     whole = alone and weights.tensor_parallel_mesh is None
     _choose_forwards(runner, config, routers, base.lifecycle.lock.asked, config.max_requests * captured, whole=whole)
     if config.exact:
@@ -324,7 +325,12 @@ def _choose_forwards(
         runner.without_fused = "it records the experts that its routers choose (InferenceConfig.record_routes)"
     elif config.advanced.fused_forward:
         runner.fused = FusedForward(
-            runner.model, layout, cache, module.library, exact=config.exact, states=runner.states
+            runner.model,
+            layout,
+            cache,
+            module.library,
+            exact=config.exact,
+            states=runner.states if layout.states else None,
         )
         if not config.exact:
             runner.runs = DecodeRuns(runner.fused, runner, asked)

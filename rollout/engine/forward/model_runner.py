@@ -53,6 +53,7 @@ class ModelRunner:
         table: SequenceTable,
         adapters: LoraAdapters,
         together: Together,
+        constraints: Constraints,
         *,
         exact: bool = False,
     ) -> None:
@@ -71,7 +72,7 @@ class ModelRunner:
         self.order = StreamOrder(self.layout.device)
         """Orders the engine's work on the device after work that callers queued."""
         self.sampling = SamplingTable(self.layout.device)
-        self.constraints: Constraints | None = None
+        self.constraints = constraints
 
     def execute(self, step: ScheduledStep) -> StepTokens:
         """Run one forward and sample one token per sampled row, or up to `step.ahead` of them.
@@ -132,7 +133,7 @@ class ModelRunner:
 
     def move_states(self, moves: Rows[tuple[int, int]]) -> None:
         """Copy (source, destination) state slots, all read before any is written; a negative source: zeros."""
-        if self.states is not None and moves:
+        if moves:
             self.states.move(moves)
 
     def why_not_fused(self) -> str | None:
@@ -189,9 +190,7 @@ class ModelRunner:
             named: [R] adapter of each sequence; None: none has one.
         """
         self.order.follow()
-        if self.states is None:
-            states = None
-        elif states is None:
+        if states is None:
             states = np.arange(len(rows), dtype=np.int32)
         with self.installation.inference():
             epoch = self.installation.module_epoch
@@ -220,7 +219,7 @@ class DecodeRuns:
         self._runner = runner
         self._asked = asked
 
-    def serves(self, step: ScheduledStep, constraints: Constraints | None) -> bool:
+    def serves(self, step: ScheduledStep) -> bool:
         """Whether steps of these rows can follow one another without the scheduler.
 
         They are decodes without named adapters or images that shift later positions. Their tokens are drawn from the logits
@@ -232,10 +231,10 @@ class DecodeRuns:
             return False
         if table.position_shift[rows].any() or runner.adapters.of(rows) is not None:
             return False
-        if runner.states is not None and not table.plain[rows].all():
+        if runner.layout.states and not table.plain[rows].all():
             # If a row's text finished it within a run, its state would be ahead of its tokens.
             return False
-        if constraints is not None and constraints.constrains(rows):
+        if runner.constraints.constrains(rows):
             return False
         short = table.length[rows] < table.min_length[rows]
         if short.any() and (table.stop_ids[rows[short]] >= 0).any():

@@ -39,7 +39,7 @@ class ModuleForward:
     """Runs the module's own `forward` with paged attention.
 
     Args:
-        states: recurrent states; None: the model has none.
+        states: recurrent states.
         values: what is computed from the hidden states of sampled tokens.
         routers: record in the cache the experts that these choose; None: nothing is recorded.
 
@@ -56,9 +56,9 @@ class ModuleForward:
         installation: Installation,
         vision: Vision,
         values: TokenValues,
+        states: StatePool,
         *,
         routers: Routers | None = None,
-        states: StatePool | None = None,
     ) -> None:
         self.model = model
         self.layout = layout
@@ -79,13 +79,13 @@ class ModuleForward:
         ids: NDArray[np.int64],
         rows: PagedRows,
         keep: NDArray[np.int64],
-        states: NDArray[np.int32] | None = None,
+        states: NDArray[np.int32],
         images: StepImages | None = None,
     ) -> Tensor:
         """Logits [len(keep), V] at packed positions `keep`; advances the states in slots `states` [R]; see
         `ModelRunner.forward`.
         """
-        if self.states is None or states is None:
+        if not self.layout.states:
             return self.batch(ids[None], rows, keep, images=images)[0]
         parts, places = [], []
         for group in length_groups(rows, keep):

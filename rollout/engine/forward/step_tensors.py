@@ -40,7 +40,7 @@ def sample_step(
     logits: Tensor,
     table: SequenceTable,
     sampling: SamplingTable,
-    constraints: Constraints | None,
+    constraints: Constraints,
     vision: Vision,
     values: NDArray[np.float32] | None,
     *,
@@ -52,9 +52,7 @@ def sample_step(
     length = table.length[rows]
     short = np.flatnonzero(length < table.min_length[rows])
     banned = [(index, ids[ids >= 0].tolist()) for index in short.tolist() if len(ids := table.stop_ids[rows[index]])]
-    allowed = None
-    if constraints is not None:
-        allowed = constraints.allowed(rows, table.tokens, table.origin, table.length)
+    allowed = constraints.allowed(rows, table.tokens, table.origin, table.length)
     # A complete text can only finish, even before `min_tokens`.
     complete = [index for index, ids in banned if allowed and allowed.only(index, ids)]
     banned = [(index, ids) for index, ids in banned if index not in complete]

@@ -263,7 +263,7 @@ def run_prefill(runner: ModelRunner, tokens: int, longest: int, rows: int) -> No
     width = -(-min(tokens, longest) // size)
     room = runner.cache.num_blocks // runner.cache.num_groups
     most = room // width
-    if runner.states is not None:
+    if runner.layout.states:
         most = min(most, runner.states.num_blocks)
     count = max(1, min(-(-tokens // longest), most))
     width = min(width, room)

@@ -36,7 +36,7 @@ KEPT_NOTHING, KEPT_HELD, KEPT_ALL = range(3)
 SHRINK_BY = 8
 """A step that runs out of memory takes one eighth of the blocks from the pool."""
 PRECISION = 32
-"""If the whole pool does not fit, it is within one 32nd of the blocks that fit."""
+"""If a pool does not fit, one that is smaller by one 32nd is tried."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class DynamicInferenceContext:
         groups: groups of the layers; a block of `cache` is a page of one group.
 
     Attributes:
-        states: pool of the recurrent states; None: the model has none.
+        states: pool of the recurrent states, without slots if the model has none.
         num_blocks: configured size of the pool, in pages; `cache.num_blocks` is the current one.
         headroom: bytes of the device that the pool leaves free for a step.
         to_come: bytes that CUDA graphs will take; also left free if the pool keeps half of its blocks.
@@ -76,9 +76,9 @@ class DynamicInferenceContext:
         self,
         config: InferenceConfig,
         cache: BlockPool,
+        states: BlockPool,
         clock: Callable[[], float],
         spare: Callable[[], float] = lambda: math.inf,
-        states: BlockPool | None = None,
         groups: LayerGroups = ONE_GROUP,
     ) -> None:
         self.config = config
@@ -94,7 +94,7 @@ class DynamicInferenceContext:
             config.advanced.block_size_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             eviction_policy=config.advanced.prefix_caching_eviction_policy,
-            states=StateSlots(0 if states is None else states.num_blocks),
+            states=StateSlots(states.num_blocks),
             host=HostCache(cache.host_slots, cache.block_bytes),
         )
         self.scheduler = Scheduler(config, self.allocator, clock)
@@ -143,8 +143,7 @@ class DynamicInferenceContext:
         if mode is KVCacheManagementMode.OFFLOAD:
             try:
                 copied = self.cache.save(self._live_memory(keep_prefix_cache))
-                if self.states is not None:
-                    copied += self.states.save(self.allocator.states.live_slots())
+                copied += self.states.save(self.allocator.states.live_slots())
             except (HostMemoryError, RuntimeError) as exc:
                 if not (isinstance(exc, HostMemoryError) or lacks_device_memory(exc)):
                     raise
@@ -169,8 +168,7 @@ class DynamicInferenceContext:
             self._mode = None
             return MemoryMove()
         self._materialize(self.num_blocks, self._least())
-        if self.states is not None:
-            self._materialize_states(self.states)
+        self._materialize_states()
         before = len(self.scheduler.active())
         given_up = self.scheduler.preemption.checkpoint_until_fits(self.cache.num_blocks)
         lost = before - len(self.scheduler.active())
@@ -179,8 +177,7 @@ class DynamicInferenceContext:
         if self._mode is KVCacheManagementMode.OFFLOAD:
             try:
                 copied = self.cache.restore(self._live_memory() if mapping is None else None, mapping)
-                if self.states is not None:
-                    copied += self.states.restore(self.allocator.states.live_slots())
+                copied += self.states.restore(self.allocator.states.live_slots())
                 blocks = self._num_live_blocks()
             except RuntimeError as exc:
                 if not lacks_device_memory(exc):
@@ -188,8 +185,7 @@ class DynamicInferenceContext:
                 # A partly restored cache cannot be used.
                 given_up += self.scheduler.preemption.checkpoint_all(exc)
                 self.cache.discard_saved()
-                if self.states is not None:
-                    self.states.discard_saved()
+                self.states.discard_saved()
                 self.allocator.drop_cached()
                 lost = before
         self._mode = None
@@ -199,8 +195,7 @@ class DynamicInferenceContext:
     def drop(self) -> None:
         """Free the device memory of both pools, losing their content."""
         self.cache.drop()
-        if self.states is not None:
-            self.states.drop()
+        self.states.drop()
 
     def shrink(self, why: BaseException | None = None) -> bool:
         """Make the pool smaller for a step that ran out of device memory; every request is computed again.
@@ -264,26 +259,16 @@ class DynamicInferenceContext:
         return self.allocator.pages.resize(self.cache.num_blocks)
 
     def _materialize(self, most: int, least: int) -> None:
-        """Allocate a pool of at most `most` blocks: all of them, or by bisection nearly as many as fit."""
-        size, fits, short = most, least - 1, most + 1
-        while True:
-            refused = self._take(size, least)
-            if refused is None:
-                fits = size
-                if short - fits <= max(1, fits // PRECISION):
-                    return
-                self.cache.drop()
-            elif size <= least:
+        """Allocate a pool of `most` blocks, or of nearly as many as fit."""
+        size = most
+        while (refused := self._take(size, least)) is not None:
+            if size <= least:
                 raise EngineStateError(
                     f"no device memory for {least} KV {self.allocator.pages.unit} "
                     f"({least * self.cache.block_bytes / 2**20:.1f} MiB), which the largest unfinished request needs; free "
                     "memory and call resume() again, or build another engine"
                 ) from refused
-            else:
-                # Memory that was free earlier may be in use now.
-                short, fits = size, fits if fits < size else least - 1
-            near = short - fits <= max(1, fits // PRECISION)
-            size = max(least, fits if near else (fits + short) // 2)
+            size = max(least, size - max(1, size // PRECISION))
 
     def _take(self, size: int, least: int) -> torch.OutOfMemoryError | None:
         """Allocate a pool of `size` blocks; returns the error if it does not fit, or leaves the forward too little."""
@@ -298,8 +283,8 @@ class DynamicInferenceContext:
         self.cache.drop()
         return torch.OutOfMemoryError(f"{size} blocks do not leave {needed} bytes to the forward")
 
-    def _materialize_states(self, states: BlockPool) -> None:
-        slots = self.allocator.states.num_slots
+    def _materialize_states(self) -> None:
+        states, slots = self.states, self.allocator.states.num_slots
         try:
             states.materialize(slots)
         except torch.OutOfMemoryError as exc:

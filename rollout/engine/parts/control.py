@@ -218,7 +218,7 @@ class EngineControl:
                 why = "its weights are spread over the ranks"
             elif runner.exact:
                 why = "exact mode runs the fused forward only, which has no adapters (InferenceConfig.exact)"
-            elif runner.states is not None:
+            elif runner.layout.states:
                 why = "it has recurrent layers"
             elif self._controller.takes_images:
                 why = "it takes images"

@@ -12,7 +12,6 @@ from torch import nn
 from rollout.engine.forward.model_runner import ModelRunner
 from rollout.engine.models.model_support import ModelLayout
 from rollout.engine.multimodal.pictures import MAX_PROMPT_PIXELS, open_picture
-from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.errors import ConfigError, InvalidRequestError
 from rollout.requests.block_hash import stream_key
@@ -37,9 +36,8 @@ class TextGenerationController:
         self.tokenizer = tokenizer if self.processor is None else tokenizer.tokenizer
         self.layout = layout
         self.runner = runner
-        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        self.eos_token_ids = eos_token_ids(model, tokenizer)
         _warn_of_other_eos(model, self.tokenizer)
-        self.constraints = runner.constraints = Constraints(tokenizer, layout.vocab_size, self.eos_token_ids)
 
     def unpadded(self, prompts: Any, name: str = "prompts", *, single: bool = False) -> Any:
         """See `rollout.requests.prompt.unpadded`."""
@@ -174,7 +172,7 @@ class TextGenerationController:
             if bad is not None:
                 raise InvalidRequestError(f"{name} of token {bad}: must lie in [0, {self.layout.vocab_size})")
         if params.structured is not None:
-            self.constraints.check(params.structured)
+            self.runner.constraints.check(params.structured)
         self.runner.adapters.check(params.adapter)
         stops, vocabulary = self.stop_ids(params) if params.min_tokens else (), self.layout.vocab_size
         # The length is compared first, because that is cheap.
@@ -224,7 +222,7 @@ class TextGenerationController:
         request = sample.request
         key = stream_key(int(request.seed or 0), sample.record.sample_index)
         self.runner.sampling.set(sample.row, sample.params, key)
-        self.constraints.set(sample.row, sample.params.structured)
+        self.runner.constraints.set(sample.row, sample.params.structured)
         self.runner.adapters.set(sample.row, sample.params.adapter)
 
     def _require_tokenizer(self, what: str) -> Any:
@@ -234,7 +232,7 @@ class TextGenerationController:
 
 
 def _warn_of_other_eos(model: nn.Module, tokenizer: Any) -> None:
-    own, text = _eos_token_ids(model, None), getattr(tokenizer, "eos_token_id", None)
+    own, text = eos_token_ids(model, None), getattr(tokenizer, "eos_token_id", None)
     if own and text is not None and text not in own:
         _log.warning(
             "the tokenizer's end-of-sequence token %r (%d) is not among the model's %s: each of them ends a completion; set "
@@ -243,7 +241,8 @@ def _warn_of_other_eos(model: nn.Module, tokenizer: Any) -> None:
         )  # fmt: skip
 
 
-def _eos_token_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+def eos_token_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """End-of-sequence ids of a model's configurations and of its tokenizer (None: there is none)."""
     found: dict[int, None] = {}
     for owner in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
         value = getattr(owner, "eos_token_id", None)

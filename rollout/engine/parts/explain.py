@@ -235,7 +235,7 @@ def _graphs(runner: ModelRunner, config: InferenceConfig, source: WeightSource) 
         return "none: collectives inside a forward are not captured"
     if not source.fixed_addresses:
         return "none: gathered weights lie at other addresses each time"
-    if runner.states is not None:
+    if runner.layout.states:
         return "none: a model with recurrent states runs its own forward in every step"
     if runner.values.width:
         return "none: a graph returns logits alone, and token_values reads hidden states"
@@ -283,7 +283,7 @@ def _kv_rows(runner: ModelRunner, scheduler: Scheduler, length: int) -> Iterator
     yield "KV cache", f"{per_token:,} bytes per token{behind}; {pool}"
     full = f"{_full_sequences(scheduler, length):,} sequences of {length:,} tokens at once"
     yield "KV cache", f"{full}; at most {scheduler.num_places} run at once"
-    if states is not None:
+    if runner.layout.states:
         fit = f"{states.num_blocks:,} fit ({binary_bytes(states.num_blocks * states.block_bytes)})"
         yield (
             "states",

@@ -181,7 +181,7 @@ class Inspection:
             host=allocator.host,
             cache=runner.cache,
             runner=runner,
-            state_pool=SimpleNamespace(device_bytes=0) if runner.states is None else runner.states,
+            state_pool=runner.states,
             images=runner.vision.features,
             ledger=SimpleNamespace(**self._ledger.counters),
             engine=SimpleNamespace(

@@ -70,7 +70,7 @@ class Stepper:
             variant = self.follow_forward()
             step = self._scheduler.schedule()
             runs = self._controller.runner.runs if ahead and not self._lifecycle.lock.wanted else None
-            if step is not None and runs is not None and runs.serves(step, self._controller.constraints):
+            if step is not None and runs is not None and runs.serves(step):
                 step = self._scheduler.run_ahead(step)
             self.last = step
             if step is None and not self._ledger.ended and self._scheduler.has_work(variant):

@@ -126,13 +126,13 @@ class World:
         self.now = 0.0
         # Of a model with recurrent states, sometimes with fewer slots than may run.
         slots = random.Random(seed).choice([2, 3, requests, 2 * requests, 3 * requests])
-        self.states = FakeStates(slots) if seed % 4 == 3 else None
+        self.states = FakeStates(slots if seed % 4 == 3 else 0)
         groups = self.groups.count
         # Of many, evicted blocks go to a host tier, which may be smaller or larger than the pool.
-        tiered = seed % 7 < 3 and self.states is None and groups == 1
+        tiered = seed % 7 < 3 and not self.states.num_blocks and groups == 1
         self.cache = FakeCache(blocks * groups, block_size, random.Random(seed).randint(1, 48) if tiered else 0)
         self.context = DynamicInferenceContext(
-            self.config, self.cache, lambda: self.now, states=self.states, groups=self.groups
+            self.config, self.cache, self.states, lambda: self.now, groups=self.groups
         )
         self.scheduler = self.context.scheduler
         self.added: set[tuple[int, int]] = set()
@@ -223,8 +223,7 @@ class World:
         self.now += 1
         for sequence in self.scheduler.update(step, StepTokens(tokens, logprobs)):
             self.end(sequence)
-        if self.states is not None:
-            self.states.move(self.scheduler.allocator.states.take_moves())
+        self.states.move(self.scheduler.allocator.states.take_moves())
 
     def compute(self, step: ScheduledStep) -> None:
         """What attention would do: copy, write, and read back everything that is attended to."""
@@ -233,7 +232,7 @@ class World:
         self.cache.content[self.scheduler.allocator.pages.poisoned] = GARBAGE
         self.scheduler.allocator.pages.poisoned.clear()
         self.cache.copy_blocks(step.copies)
-        if self.states is not None:
+        if self.context.allocator.states.num_slots:
             self.recur(self.states, step)
         for row, start, count in zip(step.rows, step.starts, step.counts, strict=True):
             pure = True
@@ -306,7 +305,7 @@ class World:
         self.suspended = True
         if self.random.random() < 0.3:
             self.cache.room = self.random.randint(1, self.context.num_blocks)
-            if self.states is not None:
+            if self.context.allocator.states.num_slots:
                 self.states.room = self.random.randint(1, self.context.allocator.states.num_slots)
 
     def resume(self) -> None:
@@ -322,8 +321,7 @@ class World:
 
     def free_memory(self) -> None:
         self.cache.room = self.context.num_blocks
-        if self.states is not None:
-            self.states.room = self.context.allocator.states.num_slots
+        self.states.room = self.context.allocator.states.num_slots
 
     def update(self) -> None:
         self.updates += 1
