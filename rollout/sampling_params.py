@@ -36,9 +36,6 @@ _SEPARATOR = "\0" * (MAX_SALT + 1)
 LOGPROBS_MODES = ("processed", "raw", "tempered")
 """Values of `logprobs_mode`."""
 
-ORDINARY_LOGIT = 1e6
-"""Assumed upper bound of the absolute logits of a working model."""
-
 
 # --- structured output ---------------------------------------------------------------------------------------------------
 
@@ -419,18 +416,6 @@ class SamplingParams(NamedOptions):
         """
         chosen = SHAPING if names is None else {name: SHAPING[name] for name in names}
         return [f"{name}={value!r}" for name, off in chosen.items() if (value := getattr(self, name)) != off]
-
-    def extremes(self) -> str:
-        """Name the parameters that can make logits overflow float32, with their values; "" if none can."""
-        bias = max((self.logit_bias or {}).values(), key=abs, default=0.0)
-        penalty = max(self.repetition_penalty, 1 / self.repetition_penalty)
-        if (ORDINARY_LOGIT + abs(bias)) * penalty / (self.temperature or 1.0) <= LARGEST:
-            return ""
-        named = {"repetition_penalty": self.repetition_penalty, "temperature": self.temperature or 1.0}
-        return ", ".join(
-            [f"logit_bias {bias:g}"] * (bias != 0)
-            + [f"{name} {value:g}" for name, value in named.items() if value != 1]
-        )
 
     @property
     def prefix_share(self) -> str | None:

@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig
 from rollout.engine.models.attention import Installation
 from rollout.engine.models.model_support import ModelLayout, inspect_model
 from rollout.engine.models.originals import PACKAGES, names_in, only_marks
-from rollout.engine.scheduling.adapters import AdapterSwitches, Variant
+from rollout.engine.scheduling.adapters import Variant, layers_with_adapters, variant_of
 from rollout.errors import UnsupportedModelError
 
 FAMILIAR = frozenset({*PACKAGES, "accelerate", "deepspeed", "liger_kernel", "trl", "rollout", "trainer_hooks"})
@@ -62,8 +62,9 @@ class ModelWatch:
     def __init__(
         self, model: nn.Module, layout: ModelLayout, installation: Installation, autocast: torch.dtype | None = None
     ) -> None:
-        self.adapters = AdapterSwitches(model)
         self._model = model
+        self._adapted: tuple[int, list[Any]] = -1, []
+        """The module epoch of the last scan for layers with adapters, and these layers."""
         self._layout = layout
         self._installation = installation
         self._autocast = autocast
@@ -73,8 +74,14 @@ class ModelWatch:
         self._settings = self._mask_settings()
 
     def variant(self) -> Variant:
-        """Active adapters."""
-        return self.adapters.look(self._installation.module_epoch)
+        """Active adapters; raises as `variant_of` does."""
+        return variant_of(self.adapted_layers())
+
+    def adapted_layers(self) -> list[Any]:
+        """Layers with adapters, active or not."""
+        if (epoch := self._installation.module_epoch) != self._adapted[0]:
+            self._adapted = epoch, layers_with_adapters(self._model)
+        return self._adapted[1]
 
     def forward_key(self) -> Hashable:
         """Key of everything else that affects a forward."""

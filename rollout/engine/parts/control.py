@@ -222,7 +222,7 @@ class EngineControl:
                 why = "it has recurrent layers"
             elif self._controller.takes_images:
                 why = "it takes images"
-            elif self._watch.adapters.present(runner.installation.module_epoch):
+            elif self._watch.adapted_layers():
                 why = "it has PEFT layers of its own, which would act beside it; build the engine of the base model"
             if why is not None:
                 raise UnsupportedModelError(f"load_adapter() into {type(self._guard.model).__name__}: {why}")

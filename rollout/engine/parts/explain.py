@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from packaging.requirements import Requirement
+import transformers
 from torch import nn
 
 from rollout.config import InferenceConfig
@@ -32,7 +31,6 @@ from rollout.sampling_params import SamplingParams
 
 LENGTH = 512
 """Number of tokens that the pool should have room for in each of `max_requests` sequences."""
-PACKAGES = ("torch", "transformers")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE")
 SEQUENCES, PROMPT, TOKENS = 16, 16, 32
 """Size of the timed decode: sequences, and tokens of each prompt and completion."""
@@ -72,15 +70,17 @@ def explain(
     """Read an engine's parts, which no step may use in the meantime; `length`: longest sequence, in tokens."""
     unknown = (source.collective and not source.ready) or not runner.cache.on_device
     why = None if unknown else runner.why_not_fused()
-    packages, untested = _packages()
     rows = (
         *_model_rows(runner, config, source, unknown=unknown, why_not_fused=why),
         *_kv_rows(runner, scheduler, length),
         *_machine_rows(),
-        ("versions", f"Python {sys.version.split()[0]}, {', '.join(packages)}"),
+        (
+            "versions",
+            f"Python {sys.version.split()[0]}, torch {torch.__version__}, transformers {transformers.__version__}",
+        ),
         *[("compiler", cpu_library.status().described)] * (runner.layout.device.type == "cpu"),
     )
-    advice = (*_model_advice(runner, why), *_pool_advice(scheduler, length), *untested)
+    advice = (*_model_advice(runner, why), *_pool_advice(scheduler, length))
     return Explanation(None if unknown else why is None, why or "", rows, advice)
 
 
@@ -342,25 +342,6 @@ def usable_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
         allowed, every = (int((root / "cpu" / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         return min(cores, allowed / every) if allowed > 0 else cores
     return cores
-
-
-def _packages() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The installed packages that the forward depends on, and those of untested versions."""
-    try:
-        wanted = {each.name: each for each in map(Requirement, requires("rollout-engine") or ())}
-    except PackageNotFoundError:
-        wanted = {}
-    packages, untested = [], []
-    for name in PACKAGES:
-        text = f"{name} {version(name)}"
-        if name in wanted:
-            allowed = wanted[name].specifier
-            works = ",".join(sorted(map(str, allowed), reverse=True))
-            if not allowed.contains(version(name), prereleases=True):
-                untested.append(f"{text} is not among the tested versions ({works})")
-            text += f" (works with {works})" if works else ""
-        packages.append(text)
-    return tuple(packages), tuple(untested)
 
 
 def _processor() -> str:

@@ -46,7 +46,7 @@ class Inspection:
     @property
     def has_unfinished(self) -> bool:
         """Whether a step has work to do or records to return, with the currently active adapters."""
-        return bool(self._ledger.ended or self._context.scheduler.has_work(self._watch.adapters.variant))
+        return bool(self._ledger.ended or self._context.scheduler.has_work(self._watch.variant()))
 
     def changed_settings(self) -> str:
         """Names of settings that affect masks and have changed since the engine was built."""
@@ -71,7 +71,7 @@ class Inspection:
             )
         raise EngineStateError(
             f"{self._context.scheduler.num_waiting} samples in flight were accepted with other adapters (acting then: "
-            f"{'; '.join(map(described, waiting))}) than act now ({described(self._watch.adapters.variant)}): leave the "
+            f"{'; '.join(map(described, waiting))}) than act now ({described(self._watch.variant())}): leave the "
             "`with adapter(...)` block or switch back, and they go on; or abort them"
         )
 

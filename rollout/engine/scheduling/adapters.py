@@ -7,7 +7,6 @@ switching adapters is missed; PEFT and torch are not imported.
 
 from __future__ import annotations
 
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import UnsupportedModelError
@@ -22,52 +21,20 @@ NO_ADAPTER: Variant = ()
 """Variant of a model without adapters, or with all of them disabled."""
 
 
-class AdapterSwitches:
-    """Reads the active adapters of one model in every step; hundreds of layers may have some."""
+def layers_with_adapters(model: nn.Module) -> list[Any]:
+    """PEFT's layers of a model, whether their adapters are active or not."""
+    return [module for module in model.modules() if _has_switches(module)]
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._layers: list[Any] = []
-        self._module_epoch = -1
-        self._seen: list[tuple[dict[str, Any], Any, Any, Any]] | None = None
-        """`_read` of each layer when the variant was read last; None: read it again."""
-        self._variant: Variant = NO_ADAPTER
 
-    def look(self, module_epoch: int) -> Variant:
-        """Current variant, after rescanning the modules if `module_epoch` has changed.
+def variant_of(layers: list[Any]) -> Variant:
+    """Variant of a model with these `layers_with_adapters`.
 
-        Args:
-            module_epoch: changes whenever the trainer may have modified the module.
-
-        Raises:
-            UnsupportedModelError: an activated LoRA is active.
-        """
-        if module_epoch != self._module_epoch:
-            self._module_epoch = module_epoch
-            self._layers = [module for module in self._model.modules() if _has_switches(module)]
-            self._seen = None
-        return self.variant
-
-    def present(self, module_epoch: int) -> bool:
-        """Whether the model has layers with adapters, active or not."""
-        self.look(module_epoch)
-        return bool(self._layers)
-
-    @property
-    def variant(self) -> Variant:
-        """Current variant of the layers found by the last scan; raises as `look` does."""
-        seen = self._seen
-        if seen is None or not all(
-            own.get("_disable_adapters") is disabled
-            and own.get("_active_adapter") == active
-            and own.get("scaling") == scaling
-            for own, disabled, active, scaling in seen
-        ):
-            each = [_acting(layer) for layer in self._layers]
-            distinct = set(each)
-            self._variant = tuple(each) if len(distinct) > 1 else distinct.pop() if distinct else NO_ADAPTER
-            self._seen = [_read(layer) for layer in self._layers] if all(map(_is_pefts, self._layers)) else None
-        return self._variant
+    Raises:
+        UnsupportedModelError: an activated LoRA is active.
+    """
+    each = [_acting(layer) for layer in layers]
+    distinct = set(each)
+    return tuple(each) if len(distinct) > 1 else distinct.pop() if distinct else NO_ADAPTER
 
 
 def described(variant: Variant) -> str:
@@ -86,18 +53,6 @@ def _has_switches(module: nn.Module) -> bool:
     return all(
         isinstance(getattr(type(module), name, None), property) for name in ("active_adapters", "disable_adapters")
     )
-
-
-def _is_pefts(layer: Any) -> bool:
-    """Whether its switches are PEFT's properties, which return what `_read` does."""
-    switches = (getattr(type(layer), name).fget for name in ("active_adapters", "disable_adapters"))
-    return all(str(getattr(each, "__module__", "")).startswith("peft.") for each in switches)
-
-
-def _read(layer: Any) -> tuple[dict[str, Any], Any, Any, Any]:
-    """A layer's attributes, and copies of the attributes that its variant depends on."""
-    own = vars(layer)
-    return own, own.get("_disable_adapters"), copy(own.get("_active_adapter")), copy(own.get("scaling"))
 
 
 def _acting(layer: Any) -> Variant:

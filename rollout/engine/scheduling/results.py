@@ -177,10 +177,7 @@ class StepResults:
         if np.isnan(sampled.logprobs[index]):
             # The drawn token is meaningless and must not reach the record.
             self._queues.table.length[sequence.row] -= 1
-            extreme = sequence.params.extremes()
-            why = "its logits have no finite value; " + (
-                f"beyond float32 after {extreme}" if extreme else "look for NaN or inf in the weights"
-            )
+            why = "its logits have no finite value; look for NaN or inf in the weights, and for extreme sampling parameters"
             # If a constraint cannot be followed, the caller is at fault.
             kind = "InvalidRequestError" if index in sampled.failed else "RequestFailedError"
             sequence.request.error = (
