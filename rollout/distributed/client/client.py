@@ -74,7 +74,6 @@ class InferenceClient:
         self._dealer = Dealer(address, name, keys=keys, on_message=self._receive, on_lost=self._lost)
         self._session = ClientSession(self._dealer.send, on_refused=self._refused)
         self._greeting: asyncio.Future[wire.ConnectAck] | None = None
-        self._welcome: wire.ConnectAck | None = None
         self._policy_version: int | None = None
 
         self._control_timeout_s = control_timeout_s
@@ -118,7 +117,6 @@ class InferenceClient:
             raise
         finally:
             self._greeting = None
-        self._welcome = welcome
         self._policy_version = welcome.policy_version
         self._dealer.heartbeat(welcome.heartbeat_interval_s, welcome.heartbeat_timeout_s)
 
@@ -139,7 +137,7 @@ class InferenceClient:
     @property
     def connected(self) -> bool:
         """Whether the handshake is done and the connection is alive."""
-        return self._welcome is not None and self.lost is None
+        return self._policy_version is not None and self.lost is None
 
     @property
     def lost(self) -> ConnectionLostError | None:
@@ -182,7 +180,6 @@ class InferenceClient:
 
     def abort_request(self, request: RequestFuture | RequestStream | int) -> bool:
         """Abort a request, which then fails with `RequestAbortedError`; returns False if it had already finished."""
-        self._refuse_unless_connected()
         return self._session.abort(request if isinstance(request, int) else request.request_id)
 
     def open_group(
@@ -196,7 +193,6 @@ class InferenceClient:
         """Submit a group and return its record, on which the caller sets `on_update` and `on_done`; see
         `ClientSession.submit`.
         """
-        self._refuse_unless_connected()
         return self._session.submit(prompt, sampling_params or _DEFAULT_PARAMS, wanted=wanted, **options)
 
     def _abort(self, request_id: int) -> None:
@@ -229,11 +225,11 @@ class InferenceClient:
             DeadlineError: the coordinator itself did not answer.
             ConnectionLostError: not connected.
         """
-        await self._signal(ControlSignal.PAUSE, None, timeout_s)
+        await self._control(ControlSignal.PAUSE.value, None, timeout_s)
 
     async def unpause_engines(self, timeout_s: float | None = None) -> None:
         """Unpause every engine. Raises as `pause_engines` does."""
-        await self._signal(ControlSignal.UNPAUSE, None, timeout_s)
+        await self._control(ControlSignal.UNPAUSE.value, None, timeout_s)
 
     async def suspend_engines(self, mode: Mode = None, timeout_s: float | None = None) -> None:
         """Suspend every paused engine, which releases its KV memory. Raises as `pause_engines`.
@@ -242,18 +238,18 @@ class InferenceClient:
             mode: how the KV cache is kept; None: as each engine is configured. An unknown one raises `ConfigError`.
         """
         chosen = KVCacheManagementMode.parse(mode)
-        await self._signal(ControlSignal.SUSPEND, None if chosen is None else chosen.value, timeout_s)
+        await self._control(ControlSignal.SUSPEND.value, None if chosen is None else chosen.value, timeout_s)
 
     async def resume_engines(self, timeout_s: float | None = None) -> None:
         """Resume every suspended engine, which restores its KV memory; leads to PAUSED.
 
         An engine that its own training loop has suspended stays suspended until that loop resumes it.
         """
-        await self._signal(ControlSignal.RESUME, None, timeout_s)
+        await self._control(ControlSignal.RESUME.value, None, timeout_s)
 
     async def stop_engines(self, timeout_s: float | None = None) -> None:
         """Stop every paused or suspended engine; unfinished requests fail."""
-        await self._signal(ControlSignal.STOP, None, timeout_s)
+        await self._control(ControlSignal.STOP.value, None, timeout_s)
 
     async def set_policy_version(self, version: int, timeout_s: float | None = None) -> None:
         """Set the policy version of every engine's weights; `ConfigError` unless it is an integer in [0, 2**63)."""
@@ -264,8 +260,7 @@ class InferenceClient:
 
     async def flush_prefix_cache(self, timeout_s: float | None = None) -> int:
         """Drop all unreferenced cached blocks of every engine; returns their number."""
-        done = await self._control(FLUSH_PREFIX_CACHE, None, timeout_s)
-        return int((done or {})["amount"])
+        return await self._control(FLUSH_PREFIX_CACHE, None, timeout_s)
 
     async def load_weights(self, folder: str, timeout_s: float | None = None) -> None:
         """Load a folder of safetensors into the module of every engine, which the caller has paused.
@@ -282,13 +277,12 @@ class InferenceClient:
 
     async def unload_adapter(self, name: str, timeout_s: float | None = None) -> int:
         """Unload an adapter from every engine; returns the number of samples that were ended by it."""
-        done = await self._control(UNLOAD_ADAPTER, name, timeout_s)
-        return int((done or {})["amount"])
+        return await self._control(UNLOAD_ADAPTER, name, timeout_s)
 
     async def status(self, timeout_s: float = QUERY_TIMEOUT_S) -> dict[str, Any]:
         """Snapshot of the coordinator: states, queue, ranks, clients, barrier."""
-        self._refuse_unless_connected()
-        return await self._answer(self._session.status(), timeout_s, "status()") or {}
+        table: dict[str, Any] = await self._answer(self._session.status(), timeout_s, "status()")
+        return table
 
     async def barrier(
         self, index: int, timeout_s: float = CONTROL_TIMEOUT_S, *, what: str = "", policy_version: int = 0
@@ -306,49 +300,29 @@ class InferenceClient:
         """
         if type(index) is not int or not 0 <= index < 2**63:
             raise ConfigError(f"index={index!r}: must be an integer in [0, 2**63)")
-        self._refuse_unless_connected()
         await self._answer(self._session.barrier(index, what, policy_version), timeout_s, f"barrier({index})")
 
     def give_up_barrier(self, index: int) -> None:
         """Let the arrival at barrier `index` match any call of the other members, because this call was given up."""
-        self._refuse_unless_connected()
         self._session.give_up_barrier(index)
 
-    async def _signal(self, signal: ControlSignal, argument: str | None, timeout_s: float | None) -> None:
-        await self._control(signal.value, argument, timeout_s)
-
-    async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> dict[str, Any] | None:
-        self._refuse_unless_connected()
+    async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> int:
+        """Make a control call; returns the sum of the engines' amounts."""
         limit = self._control_timeout_s if timeout_s is None else timeout_s
         call = self._session.control(signal, argument, limit)
-        return await self._answer(call, limit + ANSWER_MARGIN_S, signal)
+        amount: int = await self._answer(call, limit + ANSWER_MARGIN_S, signal)
+        return amount
 
-    # --- calls --------------------------------------------------------------------------------------------------
-
-    def _refuse_unless_connected(self) -> None:
-        if self.lost is not None:
-            raise ConnectionLostError(str(self.lost))
-        if self._welcome is None:
-            raise ConnectionLostError(f"{self.address}: client {self.name!r} is not connected; await start() first")
-
-    async def _answer(self, call: Call, timeout_s: float, what: str) -> dict[str, Any] | None:
-        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def wake(_: Call) -> None:
-            if not answered.done():
-                answered.set_result(None)
-
-        call.on_done = wake
+    async def _answer(self, call: Call, timeout_s: float, what: str) -> Any:
+        answered = asyncio.wrap_future(call)
         try:
             await asyncio.wait((answered,), timeout=timeout_s)
+            if not answered.done():
+                raise DeadlineError(f"{what}: no answer from the coordinator at {self.address} within {timeout_s} s")
+            return answered.result()
         finally:
-            answered.cancel()
             self._session.forget(call)
-        if not call.done:
-            raise DeadlineError(f"{what}: no answer from the coordinator at {self.address} within {timeout_s} s")
-        if call.error is not None:
-            raise call.error
-        return call.value
+            answered.cancel()
 
     # --- what arrives -------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import lru_cache
 from itertools import chain
 from typing import Any, ClassVar, TypedDict, get_type_hints
@@ -106,19 +107,8 @@ def int32_tokens(prompt: TokenIds) -> bytes:
 SMALLER = "let the processor make smaller images, or have every rank compute its own prompts (coordinator=False)"
 
 
-class Call:
-    """Pending call to the coordinator: control, status or barrier. `on_done` is called with it when it is answered."""
-
-    def __init__(self, call_id: int) -> None:
-        self.call_id = call_id
-        self.done = False
-        self.value: dict[str, Any] | None = None
-        self.error: RolloutError | None = None
-        self.on_done: Callable[[Call], object] = noop
-
-    def finish(self, error: RolloutError | None = None, value: dict[str, Any] | None = None) -> None:
-        self.done, self.error, self.value = True, error, value
-        self.on_done(self)
+Call = Future[Any]
+"""Pending call to the coordinator: a control call gives its amount, a status call the table, a barrier None."""
 
 
 class ClientSession:
@@ -155,11 +145,6 @@ class ClientSession:
         self._barriers: dict[int, list[Call]] = {}
         self._next_request_id = 0
         self._next_call_id = 0
-
-    @property
-    def open_groups(self) -> list[OpenGroup]:
-        """Groups that have not ended, in order of submission."""
-        return list(self._open.values())
 
     # --- asking -------------------------------------------------------------------------------------------------
 
@@ -243,22 +228,18 @@ class ClientSession:
 
     def control(self, signal: str, argument: int | str | None, timeout_s: float) -> Call:
         """Send a control call; it completes when all engines have answered, or fails after `timeout_s`."""
-        call = self._call()
-        self._send(wire.Control(call.call_id, signal, argument, timeout_s))
-        return call
+        return self._call(lambda call_id: wire.Control(call_id, signal, argument, timeout_s))
 
     def status(self) -> Call:
-        """Request a status snapshot; the call's value is the table."""
-        call = self._call()
-        self._send(wire.StatusQuery(call.call_id))
-        return call
+        """Request a status snapshot."""
+        return self._call(wire.StatusQuery)
 
     def barrier(self, index: int, what: str = "", policy_version: int = 0) -> Call:
         """Report arrival at barrier `index`; the call completes when every member has arrived there or at a later one."""
         self._refuse_when_lost()
-        call = Call(-1)
-        self._barriers.setdefault(index, []).append(call)
         self._send(wire.Barrier(index, what, policy_version))
+        call = Call()
+        self._barriers.setdefault(index, []).append(call)
         return call
 
     def give_up_barrier(self, index: int) -> None:
@@ -268,15 +249,14 @@ class ClientSession:
 
     def forget(self, call: Call) -> None:
         """Drop a pending call; its reply is ignored."""
-        self._calls.pop(call.call_id, None)
-        for index, calls in list(self._barriers.items()):
-            self._barriers[index] = [each for each in calls if each is not call]
-            if not self._barriers[index]:
-                del self._barriers[index]
+        self._calls = {number: each for number, each in self._calls.items() if each is not call}
+        barriers = {index: [each for each in calls if each is not call] for index, calls in self._barriers.items()}
+        self._barriers = {index: calls for index, calls in barriers.items() if calls}
 
-    def _call(self) -> Call:
+    def _call(self, message: Callable[[int], wire.Message]) -> Call:
         self._refuse_when_lost()
-        call = self._calls[self._next_call_id] = Call(self._next_call_id)
+        self._send(message(self._next_call_id))
+        call = self._calls[self._next_call_id] = Call()
         self._next_call_id += 1
         return call
 
@@ -305,7 +285,7 @@ class ClientSession:
             group.error = ConnectionLostError(f"request {group.request_id}: {error}")
             self._tell_the_end(group)
         for call in calls:
-            call.finish(ConnectionLostError(str(error)))
+            _finish(call, ConnectionLostError(str(error)))
 
     def _accepted(self, message: wire.Accepted) -> None:
         group = self._open.get(message.request_id)
@@ -345,15 +325,12 @@ class ClientSession:
         error = None
         if message.error is not None:
             error = exception_named(message.error, message.text, engines=tuple(message.engines))
-        self._answer(message.call_id, error, {"amount": message.amount})
+        if (call := self._calls.pop(message.call_id, None)) is not None:
+            _finish(call, error, message.amount)
 
     def _status(self, message: wire.Status) -> None:
-        self._answer(message.call_id, None, message.table)
-
-    def _answer(self, call_id: int, error: RolloutError | None, value: dict[str, Any] | None) -> None:
-        call = self._calls.pop(call_id, None)
-        if call is not None:
-            call.finish(error, value)
+        if (call := self._calls.pop(message.call_id, None)) is not None:
+            _finish(call, None, message.table)
 
     def _barrier_done(self, message: wire.BarrierDone) -> None:
         error = None
@@ -364,7 +341,7 @@ class ClientSession:
             )
         for index in [index for index in self._barriers if index <= message.index]:
             for call in self._barriers.pop(index):
-                call.finish(error)
+                _finish(call, error)
 
     def _refused(self, message: wire.Refused | wire.Disconnect) -> None:
         error = wire.session_end(message)
@@ -385,6 +362,13 @@ class ClientSession:
         wire.Heartbeat: lambda session, message: None,
         wire.ConnectAck: lambda session, message: None,
     }
+
+
+def _finish(call: Call, error: RolloutError | None, value: Any = None) -> None:
+    if error is not None:
+        call.set_exception(error)
+    else:
+        call.set_result(value)
 
 
 def exception_named(name: str, text: str, request_id: int | None = None, engines: tuple[str, ...] = ()) -> RolloutError:

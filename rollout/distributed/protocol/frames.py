@@ -7,33 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from itertools import chain
 from operator import attrgetter, call
 from typing import Any, get_type_hints
 
 import msgpack
 
 from rollout.distributed.protocol.fields import LostFramesError, Rule, is_count
-from rollout.distributed.protocol.messages import MESSAGES, PROTOCOL_VERSION, Assign, Message, Stretch, Submit
+from rollout.distributed.protocol.messages import MESSAGES, PROTOCOL_VERSION, Message, Stretch
 from rollout.distributed.protocol.stretch import ROWS
 from rollout.errors import SerializationError
 from rollout.requests.codec import refuse, unpack_msgpack
-from rollout.requests.delta import COLUMNS, TOKEN_BYTES
 
 MAX_FRAME_BYTES = 64 << 20
 """Maximum frame size; a longer frame is rejected without being decoded."""
 MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 2
 """Maximum size of a prompt with its images and the known tokens of its samples, so that an `Assign` fits into one frame."""
-SMALL_BYTES = 1 << 17
-"""Frames up to this size are decoded without counting values."""
-LONG_BYTES = 1 << 18
-"""Prompts and images from this size on are encoded without copying them twice."""
 MAX_STRETCHES = 1 << 11
 """Maximum per frame: a stretch costs as much as fifty numbers."""
 MAX_ITEMS = 1 << 19
-"""Maximum number of list and map values in a frame, some tens of milliseconds; long number columns travel as buffers."""
-MAX_KEYS = 1 << 10
-"""Maximum number of keys of one map in a large frame."""
+"""Maximum length of a list or map, some tens of milliseconds of work; long number columns travel as buffers."""
 
 
 class _Row:
@@ -80,36 +72,10 @@ def _read_stretches(name: str, rows: list[list[Any]]) -> list[Stretch]:
         raise SerializationError(
             f"{name}: {len(rows)} stretches: at most {MAX_STRETCHES} are taken; send several frames"
         )
-    return [Stretch(*row) if _surely_right(row) else _looked_at(row) for row in rows]
-
-
-def _looked_at(row: list[Any]) -> Stretch:
-    stretch: Stretch = _STRETCH.read(row)
-    stretch.check()
-    return stretch
-
-
-def _surely_right(row: list[Any]) -> bool:
-    """Fast path for stretches with one version run per sample, in half the time. False: check it field by field."""
-    try:
-        number, attempt, indices, starts, counts, token_ids, log_probs, versions, optional = row
-        columns = [indices, starts, counts, versions, *optional.values()]
-        numbers = [number, attempt, *indices, *starts, *counts, *chain.from_iterable(versions)]
-        return (
-            type(optional) is dict
-            and type(token_ids) is type(log_probs) is bytes
-            and {*map(type, columns), *map(type, versions)} == {list}
-            and {*map(len, columns)} == {len({*indices})}
-            and {*map(type, numbers)} == {int}
-            and min(numbers) >= 0
-            and max(numbers) < 2**63
-            and [count for _, _, count in versions] == counts
-            and 0 not in counts
-            and len(token_ids) == len(log_probs) == TOKEN_BYTES * sum(counts)
-            and (not optional or all(COLUMNS[name].holds(values) for name, values in optional.items()))
-        )
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return False
+    stretches = [_STRETCH.read(row) for row in rows]
+    for stretch in stretches:
+        stretch.check()
+    return stretches
 
 
 _ROWS = {header: _Row(kind) for header, kind in MESSAGES.items()}
@@ -117,27 +83,8 @@ _ROWS = {header: _Row(kind) for header, kind in MESSAGES.items()}
 
 def encode(sequence: int, message: Message) -> bytes:
     """Encode a message as one frame; `sequence` is its number in its direction of the connection, from 0."""
-    row = [message.header, sequence, *_ROWS[message.header].plain(message)]
-    if (type(message) is Assign or type(message) is Submit) and max(
-        len(message.prompt), len(message.images)
-    ) >= LONG_BYTES:
-        return _joined(row)
-    packed: bytes = msgpack.packb(row)
+    packed: bytes = msgpack.packb([message.header, sequence, *_ROWS[message.header].plain(message)])
     return packed
-
-
-def _joined(row: list[Any]) -> bytes:
-    """`msgpack.packb` for rows with megabytes in one field, four times as fast: msgpack's own buffer grows by copying."""
-    packer = msgpack.Packer(autoreset=False)
-    packer.pack_array_header(len(row))
-    parts: list[bytes] = []
-    for value in row:
-        if type(value) is bytes and len(value) >= LONG_BYTES:
-            parts += (packer.bytes(), b"\xc6" + len(value).to_bytes(4, "big"), value)
-            packer.reset()
-        else:
-            packer.pack(value)
-    return b"".join([*parts, packer.bytes()])
 
 
 def decode(frame: bytes | memoryview) -> tuple[int, Message]:
@@ -148,7 +95,7 @@ def decode(frame: bytes | memoryview) -> tuple[int, Message]:
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise SerializationError(f"frame of {len(frame)} bytes: at most {MAX_FRAME_BYTES} are taken; split the request")
-    row = unpack_msgpack("frame", frame, **({} if len(frame) <= SMALL_BYTES else _limits()))
+    row = unpack_msgpack("frame", frame, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
     if type(row) is not list or len(row) < 2 or type(row[0]) is not int or not is_count(row[1]):
         refuse("frame", row, "[header, sequence, fields …]")
     known = _ROWS.get(row[0])
@@ -158,20 +105,6 @@ def decode(frame: bytes | memoryview) -> tuple[int, Message]:
         )
     message: Message = known.read(row[2:])
     return row[1], message
-
-
-def _limits() -> dict[str, Any]:
-    """msgpack options that bound the objects of a large frame: one byte can become an object of 100 bytes."""
-    left = MAX_ITEMS
-
-    def count(items: Any) -> Any:
-        nonlocal left
-        left -= len(items) + 1
-        if left < 0:
-            raise ValueError(f"more than {MAX_ITEMS} values")
-        return items
-
-    return {"list_hook": count, "object_hook": count, "max_array_len": MAX_ITEMS, "max_map_len": MAX_KEYS}
 
 
 class Sequencer:

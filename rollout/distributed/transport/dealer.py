@@ -66,7 +66,7 @@ class Dealer:
         self._unsent: deque[bytes] = deque()
         self._sequencer = Sequencer()
         self._turn_is_due = False
-        self._end = "open() it first"
+        self._end = "not connected; await start() first"
         self._timer: asyncio.TimerHandle | None = None
         self._interval_s = self._timeout_s = float("inf")
         self._said = self._heard = 0.0

@@ -196,7 +196,7 @@ async def test_cancelling_a_future_aborts_its_request_and_the_late_reply_is_drop
         assert messages[1::2] == [wire.Abort(0), wire.Abort(1)]
         fake._answer = generous
         assert await client.add_request(PROMPT)
-        assert client._session.open_groups == []
+        assert not client._session._open
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

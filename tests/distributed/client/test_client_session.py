@@ -165,7 +165,7 @@ def test_a_lost_connection_ends_everything_once_and_leaves_the_records_readable(
     line.session.lost(ConnectionLostError("cut again"))
     assert line.done == [groups[2], groups[0], groups[1]]
     assert [type(group.error) for group in groups] == [ConnectionLostError, ConnectionLostError, RankLostError]
-    assert all(call.done and isinstance(call.error, ConnectionLostError) for call in calls)
+    assert all(isinstance(call.exception(0), ConnectionLostError) for call in calls)
     assert groups[1].known()[0].counts == [2]
     with pytest.raises(ConnectionLostError, match=r"^cut$"):
         line.submit()
@@ -189,15 +189,15 @@ def test_calls_are_answered_by_their_number():
     )
     answered = []
     for call in (status, pause, fail):
-        call.on_done = answered.append
+        call.add_done_callback(answered.append)
     assert line.sent == [wire.StatusQuery(0), wire.Control(1, "pause", None, 2.0), wire.Control(2, "stop", None, 1)]
     line.receive(
         wire.ControlDone(2, "ControlError", "no", ["rank1"]), wire.ControlDone(1), StatusAnswer(0, {"ranks": 2})
     )
     assert answered == [fail, pause, status]
-    assert status.value == {"ranks": 2}
-    assert pause.error is None
-    assert fail.error.engines == ("rank1",)
+    assert status.result() == {"ranks": 2}
+    assert pause.result() == 0
+    assert fail.exception().engines == ("rank1",)
 
 
 def test_a_barrier_is_done_when_everybody_has_come_that_far_or_further():
@@ -206,7 +206,7 @@ def test_a_barrier_is_done_when_everybody_has_come_that_far_or_further():
     assert line.sent == [wire.Barrier(1), wire.Barrier(2), wire.Barrier(2), wire.Barrier(3)]
     line.session.forget(calls[1])
     line.receive(wire.BarrierDone(2))
-    assert [call.done for call in calls] == [True, False, True, False]
+    assert [call.done() for call in calls] == [True, False, True, False]
     line.session.forget(calls[3])
     line.receive(wire.BarrierDone(3))
-    assert not calls[3].done
+    assert not calls[3].done()

@@ -37,7 +37,7 @@ def test_a_group_that_comes_whole_is_complete_and_built_when_it_is_read():
     line.receive(wire.Update([stretch(0, rows, ended=(0, 1, 2), ttft=[0.1, 0.2, 0.3], text=["c", "a", "b"])]))
     assert line.done == [group]
     assert group.done
-    assert line.session.open_groups == []
+    assert not line.session._open
     result = group.result()
     assert isinstance(result, GroupResult)
     assert len(result) == 3

@@ -14,7 +14,7 @@ import random
 import sys
 import traceback
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import Connection
@@ -96,7 +96,6 @@ class SimClient(Peer):
     barrier: int = -1
     ready: bool = False
     open: list[Wanted] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
 
 
 class World:
@@ -135,7 +134,8 @@ class World:
         self.events = 0
         self.touched = False
         self.all_wanted: list[Wanted] = []
-        self.all_calls: list[Call] = []
+        self.all_calls: dict[Call, Callable[[], None] | None] = {}
+        """Calls, and what must hold when each has succeeded; None: it did."""
         self.ranks: list[SimRank] = []
         self.clients: list[SimClient] = []
         self.loads_weights = rng.random() < 0.5
@@ -252,6 +252,7 @@ class World:
                     peer.ready = True
                     peer.barrier = message.next_barrier - 1
                 peer.session.receive(message)
+                self.look_at_calls()
 
     def lose(self, peer: Peer, why: str, *, again: bool = True) -> None:
         """The peer notices that its session is over, and starts another."""
@@ -314,31 +315,34 @@ class World:
         call = client.session.control(signal, argument, 8.0)
         before = list(client.open)
 
-        def done(call: Call) -> None:
-            if signal == "stop" and call.error is None:
-                assert all(each.group.done for each in before), "stopped, and a request is open"
+        def done() -> None:
+            stopped = signal != "stop" or all(each.group.done for each in before)
+            assert stopped, "stopped, and a request is open"
 
-        call.on_done = done
-        client.calls.append(call)
-        self.all_calls.append(call)
+        self.all_calls[call] = done
         self.say(client.name, "calls", signal, argument)
 
     def come_to_barrier(self, client: SimClient) -> None:
         client.barrier += 1
         index = client.barrier
-        call = client.session.barrier(index)
-        self.all_calls.append(call)
 
-        def done(call: Call) -> None:
-            if call.error is None:
-                late = [each.name for each in self.clients if each.member is not None and each.alive and each.ready
-                        and each.connected and each.barrier < index]  # fmt: skip
-                known = {client.name for client in self.core.peers.clients.values()}
-                assert not set(late) & known, f"barrier {index} passed without {late}"
-                members = {each.name for each in self.clients if each.member is not None}
-                assert members <= self.joined, f"barrier {index} passed before {members - self.joined} came"
+        def done() -> None:
+            late = [each.name for each in self.clients if each.member is not None and each.alive and each.ready
+                    and each.connected and each.barrier < index]  # fmt: skip
+            known = {client.name for client in self.core.peers.clients.values()}
+            assert not set(late) & known, f"barrier {index} passed without {late}"
+            members = {each.name for each in self.clients if each.member is not None}
+            assert members <= self.joined, f"barrier {index} passed before {members - self.joined} came"
 
-        call.on_done = done
+        self.all_calls[client.session.barrier(index)] = done
+
+    def look_at_calls(self) -> None:
+        """Check what must hold when a call has succeeded, once."""
+        for call, done in self.all_calls.items():
+            if done is not None and call.done():
+                self.all_calls[call] = None
+                if call.exception() is None:
+                    done()
 
     # --- one event --------------------------------------------------------------------------------------------------
 
@@ -673,7 +677,7 @@ class World:
             not waiting
             and not any(peer.identity in dead for peer in self.core.peers)
             and self.core.control.state in (CoordinatorState.RUNNING, CoordinatorState.STOPPING)
-            and all(call.done for call in self.all_calls if call not in self.barrier_calls())
+            and all(call.done() for call in self.all_calls if call not in self.barrier_calls())
         )
 
     def barrier_calls(self) -> list[Call]:

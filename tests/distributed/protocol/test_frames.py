@@ -14,18 +14,14 @@ from hypothesis import strategies as st
 from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.fields import SET_VERSION
 from rollout.distributed.protocol.frames import (
-    LONG_BYTES,
     MAX_FRAME_BYTES,
     LostFramesError,
     Sequencer,
-    _looked_at,
-    _surely_right,
     decode,
     encode,
 )
 from rollout.distributed.protocol.stretch import ROWS
 from rollout.errors import SerializationError
-from rollout.requests.delta import COLUMNS
 from rollout.state import ControlSignal, CoordinatorState, EngineState
 
 counts = st.integers(0, 2**63 - 1)
@@ -225,45 +221,3 @@ def test_a_frame_of_countless_small_things_is_refused_before_it_fills_the_memory
         assert tracemalloc.get_traced_memory()[1] < 200 << 20
     finally:
         tracemalloc.stop()
-
-
-def plain_stretch() -> list[Any]:
-    """One as nearly all are: whole samples, one version each."""
-    return [7, 3, [0, 2], [0, 5], [2, 1], b"\1\0\0\0" * 3, b"\0\0\0\0" * 3, [[1, 1, 2], [0, 1, 1]],
-            {"ttft": [0.5, None], "text": ["ab", None], "outcome": [b"o", None], "events": [None, b"e"]}]  # fmt: skip
-
-
-STRAY_VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(-2, 6), st.just(2**63), st.floats(), st.text(max_size=2),
-    st.binary(max_size=12), st.lists(st.integers(-1, 3), max_size=4), st.lists(st.none(), max_size=3),
-    st.lists(st.lists(st.integers(-1, 3), max_size=5), max_size=3), st.lists(st.floats(), max_size=3),
-)  # fmt: skip
-
-
-@settings(max_examples=2000, deadline=None)
-@given(
-    st.lists(st.tuples(st.sampled_from([*range(9), *COLUMNS, "no column"]), STRAY_VALUES), max_size=3),
-    st.integers(-1, 1),
-)
-def test_the_quick_look_at_a_stretch_lets_nothing_pass_that_the_rules_refuse(changes, length):
-    row = plain_stretch()
-    for field, value in changes:
-        if isinstance(field, str) and isinstance(row[8], dict):
-            row[8][field] = value
-        elif isinstance(field, int):
-            row[field] = value
-    row = row[:-1] if length < 0 else [*row, None] if length > 0 else row
-    if _surely_right(row):
-        assert _looked_at(row) == wire.Stretch(*row)
-
-
-def test_the_quick_look_takes_the_usual_stretch():
-    assert _surely_right(plain_stretch())
-
-
-def test_a_long_prompt_is_encoded_to_the_same_bytes_without_being_copied_twice():
-    for size in (LONG_BYTES - 4, LONG_BYTES, LONG_BYTES + 4):
-        submit = wire.Submit(7, bytes(size), 1, b"\x80", known=[])
-        row = msgpack.unpackb(encode(3, submit))
-        assert encode(3, submit) == msgpack.packb(row)
-        assert decode(encode(3, submit)) == (3, submit)

@@ -200,7 +200,7 @@ async def test_an_address_that_cannot_be_is_refused_by_name():
     dealer = Dealer("nonsense", "me", on_message=print, on_lost=print)
     with pytest.raises(ConfigError, match="address='nonsense': must be tcp://host:port"):
         dealer.open()
-    with pytest.raises(ConnectionLostError, match=r"open\(\) it first"):
+    with pytest.raises(ConnectionLostError, match=r"await start\(\) first"):
         dealer.send(HELLO)
 
 
