@@ -11,9 +11,6 @@ from rollout.distributed.worker.session import RankSession
 from rollout.errors import ConnectionLostError
 from rollout.requests.record import DynamicInferenceRequestRecord
 
-SAMPLES_AT_ONCE = 256
-"""Maximum new samples applied at one step boundary, so that running samples are not delayed for long."""
-
 
 @dataclass(eq=False)
 class Link:
@@ -45,18 +42,13 @@ class Link:
         self.inbox.append(item)
 
     def apply(self, foreign: list[DynamicInferenceRequestRecord]) -> None:
-        """Apply the messages received so far, up to `SAMPLES_AT_ONCE` new samples; raises if the session is lost or the
-        engine cannot follow it.
+        """Apply the messages received so far; raises if the session is lost or the engine cannot follow it.
 
         Args:
             foreign: collects the finished records of other callers' requests.
         """
-        taken_in = 0
         for _ in range(len(self.inbox)):
-            if taken_in >= SAMPLES_AT_ONCE:
-                break
             item = self.inbox.popleft()
-            taken_in += len(item.indices) if isinstance(item, wire.Assign) else 0
             if isinstance(item, ConnectionLostError):
                 raise item
             if isinstance(item, wire.Refused) and not self.cut:

@@ -36,13 +36,10 @@ if TYPE_CHECKING:
 
 CLOSE_TIMEOUT_S = 10.0
 """Deadline for closing the socket and joining the apply thread."""
-FIRST_ATTEMPT_S = 1.0
-LONGEST_ATTEMPT_S = 10.0
-"""Timeout of one connection attempt, doubling from the first to the longest. The first is short because it may reach a
-coordinator that is about to exit."""
-FIRST_RETRY_S = 0.05
-LONGEST_RETRY_S = 2.0
-"""Backoff between two attempts, doubling from the first to the longest."""
+ATTEMPT_S = 2.0
+"""Timeout of one connection attempt. It is short because the attempt may reach a coordinator that is about to exit."""
+RETRY_S = 0.5
+"""Time between two attempts."""
 
 
 class EngineWorker:
@@ -160,7 +157,7 @@ class EngineWorker:
     def reconnect(
         self, address: str | None = None, keys: JobKeys | None = None, timeout_s: float | None = None
     ) -> None:
-        """Start a new session with the same or another coordinator, ending the old one; retries with backoff.
+        """Start a new session with the same or another coordinator, ending the old one; retries until `timeout_s`.
 
         Args:
             address, keys: of another coordinator; None: unchanged.
@@ -173,22 +170,17 @@ class EngineWorker:
         self.address = self.address if address is None else address
         self._keys = self._keys if keys is None else keys
         limit = self.reconnect_timeout_s if timeout_s is None else timeout_s
-        deadline, attempt, pause = time.monotonic() + limit, FIRST_ATTEMPT_S, FIRST_RETRY_S
+        deadline = time.monotonic() + limit
         while True:
-            left = deadline - time.monotonic()
             try:
-                self._connect(max(0.0, min(left, attempt)))
+                return self._connect(max(0.0, min(deadline - time.monotonic(), ATTEMPT_S)))
             except (ConnectionLostError, DeadlineError) as exc:
-                if left <= attempt and deadline - time.monotonic() <= 0:
+                if time.monotonic() >= deadline:
                     raise ConnectionLostError(
                         f"{self.address}: no session of worker {self.name!r} within {limit} s; the last attempt: {exc}"
                     ) from exc
-            else:
-                return
             with self._changed:
-                self._changed.wait_for(lambda: self._closed, max(0.0, min(pause, deadline - time.monotonic())))
-            attempt = min(2 * attempt, LONGEST_ATTEMPT_S)
-            pause = min(2 * pause, LONGEST_RETRY_S)
+                self._changed.wait_for(lambda: self._closed, min(RETRY_S, max(0.0, deadline - time.monotonic())))
 
     def _connect(self, timeout_s: float) -> None:
         with self._connecting:

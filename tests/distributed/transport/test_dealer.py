@@ -16,7 +16,7 @@ import zmq
 from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.fields import LostFramesError
 from rollout.distributed.protocol.frames import encode
-from rollout.distributed.transport.dealer import FRAMES_TOGETHER, TURNS_AT_ONCE, Dealer
+from rollout.distributed.transport.dealer import Dealer
 from rollout.errors import ConfigError, ConnectionLostError, SerializationError
 from tests.distributed.fake_coordinator import DEADLINE_S, FakeCoordinator
 
@@ -75,19 +75,6 @@ async def test_messages_arrive_in_order_in_both_directions():
 
 
 @asynchronous
-async def test_messages_of_one_turn_of_the_loop_travel_together():
-    with FakeCoordinator() as fake:
-        connection, _ = await greeted(fake)
-        before = fake.messages
-        for number in range(2 * FRAMES_TOGETHER):
-            connection.dealer.send(wire.Abort(number))
-        for number in range(2 * FRAMES_TOGETHER):
-            assert (await heard(fake))[2] == wire.Abort(number)
-        assert fake.messages - before == 2
-        connection.dealer.close("done")
-
-
-@asynchronous
 async def test_a_reply_is_not_missed_when_sending_has_taken_in_its_event():
     """The descriptor signals an edge that a send may consume: a dealer that only reads on the edge hangs here."""
 
@@ -107,25 +94,6 @@ async def test_a_reply_is_not_missed_when_sending_has_taken_in_its_event():
 
 
 @asynchronous
-async def test_a_flood_of_messages_leaves_the_loop_its_turns():
-    with FakeCoordinator() as fake:
-        connection, peer = await greeted(fake)
-        for number in range(5 * TURNS_AT_ONCE):
-            fake.say(peer, wire.BarrierDone(number))
-        while fake._orders.qsize():
-            time.sleep(0.01)
-        time.sleep(0.1)
-        # The loop stood still, so everything lies in the socket; count what is taken in between two of its turns.
-        taken, sizes = 0, []
-        while taken < 5 * TURNS_AT_ONCE:
-            await asyncio.sleep(0)
-            sizes.append(connection.arrived.qsize() - taken)
-            taken = connection.arrived.qsize()
-        assert max(sizes) <= 2 * TURNS_AT_ONCE
-        connection.dealer.close("done")
-
-
-@asynchronous
 async def test_an_ipv6_address_works():
     try:
         fake = FakeCoordinator(host="::1")
@@ -134,29 +102,6 @@ async def test_an_ipv6_address_works():
     with fake:
         connection, _ = await greeted(fake)
         connection.dealer.close("done")
-
-
-@asynchronous
-async def test_a_connection_that_goes_just_before_a_write_keeps_what_is_unsent(monkeypatch):
-    with FakeCoordinator() as fake:
-        connection, _ = await greeted(fake)
-        send, refused = zmq.Socket.send_multipart, []
-
-        def gone_once(socket, *arguments, **options):
-            if not refused:
-                refused.append(arguments)
-                raise zmq.Again
-            return send(socket, *arguments, **options)
-
-        monkeypatch.setattr(zmq.Socket, "send_multipart", gone_once)
-        connection.dealer.send(wire.Abort(3))
-        connection.dealer.send(wire.Abort(4))
-        await asyncio.sleep(0)
-        while not refused:
-            await asyncio.sleep(0.01)
-        assert connection.dealer._unsent
-        connection.dealer.close("done")
-        assert [(await heard(fake))[2] for _ in range(3)] == [wire.Abort(3), wire.Abort(4), wire.Disconnect("done")]
 
 
 @asynchronous

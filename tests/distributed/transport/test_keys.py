@@ -26,11 +26,6 @@ def test_keys_travel_as_plain_bytes_and_come_back_equal(keys):
     assert pickle.loads(pickle.dumps(keys)) == keys
 
 
-def test_two_jobs_have_different_keys(keys):
-    other = JobKeys.generate()
-    assert not set(keys.serialize().values()) & set(other.serialize().values())
-
-
 def test_the_client_side_lacks_the_secret_of_the_server_and_nothing_else(keys):
     given = keys.client_side().serialize()
     assert given == keys.serialize() | {"server_secret": None}
@@ -51,7 +46,7 @@ def test_no_secret_is_ever_shown(keys, caplog):
 def test_what_is_no_key_is_refused_by_name_and_not_shown(keys, name, value):
     if name == "server_secret" and value is None:
         return
-    with pytest.raises(SerializationError, match=name) as caught:
+    with pytest.raises(SerializationError, match=f"JobKeys.{name.partition('_')[0]}: must be a pair") as caught:
         JobKeys.deserialize(keys.serialize() | {name: value})
     for secret in (keys.server_secret, keys.client_secret):
         assert secret.decode() not in str(caught.value)
@@ -64,7 +59,7 @@ def test_what_are_no_keys_at_all_is_refused(plain):
 
 
 def test_halves_of_different_pairs_are_refused(keys):
-    with pytest.raises(ConfigError, match="client_public: does not belong to client_secret"):
+    with pytest.raises(ConfigError, match=r"JobKeys\.client: must be a pair"):
         JobKeys(keys.server_public, keys.server_secret, JobKeys.generate().client_public, keys.client_secret)
 
 
@@ -77,11 +72,7 @@ def test_the_keys_of_a_client_secure_no_server(keys):
         keys.client_side().secure_server(socket)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost"])
-def test_only_this_machine_reaches_loopback(host):
-    assert is_loopback(host)
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", "10.0.0.1", "example.org", "", "127.0.0.1.example.org"])
-def test_anything_else_counts_as_outside(host):
-    assert not is_loopback(host)
+def test_only_this_machine_reaches_loopback():
+    assert all(map(is_loopback, ["127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost"]))
+    outside = ["0.0.0.0", "::", "*", "10.0.0.1", "example.org", "", "127.0.0.1.example.org"]
+    assert not any(map(is_loopback, outside))

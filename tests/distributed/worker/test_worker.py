@@ -164,25 +164,6 @@ def test_a_cancel_frees_the_blocks_also_while_nobody_steps() -> None:
         assert not worker.step()
 
 
-def test_many_new_samples_leave_the_engine_to_itself_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.distributed.worker.link.SAMPLES_AT_ONCE", 4)
-    with serving(run=False) as (coordinator, worker):
-        taken, apply = [0], worker._apply
-
-        def counted() -> Exception | None:
-            before = worker.engine.context.scheduler.num_waiting
-            lost = apply()
-            taken.append(worker.engine.context.scheduler.num_waiting - before)
-            return lost
-
-        monkeypatch.setattr(worker, "_apply", counted)
-        with worker.engine.locked():
-            coordinator.tell(*(assign(token_ids(5, n), greedily(3, n=2), attempt=n, request_id=n) for n in range(10)))
-            wait_until(lambda: worker._link is not None and len(worker._link.inbox) == 10, worker)
-        wait_until(lambda: sum(taken) == 20, worker)
-        assert max(taken) == 4
-
-
 def test_others_use_the_same_engine_and_find_their_results() -> None:
     with serving() as (coordinator, worker):
         mine = worker.engine.add_request(token_ids(5), greedily(4))
@@ -292,26 +273,6 @@ def test_a_session_that_is_over_ends_its_samples_and_another_one_begins() -> Non
         coordinator.tell(assign(token_ids(7), greedily(3), attempt=9, request_id=9))
         assert {each.attempt for each in coordinator.hear_stretches(1)} == {9}
         assert worker.lost is None
-
-
-def test_nothing_is_sent_for_a_session_that_is_over() -> None:
-    with serving(run=False) as (coordinator, worker):
-        coordinator.tell(assign(token_ids(7), greedily(50), interval=1))
-        assert worker.wait_for_work(DEADLINE_S)
-        worker.step()
-        coordinator.hear(wire.Progress)
-        coordinator.tell(wire.Refused("silent", "nothing was heard of it", True))
-        wait_until(lambda: worker.lost is not None, worker)
-        assert not worker.step()
-        assert not worker.engine.has_unfinished
-        worker.reconnect(timeout_s=DEADLINE_S)
-        heard = []
-        while True:
-            peer, _, message = coordinator.heard.get(timeout=DEADLINE_S)
-            heard.append((coordinator.ranks.index(peer), type(message)))
-            if isinstance(message, wire.EngineMoved):
-                break
-        assert heard == [(1, wire.Register), (1, wire.EngineMoved)]
 
 
 def test_a_run_that_finds_no_coordinator_any_more_says_so() -> None:
