@@ -220,23 +220,6 @@ async def test_a_streams_deltas_joined_are_its_result():
         assert [delta async for delta in stream] == []
 
 
-@asynchronous
-async def test_closing_a_stream_ends_the_iteration_and_aborts():
-    async with connected(only()) as (client, fake):
-        stream = client.add_request_streaming(PROMPT)
-        await heard(fake)
-
-        async def read():
-            return [delta async for delta in stream]
-
-        reading = asyncio.create_task(read())
-        await asyncio.sleep(0.01)
-        await stream.aclose()
-        await stream.aclose()
-        assert await reading == []
-        assert (await heard(fake))[2] == wire.Abort(0)
-
-
 @pytest.mark.parametrize("leave", ["break", "raise", "cancel"])
 @asynchronous
 async def test_leaving_the_loop_over_a_stream_aborts(leave):
@@ -351,22 +334,6 @@ async def test_stop_fails_what_is_open_by_name_and_is_harmless_when_repeated():
         await every_call(client)
         while not isinstance((await heard(fake))[2], wire.Disconnect):
             pass
-
-
-@asynchronous
-async def test_a_group_goes_on_at_another_coordinator_from_what_is_known():
-    async with connected(only()) as (client, fake):
-        future = client.add_request(PROMPT, SamplingParams(n=2))
-        await heard(fake)
-        fake.say(fake.peers[0], part(0, 2, 0, [10], last=False), wire.Disconnect("gone"))
-        with pytest.raises(ConnectionLostError):
-            await future
-    async with connected(only()) as (other, fake):
-        again = other.add_request(PROMPT, SamplingParams(n=2), known=future.group.known())
-        submit = (await heard(fake))[2]
-        assert [each.counts for each in submit.known] == [[1, 1]]
-        fake.say(fake.peers[0], wire.Heartbeat(), part(0, 2, 1, [11], last=True))
-        assert [each.generated_tokens for each in await again] == [[10, 11], [10, 11]]
 
 
 @asynchronous

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,17 +16,12 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.client.text_stream import GroupText, TextDelta
-from rollout.distributed.protocol.messages import Assign, Message, Progress, RegisterAck, Stretch
+from rollout.distributed.protocol.messages import Stretch
 from rollout.distributed.protocol.outcome import Outcome, pack
-from rollout.distributed.worker.session import RankSession
-from rollout.engine.engine import DynamicInferenceEngine
 from rollout.requests.detokenizer import CompletionText
 from rollout.requests.spans import VersionSpans
 from rollout.requests.token_columns import pack_top_n
 from rollout.sampling_params import SamplingParams
-from rollout.state import StalenessPolicy
-from tests.engines import at_random, make_engine
-from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -317,63 +311,3 @@ def test_the_likeliest_tokens_come_with_each_token_where_they_were_asked_for() -
     without = Listener(None, SamplingParams(logprobs=0)).hear(stretch([5], ended=outcome()))
     assert without.last is not None
     assert without.last.top_log_probs is None
-
-
-# --- real engines -------------------------------------------------------------------------------------------------------
-
-
-class Rank:
-    """An engine behind a rank's session, and a listener to the one group that it computes."""
-
-    def __init__(self, engine: DynamicInferenceEngine, listener: Listener) -> None:
-        self.engine = engine
-        self.listener = listener
-        self.session = RankSession(engine, self._hear, progress_interval=1)
-        self.session.receive(RegisterAck("life", "running", engine.policy_version, 1.0, 30.0, 1))
-        group = listener.group
-        params = msgpack.packb(group.params.serialize())
-        samples = group.open_samples()
-        known = [each.only(set(samples)) for each in group.known()]
-        self.session.receive(Assign(7, 1, samples, group.prompt_tokens or b"", params, 11, 0, 0.0, 1, known))
-
-    def _hear(self, message: Message) -> None:
-        for each in message.stretches if isinstance(message, Progress) else ():
-            self.listener.hear(each)
-
-    def step(self, count: int) -> None:
-        for _ in range(count):
-            if self.engine.has_unfinished:
-                self.session.report(self.engine.step())
-
-
-def test_a_real_engines_samples_are_shown_as_their_requests_say_across_updates_and_a_lost_rank() -> None:
-    tokenizer = byte_level()
-    model = make_model("qwen3", vocab_size=len(tokenizer))
-    likely = dict.fromkeys(tokenizer.convert_tokens_to_ids(["t", "h"]), 25.0)
-    params = at_random(40, n=3, temperature=4.0, logit_bias=likely, stop=("tht", "hh"), min_tokens=24, logprobs=2)
-    listener = Listener(tokenizer, params)
-    limits = {"max_staleness": 1, "staleness_policy": StalenessPolicy.REQUEUE}
-    first = make_engine(model, tokenizer, **limits)
-    rank = Rank(first, listener)
-    rank.step(8)
-    first.weights_updated()
-    rank.step(4)
-    first.weights_updated()
-    rank.step(12)
-    second = make_engine(model, tokenizer, **limits)
-    second.weights_updated(first.policy_version)
-    Rank(second, listener).step(200)
-    result = listener.group.result()
-    assert any(request.stop_reason in params.stop for request in result), "none has met its stop string"
-    for shown, request in zip(listener.shown, result, strict=True):
-        assert shown.text == request.generated_text
-        assert shown.tokens == request.generated_tokens
-        assert shown.log_probs == request.generated_log_probs
-        assert shown.versions == request.policy_versions[len(PROMPT) :].tolist()
-        assert shown.top == request.generated_top_n_logprobs
-        assert shown.restarts == 1
-        assert shown.last is not None
-        assert request.finish_reason is not None
-        assert shown.last.finish_reason == request.finish_reason.value
-        assert shown.last.stop_reason == request.stop_reason
-        assert all(shown.text.startswith(earlier) for earlier in shown.history)

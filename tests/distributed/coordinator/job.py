@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -57,7 +56,6 @@ class Job:
         self.lines: dict[bytes, Line] = {}
         self._members: dict[str, int] = {}
         """Name → which rank's training loop it is."""
-        self._in_turn = False
         self.core.tick(self.now)
 
     def client(self, name: str = "client", *, member: bool = False) -> Line:
@@ -81,20 +79,10 @@ class Job:
         return rank
 
     def carry(self) -> None:
-        if self._in_turn:
-            return
         for identity, sequence, message in self.core.take_outbox():
             there, carried = decode(encode(sequence, message))
             if identity in self.lines:
                 self.lines[identity].arrives(there, carried)
-
-    @contextmanager
-    def one_turn(self) -> Iterator[None]:
-        """Of the coordinator: what it says meanwhile is sent at the end."""
-        self._in_turn = True
-        yield
-        self._in_turn = False
-        self.carry()
 
     def wait(self, seconds: float, step: float = 0.5, *, silent: Sequence[Line] = ()) -> None:
         """Time passes; everybody that is here says that it lives, except the silent."""

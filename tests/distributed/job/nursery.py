@@ -76,7 +76,7 @@ class Nursery:
         module: what every child would have to import.
     """
 
-    def __init__(self, module: str = "tests.distributed.job.job_ranks") -> None:
+    def __init__(self, module: str = "tests.distributed.job.rank_jobs") -> None:
         self._socket, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-c", BEGIN.format(descriptor=theirs.fileno(), module=module)],

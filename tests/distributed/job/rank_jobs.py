@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -31,6 +33,8 @@ from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.client.futures import RequestFuture
 from rollout.distributed.job.data_parallel import DataParallelBackend
 from rollout.distributed.protocol.messages import BarrierDone
+from rollout.distributed.worker.worker import EngineWorker
+from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import (
     ConfigError,
     DeadlineError,
@@ -46,7 +50,7 @@ from rollout.manager.scoring import PromptTask
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.configs import coordinator_config, engine_config
-from tests.engines import one_step_per_call
+from tests.engines import make_engine, one_step_per_call
 from tests.models import make_model, make_tokenizer
 from tests.ranks import assert_nothing_is_left
 from tests.rollouts import trainer_logprobs_of, value_error
@@ -453,27 +457,6 @@ def raises_before_the_end(rank: int) -> dict[str, Any]:
         return {"said": said, "samples": samples(batch)}
 
 
-def interrupted_while_it_waits(rank: int) -> list[Sample]:
-    with a_manager() as rollout:
-        if rank == 1:
-            dist.barrier()
-            return samples(generate(rollout, WORK[1]))
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        worker = rollout._rounds.backend._member.worker  # type: ignore[attr-defined]
-        wait_for_work = worker.wait_for_work
-
-        def interrupted(*args: Any, **options: Any) -> Any:
-            worker.wait_for_work = wait_for_work
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-            return wait_for_work(*args, **options)
-
-        worker.wait_for_work = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            generate(rollout, [])
-        dist.barrier()
-        return samples(generate(rollout, []))
-
-
 def does_not_come(rank: int) -> dict[str, str]:
     """One rank does less than the other, and each time the other hears of it."""
     said = {}
@@ -649,3 +632,24 @@ def is_traced(rank: int, folder: str) -> None:
         if rank == 0:
             with pytest.raises(ZeroDivisionError), rollout.trace(f"{folder}/broken.json"):
                 _ = 1 / 0
+
+
+# --- without a training loop --------------------------------------------------------------------------------------------
+
+
+@cache
+def serving_model() -> PreTrainedModel:
+    return make_model("llama", num_hidden_layers=2)
+
+
+def serving_engine() -> DynamicInferenceEngine:
+    room = {"kv_cache_blocks": 4096, "max_requests": 16, "max_tokens_per_step": 128}
+    return make_engine(serving_model(), block_size_tokens=16, **room)
+
+
+def serves(pipe: Connection, name: str, address: str) -> None:
+    """A rank without a training loop."""
+    torch.set_num_threads(1)
+    worker = EngineWorker(serving_engine(), address, name=name)
+    worker.start()
+    worker.run()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.coordinator.processes import free_port
-from tests.distributed.job.launched_rank import KILLED, LENGTHS, SHORT
+from tests.distributed.job.launched_rank import LENGTHS, SHORT
 from tests.distributed.job.nursery import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -52,16 +52,3 @@ def test_torchrun_ends_the_other_ranks_and_a_restart_keeps_what_had_ended(tmp_pa
     ended = sum(sorted(LENGTHS)[:SHORT])
     computed = sum(each["computed"] for each in again)
     assert computed <= 2 * sum(LENGTHS) - ended, "what the journal had was computed again"
-
-
-def test_the_other_ranks_go_on_if_no_launcher_ends_them(tmp_path: Path) -> None:
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [start([sys.executable], tmp_path, RANK=str(rank), **place) for rank in range(2)]
-    try:
-        assert ranks[KILLED].wait(LIMIT_S) != 0
-        assert ranks[1 - KILLED].wait(LIMIT_S) == 0
-    finally:
-        for each in ranks:
-            each.kill()
-            each.communicate(timeout=LIMIT_S)
-    assert_everything(told(tmp_path, 1 - KILLED, 1)["answers"])

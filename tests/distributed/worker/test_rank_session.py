@@ -13,8 +13,7 @@ import torch
 
 from rollout.distributed.protocol.messages import Cancel, Command, CommandAck, Decline, EngineMoved, Progress, Stretch
 from rollout.distributed.worker import session
-from rollout.engine.parts.holds import COORDINATOR, HoldLevel
-from rollout.errors import EngineStateError
+from rollout.engine.parts.holds import COORDINATOR
 from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
@@ -259,18 +258,6 @@ def test_after_a_stop_work_is_declined_and_an_engine_that_ended_by_itself_leaves
     assert gone.session.num_open == 0
 
 
-def test_work_that_comes_while_suspended_runs_afterwards_in_order() -> None:
-    rank = Rank(make_engine("qwen3", max_requests=1))
-    rank.hears(Command(1, "pause", None), Command(2, "suspend", None))
-    for number in range(3):
-        rank.hears(assign(token_ids(6, number), greedily(2), attempt=number, request_id=number))
-    with pytest.raises(EngineStateError):
-        rank.engine.step()
-    rank.hears(Command(3, "resume", None), Command(4, "unpause", None))
-    rank.finish()
-    assert [stretch.request_id for stretch in rank.stretches() if stretch.ended()] == [0, 1, 2]
-
-
 # --- state and version ------------------------------------------------------------------------------------------------
 
 
@@ -355,17 +342,6 @@ def test_a_command_does_not_bring_back_what_the_training_loop_has_put_away() -> 
         assert rank.said[-1] == CommandAck(number, "suspended", 0, None)
         wanted.append(rank.engine.holds.level(COORDINATOR).name)
     assert wanted == ["PAUSED", "SUSPENDED", "PAUSED", "RUNNING"]
-
-
-def test_the_coordinator_wants_an_engine_paused_also_while_the_training_loop_has_put_it_away() -> None:
-    rank = Rank(make_engine("qwen3"))
-    rank.hears(Command(0, "pause", None))
-    rank.engine.suspend()
-    rank.session.moved()
-    assert rank.engine.holds.level(COORDINATOR) is HoldLevel.PAUSED
-    rank.hears(Command(1, "unpause", None))
-    assert COORDINATOR not in rank.engine.holds
-    assert rank.engine.state is EngineState.SUSPENDED
 
 
 def test_a_training_loop_that_counts_its_own_updates_is_not_said_to_be_ahead() -> None:

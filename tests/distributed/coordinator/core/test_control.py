@@ -189,25 +189,6 @@ def test_when_stopped_everything_ends_at_the_deadline_though_an_engine_is_silent
     assert client.answered().engines == ["rank"]
 
 
-def test_a_rank_lost_while_stopping_takes_nothing_along_and_gives_nothing_away():
-    job = Job()
-    client = job.client()
-    first, second = job.rank("a"), job.rank("b")
-    client.submit()
-    first.assigned()
-    for signal in ("pause", "stop"):
-        client.call(signal)
-    client.heard.clear()
-    job.core.unreachable(first.identity, "gone", job.now)
-    job.carry()
-    assert client.quiet()
-    for _ in range(2):
-        second.obey(state="stopped")
-    assert second.quiet()
-    kinds = [type(message).__name__ for message in client.heard]
-    assert kinds.count("RequestFailed") == 1
-
-
 def test_after_stop_nothing_is_taken_and_nobody_is_let_in():
     job = in_state("stopping")
     client = next(iter(job.lines.values()))

@@ -170,17 +170,3 @@ def test_calls_of_a_caller_that_has_left_are_forgotten_but_for_a_stop():
     assert not mute.quiet()
     job.wait(21)
     assert job.core.control.stopped
-
-
-def test_the_next_deadline_is_that_of_the_first_open_call():
-    job = Job()
-    client, rank = job.client(), job.rank()
-    for timeout_s in (30.0, 10.0, 20.0):
-        client.call("set_version", 1, timeout_s=timeout_s)
-    assert job.core.control.next_deadline() == 10.0
-    job.wait(11)
-    assert "within 10.0 s" in client.answered().text
-    assert job.core.control.next_deadline() == 20.0
-    for _ in range(3):
-        rank.obey()
-    assert job.core.control.next_deadline() == float("inf")

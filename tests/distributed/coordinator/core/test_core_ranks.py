@@ -12,15 +12,6 @@ from tests.distributed.coordinator.core.routers import held
 from tests.distributed.coordinator.job import LONG, Job, Line, int32, lose, stretch
 
 
-def test_a_rank_gets_nothing_before_it_is_ready_and_then_what_waits():
-    job = Job()
-    client, rank = job.client(), job.rank(ready=False)
-    client.submit()
-    assert rank.quiet()
-    rank.say(wire.EngineMoved("running", 0))
-    assert rank.assigned().request_id == 0
-
-
 def test_samples_of_a_lost_rank_go_on_elsewhere_from_the_last_tokens_known():
     job = Job()
     client = job.client()
@@ -215,22 +206,6 @@ def test_what_is_held_for_a_rank_that_stays_behind_goes_to_one_that_has_the_weig
     assert new.assigned().request_id == 1
     assert old.quiet()
     assert job.core.status()["ranks"][1]["assigned_samples"] == 0
-
-
-def test_what_is_held_waits_for_another_rank_when_the_only_one_that_had_the_weights_is_lost():
-    job = Job(no_rank_timeout_s=20.0)
-    client = job.client()
-    old, new = job.rank("old"), job.rank("new", version=2)
-    client.submit(min_policy_version=2)
-    client.submit(min_policy_version=2)
-    new.finish(new.assigned(), version=2)
-    lose(job, new)
-    client.heard.clear()
-    job.wait(22.0)
-    text = client.failed("RequestTimeoutError").text
-    assert "no rank has had policy version 2, of its tokens or its asker, for 20.0 s (no_rank_timeout_s)" in text
-    assert "old has 0" in text
-    assert old.quiet()
 
 
 def test_a_rank_that_rests_keeps_its_share_for_a_moment_and_then_others_compute_it():

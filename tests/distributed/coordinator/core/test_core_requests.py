@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout.distributed.coordinator.core.requests import MAX_SAMPLES
-from rollout.distributed.protocol.messages import Abort, Assign, Cancel, Refused, Update
+from rollout.distributed.protocol.messages import Abort, Assign, Cancel, Refused
 from rollout.requests.block_hash import stream_key
 from tests.distributed.coordinator.job import Job, int32, stretch
 
@@ -86,24 +86,6 @@ def test_what_can_never_be_served_fails_at_once_and_the_next_is_served(fields, e
     assert words in client.failed(error).text
     client.submit()
     assert rank.assigned().request_id == 0
-
-
-def test_a_client_has_only_so_many_bytes_of_prompts_open():
-    job = Job(max_open_mb=1)
-    client, rank = job.client(), job.rank()
-    prompt = range(130_000)
-    client.submit(prompt)
-    client.submit(prompt)
-    client.submit((1,))
-    assert "max_open_mb=1" in client.failed("QueueFullError").text
-    rank.finish(rank.assigned())
-    client.hear(Update)
-    client.submit(prompt)
-    assert client.quiet()
-    client.say(Abort(1))
-    client.failed("RequestAbortedError")
-    client.submit(prompt)
-    assert client.quiet()
 
 
 def test_higher_priority_first_then_the_order_of_arrival():

@@ -6,7 +6,7 @@ import pytest
 
 from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.fields import GIVEN_UP
-from tests.distributed.coordinator.job import BLOCK, Job, Line, lose
+from tests.distributed.coordinator.job import BLOCK, Job, Line
 
 
 @pytest.mark.parametrize(
@@ -43,33 +43,6 @@ def test_a_rank_without_slots_or_with_other_blocks_is_refused_by_value(slots, bl
     assert f"max_requests={slots}, block_size={block_size}" in refusal.text
     assert f"block_size_tokens={BLOCK}" in refusal.text
     assert rank.is_gone()
-
-
-def test_what_is_said_to_each_peer_is_numbered_from_0_without_a_gap():
-    job = Job()
-    client, other, rank = job.client(), job.client("other"), job.rank()
-    for _ in range(3):
-        for each in (client, other):
-            each.submit()
-            rank.finish(rank.assigned())
-        job.wait(2.0)
-    for line in (client, other, rank):
-        assert line.numbers == list(range(len(line.numbers)))
-        assert len(line.numbers) > 4
-
-
-def test_a_lost_frame_ends_the_session_and_what_it_had_goes_on_elsewhere_at_once():
-    job = Job()
-    client = job.client()
-    first, second = job.rank("a"), job.rank("b")
-    client.submit()
-    first.assigned()
-    first.said += 1
-    first.say(wire.Heartbeat())
-    refusal = first.hear(wire.Refused)
-    assert (refusal.code, refusal.over) == ("lost_frames", True)
-    assert first.is_gone()
-    assert second.assigned().request_id == 0
 
 
 def test_a_peer_that_says_what_is_not_its_to_say_is_told_so_and_goes_on():
@@ -135,25 +108,6 @@ def test_a_member_is_replaced_by_name_and_other_clients_may_share_one():
     assert member.hear(wire.Refused).code == "replaced"
     assert not plain.is_gone()
     assert not again.is_gone()
-
-
-@pytest.mark.parametrize("how", ["disconnects", "is unreachable"])
-def test_a_client_that_leaves_takes_its_requests_along_and_harms_no_other(how):
-    job = Job()
-    client, other, rank = job.client(), job.client("other"), job.rank()
-    client.submit()
-    other.submit()
-    mine, theirs = rank.assigned(), rank.assigned()
-    if how == "disconnects":
-        client.say(wire.Disconnect("going"))
-    else:
-        lose(job, client)
-    assert client.quiet()
-    assert rank.hear(wire.Cancel).attempt == mine.attempt
-    rank.finish(mine)
-    rank.finish(theirs)
-    assert other.stretches()[0].request_id == 0
-    assert client.quiet()
 
 
 def test_a_rank_that_leaves_in_order_is_no_loss_that_counts():

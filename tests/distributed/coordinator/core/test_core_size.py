@@ -12,18 +12,6 @@ from rollout.distributed.protocol.frames import MAX_FRAME_BYTES, encode
 from tests.distributed.coordinator.job import BLOCK, Job, int32, lose, stretch
 
 
-def test_what_is_said_after_tokens_arrives_after_them():
-    job = Job()
-    client, rank = job.client(), job.rank()
-    client.submit()
-    assign = rank.assigned()
-    with job.one_turn():
-        rank.progress(stretch(assign, {0: (0, [1])}))
-        client.say(wire.Abort(0))
-    assert client.stretches()[0].token_ids == int32(1)
-    client.failed("RequestAbortedError")
-
-
 def update_sizes(fill: Callable[[wire.Assign, int], wire.Message]) -> list[int]:
     """Frame lengths of the updates of one turn with so much to tell that it does not fit into one."""
     core = CoordinatorCore(Job().config, "x")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from rollout.distributed.coordinator.core.routing import Placement, Router
@@ -12,10 +10,8 @@ from tests.distributed.coordinator.core.routers import (
     BALANCED,
     FIRST,
     LONGEST,
-    OTHER,
     PROMPT,
     ROBIN,
-    check,
     chosen,
     holds,
     make,
@@ -116,38 +112,3 @@ def test_deterministic_routing_waits_for_all_ranks_and_goes_on_when_one_is_lost(
     assert chosen(router, PROMPT) == "a"
     router.remove_rank("a")
     assert chosen(router, PROMPT) == "b"
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_deterministic_routing_depends_on_the_order_of_arrival_alone(seed: int) -> None:
-    """Two runs: ranks register in another order, samples end at other times, ranks report this or nothing."""
-    arrivals = random.Random(seed)
-    prompts = [arrivals.choice([PROMPT, PROMPT[:2], OTHER, [arrivals.random()]]) for _ in range(200)]
-    sizes = [arrivals.choice([1, 2, 5, 20]) for _ in prompts]
-    runs = []
-    for run in range(2):
-        timing = random.Random(100 * seed + run)
-        router = deterministic(*timing.sample(["a", "b", "c"], 3))
-        decisions = []
-        for prompt, samples in zip(prompts, sizes, strict=True):
-            placed = send(router, prompt, samples)
-            assert sum(part.samples for part, _ in placed) == samples
-            decisions.append([part for part, _ in placed])
-            name = timing.choice("abc")
-            router.ended(name, timing.randrange(3))
-            router.reported(name, [timing.randrange(20)], PROMPT, flushed=timing.random() < 0.1)
-            if timing.random() < 0.1:
-                router.version_changed(name)
-            for _, claim in placed[: timing.randrange(2)]:
-                router.released(claim)
-            check(router)
-        runs.append(decisions)
-    assert runs[0] == runs[1]
-
-
-def test_deterministic_routing_gives_ranks_as_much_as_their_slots_say() -> None:
-    router = Router(LONGEST, deterministic=True, data_parallel_size=2)
-    router.add_rank("large", 24)
-    router.add_rank("small", 8)
-    chosen = [part.rank for number in range(400) for part, _ in send(router, [number])]
-    assert chosen.count("large") == pytest.approx(300, abs=27)
