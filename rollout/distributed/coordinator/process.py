@@ -149,8 +149,9 @@ class DataParallelInferenceCoordinator:
         self._launcher: int | None = None
         self._orphaned = False
         self._stop_reason: str | None = None
-        self._context: Context | None = None
-        self._schedule: ScheduleFile | None = None
+        # Not the global context, because a context has one ZAP handler.
+        self._context = Context()
+        self._schedule = ScheduleFile(None, self._core.dispatcher.policy, config.data_parallel_size)
         self._gatekeeper: Gatekeeper | None = None
         self._router: Socket
         self._thread: threading.Thread | None = None
@@ -183,12 +184,9 @@ class DataParallelInferenceCoordinator:
             ConfigError: the port is taken, the address is not this machine's, or the schedule file cannot be created.
         """
         config = self._config
-        if config.schedule_output_path is not None:
-            self._schedule = ScheduleFile(
-                config.schedule_output_path, self._core.dispatcher.policy, config.data_parallel_size
-            )
-        # Not the global context, because a context has one ZAP handler.
-        self._context = Context()
+        self._schedule = ScheduleFile(
+            config.schedule_output_path, self._core.dispatcher.policy, config.data_parallel_size
+        )
         if self._keys is not None:
             self._gatekeeper = Gatekeeper(self._context, self._keys)
             self._poll.register(self._gatekeeper.socket.fileno(), select.POLLIN)
@@ -199,10 +197,8 @@ class DataParallelInferenceCoordinator:
     def close(self) -> None:
         """Close sockets and files; `run` does so itself. Idempotent."""
         self._texts.close()
-        if self._schedule is not None:
-            self._schedule.close()
-        if self._context is not None:
-            self._context.destroy(linger=int(GOODBYE_S * 1000))
+        self._schedule.close()
+        self._context.destroy(linger=int(GOODBYE_S * 1000))
         self._woken.close()
         self._wake_end.close()
 
@@ -245,9 +241,7 @@ class DataParallelInferenceCoordinator:
         self._send(now)
         for job in self._core.take_text_jobs():
             self._texts.put(job)
-        decisions = self._core.take_decisions()
-        if self._schedule is not None:
-            self._schedule.append(decisions)
+        self._schedule.append(self._core.take_decisions())
 
     def _wait(self) -> None:
         seconds = min(self._core.next_deadline() - time.monotonic(), LONGEST_WAIT_S)

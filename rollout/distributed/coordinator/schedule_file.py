@@ -21,49 +21,51 @@ from rollout.errors import ConfigError
 from rollout.state import PrefixCachingCoordinatorPolicy
 
 _log = logging.getLogger(__name__)
+COLUMNS = ("request_id", "rank_index", "rank", "num_hashes", "num_matched")
+"""Fields of a record in the file."""
 
 
 class ScheduleFile:
-    """Writer of the schedule file, which replaces an earlier one. `ConfigError` if it cannot be written."""
+    """Writer of the schedule file, which replaces an earlier one. `ConfigError` if it cannot be written.
 
-    def __init__(self, path: str, policy: PrefixCachingCoordinatorPolicy, data_parallel_size: int) -> None:
+    Args:
+        path: None: nothing is written.
+    """
+
+    def __init__(self, path: str | None, policy: PrefixCachingCoordinatorPolicy, data_parallel_size: int) -> None:
         self._path = path
+        self._count = self._end = 0
+        if path is None:
+            return
         try:
-            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - it stays open
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         except OSError as exc:
             raise ConfigError(f"schedule_output_path={path!r}: must be a file that can be written: {exc}") from exc
-        self._count = self._end = 0
-        self._usable = True
         head = json.dumps({"policy": policy.value, "data_parallel_size": data_parallel_size})
         self._write(f'{head[:-1]}, "records": [', 0)
 
     def append(self, records: Sequence[ScheduleRecord]) -> None:
         """Append records."""
-        if records and self._usable:
-            lines = ("," if self._count else "") + ",".join(map(_line, records))
+        if records and self._path is not None:
+            plain = [{name: getattr(record, name) for name in COLUMNS} for record in records]
+            lines = ("," if self._count else "") + ",".join(f"\n{json.dumps(each)}" for each in plain)
             self._write(lines, sum(record.first for record in records))
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        self._usable = False
-        self._file.close()
+        if self._path is not None:
+            self._path = None
+            os.close(self._file)
 
     def _write(self, lines: str, requests: int) -> None:
         text = lines.encode()
         closing = b'\n], "num_requests": %d}\n' % (self._count + requests)
         try:
-            os.pwrite(self._file.fileno(), text + closing, self._end)
+            os.pwrite(self._file, text + closing, self._end)
         except OSError as exc:
-            self._usable = False
             warning = "schedule_output_path=%r ends after %d requests: %s; serving goes on without it"
             _log.warning(warning, self._path, self._count, exc)
+            self.close()
         else:
             self._count += requests
             self._end += len(text)
-
-
-def _line(record: ScheduleRecord) -> str:
-    return (
-        f'\n{{"request_id": {record.request_id}, "rank_index": {record.rank_index}, "rank": {json.dumps(record.rank)}, '
-        f'"num_hashes": {record.num_hashes}, "num_matched": {record.num_matched}}}'
-    )

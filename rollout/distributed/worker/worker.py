@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -71,7 +71,7 @@ class EngineWorker:
         keys: JobKeys | None = None,
         loop: LoopThread | None = None,
         reconnect_timeout_s: float = 60.0,
-        on_lost: Callable[[Exception], None] | None = None,
+        on_lost: Callable[[Exception], object] = lambda error: None,
         follows_version: bool = True,
     ) -> None:
         self.engine = engine
@@ -84,7 +84,9 @@ class EngineWorker:
         self._follows_version = follows_version
         self._owns_loop = loop is None
         self._loop = loop
-        self._link: Link | None = None
+        self._link = self._new_link()
+        # Not connected: it sends nothing, and every finished record belongs to another caller.
+        self._link.cut, self._link.error = True, EngineStateError(f"worker {name!r}: start() it first")
         self._thread: threading.Thread | None = None
         self._ended: list[DynamicInferenceRequestRecord] = []
         self._idle = False
@@ -98,8 +100,7 @@ class EngineWorker:
 
     def describe_state(self) -> Iterator[str]:
         """Lines for `rollout.threads.diagnosis`."""
-        link = self._link
-        how = f"lost ({self.lost})" if self.lost is not None else "no session" if link is None else "in a session"
+        how = f"lost ({self.lost})" if self.lost is not None else "in a session" if self._link.live else "no session"
         yield (
             f"worker {self.name!r} of {self.address}: {how}{', idle' if self._idle else ''}"
             f"{', closed' if self._closed else ''}; {len(self._ended)} ended samples to take"
@@ -140,9 +141,8 @@ class EngineWorker:
             self._closed = True
             self._changed.notify_all()
         with self._connecting, self.engine.locked():
-            if (link := self._link) is not None:
-                self._report(link, link.session.take_ended(), everything=True)
-                self._drop(link, "the worker was stopped")
+            self._report(self._link, self._link.session.take_ended(), everything=True)
+            self._drop(self._link, "the worker was stopped")
             self.engine.lifecycle.on_move = None
             self.engine.track_prefix_cache(None)
         if self._thread is not threading.current_thread():
@@ -186,10 +186,8 @@ class EngineWorker:
         with self._connecting:
             if self._thread is None or self._closed:
                 raise EngineStateError(f"worker {self.name!r}: reconnect() before start() or after stop()")
-            before = self._link
-            if before is not None:
-                with self.engine.locked():
-                    self._drop(before, "it reconnects")
+            with self.engine.locked():
+                self._drop(self._link, "it reconnects")
             link = self._open()
             with self._changed:
                 self._changed.wait_for(
@@ -207,8 +205,7 @@ class EngineWorker:
             if link.error is not None:
                 raise link.error
 
-    def _open(self) -> Link:
-        engine, loop = self.engine, self._its_loop()
+    def _new_link(self) -> Link:
         dealer = Dealer(
             self.address,
             self.name,
@@ -217,17 +214,21 @@ class EngineWorker:
             on_lost=lambda error: self._arrived(link, error),
         )
         session = RankSession(
-            engine, lambda message: self._send(link, message), follows_version=self._follows_version,
+            self.engine, lambda message: self._send(link, message), follows_version=self._follows_version,
             idle=lambda: self._idle,
         )  # fmt: skip
         link = Link(self.address, self.name, dealer, session)
+        return link
+
+    def _open(self) -> Link:
+        engine, link = self.engine, self._new_link()
 
         async def open_dealer() -> None:
-            dealer.open()
+            link.dealer.open()
 
-        loop.run_sync(open_dealer(), CLOSE_TIMEOUT_S)
+        self._its_loop().run_sync(open_dealer(), CLOSE_TIMEOUT_S)
         with engine.locked():
-            hashes = engine.track_prefix_cache(session.changes)
+            hashes = engine.track_prefix_cache(link.session.changes)
             self._link, self.lost = link, None
             self._send(
                 link,
@@ -282,11 +283,7 @@ class EngineWorker:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: (
-                        self._closed
-                        or self._engine_moved
-                        or ((link := self._link) is not None and link.error is None and bool(link.inbox))
-                    )
+                    lambda: self._closed or self._engine_moved or (self._link.error is None and bool(self._link.inbox))
                 )
                 if self._closed:
                     return
@@ -295,13 +292,13 @@ class EngineWorker:
                 lost = self._apply()
             with self._changed:
                 self._changed.notify_all()
-            if lost is not None and self._on_lost is not None:
+            if lost is not None:
                 self._on_lost(lost)
 
     def _apply(self) -> Exception | None:
         """Apply the inbox; returns why the session was lost, or None."""
         link = self._link
-        if link is None or link.error is not None:
+        if link.error is not None:
             return None
         try:
             link.apply(self._ended)
@@ -362,36 +359,31 @@ class EngineWorker:
 
     def _step_done(self, ended: list[DynamicInferenceRequestRecord]) -> None:
         if self.engine.state is EngineState.STOPPED:
-            self._engine_died(self._link, ended)
-        elif self._link is not None:
-            self._report(self._link, ended, steps=self.engine.parts.stepper.made)
+            self._engine_died(ended)
         else:
-            self._ended += ended
+            self._report(self._link, ended, steps=self.engine.parts.stepper.made)
 
     def report_active(self) -> None:
         """Report this rank as active, until `report_idle`."""
         if self._idle:
             with self.engine.locked():
                 self._idle = False
-                if self._link is not None and not self._link.cut:
+                if not self._link.cut:
                     self._link.session.moved()
 
     def report_idle(self) -> None:
         """Report all tokens known so far and this rank as idle; its waiting samples may be reassigned."""
         with self.engine.locked():
             self._idle = True
-            link = self._link
-            if link is not None and link.live:
-                link.session.report_idle()
+            if self._link.live:
+                self._link.session.report_idle()
 
-    def _engine_died(self, link: Link | None, ended: list[DynamicInferenceRequestRecord]) -> None:
-        numbers: Container[int] = () if link is None else link.session.numbers
-        self._ended += [record for record in ended if record.request_id not in numbers]
+    def _engine_died(self, ended: list[DynamicInferenceRequestRecord]) -> None:
+        self._ended += [record for record in ended if record.request_id not in self._link.session.numbers]
         try:
             self.engine.lifecycle.refuse_when_stopped()
         except EngineDeadError as exc:
-            if link is not None:
-                self._lose(link, exc)
+            self._lose(self._link, exc)
             raise
 
     def _has_work(self) -> bool:

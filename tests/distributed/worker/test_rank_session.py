@@ -371,7 +371,7 @@ def test_a_flush_is_told_with_its_blocks_and_they_are_gone_from_the_coordinators
     rank.session.report(())
     assert rank.cached
     rank.hears(Command(3, "flush_prefix_cache", None))
-    assert rank.said[-1] == CommandAck(3, "running", 0, None, 6)
+    assert rank.said[-1] == CommandAck(3, "running", 0, None, 5)
     assert not rank.cached
 
 
