@@ -1,6 +1,6 @@
 """Append-only journal of finished groups, with checkpoints.
 
-    journal = Journal("run/journal-rank0", job="run 17")
+    journal = Journal("run/journal-rank0")
     journal.append(samples)                          write a finished group
     mark = journal.checkpoint(step)                  start a new file; save the mark in the trainer's checkpoint
     for group in journal.since(mark): ...            after a restart: groups finished since that checkpoint
@@ -8,26 +8,24 @@
 A journal is a folder. A file of it is written by one process, from an opening or a checkpoint on:
 
     000003-40-9f86d081884c7d65.journal               its number and its mark, which is a step and a random part
-    {"rollout_journal": 5, "job": "run 17"}          the first line
+    {"rollout_journal": 5}                           the first line
     length, CRC of the body | body                   per group: its samples and its key, as msgpack
 
 Always true: `since` returns every appended group once, in order, even after a kill. A group is left out, with a warning,
 only if its bytes have changed since; a damaged length costs the rest of its file. Nothing is unpickled. Files older than the
-oldest of `keep_checkpoints` checkpoints are removed.
+oldest of `keep_checkpoints` checkpoints are removed. Files are synced to disk by `checkpoint` and `close`, so a crash of the
+whole machine may lose groups appended since.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
-import math
 import os
 import secrets
 import socket
 import struct
-import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -44,6 +42,7 @@ from rollout.threads import forks
 
 VERSION = 5
 SUFFIX = ".journal"
+_HEADER = b'{"rollout_journal": %d}\n' % VERSION
 _LOCK = "lock"
 _HEAD = struct.Struct("<QI")
 _BODY = {"key": OPAQUE, "samples": list_of(REQUEST)}
@@ -82,35 +81,20 @@ class Journal:
 
     Args:
         folder: created if missing. Exclusive to one writer: every rank needs its own.
-        job: name of the run; a folder of another job is rejected.
-        fsync_interval_s: appended groups are synced to disk by the first `append` after this many seconds, by `checkpoint`
-            and by `close`. 0: before `append` returns; infinite: left to the operating system. It only matters if the
-            machine crashes.
         keep_checkpoints: number of newest checkpoints that `since` supports. At least 2, because the trainer has not
             yet saved the newest mark when `checkpoint` returns.
 
     Raises:
-        ConfigError: an option is out of range, or the folder holds the journal of another job.
+        ConfigError: an option is out of range.
         EngineStateError: another process, or another object here, is writing it; names the process.
         JournalError: the folder cannot be written.
         SerializationError: written by another version.
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        job: str = "",
-        fsync_interval_s: float = 1.0,
-        keep_checkpoints: int = 2,
-    ) -> None:
-        if not fsync_interval_s >= 0:
-            raise ConfigError(f"fsync_interval_s={fsync_interval_s!r}: must be at least 0")
+    def __init__(self, folder: str | os.PathLike[str], *, keep_checkpoints: int = 2) -> None:
         if type(keep_checkpoints) is not int or keep_checkpoints < 2:
             raise ConfigError(f"keep_checkpoints={keep_checkpoints!r}: must be an integer of at least 2")
         self.folder = Path(folder).absolute()
-        self.job = job
-        self._interval_s = fsync_interval_s
         self._keep = keep_checkpoints
         self._line: list[str] = []
         """Marks of the current line of checkpoints, oldest first."""
@@ -123,7 +107,7 @@ class Journal:
             try:
                 for name in self._names():
                     with name.path(self.folder).open("rb") as file:
-                        self._read_header(file)
+                        _read_header(file)
                 self._begin(0)
             except BaseException:
                 os.close(self._lock)
@@ -157,8 +141,6 @@ class Journal:
             if isinstance(exc, OSError):
                 raise _trouble(self._path, "be appended to", exc) from exc
             raise
-        if time.monotonic() - self._synced >= self._interval_s:
-            self.sync()
         return place
 
     def checkpoint(self, step: int) -> str:
@@ -168,8 +150,7 @@ class Journal:
         `keep_checkpoints` later checkpoints. After a `JournalError` the journal is as before.
         """
         self._check_open()
-        if self._interval_s < math.inf:
-            self.sync()
+        self.sync()
         before, names = self._file, self._names()
         self._line.append(self._begin(step))
         os.close(before)
@@ -217,12 +198,11 @@ class Journal:
         except OSError as exc:
             self._release()
             raise _trouble(self._path, "be synchronised, so the journal is closed", exc) from exc
-        self._synced = time.monotonic()
 
     def close(self) -> None:
         """Sync, close the file and release the lock. Idempotent."""
         try:
-            if self._file >= 0 and self._interval_s < math.inf:
+            if self._file >= 0:
                 self.sync()
         finally:
             self._release()
@@ -266,44 +246,22 @@ class Journal:
         try:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             try:
-                end = _write(file, self._header(), 0)
-                if self._interval_s < math.inf:
-                    os.fsync(file)
-                    _sync_folder(self.folder)
+                end = _write(file, _HEADER, 0)
+                os.fsync(file)
+                _sync_folder(self.folder)
             except BaseException:
                 os.close(file)
                 path.unlink(missing_ok=True)
                 raise
         except OSError as exc:
             raise _trouble(path, "be written", exc) from exc
-        self._path, self._file, self._end, self._synced = path, file, end, time.monotonic()
+        self._path, self._file, self._end = path, file, end
         return name.mark
-
-    def _header(self) -> bytes:
-        return json.dumps({"rollout_journal": VERSION, "job": self.job}).encode() + b"\n"
-
-    def _read_header(self, file: BinaryIO) -> None:
-        """Read the first line. A line that a crash has cut off counts as read."""
-        line = file.readline(1 << 16)
-        if self._header().startswith(line):
-            return
-        try:
-            header = json.loads(line)
-            fits, job = header["rollout_journal"] == VERSION, header["job"]
-        except (ValueError, TypeError, KeyError):
-            fits, job = False, None
-        if not fits:
-            raise SerializationError(
-                f"{file.name} does not begin as a journal of version {VERSION}, which this release reads: move it away"
-            )
-        raise ConfigError(
-            f"{file.name} belongs to job={job!r}, and this is job={self.job!r}: give each job a folder of its own"
-        )
 
     def _groups(self, path: Path) -> Iterator[FinishedGroup]:
         try:
             with path.open("rb") as file:
-                self._read_header(file)
+                _read_header(file)
                 size = os.fstat(file.fileno()).st_size
                 while (start := file.tell()) < size:
                     try:
@@ -353,6 +311,14 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _read_header(file: BinaryIO) -> None:
+    """Read the first line. A line that a crash has cut off counts as read."""
+    if not _HEADER.startswith(file.readline(len(_HEADER))):
+        raise SerializationError(
+            f"{file.name} does not begin as a journal of version {VERSION}, which this release reads: move it away"
+        )
 
 
 def _read_body(file: BinaryIO) -> bytes:

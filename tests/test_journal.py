@@ -204,9 +204,7 @@ def test_a_checkpoint_that_cannot_be_made_leaves_the_journal_as_it_was(tmp_path,
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "version", [b"rolljrnl\x00", b'{"rollout_journal": 3, "job": ""}\n', b"[]\n", b"\xff" * 70_000]
-)
+@pytest.mark.parametrize("version", [b"rolljrnl\x00", b'{"rollout_journal": 3}\n', b"[]\n", b"\xff" * 70_000])
 def test_a_file_of_another_version_is_refused_by_name_and_not_touched(tmp_path, version):
     path = tmp_path / "000001-0-a.journal"
     path.write_bytes(version)
@@ -215,18 +213,10 @@ def test_a_file_of_another_version_is_refused_by_name_and_not_touched(tmp_path, 
     assert path.read_bytes() == version
 
 
-def test_the_journal_of_another_job_is_refused_by_name(tmp_path):
-    Journal(tmp_path, job="run 1").close()
-    with pytest.raises(ConfigError, match="belongs to job='run 1', and this is job='run 2': give each job a folder"):
-        Journal(tmp_path, job="run 2")
-    Journal(tmp_path, job="run 1").close()
-
-
-@pytest.mark.parametrize("options", [{"fsync_interval_s": -1}, {"fsync_interval_s": float("nan")},
-                                     {"keep_checkpoints": 1}, {"keep_checkpoints": 2.0}])  # fmt: skip
-def test_an_option_out_of_range_is_refused(tmp_path, options):
-    with pytest.raises(ConfigError, match=f"{next(iter(options))}=.*: must be"):
-        Journal(tmp_path, **options)
+@pytest.mark.parametrize("number", [1, 2.0])
+def test_fewer_checkpoints_than_two_are_refused(tmp_path, number):
+    with pytest.raises(ConfigError, match=r"keep_checkpoints=.*: must be"):
+        Journal(tmp_path, keep_checkpoints=number)
     Journal(tmp_path).close()
 
 
@@ -255,7 +245,7 @@ def read_bytes(folder: Path, data: bytes) -> list[int]:
     folder.mkdir(exist_ok=True)
     path = folder / "000001-0-a.journal"
     path.write_bytes(data)
-    with Journal(folder, fsync_interval_s=float("inf")) as journal:
+    with Journal(folder) as journal:
         ids = since(journal)
         files(folder)[-1].unlink()
     return ids
@@ -445,28 +435,24 @@ def test_half_a_record_is_overwritten_by_the_next(tmp_path, monkeypatch, error, 
 
 
 def test_after_a_failed_synchronisation_the_journal_is_closed(tmp_path, monkeypatch):
-    journal = Journal(tmp_path, fsync_interval_s=0)
+    journal = Journal(tmp_path)
+    journal.append(group(0))
     with failing(monkeypatch, "fsync"), pytest.raises(JournalError, match="cannot be synchronised"):
-        journal.append(group(0))
+        journal.checkpoint(1)
     with pytest.raises(JournalError, match="is not open"):
         journal.append(group(1))
     Journal(tmp_path).close()
 
 
-@pytest.mark.parametrize(("interval_s", "expected"), [(0, [1, 1, 1]), (10, [0, 1, 0]), (float("inf"), [0, 0, 0])])
-def test_appended_groups_are_forced_to_the_disk_as_often_as_asked(tmp_path, monkeypatch, interval_s, expected):
-    now, calls, counts = [0.0], [], []
-    real = os.fsync
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+def test_files_are_synchronised_by_checkpoint_and_close(tmp_path, monkeypatch):
+    calls, real = [], os.fsync
     monkeypatch.setattr(module.os, "fsync", lambda file: (calls.append(file), real(file)))
-    journal = Journal(tmp_path, fsync_interval_s=interval_s)
-    for time in (9.9, 10.0, 19.9):
+    journal = Journal(tmp_path)
+    for act, synced in (
+        (lambda: journal.append(group(0)), False),
+        (lambda: journal.checkpoint(1), True),
+        (journal.close, True),
+    ):
         calls.clear()
-        now[0] = time
-        journal.append(group(0))
-        counts.append(len(calls))
-    assert counts == expected
-    for end in (lambda: journal.checkpoint(1), journal.close):
-        calls.clear()
-        end()
-        assert bool(calls) == (interval_s < float("inf"))
+        act()
+        assert bool(calls) is synced

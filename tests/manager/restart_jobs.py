@@ -59,7 +59,7 @@ def train(pipe: Connection, *, folder: Path, life: int, steps: int, with_journal
     torch.set_num_threads(1)
     # Where a group is computed again, it comes out otherwise; without a journal every life is to be like the first.
     run = _run(
-        Journal(folder / "journal", fsync_interval_s=float("inf")) if with_journal else None,
+        Journal(folder / "journal") if with_journal else None,
         seed=life if with_journal else 0,
     )
     if (folder / CHECKPOINT).exists():

@@ -408,7 +408,7 @@ def journals(rank: int, folder: str, disk: str) -> dict[str, Any]:
     model, told = load(folder), []
     state: dict[str, Any] | None = None
     for _ in range(2):
-        journal = Journal(f"{disk}/rank-{rank}", fsync_interval_s=float("inf"))
+        journal = Journal(f"{disk}/rank-{rank}")
         with make_rollout(model, journal=journal) as rollout:
             if state is not None:
                 rollout.load_state_dict(state)

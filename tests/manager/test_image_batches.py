@@ -110,10 +110,10 @@ def test_a_checkpoint_holds_the_images_of_what_is_in_flight_and_of_what_has_ende
 def test_a_journal_tells_prompts_apart_by_their_images(tmp_path: Any) -> None:
     name = "gemma3"
     prompts = [picture_prompt(name, [2, label, 3]) for label in "ab"]
-    with Journal(tmp_path, job="j") as journal, manager_of(name, journal=journal) as manager:
+    with Journal(tmp_path) as journal, manager_of(name, journal=journal) as manager:
         state = manager.state_dict()
         first = manager.generate(prompts, SAMPLED)
-    with Journal(tmp_path, job="j") as journal, manager_of(name, journal=journal) as manager:
+    with Journal(tmp_path) as journal, manager_of(name, journal=journal) as manager:
         manager.load_state_dict(state)
         again = manager.generate([prompts[1], picture_prompt(name, [2, "c", 3]), prompts[0]], SAMPLED)
         assert manager.engine.stats()["images_encoded"] == 1, "only the new prompt is computed"
