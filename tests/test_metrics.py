@@ -97,12 +97,6 @@ def test_a_gauge_keeps_its_value_and_its_peak_begins_anew_with_the_interval():
     assert (second["rollout/requests_running"], second["rollout/requests_running_peak"]) == (2, 2)
 
 
-@pytest.mark.parametrize("value", [-1, math.nan])
-def test_a_counter_refuses_to_fall(value):
-    with pytest.raises(ValueError, match=r"rollout/steps.*only rises"):
-        MetricsRecorder(Clock()).add("rollout/steps", value)
-
-
 def test_counts_from_several_threads_all_arrive():
     recorder = MetricsRecorder(Clock())
     seen = []
@@ -209,22 +203,8 @@ def test_tokens_per_second_counts_the_generate_phase_only():
     assert recorder.snapshot()["rollout/tokens_per_second"] == 25
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_names():
-    with pytest.raises(KeyError, match="rollout/preemptions"):
-        MetricsRecorder(Clock()).add("rollout/preemption")
-
-
-@pytest.mark.parametrize(
-    ("verb", "name", "cure"),
-    [
-        ("add", "rollout/policy_version", r"use set\(\)"),
-        ("set", "rollout/steps", r"use add\(\)"),
-        ("observe", "rollout/steps", r"use add\(\)"),
-        ("add", "rollout/ttft_s", r"use observe\(\)"),
-        ("add", "rollout/suspend_s", r"use phase\(\)"),
-        ("set", "rollout/tail_factor", "derived"),
-    ],
-)
-def test_the_wrong_verb_is_refused_with_the_right_one(verb, name, cure):
-    with pytest.raises(TypeError, match=cure):
-        getattr(MetricsRecorder(Clock()), verb)(name, 1)
+def test_a_name_outside_of_the_table_is_refused():
+    recorder = MetricsRecorder(Clock())
+    for record in (recorder.add, recorder.set, recorder.observe):
+        with pytest.raises(KeyError):
+            record("rollout/preemption", 1)

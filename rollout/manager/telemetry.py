@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.observe.metric_table import ENGINE_STATS, LOGGED, METRICS, PHASES, Kind, Metric, Statistic, unknown_name
+from rollout.observe.metric_table import ENGINE_STATS, LOGGED, METRICS, PHASES, Kind, Statistic
 from rollout.observe.recorder import active
 from rollout.observe.run_log import flat_array
 from rollout.requests.events import DynamicInferenceEventType
@@ -81,8 +81,7 @@ class _Summary:
 class MetricsRecorder:
     """Thread-safe recorder of the metrics in `METRICS`; `snapshot` returns them as one flat dict.
 
-    A name that is not in the table raises `KeyError` with the closest names; the wrong method for a metric's kind raises
-    `TypeError` with the right one. Memory use is bounded even if no snapshot is ever taken.
+    A name that is not in the table raises `KeyError`. Memory use is bounded even if no snapshot is ever taken.
 
     Args:
         clock: monotonic clock, in seconds.
@@ -95,68 +94,38 @@ class MetricsRecorder:
         self._totals = {name: 0.0 for name, metric in METRICS.items() if metric.total}
         self._gauges: dict[str, float] = {}
         self._peaks: dict[str, float] = {}
-        self._summaries: dict[str, _Summary] = {}
+        self._summaries = {name: _Summary(metric.stats) for name, metric in METRICS.items() if metric.stats}
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._phase: str | None = None
         self._phase_since = 0.0
 
     def add(self, name: str, value: float = 1) -> None:
-        """Increase a counter by `value` ≥ 0.
-
-        Raises:
-            KeyError: unknown metric. TypeError: not a counter. ValueError: `value` is negative or NaN.
-        """
-        metric = self._metric(name, Kind.COUNTER)
-        if not value >= 0:
-            raise ValueError(f"{name}: cannot add {value!r}: a counter only rises; a value that also falls is a gauge")
+        """Increase a counter by `value` ≥ 0."""
         with self._lock:
             self._counters[name] += value
-            if metric.total:
+            if name in self._totals:
                 self._totals[name] += value
 
     def set(self, name: str, value: float) -> None:
-        """Set a gauge to `value`.
-
-        Raises:
-            KeyError: unknown metric. TypeError: not a gauge.
-        """
-        metric = self._metric(name, Kind.GAUGE)
+        """Set a gauge to `value`."""
         with self._lock:
             self._gauges[name] = float(value)
-            if metric.peak:
+            if METRICS[name].peak:
                 self._peaks[name] = max(self._gauges[name], self._peaks.get(name, -math.inf))
 
     def observe(self, name: str, values: Any) -> None:
-        """Add values to a summary: a number, or an array or torch tensor of any shape and device, possibly empty.
-
-        Raises:
-            KeyError: unknown metric. TypeError: not a summary.
-        """
-        metric = self._metric(name, Kind.SUMMARY)
+        """Add values to a summary: a number, or an array or torch tensor of any shape and device, possibly empty."""
         flat = flat_array(values)
         if not flat.size:
             return
         with self._lock:
-            if name not in self._summaries:
-                self._summaries[name] = _Summary(metric.stats)
             self._summaries[name].extend(flat)
 
     def enter_phase(self, phase: str | None) -> None:
-        """Attribute wall time from now on to `phase`, one of `PHASES`; None: to no phase.
-
-        Raises:
-            KeyError: unknown phase.
-        """
-        if phase is not None and phase not in PHASES:
-            raise KeyError(f"phase {phase!r}: must be one of {', '.join(PHASES)}, or None")
+        """Attribute wall time from now on to `phase`, one of `PHASES`; None: to no phase."""
         with self._lock:
             self._account()
             self._phase = phase
-
-    @property
-    def present_phase(self) -> str | None:
-        """The phase that wall time is attributed to."""
-        return self._phase
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
@@ -210,24 +179,6 @@ class MetricsRecorder:
             self._seconds[self._phase] += now - self._phase_since
         self._phase_since = now
 
-    @staticmethod
-    def _metric(name: str, kind: Kind) -> Metric:
-        metric = METRICS.get(name)
-        if metric is None or not metric.logged:
-            raise unknown_name(name, {each: known for each, known in METRICS.items() if known.logged})
-        if metric.kind is not kind:
-            raise TypeError(f"{name} is a {metric.kind.value}, not a {kind.value}: {_VERBS[metric.kind]}")
-        return metric
-
-
-_VERBS = {
-    Kind.COUNTER: "use add()",
-    Kind.TIMER: "use phase() or enter_phase()",
-    Kind.GAUGE: "use set()",
-    Kind.SUMMARY: "use observe()",
-    Kind.RATIO: "it is derived when a snapshot is taken, record its parts",
-}
-
 
 _COUNTERS = [name for name, metric in ENGINE_STATS.items() if metric.kind is Kind.COUNTER]
 _GAUGES = [name for name, metric in ENGINE_STATS.items() if metric.kind is Kind.GAUGE and metric.logged]
@@ -248,7 +199,7 @@ class RolloutMetrics(MetricsRecorder):
         self._counted = {name: stats[name] for name in _COUNTERS}
 
     def enter_phase(self, phase: str | None) -> None:
-        before = self.present_phase
+        before = self._phase
         super().enter_phase(phase)
         if (recorder := active()) is not None:
             recorder.phase(self, phase, before)

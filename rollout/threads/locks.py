@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,12 +11,8 @@ from rollout.errors import DeadlineError
 from rollout.threads.diagnosis import thread_name
 from rollout.threads.interrupts import interruptible, uninterrupted
 
-_log = logging.getLogger(__name__)
-
 POLL_S = 0.1
 """Interval of checks for a second Ctrl-C while waiting."""
-LOGGED_WAIT_S = 60.0
-"""Wait for a turn, in seconds, after which it is logged."""
 
 
 class FairLock:
@@ -123,7 +118,7 @@ class Turns:
         try:
             with self._changed:
                 self._queue.append(ticket)
-                if not self._wait(ticket, timeout_s):
+                if not self._changed.wait_for(lambda: self._queue[0] is ticket, timeout_s):
                     raise DeadlineError(
                         f"thread {me.name!r} waited {timeout_s} s for thread {self._name()!r}, which generates with the "
                         "same engine; nothing of this call was queued"
@@ -137,21 +132,6 @@ class Turns:
                 if ticket in self._queue:
                     self._queue.remove(ticket)
                 self._changed.notify_all()
-
-    def _wait(self, ticket: object, timeout_s: float | None) -> bool:
-        """Wait for a turn; return whether it came in time. A long wait without a limit is logged, since it may never end."""
-
-        def mine() -> bool:
-            return self._queue[0] is ticket
-
-        if timeout_s is not None or self._changed.wait_for(mine, LOGGED_WAIT_S):
-            return self._changed.wait_for(mine, timeout_s)
-        _log.warning(
-            "thread %r has waited %g s for thread %r, which generates with the same engine; if that one plays environments "
-            "that wait for this thread, neither continues: sample by `await manager.sample(prompt)` there",
-            threading.current_thread().name, LOGGED_WAIT_S, self._name(),
-        )  # fmt: skip
-        return self._changed.wait_for(mine)
 
     def describe(self) -> str:
         """Holder and length of the queue; takes no lock."""
