@@ -64,7 +64,6 @@ if TYPE_CHECKING:  # further public names
     from rollout.manager.episodes.environment import Environment as Environment
     from rollout.manager.episodes.environment import EnvironmentTask as EnvironmentTask
     from rollout.manager.episodes.environment import StepResult as StepResult
-    from rollout.manager.episodes.environment import mixture as mixture
     from rollout.manager.episodes.episode import Episode as Episode
     from rollout.manager.scoring import PromptTask as PromptTask
     from rollout.manager.scoring import rewards_differ as rewards_differ

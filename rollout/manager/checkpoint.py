@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.errors import ConfigError, SerializationError
+from rollout.errors import ConfigError
 from rollout.manager.backend import Backend
 from rollout.manager.episodes.player import EpisodePlayer
 from rollout.manager.episodes.saved import PLAYED
@@ -74,7 +74,7 @@ def load(
     journal.restore(loaded["journal"], loaded["policy_version"])
     try:
         finished, records = _finish(loaded["finished"], loaded["unfinished"], journal)
-        groups = _ledger(loaded["groups"], finished, records)
+        groups = _ledger(loaded["groups"], finished)
         # Even if the version is the same, because cached KV may have been computed by other weights.
         engine.weights_updated(loaded["policy_version"])
         backend.continue_from(records)
@@ -128,19 +128,12 @@ def _decode(state: Any) -> dict[str, Any]:
     return decode_fields("state.data", unpack_msgpack("state.data", data, strict_map_key=False), _FIELDS)
 
 
-def _ledger(
-    sizes: list[tuple[int, int]],
-    finished: list[DynamicInferenceRequest],
-    unfinished: list[DynamicInferenceRequestRecord],
-) -> GroupLedger:
+def _ledger(sizes: list[tuple[int, int]], finished: list[DynamicInferenceRequest]) -> GroupLedger:
     groups = GroupLedger()
     for group_id, size in sizes:
         groups.add(group_id, size)
-    taken = all(groups.take(result) for result in finished)
-    if not taken or groups.samples_missing != len(unfinished):
-        raise SerializationError(
-            f"state.data: {len(finished)} finished and {len(unfinished)} unfinished samples are not those of its groups"
-        )
+    for result in finished:
+        groups.take(result)
     return groups
 
 

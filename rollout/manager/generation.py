@@ -13,7 +13,7 @@ from rollout.manager import checkpoint
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.checkpoint import check_portable
 from rollout.manager.rounds import OnError, Rounds, check_on_error
-from rollout.manager.run_loop import GroupGoal, length_key
+from rollout.manager.run_loop import GroupGoal
 from rollout.requests.prompt import Prompt, has_images
 from rollout.sampling_params import SamplingParams, one_each, takes_options, warn_of_equal_samples
 from rollout.threads.interrupts import uninterrupted
@@ -67,7 +67,8 @@ def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], 
                 where = f"prompts[{position}]"
                 # Prompts with images are distinguished by their content.
                 prompts[position] = rounds.engine.controller.tokenize(prompt)
-        keys = [length_key(prompt) for prompt in prompts]
+        # A collision (long arrays are abbreviated) only affects the order of starting.
+        keys = [hash(str(prompt)) for prompt in prompts]
         journal_keys = [loop.journal.key(*each) for each in zip(prompts, params, extras, strict=True)]
         for position in loop.lengths.longest_first(keys):
             where = f"prompts[{position}]"

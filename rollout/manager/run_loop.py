@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -49,7 +49,7 @@ class LengthBook:
         self._overall: float | None = None
 
     def observe(self, prompt: Hashable, length: int) -> None:
-        """Add the completion length of a finished sample to the mean of its prompt, given as its `length_key`."""
+        """Add the completion length of a finished sample to the mean of its prompt."""
         before = self._means.pop(prompt, None)
         self._means[prompt] = length if before is None else before + NEWEST_SHARE * (length - before)
         self._overall = length if self._overall is None else self._overall + 0.01 * (length - self._overall)
@@ -62,18 +62,6 @@ class LengthBook:
         expected = np.array([self._means.get(prompt, overall) for prompt in prompts], dtype=float)
         order: list[int] = np.argsort(-expected, kind="stable").tolist()
         return order
-
-
-def length_key(prompt: Any) -> Hashable:
-    """Hash of a prompt, equal for equal prompts; a collision only affects the order of starting."""
-    if isinstance(prompt, str):
-        return hash(prompt)
-    if isinstance(prompt, Mapping):
-        prompt = np.ravel(prompt.get("input_ids", ()))
-    try:
-        return hash(tuple(prompt.tolist() if hasattr(prompt, "tolist") else prompt))
-    except TypeError:
-        return hash(repr(prompt))
 
 
 class Goal(Protocol):

@@ -97,22 +97,17 @@ class EpisodeRuns:
         self._rounds = rounds
         self._pacer = rounds.new_pacer()
 
-    async def sample(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, session: Episode | None = None
-    ) -> DynamicInferenceRequest:
+    async def sample(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DynamicInferenceRequest:
         """Sample one completion in an environment of `run`, without making it a turn. Cancelling aborts the request.
 
         Args:
             sampling_params: with n = 1.
-            session: an episode of `run` that it becomes a turn of.
 
         Raises:
             InvalidRequestError: the prompt can never be served, or n > 1.
             RequestError: it failed, or was aborted.
             EngineStateError: outside of an environment of `run`.
         """
-        if session is not None:
-            return await session.sample(prompt, sampling_params)
         (params,) = one_each(sampling_params, 1)
         if params.n != 1:
             raise InvalidRequestError(f"n={params.n} in sample(): one completion per call; gather() several calls")
@@ -181,14 +176,18 @@ class EpisodeRuns:
         warn_of_equal_samples(params, n)
         most = _room(tasks, min_groups, max_groups, params, n)
         if environment is not None and environments is not None:
-            raise ConfigError("environment= with environments=, which are for restored episodes of a mixture: pass one")
+            raise ConfigError(
+                "environment= with environments=: pass one; the latter is for restored episodes of several"
+            )
         drawn, begun = iter(tasks), list[int]()
         tokenizer = rounds.engine.controller.tokenizer
 
         def begin(task: Any) -> None:
             asked = task if environment is None else EnvironmentTask(environment, task)
             if not isinstance(asked, EnvironmentTask):
-                raise TypeError(f"task {task!r:.80} without environment=: must be an EnvironmentTask; see mixture()")
+                raise TypeError(
+                    f"task {task!r:.80} without environment=: must be an EnvironmentTask(environment, task)"
+                )
             play = as_play(asked.environment, tokenizer, max_turns)
             name = name_of(asked.environment)
             begun.append(player.begin(asked.task, play, n, params, episode_timeout_s, name))

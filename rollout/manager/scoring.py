@@ -284,20 +284,17 @@ class Scoring:
 
     def _submit_sound(self, tasks: Sequence[PromptTask], params: SamplingParams) -> list[int]:
         """Submit the valid tasks; then raise for the first invalid one."""
-        try:
-            prompts, chosen = [each.prompt for each in tasks], [each.sampling_params or params for each in tasks]
-            return submit(self._rounds, prompts, chosen, [each.metadata for each in tasks])
-        except (InvalidRequestError, TypeError, ConfigError) as exc:
-            if len(tasks) == 1:
-                exc.add_note(f"{tasks[0]!r:.200}")
-                raise
-            refused: list[Exception] = []
-            for task in tasks:
-                try:
-                    self._submit_sound([task], params)
-                except (InvalidRequestError, TypeError, ConfigError) as each:
-                    refused.append(each)
-            raise refused[0] from None
+        added: list[int] = []
+        refused: list[Exception] = []
+        for task in tasks:
+            try:
+                added += submit(self._rounds, [task.prompt], [task.sampling_params or params], [task.metadata])
+            except (InvalidRequestError, TypeError, ConfigError) as exc:
+                exc.add_note(f"{task!r:.200}")
+                refused.append(exc)
+        if refused:
+            raise refused[0]
+        return added
 
     def _hand_out(self, groups: int, discarded: list[float | None], on_error: OnError) -> ScoredBatch:
         rounds, device = self._rounds, self._rounds.engine.guard.training_device

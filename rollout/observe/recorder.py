@@ -221,7 +221,6 @@ class TraceRecorder:
 
     Attributes:
         started, ended: seconds; `ended` is 0 until `finish`.
-        engines: one log per engine that was built or has reported.
         spans: of the trainer and the job.
     """
 
@@ -230,7 +229,6 @@ class TraceRecorder:
         self.destination = destination
         self.started = clock()
         self.ended = 0.0
-        self.engines: list[EngineLog] = []
         self.spans: list[Span] = []
         self._phases: dict[object, tuple[str | None, float]] = {}
         self._of_tap: dict[EngineTap, EngineLog] = {}
@@ -238,15 +236,15 @@ class TraceRecorder:
 
     def log_of(self, tap: EngineTap) -> EngineLog:
         """The log of an engine, from its first report on."""
-        log = self._of_tap.get(tap)
-        if log is None:
-            with self._lock:
-                log = self._of_tap.get(tap)
-                if log is None:
-                    log = EngineLog(tap.clock, tap.state())
-                    self.engines.append(log)
-                    self._of_tap[tap] = log
-        return log
+        with self._lock:
+            if tap not in self._of_tap:
+                self._of_tap[tap] = EngineLog(tap.clock, tap.state())
+            return self._of_tap[tap]
+
+    @property
+    def engines(self) -> list[EngineLog]:
+        """One log per engine that was built or has reported."""
+        return list(self._of_tap.values())
 
     def add(self, span: Span) -> None:
         if len(self.spans) < MAX_ROWS:
@@ -270,7 +268,6 @@ class TraceRecorder:
             self.phase(of, None, None)
         for tap, log in list(self._of_tap.items()):
             log.lives += [life_of(record, self.ended) for record in tap.records()]
-        self._of_tap.clear()
 
 
 _active: TraceRecorder | None = None

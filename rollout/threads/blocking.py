@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import wraps
 from inspect import iscoroutinefunction, unwrap
 from operator import attrgetter
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,27 +66,16 @@ def threaded(
     return call
 
 
-class Read(Generic[T]):
-    """A property with the same name as a property of a part; made by `read`."""
+def read(part: str, getter: Callable[[Any], T]) -> T:
+    """A property with the name and value of the property `getter` of a part."""
+    find, source = attrgetter(part), cast("Any", getter).fget
 
-    def __init__(self, part: str, getter: Callable[[Any], T]) -> None:
-        self._find, self._name = attrgetter(part), ""
-        self.__doc__ = getter.__doc__
+    @wraps(source)
+    def value(self: Any) -> T:
+        found: T = getattr(find(self), source.__name__)
+        return found
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, holder: Any, owner: type | None = None) -> T:
-        value: Any = self if holder is None else getattr(self._find(holder), self._name)
-        return value  # type: ignore[no-any-return]
-
-    def __set__(self, holder: Any, value: object) -> None:
-        raise AttributeError(f"{self._name} of {type(holder).__name__} is read-only")
-
-
-def read(part: str, getter: Callable[[Any], T]) -> Read[T]:
-    """A property that reads the property `getter` of a part."""
-    return Read(part, getter)
+    return cast("T", property(value))
 
 
 async def on_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

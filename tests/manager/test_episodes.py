@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError, RolloutFailedError
-from rollout.manager.episodes.environment import EnvironmentTask, StepResult, mixture
+from rollout.manager.episodes.environment import EnvironmentTask, StepResult
 from rollout.manager.manager import RolloutManager
 from rollout.manager.scoring import rewards_differ
 from rollout.sampling_params import SamplingParams
@@ -60,7 +60,7 @@ def test_a_completion_beside_the_turns_equals_that_of_generate_and_a_cancelled_o
         asked.append(await rollout.sample([5, 7], tokens(8, temperature=0)))
         with pytest.raises(InvalidRequestError, match=r"n=2 in sample\(\)"):
             await rollout.sample([5], SamplingParams(n=2))
-        await rollout.sample([5], tokens(3), session=episode)
+        await episode.sample([5], tokens(3))
         return 1.0
 
     asked = []
@@ -267,17 +267,8 @@ def test_groups_of_equal_rewards_are_replaced_from_the_iterator(rollout):
     assert rollout.metrics()["rollout/groups_discarded"] > 0
 
 
-def test_environments_are_mixed_by_weight():
-    drawn = mixture((Echo, itertools.repeat(0), 3.0), (object, range(30), 1.0), seed=3)
-    counted = Counter(task.environment for task in itertools.islice(drawn, 80))
-    assert 45 < counted[Echo] < 75
-    assert [each.task for each in mixture((Echo, range(3), 1.0))] == [0, 1, 2]
-    with pytest.raises(ConfigError, match=r"sources\[0\]: weight=-1"):
-        mixture((Echo, [], -1))
-
-
-def test_a_mixture_is_run_and_a_bare_task_without_an_environment_is_refused(rollout):
-    batch = rollout.run(mixture((Echo, range(3, 9), 1.0)), None, tokens(2), min_groups=2)
+def test_tasks_bring_their_environments_and_a_bare_task_without_one_is_refused(rollout):
+    batch = rollout.run((EnvironmentTask(Echo, task) for task in range(3, 9)), None, tokens(2), min_groups=2)
     assert batch.num_groups >= 2
     with pytest.raises(TypeError, match="EnvironmentTask"):
         rollout.run([3], None)

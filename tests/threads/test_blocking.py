@@ -74,7 +74,7 @@ def test_a_part_is_called_on_the_callers_thread_or_awaited_on_another(one: Block
 
 def test_a_property_is_read_and_cannot_be_set(one: Blocking) -> None:
     assert one.name == "async"
-    with pytest.raises(AttributeError, match="name of Blocking is read-only"):
+    with pytest.raises(AttributeError, match="no setter"):
         one.name = "another"
 
 

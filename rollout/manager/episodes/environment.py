@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import random
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, cast
@@ -60,38 +59,6 @@ class EnvironmentTask:
 
     environment: EnvironmentFactory | Play
     task: Any
-
-
-def mixture(
-    *sources: tuple[EnvironmentFactory | Play, Iterable[Any], float], seed: int = 0
-) -> Iterator[EnvironmentTask]:
-    """Tasks of several environments in random order, for `run(mixture(...), min_groups=...)`.
-
-    Args:
-        sources: (environment, tasks, weight): the share of its tasks is its weight, relative to the sources that have tasks
-            left.
-        seed: of the order.
-
-    Raises:
-        ConfigError: a weight is not positive and finite.
-    """
-    for index, (_, _, weight) in enumerate(sources):
-        if not 0 < weight < float("inf"):
-            raise ConfigError(f"sources[{index}]: weight={weight!r} must be positive and finite")
-    return _mixed([(environment, iter(tasks), weight) for environment, tasks, weight in sources], random.Random(seed))
-
-
-def _mixed(
-    left: list[tuple[EnvironmentFactory | Play, Iterator[Any], float]], rng: random.Random
-) -> Iterator[EnvironmentTask]:
-    while left:
-        (drawn,) = rng.choices(left, [weight for _, _, weight in left])
-        try:
-            task = next(drawn[1])
-        except StopIteration:
-            left.remove(drawn)
-            continue
-        yield EnvironmentTask(drawn[0], task)
 
 
 def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: int) -> Play:

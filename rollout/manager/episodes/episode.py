@@ -186,8 +186,8 @@ class EpisodeGroup:
     environment: str
     """Its name."""
     params: SamplingParams
-    due: float | None
-    """Playing time in seconds at which they must have finished; None: never."""
+    due: float
+    """Playing time in seconds at which they must have finished; infinite: never."""
     missing: set[int] = field(default_factory=set)
 
     @property

@@ -10,14 +10,12 @@ environment cannot change its episode after the end.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar
-from itertools import count
-from math import isfinite
 from typing import Any
 from weakref import finalize
 
@@ -64,12 +62,10 @@ class EpisodePlayer:
         self._seed = seed
         self._clock = clock
         self._next_number = 0
-        self._order = count()
         self._groups: dict[int, EpisodeGroup] = {}
         self._futures: dict[Episode, Future[None]] = {}
         self._played_s = 0.0
         self._looked_at: float | None = None
-        self._deadlines: list[tuple[float, int, Episode]] = []
         self._loop: LoopThread | None = None
         # Guards the end of an episode, which its own coroutine and its deadline may both attempt.
         self._ending = threading.Lock()
@@ -104,7 +100,7 @@ class EpisodePlayer:
             return await self._samples.completion(self._check(prompt, asked), asked, keep, owner=number)
 
         episodes = [Episode(task, number, index, params, seed, ask, self._check) for index in range(n)]
-        due = None if timeout_s is None else self._played_s + timeout_s
+        due = math.inf if timeout_s is None else self._played_s + timeout_s
         group = self._groups[number] = EpisodeGroup(number, episodes, environment, params, due, set(range(n)))
         self.unfinished.add(number)
         return group
@@ -115,11 +111,8 @@ class EpisodePlayer:
             # An environment that still computes while the interpreter shuts down would abort the process.
             finalize(self, _close_at_exit, self._loop)
         for episode in group.episodes:
-            if episode.ended:
-                continue
-            self._futures[episode] = self._loop.start(self._play(episode, play))
-            if group.due is not None:
-                heapq.heappush(self._deadlines, (group.due, next(self._order), episode))
+            if not episode.ended:
+                self._futures[episode] = self._loop.start(self._play(episode, play))
 
     def look_at_the_clock(self) -> None:
         """Fail the episodes whose time is over. Time counts only between `resume_clock` and `stop_clock`."""
@@ -127,10 +120,10 @@ class EpisodePlayer:
         if self._looked_at is not None:
             self._played_s += now - self._looked_at
         self._looked_at = now
-        while self._deadlines and self._deadlines[0][0] <= self._played_s:
-            _, _, late = heapq.heappop(self._deadlines)
-            if self._end(late, None, "RequestTimeoutError: the episode's episode_timeout_s has passed"):
-                self._cancel(late)
+        for group in [self._groups[number] for number in list(self.unfinished)]:
+            for late in group.episodes if group.due <= self._played_s else ():
+                if self._end(late, None, "RequestTimeoutError: the episode's episode_timeout_s has passed"):
+                    self._cancel(late)
 
     def take_broken(self) -> BrokenEnvironmentError | None:
         """Return and forget why an environment cannot be played at all; None: no such error."""
@@ -183,7 +176,7 @@ class EpisodePlayer:
         """Take over the decoded result of `save`, while nothing is in play. Its episodes continue with `resume`."""
         self._next_number = saved["next"]
         for each in saved["groups"]:
-            left = None if each["due"] is None else max(0.0, each["due"] - saved["played_s"])
+            left = max(0.0, each["due"] - saved["played_s"])
             group = self._book(
                 each["group_id"], each["task"], len(each["episodes"]), each["params"], left, each["environment"]
             )
@@ -234,7 +227,7 @@ class EpisodePlayer:
         _PLAYING.set((*_PLAYING.get(), self))
         try:
             reward = _number(await play(episode))
-            if not isfinite(reward):
+            if not math.isfinite(reward):
                 raise ValueError(f"reward={reward!r}: must be finite")
         except asyncio.CancelledError:
             self._end(episode, None, "RequestAbortedError: the episode was cancelled")

@@ -60,7 +60,7 @@ GROUP = {
     "environment": STR,
     "task": OPAQUE,
     "params": SAMPLING_PARAMS,
-    "due": optional(FLOAT),
+    "due": FLOAT,
     "episodes": list_of(
         Codec(partial(encode_fields, codecs=_EPISODE), partial(decode_fields, "episode", codecs=_EPISODE))
     ),
