@@ -58,11 +58,7 @@ class KVCacheManagementMode(StrEnum):
 
     @classmethod
     def parse(cls, mode: Self | str | None) -> Self | None:
-        """The member of this name; None stays None.
-
-        Raises:
-            ConfigError: there is no such mode.
-        """
+        """The member of this name; None stays None; `ConfigError` for any other name."""
         try:
             return None if mode is None else cls(mode)
         except ValueError:

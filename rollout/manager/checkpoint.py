@@ -10,12 +10,10 @@ from typing import Any
 
 import msgpack
 
-from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError
-from rollout.manager.backend import Backend
-from rollout.manager.episodes.player import EpisodePlayer
 from rollout.manager.episodes.saved import PLAYED
 from rollout.manager.groups import GroupJournal, GroupLedger
+from rollout.manager.rounds import Rounds
 from rollout.requests.codec import INT, OPAQUE, STR, Codec, decode_fields, list_of, refuse, unpack_msgpack
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import REQUEST, DynamicInferenceRequest
@@ -23,42 +21,30 @@ from rollout.requests.request import REQUEST, DynamicInferenceRequest
 FORMAT = 7
 
 
-def save(
-    engine: DynamicInferenceEngine,
-    backend: Backend,
-    groups: GroupLedger,
-    updates_per_round: int,
-    journal: GroupJournal,
-    player: EpisodePlayer,
-) -> dict[str, Any]:
+def save(rounds: Rounds, updates_per_round: int) -> dict[str, Any]:
     """Serialise the state of a rollout: versions, groups, their finished samples, records of the others, episodes."""
+    engine, groups, unfinished = rounds.engine, rounds.groups, rounds.backend.snapshot()
     fields = {
         "model": engine.controller.layout.described,
         "policy_version": engine.policy_version,
-        "next_request_id": backend.next_group_id,
+        "next_request_id": rounds.backend.next_group_id,
         "updates_per_round": updates_per_round,
         "groups": [[group_id, groups[group_id].size] for group_id in groups],
         "finished": [result.serialize() for result in groups.results(groups)],
-        "unfinished": [record.serialize() for record in backend.snapshot() if record.request_id in groups],
-        "episodes": player.save(),
+        "unfinished": [record.serialize() for record in unfinished if record.request_id in groups],
+        "episodes": rounds.player.save(),
     }
     # Last, because a failed checkpoint must not count among those for which the journal keeps its files.
-    fields["journal"] = journal.checkpoint(engine.policy_version)
+    fields["journal"] = rounds.loop.journal.checkpoint(engine.policy_version)
     data = msgpack.packb(fields, use_bin_type=True)
     return {"format": FORMAT, "checksum": zlib.crc32(data), "data": data}
 
 
-def load(
-    state: Any, engine: DynamicInferenceEngine, backend: Backend, journal: GroupJournal, player: EpisodePlayer
-) -> tuple[GroupLedger, int]:
+def load(state: Any, rounds: Rounds) -> int:
     """Restore the result of `save` while nothing is in flight. If it raises, nothing is in flight afterwards.
 
-    Args:
-        journal: of the run that made it, with the groups that were finished since; restored too.
-        player: restored too.
-
     Returns:
-        The groups, and the updates per round.
+        The updates per round.
 
     Raises:
         SerializationError: not a saved state, or another format; the message names the field.
@@ -66,7 +52,7 @@ def load(
             not know the state.
         InvalidRequestError: a request does not fit this engine (for example, its pool is smaller).
     """
-    loaded = _decode(state)
+    loaded, engine, backend, journal = _decode(state), rounds.engine, rounds.backend, rounds.loop.journal
     if loaded["model"] != (here := engine.controller.layout.described):
         raise ConfigError(
             f"the state is of a {loaded['model']}, and this rollout of a {here}: load it with its own model"
@@ -74,7 +60,11 @@ def load(
     journal.restore(loaded["journal"], loaded["policy_version"])
     try:
         finished, records = _finish(loaded["finished"], loaded["unfinished"], journal)
-        groups = _ledger(loaded["groups"], finished)
+        groups = GroupLedger()
+        for group_id, size in loaded["groups"]:
+            groups.add(group_id, size)
+        for result in finished:
+            groups.take(result)
         # Even if the version is the same, because cached KV may have been computed by other weights.
         engine.weights_updated(loaded["policy_version"])
         backend.continue_from(records)
@@ -83,8 +73,9 @@ def load(
         # Groups finished after a checkpoint that failed to load must not be returned.
         journal.restore("", 0)
         raise
-    player.load(loaded["episodes"])
-    return groups, int(loaded["updates_per_round"])
+    rounds.loop.groups = groups
+    rounds.player.load(loaded["episodes"])
+    return int(loaded["updates_per_round"])
 
 
 def _finish(
@@ -103,11 +94,7 @@ def _finish(
 
 
 def check_portable(name: str, value: Any) -> None:
-    """Raise for metadata that `save` could not write.
-
-    Raises:
-        TypeError: msgpack does not take it.
-    """
+    """Raise `TypeError` for metadata that `save` could not write."""
     try:
         msgpack.packb(value)
     except (TypeError, ValueError, OverflowError) as exc:
@@ -126,15 +113,6 @@ def _decode(state: Any) -> dict[str, Any]:
     if not isinstance(data, bytes) or zlib.crc32(data) != envelope["checksum"]:
         refuse("state.checksum", envelope["checksum"], "that of its data, of which a byte was damaged,")
     return decode_fields("state.data", unpack_msgpack("state.data", data, strict_map_key=False), _FIELDS)
-
-
-def _ledger(sizes: list[tuple[int, int]], finished: list[DynamicInferenceRequest]) -> GroupLedger:
-    groups = GroupLedger()
-    for group_id, size in sizes:
-        groups.add(group_id, size)
-    for result in finished:
-        groups.take(result)
-    return groups
 
 
 _RECORD = Codec(DynamicInferenceRequestRecord.serialize, DynamicInferenceRequestRecord.deserialize)

@@ -12,7 +12,7 @@ from rollout.journal import FinishedGroup
 from rollout.manager import checkpoint
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.checkpoint import check_portable
-from rollout.manager.rounds import OnError, Rounds, check_on_error
+from rollout.manager.rounds import OnError, Rounds, check_count, check_on_error
 from rollout.manager.run_loop import GroupGoal
 from rollout.requests.prompt import Prompt, has_images
 from rollout.sampling_params import SamplingParams, one_each, takes_options, warn_of_equal_samples
@@ -154,8 +154,7 @@ class Generation:
             KeyboardInterrupt: Ctrl-C, after the current step; this call's prompts are aborted.
         """
         check_on_error(on_error)
-        if min_groups is not None and (type(min_groups) is not int or min_groups < 0):
-            raise ConfigError(f"min_groups={min_groups!r}: must be None or an integer of at least 0")
+        check_count("min_groups", min_groups, 0)
         rounds, loop, groups = self._rounds, self._rounds.loop, self._rounds.groups
         with rounds.round("generate", timeout_s):
             mine = self.submit(prompts, sampling_params, metadata=metadata)
@@ -277,10 +276,7 @@ class Generation:
         rounds = self._rounds
         with rounds.engine.locked():
             rounds.loop.take_ended()
-            return checkpoint.save(
-                rounds.engine, rounds.backend, rounds.groups, self.pacer.updates_per_round, rounds.loop.journal,
-                rounds.player,
-            )  # fmt: skip
+            return checkpoint.save(rounds, self.pacer.updates_per_round)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`. The model must have the weights of that moment.
@@ -302,6 +298,5 @@ class Generation:
                     f"load_state_dict() with {len(loop.groups)} groups in flight and {len(player)} groups of episodes in "
                     "play: use a fresh manager"
                 )
-            loop.groups, updates = checkpoint.load(state, rounds.engine, rounds.backend, loop.journal, player)
-            self.pacer = rounds.new_pacer(updates)
+            self.pacer = rounds.new_pacer(checkpoint.load(state, rounds))
             loop.sync_metrics()

@@ -31,8 +31,6 @@ class Group:
     key: bytes
     """Key in the journal."""
     results: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
-    oldest_version: int | None = None
-    """Oldest version that sampled a completion token in `results`."""
 
 
 class GroupLedger:
@@ -74,9 +72,6 @@ class GroupLedger:
         if group is None or result.sample_index in group.results:
             return False
         group.results[result.sample_index] = result
-        oldest = result.policy_spans.oldest(start=result.original_prompt_length)
-        if oldest is not None:
-            group.oldest_version = oldest if group.oldest_version is None else min(oldest, group.oldest_version)
         self.samples_missing -= 1
         if len(group.results) == group.size:
             self.unfinished.discard(result.request_id)
@@ -96,11 +91,12 @@ class GroupLedger:
                 self.samples_missing -= group.size - len(group.results)
 
     def oldest_versions(self) -> Iterator[tuple[int, int]]:
-        """(group id, oldest version of a received token) of unfinished groups that have one."""
+        """(group id, oldest version of a completion token) of each received sample with a token, of unfinished groups."""
         for each in self.unfinished:
-            oldest = self._groups[each].oldest_version
-            if oldest is not None:
-                yield each, oldest
+            for result in self._groups[each].results.values():
+                oldest = result.policy_spans.oldest(start=result.original_prompt_length)
+                if oldest is not None:
+                    yield each, oldest
 
 
 Samples = list[DynamicInferenceRequest]

@@ -33,9 +33,9 @@ from rollout.engine.parallel.lockstep import BUSY, DONE, IDLE, LEFT
 from rollout.engine.parts.context import KEPT_ALL
 from rollout.errors import ConfigError, DeadlineError, EngineDeadError, EngineStateError, RolloutError
 from rollout.manager.backend import Backend, LocalBackend
+from rollout.manager.groups import key_of
 from rollout.manager.run_loop import Goal, RunLoop
 from rollout.requests.codec import unpack_msgpack
-from rollout.requests.images import images_of
 from rollout.requests.request import DynamicInferenceRequest, results_of, told_once
 from rollout.state import EngineState
 from rollout.threads.interrupts import interrupt_deferred, interruptible, uninterrupted
@@ -130,9 +130,8 @@ class GroupCalls:
 
     def submitted(self, first: int, prompts: Sequence[Any], params: Sequence[Any]) -> None:
         """Record queued prompts, which have to be equal on all members."""
-        plain = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
-        plain += [images.digest for prompt in prompts if (images := images_of(prompt)) is not None]
-        self._submitted.update(msgpack.packb([first, plain, [each.serialize() for each in params]], default=str))
+        for number, each in enumerate(zip(prompts, params, strict=True), first):
+            self._submitted.update(key_of(*each, number))
 
     def meet(self, groups: Iterable[int]) -> None:
         """Wait until every member makes its next call.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rollout.distributed.job.meeting import Gathering
 from rollout.distributed.job.world import World
@@ -31,18 +31,8 @@ from rollout.threads.interrupts import interrupt_deferred
 OnError = Literal["raise", "mask"]
 MOST_DISCARDED = 4
 """If `max_discarded` is None, a call discards at most this many times the number of groups it returns."""
+Groups = GroupLedger | EpisodePlayer
 Batch = TypeVar("Batch", bound=RolloutBatch)
-
-
-class Groups(Protocol):
-    """Groups in flight: a `GroupLedger`, or groups of episodes."""
-
-    @property
-    def unfinished(self) -> set[int]:
-        """Ids of unfinished groups."""
-
-    def oldest_versions(self) -> Iterable[tuple[int, int]]:
-        """(group id, oldest version of a returned token) of unfinished groups that have one."""
 
 
 class StalenessPacer:
@@ -63,7 +53,7 @@ class StalenessPacer:
             self.updates_per_round = version - self._version
         self._version = version
 
-    def too_old(self, groups: Groups, staleness: Iterable[tuple[int, int]], version: int) -> set[int]:
+    def too_old(self, groups: Groups, staleness: Iterable[tuple[int | None, int]], version: int) -> set[int]:
         """Return ids of unfinished groups that may not be left in flight.
 
         Args:
@@ -184,12 +174,10 @@ class Rounds:
         Args:
             owner: group of an id in the backend; None: it is in no group.
         """
-        if pacer.max_staleness is None:
-            return set()
-        known = self.backend.staleness()
+        known = () if pacer.max_staleness is None else self.backend.staleness()
         if known is None:
             return None
-        ages = [(group, age) for number, age in known if (group := owner(number)) is not None]
+        ages = [(owner(number), age) for number, age in known]
         return pacer.too_old(groups, ages, self.engine.policy_version)
 
     # --- holds --------------------------------------------------------------------------------------------------------
@@ -275,11 +263,7 @@ class Rounds:
         )
 
     def handed_out(self, batch: Batch, on_error: OnError) -> Batch:
-        """Count a batch, and return it.
-
-        Raises:
-            RolloutFailedError: `on_error="raise"`, and a sample failed.
-        """
+        """Count a batch, and return it; `RolloutFailedError` if a sample failed and `on_error` is "raise"."""
         self.metrics.batch(batch)
         failed = [(index, error) for index, error in enumerate(batch.errors) if error is not None]
         if failed and on_error == "raise":
@@ -326,17 +310,16 @@ def check_on_error(on_error: str) -> None:
         raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'mask'")
 
 
-def most_discarded(groups: int | None, asked: int | None) -> float:
-    """Number of groups that a call may discard: `asked`, or four times the groups it returns.
+def check_count(name: str, value: Any, least: int = 1, *, optional: bool = True) -> None:
+    """Raises: ConfigError: neither an integer of at least `least` nor, if `optional`, None."""
+    if (value is not None or not optional) and (type(value) is not int or value < least):
+        raise ConfigError(f"{name}={value!r}: must be {'None or ' * optional}an integer of at least {least}")
 
-    Raises:
-        ConfigError: `asked` is neither None nor an integer of at least 0.
-    """
-    if asked is None:
-        return math.inf if groups is None else MOST_DISCARDED * groups
-    if type(asked) is not int or asked < 0:
-        raise ConfigError(f"max_discarded={asked!r}: must be None or an integer of at least 0")
-    return asked
+
+def most_discarded(groups: int | None, asked: int | None) -> float:
+    """Number of groups that a call may discard: `asked`, or four times the groups it returns."""
+    check_count("max_discarded", asked, 0)
+    return (math.inf if groups is None else MOST_DISCARDED * groups) if asked is None else asked
 
 
 def _pad_token_id(*owners: Any) -> int:

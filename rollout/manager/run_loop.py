@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from tqdm import tqdm
@@ -102,19 +102,6 @@ class GroupGoal:
         return self._must is not None and self._must.isdisjoint(self.unfinished)
 
 
-def progress_bar(total: int, shown: bool | None) -> tqdm[Any]:
-    """A bar of finished groups; `shown` None: on a terminal, after `BAR_AFTER_S`."""
-    disable, delay = (None, BAR_AFTER_S) if shown is None else (not shown, 0.0)
-    return tqdm(total=total, desc="rollout", unit="group", leave=False, disable=disable, delay=delay)
-
-
-def advance(bar: tqdm[Any], ended: Callable[[], int], running: int) -> None:
-    """Update a bar. `ended` is called only if something is, or may later be, shown."""
-    if not bar.disable:
-        bar.set_postfix(running=running, refresh=False)
-        bar.update(min(ended(), bar.total) - bar.n)
-
-
 class RunLoop:
     """The loop of one manager.
 
@@ -180,7 +167,10 @@ class RunLoop:
         try:
             with self.gathering.held(), ExitStack() as phase:
                 self.gathering.ensure()
-                bar = phase.enter_context(progress_bar(goal.number, progress))
+                disable, delay = (None, BAR_AFTER_S) if progress is None else (not progress, 0.0)
+                bar = phase.enter_context(
+                    tqdm(total=goal.number, desc="rollout", unit="group", leave=False, disable=disable, delay=delay)
+                )
                 phase.enter_context(self._engine.stepping(follow=alone))
 
                 def left() -> float:
@@ -194,7 +184,9 @@ class RunLoop:
 
                 def step(longest_s: float) -> None:
                     self._step(min(longest_s, left()), patient)
-                    advance(bar, goal.ended, self._engine.load[0])
+                    if not bar.disable:
+                        bar.set_postfix(running=self._engine.load[0], refresh=False)
+                        bar.update(min(goal.ended(), bar.total) - bar.n)
 
                 # The backend may have to help others, who may have work for this engine even if this rank has none.
                 self._steps(lambda: goal.reached() and (alone or self._backend.try_finish()), step, left)

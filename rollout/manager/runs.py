@@ -23,7 +23,7 @@ from rollout.manager.episodes.environment import (
 )
 from rollout.manager.episodes.episode import Episode
 from rollout.manager.episodes.player import EpisodePlayer
-from rollout.manager.rounds import OnError, Rounds, check_on_error, most_discarded
+from rollout.manager.rounds import OnError, Rounds, check_count, check_on_error, most_discarded
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams, one_each, takes_options, warn_of_equal_samples
@@ -254,9 +254,9 @@ def _room(
     """Maximum number of groups in play at once."""
     if params.n != 1:
         raise ConfigError(f"SamplingParams.n={params.n} in run(): a turn is one completion; n= of run() is of episodes")
-    for name, value in (("n", n), ("min_groups", min_groups), ("max_groups", max_groups)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{name}={value!r}: must be an integer of at least 1")
+    check_count("n", n, optional=False)
+    check_count("min_groups", min_groups)
+    check_count("max_groups", max_groups)
     if not isinstance(tasks, Iterator):
         if max_groups is not None:
             raise ConfigError(

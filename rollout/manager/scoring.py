@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,27 +16,15 @@ from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.episodes.environment import check_call
 from rollout.manager.generation import Generation, prompts_of, submit
 from rollout.manager.groups import GroupLedger
-from rollout.manager.rounds import OnError, Rounds, check_on_error, most_discarded
+from rollout.manager.rounds import OnError, Rounds, check_count, check_on_error, most_discarded
 from rollout.observe.recorder import span
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams, one_each, takes_options
 
 
-class Scored(Protocol):
-    """An episode, or a `ScoredSample`."""
-
-    @property
-    def reward(self) -> float | None:
-        """None: it failed."""
-
-    @property
-    def error(self) -> str | None:
-        """Why it failed."""
-
-
-def rewards_differ(group: Sequence[Scored]) -> bool:
-    """Whether a group is useful for GRPO: its successful samples have different rewards. For `keep=`."""
+def rewards_differ(group: Sequence[Any]) -> bool:
+    """Whether a group is useful for GRPO: its successful episodes or `ScoredSample`s have different rewards. For `keep=`."""
     return len({each.reward for each in group if each.error is None}) > 1
 
 
@@ -255,7 +243,9 @@ class Scoring:
         check_on_error(on_error)
         check_call("reward", reward, 1, "it gets the list of a group's samples and returns a list of numbers, one each")
         (params,) = one_each(sampling_params, 1)
-        most, bound = _most_groups(groups, max_groups), most_discarded(groups, max_discarded)
+        check_count("groups", groups, optional=False)
+        check_count("max_groups", max_groups, groups)
+        most, bound = max_groups or groups, most_discarded(groups, max_discarded)
         discarded: list[float | None] = []
         begun: list[int] = []
         with rounds.round("generate_scored", timeout_s):
@@ -314,11 +304,3 @@ def _tensor(rewards: list[float | None], device: torch.device | str | None) -> t
     return torch.tensor(
         [float("nan") if each is None else each for each in rewards], dtype=torch.float32, device=device
     )
-
-
-def _most_groups(groups: Any, max_groups: Any) -> int:
-    if type(groups) is not int or groups < 1:
-        raise ConfigError(f"groups={groups!r}: must be an integer of at least 1")
-    if max_groups is not None and (type(max_groups) is not int or max_groups < groups):
-        raise ConfigError(f"max_groups={max_groups!r}: must be None or an integer of at least groups={groups}")
-    return max_groups or groups

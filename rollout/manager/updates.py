@@ -34,11 +34,7 @@ class Updates:
             self._rounds.engine.holds.hold(PAUSE, HoldLevel.PAUSED)
 
     def unpause(self) -> None:
-        """Allow generating again.
-
-        Raises:
-            EngineStateError: stopped by an explicit `suspend`: call `resume`.
-        """
+        """Allow generating again; `EngineStateError` after an explicit `suspend`, which needs `resume`."""
         holds = self._rounds.engine.holds
         with self._together("unpause"):
             if SUSPEND in holds:

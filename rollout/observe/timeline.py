@@ -247,11 +247,7 @@ class ReadTrace(NamedTuple):
 
 
 def read(path: str | os.PathLike[str]) -> ReadTrace:
-    """Read a trace file.
-
-    Raises:
-        ConfigError: the file is missing, damaged or not a trace of this package; names it.
-    """
+    """Read a trace file; `ConfigError` names one that is missing, damaged or not a trace of this package."""
     trace = _load(path)
     engines: dict[int, TracedEngine] = defaultdict(TracedEngine)
     states: dict[tuple[int, int], list[Interval]] = defaultdict(list)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 WINDOW = 16
 """Maximum tokens decoded together, except for a run of byte tokens."""
@@ -25,13 +25,6 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
-class Tokenizer(Protocol):
-    """The tokenizer methods used here; every Hugging Face tokenizer has them."""
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> Any: ...
-    def convert_ids_to_tokens(self, ids: int) -> Any: ...
-
-
 class IncrementalDetokenizer:
     """Converts tokens to text, emitting it as soon as no following token can change it.
 
@@ -40,7 +33,7 @@ class IncrementalDetokenizer:
     byte fallback), which is decoded as a whole; it is settled by the next other token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
@@ -108,7 +101,7 @@ class IncrementalDetokenizer:
         return bool(self._tokenizer.decode([token], skip_special_tokens=False))
 
 
-def pieces_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+def pieces_of(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     """Text settled by each token; joined, the `decode` of all tokens."""
     detokenizer = IncrementalDetokenizer(tokenizer)
     pieces = [detokenizer.push((token,)) for token in token_ids]
@@ -122,7 +115,7 @@ class CompletionText:
     string that was completed while stopping was not allowed does not count later.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], include_stop_str_in_output: bool) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str], include_stop_str_in_output: bool) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stops = sorted(stop, key=len, reverse=True)
         self._reach = max(map(len, stop), default=1) - 1
@@ -170,7 +163,7 @@ class StableText:
     not shown yet.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], include_stop_str_in_output: bool) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str], include_stop_str_in_output: bool) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         # An included stop string never retracts text, so nothing is held back.
         self._stops = () if include_stop_str_in_output else tuple(stop)

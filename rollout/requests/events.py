@@ -98,11 +98,7 @@ class DynamicInferenceEvent:
 
     @classmethod
     def deserialize(cls, row: Any) -> DynamicInferenceEvent:
-        """The inverse of `serialize`.
-
-        Raises:
-            SerializationError: the event is malformed.
-        """
+        """The inverse of `serialize`; `SerializationError` if the event is malformed."""
         if type(row) is not list or len(row) not in (2, 3) or type(row[0]) is not int or type(row[1]) is not float:
             refuse("event", row, "[type, timestamp, payload]")
         payload = row[2] if len(row) == 3 else None
@@ -146,11 +142,7 @@ def pack_events(events: Iterable[DynamicInferenceEvent]) -> bytes:
 
 
 def unpack_events(packed: bytes) -> list[DynamicInferenceEvent]:
-    """Unpack one or several concatenated results of `pack_events`.
-
-    Raises:
-        SerializationError: the rows are malformed.
-    """
+    """Unpack one or several concatenated results of `pack_events`; `SerializationError` if malformed."""
     return [DynamicInferenceEvent.deserialize(row) for row in unpack_joined("events", packed)] if packed else []
 
 

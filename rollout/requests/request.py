@@ -365,8 +365,7 @@ class VLMInferenceRequest(DynamicInferenceRequest):
     num_img_embeddings_per_tile: int = 0
     """Embeddings, and placeholders, of a tile; set at admission."""
     imgs: torch.Tensor | None = None
-    """Tensors of the processor other than `imgs`, by name: `image_grid_thw`, `pixel_values_videos` (Qwen-VL),
-    `pixel_attention_mask`."""
+    """`pixel_values` of the processor."""
     image_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     """The processor's other tensors, by name: `image_grid_thw`, `pixel_values_videos` (Qwen-VL), `pixel_attention_mask`."""
     num_tiles: list[int] = field(default_factory=list)

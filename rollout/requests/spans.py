@@ -52,11 +52,7 @@ class VersionSpans:
         return tuple((v, end - start) for v, start, end in zip(self._versions, starts, self._ends, strict=False))
 
     def extend(self, count: int, version: int) -> None:
-        """Append `count` positions of `version`; no-op for 0.
-
-        Raises:
-            ValueError: `count` is negative.
-        """
+        """Append `count` positions of `version`; `ValueError` if `count` is negative."""
         if count < 0:
             raise ValueError(
                 f"VersionSpans.extend: count={count!r} must be at least 0; use truncate(length) to shorten"
@@ -85,11 +81,7 @@ class VersionSpans:
         self.extend(max(0, length - len(self)), version)
 
     def truncate(self, length: int) -> None:
-        """Drop every position from `length` on; no-op if already as short.
-
-        Raises:
-            ValueError: `length` is negative.
-        """
+        """Drop every position from `length` on; `ValueError` if `length` is negative."""
         if length < 0:
             raise ValueError(f"VersionSpans.truncate: length={length!r} must be at least 0")
         if length >= len(self):
@@ -110,11 +102,7 @@ class VersionSpans:
         self._ends.clear()
 
     def version_at(self, position: int) -> int:
-        """Version of `position`.
-
-        Raises:
-            IndexError: `position` is not covered.
-        """
+        """Version of `position`; `IndexError` if it is not covered."""
         if not 0 <= position < len(self):
             raise IndexError(f"VersionSpans.version_at: position={position!r} must be in [0, {len(self)})")
         return self._versions[bisect_right(self._ends, position)]
@@ -164,11 +152,7 @@ class VersionSpans:
 
     @classmethod
     def deserialize(cls, flat: Sequence[int]) -> VersionSpans:
-        """Decode `serialize`'s list.
-
-        Raises:
-            SerializationError: not a list of int pairs whose counts are at least 1.
-        """
+        """Decode `serialize`'s list; `SerializationError` if it is not made of int pairs whose counts are at least 1."""
         if not isinstance(flat, list | tuple) or any(type(number) is not int for number in flat):
             raise SerializationError(f"VersionSpans: {flat!r} must be a list of integers")
         if len(flat) % 2 or any(count < 1 for count in flat[1::2]):

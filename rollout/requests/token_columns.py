@@ -120,11 +120,7 @@ def joined_sets(packed: list[bytes]) -> KeptTokens:
 
 
 def unpack_kept(packed: bytes) -> KeptTokens:
-    """Decode the result of `pack_kept`, or several of them joined.
-
-    Raises:
-        SerializationError: malformed.
-    """
+    """Decode the result of `pack_kept`, or several of them joined; `SerializationError` if malformed."""
     if not isinstance(packed, bytes) or len(packed) % 4:
         refuse("kept_tokens", packed, "bytes of 4-byte integers")
     numbers = np.frombuffer(packed, "<i4")
@@ -154,11 +150,7 @@ def pack_top_n(rows: TopN) -> bytes:
 
 
 def unpack_top_n(packed: bytes) -> TopN:
-    """Decode the result of `pack_top_n`, or several of them joined.
-
-    Raises:
-        SerializationError: malformed.
-    """
+    """Decode the result of `pack_top_n`, or several of them joined; `SerializationError` if malformed."""
     return [row for rows in unpack_joined("top_n", packed) for row in TOP_N.decode(rows)]
 
 

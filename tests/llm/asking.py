@@ -12,7 +12,6 @@ from rollout.config import InferenceConfig
 from rollout.llm.llm import LLM, AsyncLLM
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.threads.diagnosis import THREAD_NAME
 from tests.configs import engine_config
 from tests.engines import shared_model
 from tests.models import make_tokenizer, trainer_logprobs
@@ -46,7 +45,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def our_threads() -> list[str]:
     names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("rollout") and name != THREAD_NAME]
+    return [name for name in names if name.startswith("rollout")]
 
 
 @contextmanager

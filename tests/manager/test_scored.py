@@ -224,7 +224,7 @@ def test_ctrl_c_gives_up_what_the_call_has_begun(rollout):
     ("options", "words"),
     [
         ({"groups": 0}, "groups=0"),
-        ({"max_groups": 1}, "max_groups=1: must be None or an integer of at least groups=2"),
+        ({"max_groups": 1}, "max_groups=1: must be None or an integer of at least 2"),
         ({"max_discarded": -1}, "max_discarded=-1"),
         ({"on_error": "ignore"}, "on_error='ignore'"),
     ],

@@ -7,9 +7,10 @@ of a stop string are held back, so emitted text is final. The work per token is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rollout.requests.delta import SampleDelta
-from rollout.requests.detokenizer import StableText, Tokenizer
+from rollout.requests.detokenizer import StableText
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.token_columns import KeptTokens, Routes, TopN, unpack_routes
 from rollout.sampling_params import SamplingParams
@@ -57,7 +58,7 @@ class GroupText:
         tokenizer: the engine's; None: a sample's text, if any, comes in its last delta.
     """
 
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, params: SamplingParams, tokenizer: Any | None) -> None:
         self._params = params
         self._tokenizer = tokenizer
         self._samples: dict[int, _Decoder] = {}
@@ -124,7 +125,7 @@ def _ending(request: DynamicInferenceRequest) -> tuple[str | None, str | int | N
 class _Decoder:
     """Incremental detokenisation of one sample: token count and emitted text."""
 
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, params: SamplingParams, tokenizer: Any | None) -> None:
         self.length = 0
         self._text = (
             None if tokenizer is None else StableText(tokenizer, params.stop, params.include_stop_str_in_output)
