@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import io
-import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from rollout.errors import DeadlineError
-from rollout.manager.run_loop import advance, progress_bar
 from rollout.threads.locks import Turns
 from tests.models import greedy
 from tests.rollouts import GREEDY, assert_nothing_leaked, completions, make_rollout
 
 # --- the progress bar -------------------------------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_a_progress_bar_is_shown_when_asked_for(rollout, capsys):
@@ -31,23 +22,6 @@ def test_a_progress_bar_is_shown_when_asked_for(rollout, capsys):
     shown = capsys.readouterr().err
     assert "rollout" in shown
     assert "/3" in shown
-
-
-def test_nobody_asked_and_a_bar_is_for_a_terminal_and_for_patience(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with progress_bar(4, None) as bar:
-        assert bar.disable
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with progress_bar(4, None) as bar:
-        assert not bar.disable
-        advance(bar, lambda: 2, running=3)
-    assert terminal.getvalue().strip() == ""
-    with progress_bar(4, True) as bar:
-        time.sleep(0.15)
-        advance(bar, lambda: 9, running=3)
-    assert "4/4" in terminal.getvalue()
-    assert "running=3" in terminal.getvalue()
 
 
 # --- several threads, and inference mode --------------------------------------------------------------------------------
