@@ -85,9 +85,9 @@ class Advanced(Options):
     verify_model: bool = True
     """At construction, compare a few tokens computed through the paged path with the model's own forward."""
 
-    weight_fingerprints: Literal["sampled", "full", "off"] = "sampled"
+    weight_fingerprints: Literal["sampled", "off"] = "sampled"
     """Check before generating that no weight changed without an optimizer step. `sampled`: compare a few elements of every
-    tensor. `full`: compare all elements. `off`: no check."""
+    tensor. `off`: no check."""
 
     control_timeout_s: float = 600.0
     """Deadline of a control call (pause, suspend, resume, ...), in seconds. Above 0."""
@@ -97,7 +97,7 @@ class Advanced(Options):
         or_none(AT_LEAST_1): ("state_slots",),
         FINITE: ("image_cache_memory_gb",),
         ABOVE_0: ("control_timeout_s",),
-        one_of("sampled", "full", "off"): ("weight_fingerprints",),
+        one_of("sampled", "off"): ("weight_fingerprints",),
     }
 
 

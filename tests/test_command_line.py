@@ -64,7 +64,7 @@ def other_value(field: dataclasses.Field[Any]) -> tuple[list[str], Any]:
     special: dict[str, Any] = {
         "host": "::1", "dtype": "bfloat16", "kv_cache_memory_fraction": 0.25, "max_tokens_per_step": 4096,
         "prefix_caching_eviction_policy": "ref_zero", "prefix_caching_coordinator_policy": "round_robin",
-        "kv_cache_management_mode": "persist", "staleness_policy": "mask", "weight_fingerprints": "full",
+        "kv_cache_management_mode": "persist", "staleness_policy": "mask", "weight_fingerprints": "off",
         "autocast_dtype": "bfloat16", "inference_dtype": "float16",
     }  # fmt: skip
     if field.name in special:

@@ -20,7 +20,7 @@ def attach(model: nn.Module) -> TreeAttachment:
     """Let `model` attend over prefix trees, passed as `attention_mask` (see `PackedTree.inputs`).
 
     Requires: a decoder of transformers whose layers have full or sliding causal attention, through its attention interface;
-    the module itself: before DDP or FSDP1 wraps it. Adapters and FSDP2 may come first (then on all ranks) or follow.
+    the module itself: before DDP wraps it. Adapters and FSDP2 may come first (then on all ranks) or follow.
 
     Changes: the attention implementation of the model's configurations. A forward without a tree runs as before, as does the
         rollout. Stays attached until `detach()` (or the end of a `with` block); do not detach between a forward and its

@@ -56,7 +56,7 @@ class DynamicInferenceEngine:
     """Continuous batching over a paged KV cache, by the training module itself.
 
     Args:
-        model: the `PreTrainedModel` the optimizer steps, also wrapped in DDP, FSDP1 or torch.compile, or sharded by FSDP2
+        model: the `PreTrainedModel` the optimizer steps, also wrapped in DDP or torch.compile, or sharded by FSDP2
             (then every rank builds its engine at the same time). It is called, never changed, and copied only if
             `inference_dtype` or `inference_device` is set.
         tokenizer: its tokenizer; None: prompts are token ids, and no text is produced.

@@ -48,7 +48,7 @@ class RolloutManager:
     """A rollout engine around the module that the optimizer steps.
 
     Args:
-        model: the Hugging Face causal model being trained, bare or wrapped (DDP, FSDP1, torch.compile). If FSDP shards its
+        model: the Hugging Face causal model being trained, bare or wrapped (DDP, torch.compile). If FSDP shards its
             weights, all ranks build their managers at the same time. FSDP2 may also shard it later: the next `generate`
             follows.
         tokenizer: its tokenizer, or the processor of a vision model. None: prompts are token ids and texts are not needed.

@@ -113,7 +113,7 @@ class TreeAttachment:
     """Tree attention in a model until `detach()`, or the end of the `with` block.
 
     Args:
-        model: a decoder of transformers, not wrapped (DDP, FSDP1); it may be wrapped, sharded or given adapters afterwards.
+        model: a decoder of transformers, not wrapped (DDP); it may be wrapped, sharded or given adapters afterwards.
 
     Raises:
         UnsupportedModelError: a layer is recurrent or needs more than causal attention (with or without a sliding window);

@@ -1,13 +1,11 @@
 """Separate copy of the weights in another dtype or on another device, refreshed once per update.
 
-Always true: only `gather` copies. It casts one tensor at a time and transfers buckets of at most `BUCKET_BYTES`, so there is
-never a third full set of weights.
+Only `gather` copies, one tensor at a time, so there is never a third full set of weights.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,12 +14,6 @@ from torch import Tensor, nn
 from rollout.engine.weights.base import Weights
 from rollout.engine.weights.fingerprints import samples_of
 from rollout.errors import UnsupportedModelError
-
-BUCKET_BYTES = 256 << 20
-"""Size limit of a bucket of the copy: one transfer between devices."""
-
-_ALIGNMENT = 64
-"""Bytes; kernels read whole cache lines."""
 
 
 class CopiedWeights(Weights):
@@ -48,17 +40,19 @@ class CopiedWeights(Weights):
                 "InferenceConfig.inference_dtype and inference_device out"
             )
         place = device or next(model.parameters()).device
-        self._buckets = list(_buckets(_parameters(model), dtype, place))
-        fresh = {name: parameter for bucket in self._buckets for name, parameter in bucket.parameters.items()}
+        fresh = {}
+        for name, each in model.named_parameters():
+            kind = dtype if dtype is not None and each.is_floating_point() else each.dtype
+            fresh[name] = nn.Parameter(torch.zeros(each.shape, dtype=kind, device=place), requires_grad=False)
+        self._copied: dict[str, Tensor] = dict(fresh)
         self.sampled = _sharded_skeleton(model, fresh, place) if source.collective else _skeleton(model, fresh, place)
 
     def gather(self) -> None:
         if self.ready:
             return
-        theirs = _parameters(self.trained)
         with torch.no_grad():
-            for bucket in self._buckets:
-                bucket.fill(theirs)
+            for name, parameter in self.trained.named_parameters():
+                self._copied[name].copy_(parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter)
             buffers = dict(self.sampled.named_buffers())
             for name, buffer in self.trained.named_buffers():
                 if name in buffers:
@@ -92,83 +86,22 @@ class CopiedWeights(Weights):
         # Comparing sharded weights would need a collective call.
         if not self.ready or self.collective:
             return []
-        mine = {name: each for bucket in self._buckets for name, each in bucket.parameters.items()}
-        theirs = _parameters(self.trained)
-        together = [(name, theirs[name]) for name in mine if name in theirs and theirs[name].shape == mine[name].shape]
-        found = [name for name in mine if name not in dict(together)]
-        for (name, one), (_, other) in zip(
-            samples_of(together, 0), samples_of([(name, mine[name]) for name, _ in together], 0), strict=True
-        ):
-            if not torch.equal(_bytes(one.to(other.dtype)), _bytes(other).to(one.device)):
+        theirs = dict(self.trained.named_parameters())
+        found = []
+        for name, own in self._copied.items():
+            same = name in theirs and theirs[name].shape == own.shape
+            pairs = (
+                zip(samples_of([(name, theirs[name])], 0), samples_of([(name, own)], 0), strict=True) if same else ()
+            )
+            if not same or not all(torch.equal(one.to(own), other) for (_, one), (_, other) in pairs):
                 found.append(name)
         return found
-
-
-class _Bucket:
-    """Parameters of the copy that are views of one flat tensor."""
-
-    def __init__(self, flat: Tensor, parameters: dict[str, nn.Parameter], offsets: dict[str, int]) -> None:
-        self.parameters = parameters
-        self._flat = flat
-        self._offsets = offsets
-
-    def fill(self, theirs: dict[str, Tensor]) -> None:
-        """Copy the values of the trainer's parameters with these names."""
-        device = next(iter(theirs.values())).device
-        flat = self._flat if self._flat.device == device else torch.empty_like(self._flat, device=device)
-        for name, parameter in self.parameters.items():
-            start = self._offsets[name]
-            flat[start : start + parameter.numel()].view(parameter.shape).copy_(_whole(theirs[name]))
-        if flat is not self._flat:
-            self._flat.copy_(flat)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    full = getattr(tensor, "full_tensor", None)
-    return tensor if full is None else full()
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _bytes(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.uint8)
-
-
-def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters())
-
-
-def _buckets(parameters: dict[str, Tensor], dtype: torch.dtype | None, device: torch.device) -> Iterator[_Bucket]:
-    """Split the parameters into buckets, in order; a parameter above `BUCKET_BYTES` has its own bucket."""
-    kind: torch.dtype | None = None
-    names: dict[str, int] = {}
-    used = 0
-    for name, tensor in parameters.items():
-        its = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
-        size = -(-tensor.numel() * its.itemsize // _ALIGNMENT) * _ALIGNMENT // its.itemsize
-        if kind is not None and names and (its != kind or (used + size) * its.itemsize > BUCKET_BYTES):
-            yield _bucket(names, used, kind, device, parameters)
-            names, used = {}, 0
-        kind = its
-        names[name] = used
-        used += size
-    if kind is not None and names:
-        yield _bucket(names, used, kind, device, parameters)
-
-
-def _bucket(
-    offsets: dict[str, int], size: int, dtype: torch.dtype, device: torch.device, theirs: dict[str, Tensor]
-) -> _Bucket:
-    flat = torch.zeros(size, dtype=dtype, device=device)
-    parameters = {
-        name: nn.Parameter(flat[start : start + theirs[name].numel()].view(theirs[name].shape), requires_grad=False)
-        for name, start in offsets.items()
-    }
-    return _Bucket(flat, parameters, dict(offsets))
 
 
 def _skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: torch.device) -> nn.Module:

@@ -1,10 +1,8 @@
 """Detects weight changes that were not announced, by comparing a sample of every parameter.
 
 Contents are compared: fused optimizers and PEFT's merges change neither a tensor's address nor its version counter. Only
-samples or sums are kept, and taking them does not synchronise with the device.
-
-    sampled SAMPLES elements of each tensor, spread evenly, different ones after every update full       position-weighted
-    sums over all elements, which detect any single change for certain
+samples are kept: `SAMPLES` elements of each tensor, spread evenly, different ones after every update. Taking them does not
+synchronise with the device.
 """
 
 from __future__ import annotations
@@ -18,9 +16,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SAMPLES = 64
 """Elements compared per tensor. A change of one element in SAMPLES is detected with high probability."""
-
-WORDS = 1 << 20
-"""Number of 8-byte words that the full fingerprint sums per operation."""
 
 Named = tuple[str, Tensor]
 _Kind = tuple[torch.dtype, torch.device]
@@ -84,45 +79,15 @@ def samples_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
             yield name, flat.reshape(-1)[start::step][:length]
 
 
-def sums_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
-    """Yield (name, [1] int64) of each tensor: the sum of its words, weighted by odd position factors, modulo 2**64."""
-    factors: dict[torch.device, Tensor] = {}
-    # The tensor is kept next to its sum so that its id is not reused.
-    summed: dict[int, tuple[Tensor, Tensor]] = {}
-    for name, tensor in tensors:
-        if tensor.is_meta or not tensor.numel():
-            continue
-        if id(tensor) in summed:
-            yield name, summed[id(tensor)][1]
-            continue
-        if tensor.device not in factors:
-            drawn = torch.randint(-(1 << 62), 1 << 62, (WORDS,), generator=torch.Generator().manual_seed(0))
-            factors[tensor.device] = (2 * drawn + 1).to(tensor.device)
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        whole = raw.numel() // 8 * 8
-        words = raw[:whole]
-        # A view as int64 needs an 8-byte aligned address.
-        words = (words if words.data_ptr() % 8 == 0 else words.clone()).view(torch.int64)
-        total = torch.zeros(1, dtype=torch.int64, device=tensor.device)
-        for number, part in enumerate(torch.split(words, WORDS)):
-            total += (part * factors[tensor.device][: len(part)]).sum() * (2 * number + 1)
-        rest = raw[whole:].long()
-        total += (rest * factors[tensor.device][: len(rest)]).sum() * (2 * (whole // 8) + 3)
-        summed[id(tensor)] = tensor, total
-        yield name, total
-
-
 class Fingerprints:
     """Reference samples of a set of tensors, to compare with their current contents.
 
     Args:
         tensors: returns the current tensors; called at every comparison.
-        full: sums over all elements instead of samples.
     """
 
-    def __init__(self, tensors: Callable[[], list[Named]], *, full: bool = False) -> None:
+    def __init__(self, tensors: Callable[[], list[Named]]) -> None:
         self._tensors = tensors
-        self._read = sums_of if full else samples_of
         self._turn = 0
         self._taken: dict[_Kind, _Part] = {}
 
@@ -155,7 +120,7 @@ class Fingerprints:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
         dtypes = {name: tensor.dtype for name, tensor in tensors}
         parts: dict[_Kind, list[Named]] = {}
-        for name, values in self._read(tensors, self._turn):
+        for name, values in samples_of(tensors, self._turn):
             parts.setdefault((values.dtype, values.device), []).append((name, values))
         return {
             kind: ([(name, dtypes[name], shapes[name], values.numel()) for name, values in rows], _joined(rows))

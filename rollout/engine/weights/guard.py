@@ -55,8 +55,8 @@ class WeightsGuard:
         self.model = self.source.trained
         first = next(self.model.parameters())
         self.training_device, self._dtype = first.device, first.dtype
-        kind = config.advanced.weight_fingerprints
-        self._fingerprints = None if kind == "off" else Fingerprints(self.source.tensors, full=kind == "full")
+        checked = config.advanced.weight_fingerprints == "sampled"
+        self._fingerprints = Fingerprints(self.source.tensors) if checked else None
         self._are_known = False
 
     def is_of(self, model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
     plain module, DDP, autocast    shared: the tensors that the optimizer steps, nothing moves
     tensor parallel (DTensors)     shared: every rank of the group computes with its shard, alone or gathered by FSDP2
-    FSDP2, FSDP1, ZeRO-3           gathered: whole while the engine generates, then sharded again, without a second copy
+    FSDP2, ZeRO-3                  gathered: whole while the engine generates, then sharded again, without a second copy
     another dtype or device        copied, only on request: one pass after each update
 
 Always true: `release` restores `trained` for the trainer. Every rank or none calls `gather` of a `collective` source.
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from rollout.engine.weights.base import GatheredWeights, Weights
 from rollout.engine.weights.copied import CopiedWeights
-from rollout.engine.weights.fsdp import ShardedWeights, UnitWeights, unmanaged_shard
+from rollout.engine.weights.fsdp import ShardedWeights, unmanaged_shard
 from rollout.engine.weights.tensor_parallel import tensor_parallel_mesh
 from rollout.errors import EngineStateError, UnsupportedModelError
 
 
 def weights_of(model: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Weights:
-    """Choose the weight source for a model, without the wrappers of DDP, FSDP1 and torch.compile.
+    """Choose the weight source for a model, without the wrappers of DDP and torch.compile.
 
     Args:
         model: the module that the trainer calls.
@@ -94,19 +94,12 @@ def _source(model: nn.Module) -> Weights:
         return PartitionedWeights(model)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
-        whole = isinstance(model, fsdp.FullyShardedDataParallel)
-        first = any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
-        second = any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
-        if first and second:
-            raise UnsupportedModelError(f"{type(model).__name__} mixes FSDP1 and FSDP2: wrap all of it by fully_shard")
-        if first and not whole:
+        if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
             raise UnsupportedModelError(
-                f"{type(model).__name__} holds FullyShardedDataParallel modules and is none itself: pass the outermost "
-                "wrapper, the one that the trainer calls"
+                f"{type(model).__name__} is sharded by FSDP1, whose weights the engine does not gather: shard it by "
+                "fully_shard (FSDP2; fsdp_version=2 of accelerate and of Trainer)"
             )
-        if first:
-            return UnitWeights(model)
-        if second:
+        if any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
             return ShardedWeights(model)
     return Weights(model, tensor_parallel_mesh(model, {}))
 

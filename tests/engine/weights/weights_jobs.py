@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -13,13 +12,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from rollout.config import Advanced, InferenceConfig
-from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError, WeightsChangedError
+from rollout.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineStateError,
+    InvalidRequestError,
+    UnsupportedModelError,
+    WeightsChangedError,
+)
 from rollout.llm.llm import LLM
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
@@ -36,16 +41,6 @@ def sharded(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
-
-
-def sharded_by(kind: str) -> nn.Module:
-    model = make_model("llama")
-    if kind == "fsdp2":
-        return sharded(model)
-    wrap = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={type(model.model.layers[0])})
-    return FullyShardedDataParallel(
-        model, auto_wrap_policy=wrap, device_id=torch.device("cpu"), use_orig_params=kind == "fsdp1"
-    )
 
 
 @contextmanager
@@ -94,9 +89,9 @@ def train_both(
         optimizer.zero_grad()
 
 
-def trains_five_steps(rank: int, kind: str) -> dict[str, Any]:
+def trains_five_steps(rank: int) -> dict[str, Any]:
     """Beside it one process's model, that learns from both ranks' data."""
-    alone, model = make_model("llama"), sharded_by(kind)
+    alone, model = make_model("llama"), sharded(make_model("llama"))
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, alone)]
     before = parameter_bytes(model)
     with a_manager(model) as rollout:
@@ -114,7 +109,7 @@ def trains_five_steps(rank: int, kind: str) -> dict[str, Any]:
 
 def is_interrupted(rank: int) -> dict[str, Any]:
     """Rank 1's forward raises, once as an error and once as Ctrl-C; then all goes on."""
-    model = sharded_by("fsdp2")
+    model = sharded(make_model("llama"))
     layer = next(module for name, module in model.named_modules() if name.endswith("layers.1"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = parameter_bytes(model)
@@ -290,23 +285,6 @@ def samples_out_of_ddp(rank: int) -> None:
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
-def keeps_a_forward_put_into_a_unit(rank: int) -> None:
-    wrapper = sharded_by("fsdp1")
-    unit = next(module for module in wrapper.module.modules() if isinstance(module, FullyShardedDataParallel))
-    calls: list[bool] = []
-    theirs = unit.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        calls.append(True)
-        return theirs(*args, **kwargs)
-
-    unit.forward = forward
-    with a_manager(wrapper, coordinator=False) as rollout:
-        rollout.generate(prompts(rank, 0), SamplingParams(max_tokens=2))
-    assert not calls
-    assert vars(unit)["forward"] is forward
-
-
 def is_sharded_later(rank: int) -> dict[str, Any]:
     """Built of whole weights, with groups in flight when FSDP2 comes; then trained, beside one process's model."""
     model, alone = make_model("llama"), make_model("llama")
@@ -341,10 +319,12 @@ def is_sharded_later_into_another_dtype(rank: int) -> torch.dtype:
 def is_sharded_too_late(rank: int) -> str:
     model = make_model("llama")
     with a_manager(model, coordinator=False) as rollout:
-        FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        wrapper = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
         with pytest.raises(EngineStateError) as refused:
             rollout.generate(prompts(rank, 0))
-    return str(refused.value)
+    with pytest.raises(UnsupportedModelError) as unsupported:
+        RolloutManager(wrapper, None)
+    return f"{refused.value}; {unsupported.value}"
 
 
 def is_evaluated(rank: int) -> dict[str, Any]:
