@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,9 +36,6 @@ class Rerun:
     """A device whose records are the work itself."""
 
     graph_bytes = replays = 0
-
-    def window(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         def replay() -> None:

@@ -34,19 +34,11 @@ class CudaDevice:
         self._leaked: list[Any] = []
         """Pools of failed captures. The capture holds a reference to each that only we can drop."""
         self._bytes = 0
-        self._caches = True
-        """Whether memory of an earlier step may be cached."""
 
     @property
     def graph_bytes(self) -> int:
         """Driver memory taken since the last `forget`: the graphs' pool and the instantiated graphs."""
         return self._bytes
-
-    @contextmanager
-    def window(self) -> Iterator[None]:
-        """Context manager for successive captures; the first one frees memory cached by its warm-up."""
-        self._caches = True
-        yield
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Run `work` `WARM_UP_RUNS` times, then record it without running it; returns the function that replays it.
@@ -62,11 +54,9 @@ class CudaDevice:
                         work()
             finally:
                 current.wait_stream(self._stream)
-            if self._caches:
-                # The allocator cannot release cached memory during a capture.
-                self._caches = False
-                self._stream.synchronize()
-                torch.cuda.empty_cache()
+            # The allocator cannot release cached memory during a capture.
+            self._stream.synchronize()
+            torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info()
             with _own_cublas_workspace(), _no_collection():
                 graph = self._record(work)
@@ -128,12 +118,6 @@ class CudaDevice:
 
     def _index(self) -> int:
         return torch.cuda.current_device() if self._device.index is None else self._device.index
-
-
-def disturbed(exc: BaseException) -> bool:
-    """Whether another thread made a capture fail: while a stream of a device is captured, no thread may wait for the device,
-    or the capture is invalid."""
-    return "previous error during capture" in f"{exc}"
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:

@@ -9,24 +9,22 @@ them together. Always true:
 - Graphs fix the addresses of the KV pool and of the weights, and everything that the forward reads in Python: plain
   attributes, configurations, functions. They are dropped when one of these changes. Code of other packages may read
   anything, so a model with such code is captured again after each time the trainer may have modified it.
-- If a capture fails, the step runs the model's own forward. It is tried again some steps later if another thread disturbed
-  it, or after the next suspend if memory was missing. A model that fails at two sizes is not tried again.
+- If a capture fails, the step runs the model's own forward. Another attempt follows after the next suspend if memory was
+  missing, else `RETRY_STEPS` later, because another thread may have disturbed the capture.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rollout.engine.graphs.cuda_capture import CudaDevice, Uncapturable, disturbed, no_kept_casts
-from rollout.engine.graphs.decode_step import CapturedBatch, DecodeInputs, DecodeState, TritonDecode
+from rollout.engine.graphs.cuda_capture import CudaDevice, Uncapturable, no_kept_casts
+from rollout.engine.graphs.decode_step import CapturedBatch, DecodeState, TritonDecode
 from rollout.engine.kernels.decode_parts import num_splits
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.triton_attention import num_parts, table_columns
@@ -50,21 +48,11 @@ WORTHWHILE = 64
 """Replays that amortise one capture."""
 MAX_WASTED = 8
 """Consecutive invalidations before `WORTHWHILE` replays, after which capturing stops."""
-MAX_FAILED = 2
-"""Number of sizes whose capture fails, other than by lack of memory, after which capturing stops."""
+MAX_FAILED = 8
+"""Consecutive failures, other than by lack of memory, after which capturing stops."""
 RETRY_STEPS = 256
-"""Decode steps until a capture that another thread has disturbed is tried again."""
+"""Decode steps until a failed capture is tried again."""
 _log = logging.getLogger(__name__)
-
-_Precision = torch.dtype | None
-"""Dtype of the current autocast; None without autocast."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Graph:
-    replay: Callable[[], None]
-    dtype: torch.dtype
-    """Dtype of the logits."""
 
 
 class GraphedDecode:
@@ -77,6 +65,7 @@ class GraphedDecode:
 
     Attributes:
         watched: key of the modules' computation, without the weights; graphs are valid while it stays equal.
+        why_not: why the last capture failed, or why capturing has stopped; empty if neither is so.
     """
 
     def __init__(
@@ -100,39 +89,35 @@ class GraphedDecode:
         self._parts = _least_parts(layout, max_rows)
         self.watched: Callable[[], Hashable] = tuple
         self._state: DecodeState | None = None
-        self._graphs: dict[_Precision, dict[int, _Graph]] = {}
-        self._logits: dict[torch.dtype, Tensor] = {}
+        self._graphs: dict[int, Callable[[], None]] = {}
+        """Number of rows → function that replays its graph."""
+        self._logits = torch.empty(0)
+        """[rows, V], shared by all graphs, because logits are the largest tensor of a small batch."""
         self._fixed: tuple[int, ...] | None = None
         """Addresses of the KV pool that are fixed in the graphs."""
-        self._module_epoch = -1
+        self._computed: tuple[int, torch.dtype | None] | None = None
         self._signature: object = None
-        self._replays = self._wasted = 0
-        self._waits: dict[_Precision, int] = {}
+        self._replays = self._wasted = self._failed = 0
+        self._wait = 0
         """Steps until missing sizes are captured; negative: not before the next suspend."""
-        self._refused: dict[_Precision, str] = {}
-        self._given_up = ""
-
-    @property
-    def why_not(self) -> str:
-        """Why capturing has stopped; empty if it has not."""
-        return self._given_up or self._refused.get(self._precision(), "")
+        self.why_not = ""
+        self._given_up = False
 
     @property
     def captured(self) -> list[int]:
         """Rows of each captured graph."""
-        return sorted(rows for graphs in self._graphs.values() for rows in graphs)
+        return sorted(self._graphs)
 
     @property
     def graph_bytes(self) -> int:
         """Device memory of all graphs, of their workspace and inputs, and of the logits they write."""
-        logits = sum(each.nbytes for each in self._logits.values())
         state = 0 if self._state is None else self._state.nbytes
-        return self._device.graph_bytes + self._kernels.nbytes + logits + state
+        return self._device.graph_bytes + self._kernels.nbytes + self._logits.nbytes + state
 
     @property
     def bytes_to_come(self) -> int:
         """Device memory that graphs will still take, including their current pool, which torch counts as free."""
-        missing = 0 if self.why_not else max(0, self._expected - self.graph_bytes)
+        missing = 0 if self._given_up else max(0, self._expected - self.graph_bytes)
         return self._device.graph_bytes + missing
 
     def expect(self, peak: int, positions: int) -> None:
@@ -167,50 +152,57 @@ class GraphedDecode:
         if not self._ready(module_epoch):
             return None
         state = self._state_for(rows.positions)
-        graph = self._graph_for(count)
-        if graph is None:
+        if self._wait == 0:
+            self._capture_missing(state)
+        else:
+            self._wait -= self._wait > 0
+        size = min((rows for rows in self._graphs if rows >= count), default=0)
+        if not size:
             return None
         state.send(ids, rows, rotary)
         self._replays += 1
-        graph.replay()
-        return self._logits[graph.dtype][:count]
+        self._graphs[size]()
+        return self._logits[:count]
 
     def retry(self) -> None:
         """At a suspend: let the next step capture missing graphs."""
-        self._waits.clear()
+        self._wait = 0
 
     def release(self) -> None:
         """Free the memory of all graphs; they are captured again when they are needed."""
         self._graphs.clear()
-        self._waits.clear()
+        self._wait = 0
         self._state = None
-        self._logits.clear()
+        self._logits = torch.empty(0)
         self._device.forget()
         self._kernels.release()
 
     def give_up(self, why: str) -> None:
         """Stop capturing and replaying."""
-        self._given_up = why
+        self._given_up, self.why_not = True, why
         self.release()
-        self._say_why_not(why)
+        _log.warning(
+            "%s runs its forward every step, and not as a CUDA graph: %s; "
+            "InferenceConfig(advanced=Advanced(cuda_graphs=False)) skips the attempt",
+            type(self._model).__name__,
+            why,
+        )
 
     def _ready(self, module_epoch: int) -> bool:
-        if self.why_not or has_global_hooks():
+        if self._given_up or has_global_hooks():
             return False
         if self._cache.addresses != self._fixed:
             self._fixed = self._cache.addresses
             self.release()
-        if module_epoch != self._module_epoch:
-            self._module_epoch = module_epoch
-            signature = self.watched(), _addresses_of(self._model)
+        kind = self._layout.device.type
+        precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if (module_epoch, precision) != self._computed:
+            self._computed = module_epoch, precision
+            signature = self.watched(), precision, _addresses_of(self._model)
             if signature != self._signature:
                 self._signature = signature
                 self._change()
         return not self._given_up
-
-    def _precision(self) -> _Precision:
-        kind = self._layout.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def _state_for(self, positions: NDArray[np.int64]) -> DecodeState:
         """The rows on the device, with room for rows at these positions."""
@@ -227,100 +219,65 @@ class GraphedDecode:
             )
         return self._state
 
-    def _graph_for(self, count: int) -> _Graph | None:
-        """The smallest graph of at least `count` rows. Captures missing graphs when they are due."""
-        precision = self._precision()
-        wait = self._waits.get(precision, 0)
-        self._waits[precision] = wait - (wait > 0)
-        if wait == 0:
-            self._capture_all(precision)
-        graphs = self._graphs.get(precision, {})
-        return graphs.get(min((rows for rows in graphs if rows >= count), default=0))
-
-    def _capture_all(self, precision: _Precision) -> None:
+    def _capture_missing(self, state: DecodeState) -> None:
         """Capture the missing sizes, the largest first, so that the others find room in its memory."""
-        graphs = self._graphs.setdefault(precision, {})
-        missing = [rows for rows in reversed(self._sizes) if rows not in graphs]
-        wait, failed, short, lack = -1, 0, list[int](), ""
-        assert self._state is not None
-        if missing:
-            self._state.clear()
-        with self._device.window() if missing else nullcontext(), no_kept_casts():
+        missing = [rows for rows in reversed(self._sizes) if rows not in self._graphs]
+        short, lack = list[int](), ""
+        state.clear()
+        with no_kept_casts():
             for rows in missing:
                 try:
-                    graphs[rows] = self._capture(rows)
+                    self._graphs[rows] = self._device.capture(lambda rows=rows: self._run(state, rows))  # type: ignore[misc]
                 except Exception as exc:  # noqa: BLE001 - a model that cannot be captured can still run its forward
                     why = f"{type(exc).__name__}: {exc}".partition("\n")[0]
-                    if lacks_device_memory(exc):
-                        short, lack = [rows, *short], why
-                    elif disturbed(exc):
-                        wait = RETRY_STEPS
-                        _log.info("a capture was disturbed by another thread, and is repeated later: %s", why)
-                        break
-                    else:
-                        failed, wait = failed + 1, RETRY_STEPS
-                        _log.info("decode steps of %d rows cannot be captured for now: %s", rows, why)
-                        if isinstance(exc, Uncapturable) or failed == min(MAX_FAILED, len(self._sizes)):
-                            self._refused[precision] = why
-                            break
-        self._waits[precision] = wait
-        if short:
-            lacking = max(2 * (self._expected - self.graph_bytes), LEAST_LACKING)
-            self._expected = self.graph_bytes + lacking
-            _log.warning(
-                "no memory to capture decode steps of %s rows until the next suspend, after which the KV pool leaves %d MiB "
-                "for it: %s", ", ".join(map(str, short)), lacking >> 20, lack,
-            )  # fmt: skip
-        elif not failed and wait < 0:
+                    if not lacks_device_memory(exc):
+                        self._fail(why, for_good=isinstance(exc, Uncapturable))
+                        return
+                    short, lack = [rows, *short], why
+        self._wait, self._failed, self.why_not = -1, 0, ""
+        if not short:
             self._expected = self.graph_bytes
-        if precision in self._refused:
-            self.release()
-            self._say_why_not(self._refused[precision])
+            return
+        lacking = max(2 * (self._expected - self.graph_bytes), LEAST_LACKING)
+        self._expected = self.graph_bytes + lacking
+        _log.warning(
+            "no memory to capture decode steps of %s rows until the next suspend, after which the KV pool leaves %d MiB "
+            "for it: %s", ", ".join(map(str, short)), lacking >> 20, lack,
+        )  # fmt: skip
 
-    def _capture(self, rows: int) -> _Graph:
-        written: list[torch.dtype] = []
-        replay = self._device.capture(lambda: written.append(self._run(rows)))
-        return _Graph(replay, written[-1])
+    def _fail(self, why: str, *, for_good: bool) -> None:
+        """Wait before the next attempt, or stop capturing."""
+        self._failed += 1
+        if for_good or self._failed == MAX_FAILED:
+            self.give_up(why)
+            return
+        self._wait, self.why_not = RETRY_STEPS, why
+        _log.info("no CUDA graph of a decode step, until another attempt %d steps later: %s", RETRY_STEPS, why)
 
-    def _run(self, rows: int) -> torch.dtype:
-        """Run the forward and keep its logits; returns their dtype."""
-        assert self._state is not None
+    def _run(self, state: DecodeState, rows: int) -> None:
+        """Run the forward of so many rows and keep its logits."""
         # Earlier casts are of the weights at that time.
         torch.clear_autocast_cache()
-        logits = self._logits_of(self._state.inputs(rows, self._parts))
-        if logits.dtype not in self._logits:
-            # Shared by all graphs, because logits are the largest tensor of a small batch.
-            with torch.inference_mode(False):
-                shape = self._sizes[-1], logits.shape[1]
-                self._logits[logits.dtype] = torch.empty(shape, dtype=logits.dtype, device=logits.device)
-        self._logits[logits.dtype][:rows].copy_(logits)
-        return logits.dtype
-
-    def _logits_of(self, inputs: DecodeInputs) -> Tensor:
-        keep = torch.arange(len(inputs.ids), device=self._layout.device)
+        inputs = state.inputs(rows, self._parts)
+        keep = torch.arange(rows, device=self._layout.device)
         batch = CapturedBatch(self._kernels, self._layout, inputs)
         with Installation(self._model).forward():
             output = forward_with(
                 batch, self._model, input_ids=inputs.ids[None], position_ids=inputs.positions[None], logits_to_keep=keep
             )
         logits: Tensor = output.logits[0]
-        return logits
+        if not self._logits.numel():
+            with torch.inference_mode(False):
+                self._logits = logits.new_empty(self._sizes[-1], logits.shape[1])
+        self._logits[:rows].copy_(logits)
 
     def _change(self) -> None:
-        if self.captured:
+        if self._graphs:
             self._wasted = self._wasted + 1 if self._replays < WORTHWHILE else 0
         self._replays = 0
         self.release()
         if self._wasted >= MAX_WASTED:
             self.give_up("its parameters or modules change every few steps, or may: code of other packages runs in it")
-
-    def _say_why_not(self, why: str) -> None:
-        _log.warning(
-            "%s runs its forward every step, and not as a CUDA graph: %s; "
-            "InferenceConfig(advanced=Advanced(cuda_graphs=False)) skips the attempt",
-            type(self._model).__name__,
-            why,
-        )
 
 
 def _addresses_of(model: nn.Module) -> list[object]:

@@ -114,13 +114,13 @@ def test_weights_changed_in_place_are_read_by_the_graphs_there_are() -> None:
     engine = engine_of(model)
     engine.generate([token_ids(3, 1)], greedily(3))
     graphs = engine.controller.runner.graphs
-    before = dict(graphs._graphs[None])
+    before = dict(graphs._graphs)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.2)
     engine.weights_updated()
     (request,) = engine.generate([token_ids(3, 1)], greedily(3))
-    assert all(graphs._graphs[None][rows] is graph for rows, graph in before.items())
+    assert all(graphs._graphs[rows] is graph for rows, graph in before.items())
     assert_greedy(model, request, tolerance=1e-5 if INTERPRETED else 1e-3)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,13 +116,8 @@ class Recorder:
     """A device whose records are made of the operations of torch."""
 
     def __init__(self) -> None:
-        self.captures = self.replays = self.forgotten = self.windows = 0
+        self.captures = self.replays = self.forgotten = 0
         self.graph_bytes = 0
-
-    @contextmanager
-    def window(self) -> Iterator[None]:
-        self.windows += 1
-        yield
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         for _ in range(WARM_UP_RUNS):
