@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +33,10 @@ class Lockstep(Together):
 
     def __init__(self, group: TensorParallelGroup, modules: list[nn.Module]) -> None:
         self.group = group
-        self._layers = [_Experts(module, self) for module in modules]
-        self._done: list[_Experts] | None = None
+        self._layers = modules
+        self._empty: dict[nn.Module, tuple[Tensor, ...]] = {}
+        """Inputs without tokens of each layer."""
+        self._done: list[nn.Module] | None = None
         """Layers computed in this round; None: outside of a round."""
         self._inside = False
 
@@ -44,7 +45,8 @@ class Lockstep(Together):
         """Context manager in which the modules of experts raise if called outside of a round, or twice in one."""
         with ExitStack() as undo:
             for layer in self._layers:
-                undo.enter_context(layer.in_place())
+                undo.callback(layer.register_forward_pre_hook(self._begin).remove)
+                undo.callback(layer.register_forward_hook(self._end).remove)
             yield
 
     def learn(self, forward: Callable[[], object]) -> None:
@@ -64,7 +66,7 @@ class Lockstep(Together):
                 f"{self.group.name}: a forward calls {len(order)} of {len(self._layers)} modules of experts; a rank without "
                 "work could not compute its part of the others' forwards"
             )
-        self._layers = list(order)
+        self._layers = order
 
     def agree(self, state: int) -> int:
         """The smallest of the ranks' states; every rank calls it before each round.
@@ -97,7 +99,7 @@ class Lockstep(Together):
                 with torch.no_grad(), self._ended_by_failures():
                     for layer in self._layers[len(done) :]:
                         self.group.refuse_when_lost()
-                        layer.compute_without_tokens()
+                        layer(*self._empty[layer])
             finally:
                 self._done = None
 
@@ -121,69 +123,21 @@ class Lockstep(Together):
                 raise lost from exc
             raise
 
-    def begin(self, layer: _Experts) -> None:
-        """Record that a module of experts is called.
-
-        Raises:
-            EngineStateError: the call is outside of a round, or not in the order that `learn` found.
-            EngineDeadError: the group has ended.
-        """
+    def _begin(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Record that a module of experts is called, unless the other ranks would not expect it."""
         self.refuse_alone()
         done = self._done
         assert done is not None
         # While `learn` finds the order, only a second call is wrong.
-        if layer in done or (layer.known and self._layers[len(done)] is not layer):
+        if layer in done or (layer in self._empty and self._layers[len(done)] is not layer):
             raise EngineStateError(
                 f"{self.group.name}: a step calls a module of experts twice or in another order than the other ranks' steps "
                 "do; only steps of one forward each are served"
             )
+        self._empty.setdefault(layer, tuple(each.new_empty((0, *each.shape[1:])) for each in inputs))
         self._inside = True
 
-    def end(self, layer: _Experts) -> None:
-        """Record that a module of experts has returned."""
+    def _end(self, layer: nn.Module, *_: object) -> None:
         assert self._done is not None
         self._done.append(layer)
         self._inside = False
-
-
-class _Experts:
-    """One module of experts, and its forward while it is watched."""
-
-    def __init__(self, module: nn.Module, lockstep: Lockstep) -> None:
-        self._module = module
-        self._lockstep = lockstep
-        self._forward: Callable[..., Tensor] = module.forward
-        self._empty: tuple[Tensor, ...] | None = None
-
-    @property
-    def known(self) -> bool:
-        """Whether it has been called."""
-        return self._empty is not None
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Context manager in which this object is the module's forward."""
-        own: dict[str, Any] = vars(self._module)
-        before = own.get("forward")
-        self._forward = self._module.forward
-        own["forward"] = self
-        try:
-            yield
-        finally:
-            if before is None:
-                del own["forward"]
-            else:
-                own["forward"] = before
-
-    def __call__(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        self._lockstep.begin(self)
-        output = self._forward(hidden, experts, weights)
-        self._lockstep.end(self)
-        if self._empty is None:
-            self._empty = tuple(each.new_empty((0, *each.shape[1:])) for each in (hidden, experts, weights))
-        return output
-
-    def compute_without_tokens(self) -> None:
-        """Join the exchange without tokens, and run this rank's experts on the tokens of the others."""
-        assert self._empty is not None
-        self(*self._empty)
