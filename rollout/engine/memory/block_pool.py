@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollout.engine.memory.buffers import upload
 from rollout.engine.memory.host_blocks import HostBlocks
-from rollout.engine.memory.streams import CudaStream, current_stream
+from rollout.engine.memory.streams import CudaStream, HostStream, Stream, current_stream
 
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], list[Tensor]]
 """Makes a flat device tensor of each of these sizes; raises `torch.OutOfMemoryError` when it cannot."""
@@ -72,7 +72,8 @@ class BlockPool:
         self._allocate, self._release = memory.allocate, memory.release
         self._parts: list[Tensor] = []
         self._held = False
-        self._copies = CudaStream(torch.cuda.Stream(device)) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        cuda = device.type == "cuda"
+        self._copies: Stream = CudaStream(torch.cuda.Stream(device)) if cuda else HostStream()  # type: ignore[no-untyped-call]
         self._host, self._tier = self._host_blocks(), self._host_blocks()
         self._saved: NDArray[np.int32] | None = None
         self.materialize(num_blocks)

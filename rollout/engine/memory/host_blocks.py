@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.engine.memory.streams import Stream
+from rollout.engine.memory.streams import HostStream, Stream
 
 CHUNK_BYTES = 2**30
 """Size of a pinned chunk. Torch rounds pinned memory up to a power of two and keeps outgrown buffers, so a pool in one piece
@@ -41,7 +41,7 @@ class HostBlocks:
         widths: elements of one block in each part.
         pinned: for asynchronous copies to and from a CUDA device.
         stage: allocates a flat tensor of n elements on the device; raises `torch.OutOfMemoryError` when it cannot.
-        copies: the stream of the transfers; None: blocks are in host memory too, and copied at once.
+        copies: the stream of the transfers. `HostStream`: blocks are in host memory too, and copied at once.
         limit: bytes of a staging buffer, at least those of one block.
     """
 
@@ -52,7 +52,7 @@ class HostBlocks:
         *,
         pinned: bool,
         stage: Callable[[int], Tensor],
-        copies: Stream | None,
+        copies: Stream,
         limit: int = STAGING_BYTES,
     ) -> None:
         self._widths = list(widths)
@@ -62,6 +62,7 @@ class HostBlocks:
         self._pinned = pinned
         self._stage = stage
         self._copies = copies
+        self._at_once = isinstance(copies, HostStream)
         self._rows = max(1, limit // self._block_bytes)
         self._chunks: list[Tensor] = []
         """[slots, width] each."""
@@ -127,32 +128,32 @@ class HostBlocks:
             shape = size, self._width
             self._chunks.append(torch.empty(shape, dtype=self._dtype, device="cpu", pin_memory=self._pinned))
 
-    def offload(self, compute: Stream | None, parts: Sequence[Tensor], blocks: Tensor, slots: Slots) -> None:
+    def offload(self, compute: Stream, parts: Sequence[Tensor], blocks: Tensor, slots: Slots) -> None:
         """Copy blocks of the device to distinct slots; later work of `compute` may overwrite the blocks.
 
         Args:
-            compute: the stream that has written the blocks; None: the device has none.
+            compute: the stream that has written the blocks.
             parts: [number of blocks, width] each.
             blocks: [n] int64, on the device.
         """
-        if self._copies is None or compute is None:
+        if self._at_once:
             for rows, some in self._in_place(blocks, slots):
                 self._gather(parts, some, rows)
             return
-        with self._settled_if_it_fails(self._copies):
+        with self._settled_if_it_fails():
             for some, views, buffer in self._staged(compute, blocks, slots):
                 compute.run(partial(self._gather, parts, some, buffer))
                 self._copies.after(compute.mark())
                 self._copies.run(partial(_transfer, buffer, views, to_host=True))
                 self._leaving = buffer, self._copies.mark()
 
-    def load(self, compute: Stream | None, parts: Sequence[Tensor], blocks: Tensor, slots: Slots) -> None:
+    def load(self, compute: Stream, parts: Sequence[Tensor], blocks: Tensor, slots: Slots) -> None:
         """Copy slots to distinct blocks of the device, before any later work of `compute`; arguments as in `offload`."""
-        if self._copies is None or compute is None:
+        if self._at_once:
             for rows, some in self._in_place(blocks, slots):
                 self._scatter(parts, some, rows)
             return
-        with self._settled_if_it_fails(self._copies):
+        with self._settled_if_it_fails():
             for some, views, buffer in self._staged(compute, blocks, slots):
                 # The previous content of the staging memory may still be in use.
                 self._copies.after(compute.mark())
@@ -160,16 +161,15 @@ class HostBlocks:
                 compute.after(self._copies.mark())
                 compute.run(partial(self._scatter, parts, some, buffer))
 
-    def release(self, compute: Stream | None) -> None:
+    def release(self, compute: Stream) -> None:
         """Free the staging buffer, for later work of `compute`."""
-        if self._leaving is not None and compute is not None:
+        if self._leaving is not None:
             compute.after(self._leaving[1])
             self._leaving = None
 
     def finish(self) -> None:
         """Block the host until all copies are done, and free the staging buffer."""
-        if self._copies is not None:
-            self._copies.finish()
+        self._copies.finish()
         self._leaving = None
 
     def read(self, slots: Slots, part: int) -> Tensor:
@@ -179,13 +179,12 @@ class HostBlocks:
         return torch.cat([empty, *(rows[:, begin : begin + self._widths[part]] for rows in self._views(slots))])
 
     @contextmanager
-    def _settled_if_it_fails(self, copies: Stream) -> Iterator[None]:
+    def _settled_if_it_fails(self) -> Iterator[None]:
         """Context manager that lets no transfer use memory that an exception frees."""
         try:
             yield
         except BaseException:
-            copies.finish()
-            self._leaving = None
+            self.finish()
             raise
 
     def _staged(self, compute: Stream, blocks: Tensor, slots: Slots) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:

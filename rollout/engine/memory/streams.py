@@ -52,9 +52,25 @@ class CudaStream:
         self._stream.synchronize()
 
 
-def current_stream(device: torch.device) -> Stream | None:
-    """The current stream of the calling thread; None: the device has no streams."""
-    return CudaStream(torch.cuda.current_stream(device)) if device.type == "cuda" else None
+class HostStream:
+    """The `Stream` of a device without streams, and its events: work is done when it is queued."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        work()
+
+    def mark(self) -> HostStream:
+        return self
+
+    def after(self, mark: HostStream) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def current_stream(device: torch.device) -> Stream:
+    """The current stream of the calling thread."""
+    return CudaStream(torch.cuda.current_stream(device)) if device.type == "cuda" else HostStream()
 
 
 def wait_for_steps(device: torch.device) -> None:
@@ -77,20 +93,18 @@ class StreamOrder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[Any] = []
-        self.stream: Callable[[], Stream | None] = partial(current_stream, device)
+        self.stream: Callable[[], Stream] = partial(current_stream, device)
 
     def mark(self) -> None:
         """Let later steps wait for work queued on the caller's stream; an optimizer may run on a stream of its own."""
-        if (stream := self.stream()) is not None:
-            self._marks.append(stream.mark())
+        self._marks.append(self.stream().mark())
 
     def follow(self) -> None:
         """Before a step: let later work of the caller's stream wait for everything marked since the last call."""
         if self._device.type == "cuda":
             _used.add(torch.cuda.current_stream(self._device))
         for mark in self._marks:
-            if (stream := self.stream()) is not None:
-                stream.after(mark)
+            self.stream().after(mark)
         self._marks.clear()
 
     def wait(self) -> None:

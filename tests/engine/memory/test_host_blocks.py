@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from rollout.engine.memory import block_pool, host_blocks
 from rollout.engine.memory.host_blocks import HostBlocks, HostMemoryError
 from rollout.engine.memory.kv_cache import KVCache, LayerShape, RouteShape
+from rollout.engine.memory.streams import HostStream
 from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -114,7 +115,8 @@ def test_a_pool_that_is_copied_out_and_in_has_the_same_bytes(widths, rows, limit
     host = queues.blocks(rows, widths, limit, chunk)
     compute = queues.compute
     if not streams:
-        host._copies = compute = None
+        host._copies = compute = HostStream()
+        host._at_once = True
     host.offload(compute, parts, torch.from_numpy(blocks), range(rows))
     host.finish()
     for part, old in enumerate(before):
