@@ -15,18 +15,33 @@ from transformers.integrations import moe
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.glm import modeling_glm
 from transformers.models.mixtral import modeling_mixtral
+from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.kernels import cpu_library
-from tests.engine.fused.test_fused_forward import assert_as_close_to_exact, fused, logits, own_logits
+from tests.engine.fused.test_fused_forward import assert_as_close_to_exact, assert_equal, fused, logits, own_logits
 from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, token_ids
 from tests.models import make_model
 from tests.vision_models import make_vision_model
 
 pytestmark = pytest.mark.skipif(cpu_library.load() is None, reason="no C++ compiler")
 
-FAMILIES = ["gemma2", "gemma3", "olmo2", "olmo3", "phi3", "glm", "glm4", "qwen3_moe", "mixtral", "gpt2"]
+FAMILIES = [
+    "qwen3",
+    "llama",
+    "qwen2",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "glm",
+    "glm4",
+    "qwen3_moe",
+    "mixtral",
+    "gpt2",
+]
 HYBRID = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 FAMILIES += HYBRID
 EXPERTS = ["qwen3_moe", "mixtral", "qwen3_next", "qwen3_5_moe"]
@@ -41,13 +56,6 @@ def trained(name: str, **changes: Any) -> Any:
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     return model
-
-
-def assert_equal(engine: DynamicInferenceEngine) -> None:
-    for length, cut in ((2, 1), (30, 29), (70, 3), (200, 130)):
-        tokens = token_ids(length, length)
-        ours, own = logits(engine, tokens, cut), own_logits(engine, tokens)
-        torch.testing.assert_close(ours, own, atol=2e-5, rtol=1e-5)
 
 
 ODD: dict[str, dict[str, Any]] = {
@@ -183,6 +191,15 @@ def test_numbers_and_hooks_of_a_part_are_read_again(change: str) -> None:
 
 
 REPLACED: list[tuple[str, Any, str]] = [
+    *(("qwen3", getattr(modeling_qwen3, f"Qwen3{name}"), "forward") for name in (
+        "MLP", "RMSNorm", "Attention", "DecoderLayer", "RotaryEmbedding", "Model", "ForCausalLM",
+    )),
+    *(("qwen3", modeling_qwen3, name) for name in ("apply_rotary_pos_emb", "rotate_half", "slice_logits_to_keep")
+      # Since transformers 5.21.
+      if hasattr(modeling_qwen3, name)),
+    *(("qwen3", nn.functional, name) for name in ("silu", "linear")),
+    ("qwen3", nn.Linear, "forward"),
+    ("qwen3", nn.Embedding, "forward"),
     ("gemma2", modeling_gemma2.Gemma2RMSNorm, "_norm"),
     ("gemma2", modeling_gemma2.Gemma2TextScaledWordEmbedding, "forward"),
     ("gemma2", activations.GELUTanh, "forward"),
@@ -199,7 +216,7 @@ REPLACED: list[tuple[str, Any, str]] = [
     ("gpt2", pytorch_utils.Conv1D, "forward"),
     ("gpt2", nn.LayerNorm, "forward"),
     ("gpt2", nn.functional, "layer_norm"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -252,7 +269,7 @@ def adapted(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> An
     return get_peft_model(model, config, **options).train()
 
 
-@pytest.mark.parametrize("name", ["llama", *FAMILIES])
+@families
 def test_live_lora_in_every_projection_is_the_modules(name: str) -> None:
     model = adapted(name)
     engine = make_engine(model, max_tokens_per_step=512)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -37,7 +36,6 @@ from tests.models import CONFIGS, MORE_CONFIGS, make_model
 
 pytestmark = pytest.mark.skipif(cpu_library.load() is None, reason="no C++ compiler")
 
-FUSED = ["qwen3", "llama", "qwen2", "mistral"]
 NOT_FUSED = ["falcon_h1", "lfm2", "gpt_oss"]
 
 
@@ -90,18 +88,21 @@ def test_gradient_checkpointing_leaves_it_on() -> None:
     assert fused(engine)
 
 
-@pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("changes", [
-    {}, {"hidden_size": 40, "intermediate_size": 50, "head_dim": 12}, {"num_key_value_heads": 1}, {"num_key_value_heads": 4},
-    {"head_dim": 64, "intermediate_size": 33}, {"tie_word_embeddings": True}, {"vocab_size": 103}, {"rms_norm_eps": 0.1},
-    {"attention_bias": True},
-], ids=lambda changes: ",".join(changes) or "plain")  # fmt: skip
-def test_its_logits_are_the_modules_for_odd_shapes(name: str, changes: dict[str, Any]) -> None:
-    engine = make_engine(make_model(name, **changes), max_tokens_per_step=512)
-    assert fused(engine)
+def assert_equal(engine: DynamicInferenceEngine) -> None:
+    """The engine's logits are the module's own, for prompts of several lengths and cuts."""
     for length, cut in ((2, 1), (30, 29), (70, 3), (200, 130)):
         tokens = token_ids(length, length)
         torch.testing.assert_close(logits(engine, tokens, cut), own_logits(engine, tokens), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"num_key_value_heads": 4}, {"head_dim": 64, "intermediate_size": 33}, {"tie_word_embeddings": True},
+    {"rms_norm_eps": 0.1},
+], ids=lambda changes: ",".join(changes) or "plain")  # fmt: skip
+def test_its_logits_are_the_modules_for_odd_shapes(changes: dict[str, Any]) -> None:
+    engine = make_engine(make_model("qwen3", **changes), max_tokens_per_step=512)
+    assert fused(engine)
+    assert_equal(engine)
 
 
 def assert_as_close_to_exact(model: Any, seeds: int, most: float = 1.25) -> None:
@@ -115,11 +116,6 @@ def assert_as_close_to_exact(model: Any, seeds: int, most: float = 1.25) -> None
         own.append((own_logits(engine, tokens) - truth).abs().mean())
     assert fused(engine)
     assert torch.stack(ours).mean() < most * torch.stack(own).mean()
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_in_bfloat16_it_is_as_close_to_exact_as_the_module_is(name: str) -> None:
-    assert_as_close_to_exact(make_model(name, dtype=torch.bfloat16), 12)
 
 
 def test_rotary_tables_grow_with_the_sequence() -> None:
@@ -226,7 +222,9 @@ ADDED: dict[str, Callable[[Any, Any], AbstractContextManager[Any]]] = {
     "a hook on an activation": lambda model, layer: layer.mlp.act_fn.register_forward_hook(
         lambda module, args, output: 1.003 * output
     ),
-    "a replaced forward": lambda model, layer: patch.object(layer.mlp, "forward", doubled(layer.mlp.forward)),
+    "a replaced forward": lambda model, layer: patch.object(
+        layer.mlp, "forward", lambda x, own=layer.mlp.forward: 2 * own(x)
+    ),
     "a replaced activation": lambda model, layer: patch.object(
         layer.mlp.act_fn, "forward", lambda x: 2 * nn.functional.silu(x)
     ),
@@ -294,57 +292,6 @@ def test_numbers_of_the_modules_are_read_again() -> None:
 
 
 # --- what others replace in transformers and torch, as Liger and Unsloth do --------------------------------------------
-
-
-def doubled(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def twice(*args: Any, **kwargs: Any) -> Any:
-        output = own(*args, **kwargs)
-        if isinstance(output, tuple):
-            return tuple(2 * each if isinstance(each, Tensor) else each for each in output)
-        if isinstance(output, Tensor):
-            return 2 * output
-        for name in ("logits", "last_hidden_state"):
-            if name in output:
-                output[name] = 2 * output[name]
-        return output
-
-    return twice
-
-
-REPLACED: list[tuple[Any, str]] = [
-    *((getattr(modeling_qwen3, f"Qwen3{name}"), "forward") for name in (
-        "MLP", "RMSNorm", "Attention", "DecoderLayer", "RotaryEmbedding", "Model", "ForCausalLM",
-    )),
-    (modeling_qwen3, "apply_rotary_pos_emb"), (modeling_qwen3, "rotate_half"), (nn.functional, "silu"),
-    (nn.functional, "linear"), (nn.SiLU, "forward"), (nn.Linear, "forward"), (nn.Embedding, "forward"),
-    # Since transformers 5.21.
-    *((modeling_qwen3, each) for each in ("slice_logits_to_keep",) if hasattr(modeling_qwen3, each)),
-]  # fmt: skip
-replaced = pytest.mark.parametrize(
-    ("owner", "name"), REPLACED, ids=[f"{getattr(owner, '__name__', owner)}.{name}" for owner, name in REPLACED]
-)
-
-
-@replaced
-def test_a_function_replaced_in_its_package_takes_part(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model("qwen3")
-    if owner is nn.SiLU:
-        for layer in model.model.layers:
-            layer.mlp.act_fn = nn.SiLU()
-    engine = make_engine(model)
-    tokens = token_ids(30, 1)
-    with engine.installation:
-        before = logits(engine, tokens, 20)
-        assert fused(engine)
-        monkeypatch.setattr(owner, name, doubled(getattr(owner, name)))
-        assert not fused(engine), "also in the middle of a generate"
-    ours = logits(engine, tokens, 20)
-    torch.testing.assert_close(ours, own_logits(engine, tokens), atol=1e-4, rtol=1e-5)
-    assert (ours - before).abs().max() > 1e-3
-    assert not fused(make_engine(model)), "nor where the engine comes later"
-    monkeypatch.undo()
-    assert fused(engine)
 
 
 def test_a_function_of_the_package_in_the_place_of_another_is_a_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
