@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from rollout.engine.graphs.cuda_capture import WARM_UP_RUNS, CudaDevice
-from tests.capturable import Capturable
 
 GIB = 2**30
 
@@ -275,33 +274,3 @@ def test_on_a_device_a_failed_capture_leaves_generator_stream_and_pools_as_they_
     device.forget()
     torch.cuda.empty_cache()
     assert private_segments() == segments
-
-
-# --- a stand-in for captures on a CPU ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "work",
-    [
-        lambda x: x.sum().item(),
-        lambda x: x[x > 0],
-        lambda x: x.nonzero(),
-        lambda x: x.index_put_((x > 0,), torch.zeros(())),
-        lambda x: x.repeat_interleave(x.long()),
-        lambda x: x + torch.tensor([1.0, 2.0, 3.0]),
-        lambda x: torch.equal(x, x),
-    ],
-)
-def test_the_stand_in_refuses_what_a_capture_does(work: Callable[[torch.Tensor], object]) -> None:
-    x = torch.ones(3)
-    work(x)
-    with Capturable(), pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
-        work(x)
-
-
-def test_the_stand_in_runs_what_can_be_captured() -> None:
-    x, at = torch.ones(3), torch.tensor([2, 0])
-    with Capturable():
-        found = torch.where(x[at] > 0, -1.0, x[:2]) * torch.arange(2)
-        x.index_put_((at,), found)
-    assert x.tolist() == [-1, 1, 0]
