@@ -169,7 +169,7 @@ def _attend(paged: TritonPaged, heads: Heads) -> None:
         "softcap": heads.softcap, "sinks": query[0, :, 0].contiguous() if heads.sinks else None
     }  # fmt: skip
     paged.write(keys[0, :4], keys[0, :4], keys, keys, ids[:4])
-    paged.decode_with_lse(query[:4], keys, keys, tables[:4], ids[:4] + 600, heads.window, 0.1, **rules)
+    paged.decode(query[:4], keys, keys, tables[:4], ids[:4] + 600, heads.window, 0.1, **rules)
     begins = torch.zeros(65, dtype=torch.int32)
     paged.prefill(query, keys, keys, tables, begins, ids, heads.window, 0.1, **rules)
 
@@ -185,14 +185,13 @@ def _launchers(kernels: Any, told: Callable[[str, Any], None]) -> Any:
 def _pretended(architecture: int) -> Iterator[None]:
     from triton.runtime import driver
 
-    before, tried, programs = driver._active, triton_paged._try_out, triton_paged._programs
+    before, programs = driver._active, triton_paged._programs
     driver.set_active(_Driver(architecture))
-    triton_paged._try_out = lambda *_: None
     triton_paged._programs = lambda _: 3  # type: ignore[assignment]
     try:
         yield
     finally:
-        driver._active, triton_paged._try_out, triton_paged._programs = before, tried, programs
+        driver._active, triton_paged._programs = before, programs
 
 
 def _measured(name: str, variant: str, architecture: int, kernel: Any, folder: Path) -> Compiled:

@@ -71,14 +71,12 @@ def _decode(run: Run, paged: triton_paged.TritonPaged, pool: Pool, shape: dict[s
     query, scale = _query(pool, len(LENGTHS)), HEAD_DIM**-0.5
     last = torch.tensor(LENGTHS, device=pool.device, dtype=torch.int32) - 1
     for window in (None, 300):
-        out, _ = paged.decode_with_lse(query, pool.keys, pool.values, pool.table, last, window, scale)
+        out = paged.decode(query, pool.keys, pool.values, pool.table, last, window, scale)
         worst, same = 0.0, True
         for row, length in enumerate(LENGTHS):
             worst = max(worst, _difference(out[row], pool.exact(row, query[row], length - 1, window)))
             only = slice(row, row + 1)
-            alone, _ = paged.decode_with_lse(
-                query[only], pool.keys, pool.values, pool.table[only], last[only], window, scale
-            )
+            alone = paged.decode(query[only], pool.keys, pool.values, pool.table[only], last[only], window, scale)
             same &= torch.equal(alone[0], out[row])
         run.say("decode", **shape, window=window, worst=worst, ok=worst < 2e-2, same_bits_alone=same)
 

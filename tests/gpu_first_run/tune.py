@@ -56,7 +56,7 @@ class Case:
         batch, context = self.shape["batch"], self.shape["context"]
         parts = DecodeParts(self._last, ROOM * batch * decode_parts.num_splits(context))
         attend = partial(
-            paged.decode_with_lse, self._query, self._keys, self._values, self._table, self._last, None, HEAD_DIM**-0.5,
+            paged.decode, self._query, self._keys, self._values, self._table, self._last, None, HEAD_DIM**-0.5,
             parts=parts,
         )  # fmt: skip
         size = batch * context * self._keys.shape[2] * HEAD_DIM * self._keys.element_size()

@@ -17,7 +17,7 @@ from rollout.engine.forward.recurrent_forward import length_groups
 from rollout.engine.kernels import cpu_library, triton_paged
 from rollout.engine.kernels.cpu_attention import CpuPagedAttention
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, Workspace, write_slots
+from rollout.engine.kernels.torch_paged import PagedAttention, TorchPagedAttention, write_slots
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.engine.kernels.triton_trial import Heads, tried_out
 from rollout.engine.memory.buffers import upload, upload_together
@@ -72,7 +72,6 @@ class ModuleForward:
         self.paged = triton_paged.load(layout.device) if layout.device.type == "cuda" else None
         if self.paged is not None:
             self.paged = tried_out(self.paged, _kernel_shapes(layout), layout.kv_dtype, cache.block_size, layout.device)
-        self.workspace = Workspace()
 
     def run(
         self,
@@ -147,7 +146,6 @@ class ModuleForward:
 
     def release(self) -> None:
         """Release buffers that the next step allocates again."""
-        self.workspace.clear()
         if self.paged is not None:
             self.paged.clear()
 
@@ -158,7 +156,7 @@ class ModuleForward:
         return cpu_library.status().described if on_cpu else "the fused forward is for CPUs"
 
     def _attention(self, rows: PagedRows) -> PagedAttention:
-        plain = TorchPagedAttention(rows, self.layout.device, self.workspace)
+        plain = TorchPagedAttention(rows, self.layout.device)
         if self.paged is not None:
             return TritonPagedAttention(self.paged, rows, self.layout.device, plain)
         return plain if self.library is None else CpuPagedAttention(self.library, rows, plain)

@@ -172,7 +172,7 @@ class TritonDecode:
         if not serves(query, keys, values):
             raise Uncapturable(f"the Triton kernels do not take its heads ({query.dtype}, {tuple(query.shape[1:])})")
         self._paged.write(key, value, keys, values, slots)
-        out, _ = self._paged.decode_with_lse(
+        out = self._paged.decode(
             query, keys, values, table, inputs.seen, rules.get("window"), rules["scaling"], softcap=rules.get("softcap"),
             sinks=rules.get("sinks"), parts=inputs.parts,
         )  # fmt: skip

@@ -48,18 +48,13 @@ class TritonPagedAttention:
         self._parts = DecodeParts(self._positions, num_parts(rows.positions[:decodes]))
         self._causal = rows.seen is None
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]) -> Tensor:
         """Attention output of every position; see `torch_paged.PagedAttention`."""
         if query.dtype != key_cache.dtype:
             # The engine was not built under the current autocast.
-            return self(
-                query.to(key_cache.dtype), key.to(key_cache.dtype), value.to(value_cache.dtype), key_cache, value_cache,
-                **rules,
-            ).to(query.dtype)  # fmt: skip
+            return self(query.to(key_cache.dtype), key_cache, value_cache, **rules).to(query.dtype)
         if not self._causal or not serves(query, key_cache, value_cache):
-            return self._fallback(query, key, value, key_cache, value_cache, **rules)
+            return self._fallback(query, key_cache, value_cache, **rules)
         window, scaling, softcap, sinks = (
             rules.get("window"),
             rules["scaling"],
@@ -68,7 +63,7 @@ class TritonPagedAttention:
         )
         decodes, parts = self._decodes, []
         if decodes:
-            out, _ = self._paged.decode_with_lse(
+            out = self._paged.decode(
                 query[:decodes], key_cache, value_cache, self._tables[:decodes, : self._width], self._positions,
                 window, scaling, softcap=softcap, sinks=sinks, parts=self._parts,
             )  # fmt: skip

@@ -251,7 +251,6 @@ def merge(
     begins: tl.tensor,
     sinks: tl.tensor,
     out: tl.tensor,
-    lse: tl.tensor,
     capacity: tl.tensor,
     sunk: tl.constexpr,
     at_once: tl.constexpr,
@@ -287,7 +286,6 @@ def merge(
         peak = higher
     divisor = tl.where(total == 0.0, 1.0, total)
     place = row.to(tl.int64) * heads + head
-    tl.store(lse + place + tl.arange(0, 1), peak + tl.log(divisor))
     tl.store(out + place * value_dim + dims, sums / divisor, mask=dims < value_dim)
 
 

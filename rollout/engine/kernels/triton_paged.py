@@ -1,7 +1,7 @@
 """Paged attention in Triton, for CUDA: decode over split keys, ragged prefill, and the cache write.
 
-Triton comes with torch on CUDA. `load` imports it and each kernel of `triton_kernels` is compiled when it is first launched,
-never at import; if that fails, `load` warns once and plain torch is used.
+Triton comes with torch on CUDA. `load` imports it; each kernel of `triton_kernels` is compiled when it is first launched. If
+Triton is missing, `load` warns once and plain torch is used.
 
 K and V are read in place, once for all the query heads that share them. One function does the arithmetic of both kinds of
 attention: the query heads of a group, times the tokens of a chunk, are the rows of a matrix product. The keys of a decoding
@@ -52,7 +52,7 @@ def serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def load(device: torch.device) -> TritonPaged | None:
-    """The kernels, after a trial run on `device`; None if they do not work there."""
+    """The kernels; None if Triton cannot be imported."""
     kernels = _kernels(device)
     return None if kernels is None else TritonPaged(kernels)
 
@@ -96,7 +96,7 @@ class TritonPaged:
                 dim=dim, value_dim=value_dim, padded_dim=power_of_two(dim), padded_value_dim=power_of_two(value_dim),
             )  # fmt: skip
 
-    def decode_with_lse(
+    def decode(
         self,
         query: Tensor,
         key_cache: Tensor,
@@ -109,8 +109,8 @@ class TritonPaged:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         parts: DecodeParts | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Attention of one query per sequence, and the log-sum-exp of its scores.
+    ) -> Tensor:
+        """Attention of one query per sequence.
 
         Args:
             query: [B, H, D].
@@ -120,14 +120,13 @@ class TritonPaged:
             parts: of these positions, made once for all layers; None: they are made here.
 
         Returns:
-            [B, H, Dv] in the dtype of the query, and [B, H] float32, natural log; zeros and -inf in padding rows.
+            [B, H, Dv] in the dtype of the query; zeros in padding rows.
         """
         batch, heads, _ = query.shape
         value_dim = value_cache.shape[3]
         out = query.new_empty(batch, heads, value_dim)
-        lse = query.new_empty(batch, heads, dtype=torch.float32)
         if not batch:
-            return out, lse
+            return out
         if parts is None:
             parts = DecodeParts(positions, batch * num_splits(table.shape[1] * key_cache.shape[1]))
         listed = parts.of(window=window)
@@ -141,11 +140,11 @@ class TritonPaged:
                 **call.constants, num_warps=plan.warps, num_stages=plan.stages,
             )  # fmt: skip
             self._kernels.merge[(batch, heads)](
-                part_out, part_lse, parts.positions, listed.begins, parts.positions if sinks is None else sinks, out, lse,
+                part_out, part_lse, parts.positions, listed.begins, parts.positions if sinks is None else sinks, out,
                 parts.capacity, sunk=sinks is not None, at_once=_MERGED_AT_ONCE, value_dim=value_dim,
                 padded_value_dim=power_of_two(value_dim),
             )  # fmt: skip
-        return out, lse
+        return out
 
     def prefill(
         self,
@@ -275,22 +274,13 @@ def _kernels(device: torch.device) -> _Kernels | None:
             jit(device_code.merge, do_not_specialize=("capacity",)),
             jit(device_code.write),
         )
-        _try_out(kernels, device)
-    except Exception as exc:  # noqa: BLE001 - compiler, linker or driver may fail in any way; plain torch works without them
+    except Exception as exc:  # noqa: BLE001 - a broken installation may fail in any way; plain torch works without it
         reason = f"{type(exc).__name__}: {exc}".partition("\n")[0]
         _log.warning(
             "attention on %s runs on plain torch (%s); with a working triton it would be faster", device, reason
         )
         return None
     return kernels
-
-
-def _try_out(kernels: _Kernels, device: torch.device) -> None:
-    caches = torch.zeros(2, 1, 1, 1, 16, device=device)
-    ones = torch.ones(1, 1, 16, device=device)
-    TritonPaged(kernels).write(ones, ones, caches[0], caches[1], torch.zeros(1, dtype=torch.int64, device=device))
-    if not caches.eq(1).all():
-        raise RuntimeError("a kernel that writes ones did not write them")
 
 
 @dataclass(frozen=True)

@@ -151,8 +151,6 @@ class PagedBatch:
         attention = self.attention if window is not None or self.unwindowed is None else self.unwindowed
         out = attention[group](
             query.transpose(1, 2).flatten(0, 1).contiguous(),
-            keys,
-            values,
             key_cache,
             value_cache,
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,

@@ -17,7 +17,7 @@ from torch import Tensor
 from rollout.engine.kernels import cpu_library
 from rollout.engine.kernels.cpu_attention import CpuPagedAttention, serves
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.kernels.torch_paged import TorchPagedAttention, Workspace
+from rollout.engine.kernels.torch_paged import TorchPagedAttention
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
@@ -52,12 +52,10 @@ class Case:
         return replace(self, query=self.query[span].contiguous(), rows=rows)
 
     def plain(self) -> TorchPagedAttention:
-        return TorchPagedAttention(self.rows, torch.device("cpu"), Workspace())
+        return TorchPagedAttention(self.rows, torch.device("cpu"))
 
-    def _arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        slots = torch.from_numpy(self.rows.slots)
-        own = self.keys.flatten(0, 1)[slots], self.values.flatten(0, 1)[slots]
-        return self.query, *own, self.keys, self.values
+    def _arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.keys, self.values
 
 
 def library() -> ctypes.CDLL:

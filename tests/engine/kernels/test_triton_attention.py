@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.kernels.torch_paged import TorchPagedAttention, Workspace, write_slots
+from rollout.engine.kernels.torch_paged import TorchPagedAttention, write_slots
 from rollout.engine.kernels.triton_attention import TABLE_STEP, TritonPagedAttention
 from rollout.engine.kernels.triton_paged import TritonPaged, load
 from rollout.engine.memory.buffers import ALIGNMENT, packed, upload_together
@@ -68,10 +68,10 @@ class Asked:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int]] = []
 
-    def decode_with_lse(self, query, keys, values, table, positions, window, scaling, *, softcap, sinks, parts):
+    def decode(self, query, keys, values, table, positions, window, scaling, *, softcap, sinks, parts):
         assert len(table) == len(positions) == len(query)
         self.calls.append(("decode", len(query), table.shape[1]))
-        return torch.zeros_like(query), torch.zeros(0)
+        return torch.zeros_like(query)
 
     def prefill(self, query, keys, values, table, begins, starts, window, scaling, *, softcap, sinks):
         assert len(table) == len(starts) == len(begins) - 1
@@ -82,12 +82,11 @@ class Asked:
 
 def asked(rows: PagedRows, *, dim: int = 16) -> tuple[list[tuple], torch.Tensor]:
     kernels, cpu = Asked(), torch.device("cpu")
-    plain = TorchPagedAttention(rows, cpu, Workspace())
+    plain = TorchPagedAttention(rows, cpu)
     attend = TritonPagedAttention(kernels, rows, cpu, plain)  # type: ignore[arg-type]
     query = torch.randn(len(rows.positions), 4, dim)
     cache = torch.randn(1000, BLOCK, 2, dim)
-    own = cache.flatten(0, 1)[torch.from_numpy(rows.slots)]
-    return kernels.calls, attend(query, own, own, cache, cache, scaling=0.3)
+    return kernels.calls, attend(query, cache, cache, scaling=0.3)
 
 
 def test_leading_rows_of_one_position_decode_and_all_others_prefill() -> None:
@@ -144,13 +143,13 @@ def test_a_paged_step_equals_float64(paged, layout, rules):
         assert torch.equal(ours.cpu(), expected)
     sinks = torch.linspace(-2, 4, 6, device=DEVICE) if sunk else None
     how = {"scaling": 0.2, "window": window, "softcap": softcap}
-    exact = TorchPagedAttention(rows, cpu, Workspace())(
-        *[tensor.double() for tensor in (query, key, value, keys, values)],
+    exact = TorchPagedAttention(rows, cpu)(
+        *[tensor.double() for tensor in (query, keys, values)],
         **how,
         sinks=None if sinks is None else sinks.cpu(),
     )
-    plain = TorchPagedAttention(rows, DEVICE, Workspace())
-    ours = TritonPagedAttention(paged, rows, DEVICE, plain)(query.to(DEVICE), *on_device[:4], **how, sinks=sinks)
+    plain = TorchPagedAttention(rows, DEVICE)
+    ours = TritonPagedAttention(paged, rows, DEVICE, plain)(query.to(DEVICE), *on_device[2:4], **how, sinks=sinks)
     torch.testing.assert_close(ours.cpu().double(), exact, atol=1e-5, rtol=1e-5)
 
 

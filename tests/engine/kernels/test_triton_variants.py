@@ -17,7 +17,7 @@ import torch
 from rollout.engine.graphs.decode_step import DecodeState
 from rollout.engine.kernels import triton_attention, triton_paged
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.kernels.torch_paged import TorchPagedAttention, Workspace
+from rollout.engine.kernels.torch_paged import TorchPagedAttention
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.engine.kernels.triton_paged import TritonPaged
 from rollout.engine.memory.buffers import packed
@@ -48,7 +48,6 @@ def of_heads(count: int, heads: int) -> torch.Tensor:
 
 @pytest.fixture
 def paged(monkeypatch: pytest.MonkeyPatch) -> TritonPaged:
-    monkeypatch.setattr(triton_paged, "_try_out", lambda *_: None)
     found = triton_paged._kernels.__wrapped__(CPU)
     assert found is not None
     return TritonPaged(found)
@@ -60,10 +59,10 @@ def eager_step(paged: TritonPaged, counts: Sequence[int], ends: Sequence[int]) -
     width = -(-max(ends) // BLOCK)
     rows = PagedRows(offsets, positions, np.arange(len(counts) * width).reshape(-1, width), BLOCK)
     keys, values = pool()
-    attention = TritonPagedAttention(paged, rows, CPU, TorchPagedAttention(rows, CPU, Workspace()))
+    attention = TritonPagedAttention(paged, rows, CPU, TorchPagedAttention(rows, CPU))
     query, own = of_heads(offsets[-1], HEADS), of_heads(offsets[-1], KV_HEADS)
     paged.write(own, own, keys, values, torch.zeros(offsets[-1], dtype=torch.int64))
-    attention(query, own, own, keys, values, scaling=0.1, window=None)
+    attention(query, keys, values, scaling=0.1, window=None)
 
 
 def uploaded(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
@@ -95,7 +94,5 @@ def test_captured_steps_of_any_size_launch_the_same_attention(paged) -> None:
             slots, table = inputs.groups[0]
             own = of_heads(count, KV_HEADS)
             paged.write(own, own, keys, values, slots)
-            paged.decode_with_lse(
-                of_heads(count, HEADS), keys, values, table, inputs.seen, None, 0.1, parts=inputs.parts
-            )
+            paged.decode(of_heads(count, HEADS), keys, values, table, inputs.seen, None, 0.1, parts=inputs.parts)
     assert variants(asked) == {"write": 1, "attend_parts": 1, "merge": 1}
