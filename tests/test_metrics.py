@@ -171,16 +171,6 @@ def test_wall_time_belongs_to_exactly_one_phase_and_time_before_the_first_to_non
     assert [snapshot[f"rollout/time_share_{phase}"] for phase in PHASES] == [0.6, 0.1, 0.2, 0.1]
 
 
-def test_a_phase_that_spans_two_intervals_is_split_between_them():
-    clock = Clock()
-    recorder = MetricsRecorder(clock)
-    recorder.enter_phase("train")
-    clock.now += 3
-    assert recorder.snapshot()["rollout/train_s"] == 3
-    clock.now += 4
-    assert recorder.snapshot()["rollout/train_s"] == 4
-
-
 def test_ratios_are_of_the_interval():
     recorder = MetricsRecorder(Clock())
     recorder.observe("rollout/policy_staleness", [0, 0, 1, 3])

@@ -246,14 +246,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def remaining_prompt_tokens(self) -> list[int]:
-        """Prompt tokens whose KV is still to be computed; settable to a suffix of the prompt."""
+        """Prompt tokens whose KV is still to be computed."""
         return self.prompt_tokens[self.finished_chunk_token_count :]
-
-    @remaining_prompt_tokens.setter
-    def remaining_prompt_tokens(self, suffix: list[int]) -> None:
-        finished = len(self.prompt_tokens) - len(suffix)
-        self._check_at_most("finished_chunk_token_count", finished, len(self.prompt_tokens))
-        self.finished_chunk_token_count = finished
 
     @property
     def remaining_prompt_length(self) -> int:

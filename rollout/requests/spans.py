@@ -54,9 +54,7 @@ class VersionSpans:
     def extend(self, count: int, version: int) -> None:
         """Append `count` positions of `version`; `ValueError` if `count` is negative."""
         if count < 0:
-            raise ValueError(
-                f"VersionSpans.extend: count={count!r} must be at least 0; use truncate(length) to shorten"
-            )
+            raise ValueError(f"VersionSpans.extend: count={count!r} must be at least 0")
         if count == 0:
             return
         ends = self._ends
@@ -79,18 +77,6 @@ class VersionSpans:
     def extend_to(self, length: int, version: int) -> None:
         """Extend to `length` positions with `version`; no-op if already as long."""
         self.extend(max(0, length - len(self)), version)
-
-    def truncate(self, length: int) -> None:
-        """Drop every position from `length` on; `ValueError` if `length` is negative."""
-        if length < 0:
-            raise ValueError(f"VersionSpans.truncate: length={length!r} must be at least 0")
-        if length >= len(self):
-            return
-        kept = bisect_right(self._ends, length)
-        whole = self._ends[kept - 1] if kept else 0
-        partial = [(self._versions[kept], int(length))] if length > whole else []
-        self._versions[kept:] = [version for version, _ in partial]
-        self._ends[kept:] = [end for _, end in partial]
 
     def shift(self, count: int) -> None:
         """Add `count` to every version."""

@@ -29,7 +29,6 @@ class LoopThread:
         self._name = name
         self._loop = asyncio.new_event_loop()
         self._closed = False
-        self._handed_over: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         # Also guards `_closed`, so that work handed over before `close` is among the tasks it cancels.
         self._handing_over = threading.Lock()
         device = _cuda_device()
@@ -97,22 +96,7 @@ class LoopThread:
         with self._handing_over:
             if self._closed:
                 self._refuse("call_soon()")
-            # One wake-up for all calls until the loop's next iteration, because each is a system call that releases and
-            # reacquires the GIL.
-            if not self._handed_over:
-                self._loop.call_soon_threadsafe(self._take_over)
-            self._handed_over.append((function, args))
-
-    def _take_over(self) -> None:
-        with self._handing_over:
-            taken, self._handed_over = self._handed_over, []
-        for function, args in taken:
-            try:
-                function(*args)
-            except Exception as exc:  # noqa: BLE001 - as the loop does for its own callbacks
-                self._loop.call_exception_handler(
-                    {"message": f"{self._name}: {function!r} has raised", "exception": exc}
-                )
+            self._loop.call_soon_threadsafe(function, *args)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Cancel all tasks of the loop and stop its thread. Idempotent.

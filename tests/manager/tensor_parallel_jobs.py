@@ -24,7 +24,6 @@ from transformers.distributed import DistributedConfig
 
 from rollout.config import Advanced, InferenceConfig
 from rollout.errors import RolloutError
-from rollout.journal import Journal
 from rollout.llm.llm import LLM
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
@@ -336,19 +335,6 @@ def dies(rank: int, folder: str, victim: int, forward: int, **sizes: int) -> str
     return f"{first}\n{again}"
 
 
-def fails_alone(rank: int, folder: str) -> str:
-    """The second rank's forward raises when its last collective is over; what both are told."""
-    model = load(folder)
-
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("no such number")
-
-    with make_rollout(model, control_timeout_s=60.0) as rollout:
-        if rank == 1:
-            model.register_forward_hook(fail)
-        return said(lambda: rollout.generate(PROMPTS, GREEDY))
-
-
 def split(model: PreTrainedModel) -> PreTrainedModel:
     """A whole model split by torch's own plan over pairs of ranks; every pair has a replica."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
@@ -401,23 +387,6 @@ def two_groups_lose_a_member(rank: int) -> Any:
     # Its session with the coordinator would otherwise count as alive until a heartbeat is missed.
     rollout.close()
     return told
-
-
-def journals(rank: int, folder: str, disk: str) -> dict[str, Any]:
-    """A group with a journal on every rank that is asked the same before and after its processes' end."""
-    model, told = load(folder), []
-    state: dict[str, Any] | None = None
-    for _ in range(2):
-        journal = Journal(f"{disk}/rank-{rank}")
-        with make_rollout(model, journal=journal) as rollout:
-            if state is not None:
-                rollout.load_state_dict(state)
-            else:
-                state = of_first_rank(rollout.state_dict())
-            batch = rollout.generate(PROMPTS, DRAWN)
-            told.append(shown(batch) | {"computed": rollout.metrics()["rollout/generated_tokens"]})
-        journal.close()
-    return {"told": told, "files": len(os.listdir(f"{disk}/rank-{rank}"))}
 
 
 def is_asked(rank: int, folder: str) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from tests.rollouts import (
     assert_nothing_leaked,
     completions,
     group_ids,
-    logprob_error,
     make_rollout,
     tokens,
     trainer_logprobs_of,
@@ -73,26 +72,6 @@ def test_samples_of_a_prompt_are_side_by_side_and_prompts_in_order(rollout, toke
         assert len({tuple(request.generated_tokens) for request in batch.requests[rows]}) == 3
     # They came back in another order than they were asked for.
     assert sorted(batch.response_lengths.tolist()) != batch.response_lengths.tolist()
-
-
-def test_greedy_is_what_generate_of_the_model_gives(rollout, frozen):
-    prompts = [[7], [5, 9, 11, 3], list(range(3, 40)), [90] * 17]
-    batch = rollout.generate(prompts, GREEDY)
-    assert completions(batch) == [greedy(frozen, prompt, 6) for prompt in prompts]
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2"])
-def test_log_probs_are_those_of_the_trainers_own_padded_forward(name, tokenizer):
-    model = make_model(name).eval()
-    batch = make_rollout(model, tokenizer).generate(["a", "a longer prompt", "mid"], tokens(20, n=3))
-    assert batch.attention_mask.sum(1).unique().numel() > 1
-    assert logprob_error(model, batch) <= 1e-5
-
-
-def test_a_prompt_of_one_token_and_a_budget_of_none(rollout):
-    assert rollout.generate([[5]], tokens(1)).response_lengths.tolist() == [1]
-    batch = rollout.generate([[5, 6]], tokens(0))
-    assert (batch.response_lengths.tolist(), batch.finish_reasons) == ([0], ["length"])
 
 
 def test_the_pad_token_is_the_tokenizers_or_the_models(tokenizer):

@@ -175,13 +175,6 @@ def test_a_member_that_dies_ends_the_group_by_name(nursery, folder):
     assert again.startswith("EngineDeadError")
 
 
-def test_a_forward_that_raises_on_one_member_alone_ends_the_group_by_name(nursery, folder):
-    first, second = run_together(nursery, 2, jobs.fails_alone, folder=folder)
-    assert "tensor-parallel group of ranks 0, 1 has ended on rank 0" in first
-    assert "tensor-parallel group of ranks 0, 1 has ended on rank 1" in second
-    assert "ArithmeticError: no such number" in second
-
-
 def test_two_groups_are_two_ranks_of_one_coordinator(nursery):
     model = make_model("llama", vocab_size=jobs.VOCABULARY)
     answers = run_together(nursery, 4, jobs.two_groups_generate)
@@ -210,17 +203,6 @@ def test_samples_of_a_group_that_ends_go_on_in_another(nursery):
         assert_same(answers[rank], alone)
     assert answers[2] is None
     assert "tensor-parallel group of ranks 2, 3 has ended" in answers[3]
-
-
-def test_a_groups_journal_is_its_first_ranks_and_nothing_is_computed_again(nursery, folder, tmp_path):
-    first, second = run_together(nursery, 2, jobs.journals, folder=folder, disk=str(tmp_path))
-    for answer in (first, second):
-        before, again = ({key: each[key] for key in each if key != "computed"} for each in answer["told"])
-        assert_same(again, before)
-    computed = [each["computed"] for each in first["told"]]
-    assert computed[0] > 0
-    assert computed[1] == 0
-    assert first["files"] > second["files"]
 
 
 def test_an_llm_of_a_group_is_asked_on_its_first_rank(nursery, folder):

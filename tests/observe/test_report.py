@@ -123,25 +123,6 @@ def test_a_chart_of_odd_values_stays_inside_its_frame(values, log):
         assert 0 <= float(y) <= height
 
 
-def test_a_value_between_gaps_is_a_point():
-    drawn = charts.lines([1, 2, 3, 4], [("name", "#123456", [None, 2.0, None, 3.0])])
-    assert len(re.findall(r"<use [^>]*fill: #123456", drawn)) == 2
-
-
-def test_shares_of_one_name_are_a_sentence():
-    series = [("0", "#111111", [4.0, 5.0]), ("1", "#222222", [0.0, None])]
-    assert charts.areas([1, 2], series, shares=True) == charts.note("0 in every step")
-    assert "<svg" in charts.areas([1, 2], series)
-
-
-def test_stacked_areas_of_one_step_are_a_bar():
-    drawn = charts.areas([7], [("a", "#111111", [1.0]), ("b", "#222222", [3.0])])
-    for color in ("#111111", "#222222"):
-        (area,) = re.findall(rf'<path d="([^"]*)"[^>]* style="fill: {color}', drawn)
-        across = {float(x) for x, _ in re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", area)}
-        assert max(across) - min(across) > 200
-
-
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'rollout-engine\[report\]'"):

@@ -174,10 +174,6 @@ def test_any_bytes_come_out_as_the_tokenizer_decodes_them(name: str, data: list[
     assert "".join(stream(name, ids)) == tokenizer_named(name).decode(ids, skip_special_tokens=True)
 
 
-def test_a_character_is_given_out_whole_with_the_token_that_completes_it() -> None:
-    assert stream("byte_level", ids_of_bytes("byte_level", "a🙂b".encode())) == ["a", "", "", "", "🙂", "b", ""]
-
-
 def test_unfinished_bytes_appear_at_the_end_as_the_tokenizer_shows_them() -> None:
     assert stream("byte_level", ids_of_bytes("byte_level", b"a\xf0\x9f")) == ["a", "", "", "\ufffd"]
 
@@ -217,13 +213,6 @@ def test_work_per_token_does_not_grow_with_the_completion(name: str, cycle: byte
 # --- stop strings -----------------------------------------------------------------------------------------------------
 
 
-def test_a_stop_string_of_multibyte_characters_is_found_with_its_last_byte() -> None:
-    ids = ids_of_bytes("byte_level", "a🙂b".encode())
-    completion = CompletionText(tokenizer_named("byte_level"), ["🙂"], False)
-    assert run(completion, ids) == ("🙂", 5)
-    assert completion.text() == "a"
-
-
 def test_a_newline_written_as_a_byte_token_stops_at_once() -> None:
     """Llama 2 has no other newline; the run of byte tokens it begins is not settled yet."""
     ids = ids_of_bytes("byte_fallback", b"\n")
@@ -231,14 +220,6 @@ def test_a_newline_written_as_a_byte_token_stops_at_once() -> None:
     the = tokenizer_named("byte_fallback").convert_tokens_to_ids("▁the")
     assert run(completion, [the, *ids, the]) == ("\n", 2)
     assert completion.text() == "the"
-
-
-def test_text_shows_unfinished_bytes_and_stable_text_does_not() -> None:
-    ids = ids_of_bytes("byte_level", b"a\xf0\x9f")
-    completion = CompletionText(tokenizer_named("byte_level"), [], False)
-    assert run(completion, ids) == (None, 3)
-    assert completion.text() == "a\ufffd"
-    assert StableText(tokenizer_named("byte_level"), [], False).push(ids) == "a"
 
 
 def test_stable_text_holds_back_what_may_become_a_stop_string() -> None:

@@ -204,24 +204,6 @@ def test_a_merged_record_equals_one_that_was_never_interrupted(pieces, cached):
 # --- checkpoint
 
 
-def test_a_checkpoint_turns_prompt_and_output_into_the_new_prompt_and_shrinks_the_budget():
-    record = record_of(
-        6, sampling_params=SamplingParams(max_tokens=8, min_tokens=3), block_size_tokens=4, enable_prefix_caching=True
-    )
-    generate(record, 10, 11)
-    segment = record.checkpoint()
-    assert segment.prompt_tokens == [0, 1, 2, 3, 4, 5, 10, 11]
-    assert (segment.sampling_params.max_tokens, segment.sampling_params.min_tokens) == (6, 1)
-    assert len(segment.precomputed_block_hashes) == 2
-    assert segment.precomputed_block_hashes[:1] == record[0].precomputed_block_hashes
-    generate(record, 12, 13, 14, 15)
-    segment = record.checkpoint()
-    assert len(segment.prompt_tokens) == 12
-    assert (segment.sampling_params.max_tokens, segment.sampling_params.min_tokens) == (2, 0)
-    assert len(segment.precomputed_block_hashes) == 3
-    assert len(record) == 3
-
-
 def test_what_belongs_to_the_whole_request_survives_a_checkpoint():
     record = record_of(
         2,
@@ -283,17 +265,6 @@ def test_the_text_of_a_merged_record():
     assert record.merge().generated_text == sent(record).merge().generated_text == "whole"
 
 
-def test_routing_indices_are_concatenated_and_missing_ones_skipped():
-    record = record_of(1)
-    generate(record, 5)
-    record[-1].routing_indices = np.zeros((1, 2, 2), np.int16)
-    record.checkpoint()
-    record.checkpoint()
-    record[-1].routing_indices = np.ones((2, 2, 2), np.int16)
-    assert record.merge().routing_indices.tolist() == [[[0, 0]] * 2] + [[[1, 1]] * 2] * 2
-    assert record_of(1).merge().routing_indices is None
-
-
 def test_what_an_early_eviction_left_empty_comes_from_the_segment_that_has_it():
     """Taken from the first segment alone, a request evicted before its first token reported no ttft."""
     record = record_of(3)
@@ -308,20 +279,6 @@ def test_what_an_early_eviction_left_empty_comes_from_the_segment_that_has_it():
     assert merged.ttft == 0.25
     assert merged.prompt_log_probs == [-1.0, -2.0]
     assert merged.prompt_top_n_logprobs is None
-
-
-def test_how_it_ended_comes_from_the_last_segment_and_the_budget_from_the_first():
-    params = SamplingParams(max_tokens=5)
-    record = record_of(2, sampling_params=params)
-    generate(record, 5)
-    live = record.checkpoint()
-    live.status, live.finish_reason, live.error = Status.FAILED, FinishReason.ERROR, "OSError: gone"
-    live.stream_offset = 1
-    record.latency = 3.0
-    merged = record.merge()
-    assert merged.sampling_params == params
-    assert (merged.status, merged.finish_reason, merged.error) == (Status.FAILED, FinishReason.ERROR, "OSError: gone")
-    assert (merged.latency, merged.stream_offset, merged.original_prompt_length, merged.rng_offset) == (3.0, 1, 2, 0)
 
 
 def test_merging_changes_nothing_and_shares_nothing():

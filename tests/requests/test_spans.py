@@ -22,7 +22,6 @@ def ledger(runs: list[tuple[int, int]]) -> list[int]:
         st.one_of(
             st.tuples(st.just("extend"), st.integers(0, 4), VERSIONS),
             st.tuples(st.just("extend_to"), st.integers(0, 20), VERSIONS),
-            st.tuples(st.just("truncate"), st.integers(0, 20)),
             st.tuples(st.just("clear")),
         ),
         max_size=30,
@@ -38,8 +37,6 @@ def test_spans_equal_a_list_with_one_version_per_position(operations):
         elif name == "extend_to":
             length, version = arguments
             dense += [version] * (length - len(dense))
-        elif name == "truncate":
-            del dense[arguments[0] :]
         else:
             dense.clear()
         assert spans.dense().tolist() == dense
