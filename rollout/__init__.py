@@ -83,7 +83,6 @@ if TYPE_CHECKING:  # results, and parts of the engine and of a job, for tests an
     from rollout.distributed.client.futures import Delta as Delta
     from rollout.distributed.client.futures import RequestFuture as RequestFuture
     from rollout.distributed.client.futures import RequestStream as RequestStream
-    from rollout.distributed.client.group import GroupResult as GroupResult
     from rollout.distributed.client.text_stream import TextDelta as TextDelta
     from rollout.distributed.coordinator.launch import CoordinatorHandle as CoordinatorHandle
     from rollout.distributed.coordinator.launch import launch_coordinator as launch_coordinator

@@ -117,7 +117,7 @@ class JobRequests:
     def _ended(self, number: int, listener: Listener, group: OpenGroup) -> None:
         self._groups.pop(number, None)
         try:
-            samples = list(group.result())
+            samples = group.result()
         except Exception as exc:  # noqa: BLE001 - passed to the waiting caller, whatever it is
             listener.fail(exc)
         else:

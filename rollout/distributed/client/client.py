@@ -27,7 +27,7 @@ from rollout.distributed.protocol.fields import (
     UNLOAD_ADAPTER,
 )
 from rollout.distributed.transport.dealer import Dealer
-from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, SerializationError
+from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, RolloutError, SerializationError
 from rollout.sampling_params import SamplingParams
 from rollout.state import ControlSignal, KVCacheManagementMode, Mode
 from rollout.threads.diagnosis import answer_signal, watch
@@ -157,8 +157,8 @@ class InferenceClient:
         """Submit a group of n samples of a prompt; cancelling the future aborts it.
 
         Returns:
-            A future of a `GroupResult`. It fails with a `RequestError` if the whole group failed, or with
-            `ConnectionLostError`; a sample that failed alone is in the result with its `error`.
+            A future of its n samples, a list of requests. It fails with a `RequestError` if the whole group failed, or with
+            `ConnectionLostError`; a sample that failed alone is in the list with its `error`.
 
         Raises:
             InvalidRequestError: a value is out of range; nothing was sent.
@@ -206,10 +206,12 @@ class InferenceClient:
         return future
 
     def _ended(self, listener: RequestFuture | RequestStream, group: OpenGroup) -> None:
-        if group.error is not None:
-            listener.fail(group.error)
+        try:
+            samples = group.result()
+        except RolloutError as exc:
+            listener.fail(exc)
         else:
-            listener.end(group.result())
+            listener.end(samples)
 
     # --- control ------------------------------------------------------------------------------------------------
 

@@ -5,9 +5,8 @@ Always true: every sample is open, finished, or not wanted; a finished sample ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import InitVar, dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -130,8 +129,8 @@ class OpenGroup:
             self._tokens.compact()
         return self._tokens.deltas([index]).get(index) or SampleDelta(self.request_id, index)
 
-    def result(self) -> GroupResult:
-        """Return the samples as requests.
+    def result(self) -> list[DynamicInferenceRequest]:
+        """Return the ended samples as requests, in order; all n unless fewer were wanted. They share one `prompt_tokens`.
 
         Raises:
             RolloutError: the group failed.
@@ -144,7 +143,7 @@ class OpenGroup:
                 f"request {self.request_id}: of n={self.params.n} samples {len(self.open_samples())} have not ended; wait "
                 "for them"
             )
-        return GroupResult(self)
+        return [self.request(index) for index in sorted(self._ended)]
 
     def request(self, index: int) -> DynamicInferenceRequest:
         """Build the request of an ended sample, equal to the merged request of a direct engine.
@@ -206,30 +205,3 @@ class OpenGroup:
         if most == self.params.max_tokens:
             return self.params
         return self.params.replace(max_tokens=most, min_tokens=min(self.params.min_tokens, most))
-
-
-class GroupResult(Sequence[Any]):
-    """The n samples of a group, in order, as requests; each is built when it is first read.
-
-    All requests share one `prompt_tokens` list.
-    """
-
-    __slots__ = ("_built", "_group")
-
-    def __init__(self, group: OpenGroup) -> None:
-        self._group = group
-        self._built: dict[int, DynamicInferenceRequest] = {}
-
-    def __len__(self) -> int:
-        return self._group.params.n
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        position = range(len(self))[index]
-        if position not in self._built:
-            self._built[position] = self._group.request(position)
-        return self._built[position]
-
-    def __repr__(self) -> str:
-        return f"GroupResult(request_id={self._group.request_id}, {len(self)} samples)"

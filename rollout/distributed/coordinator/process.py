@@ -165,14 +165,9 @@ class DataParallelInferenceCoordinator:
             "queued"
         )
         yield f"  barrier waits for {table['barrier_waits_for']}"
-        for rank in table["ranks"]:
-            yield (
-                f"  rank {rank['name']!r}: {rank['state']}, version {rank['policy_version']}, "
-                f"{rank['assigned_samples']} samples assigned, {rank['running']} running; silent for "
-                f"{rank['silent_for_s']:.1f} s, progress {rank['since_progress_s']:.1f} s ago"
-            )
-        for client in table["clients"]:
-            yield f"  client {client['name']!r}: {client['open_requests']} open requests"
+        for kind in ("rank", "client"):
+            for row in table[f"{kind}s"]:
+                yield f"  {kind} {', '.join(f'{name} {value!r}' for name, value in row.items())}"
 
     def bind(self) -> str:
         """Open the socket and the schedule file.

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.distributed.client.group import GroupResult
 from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.fields import LostFramesError
 from rollout.distributed.protocol.messages import Status as StatusAnswer
@@ -30,7 +29,7 @@ from tests.engines import at_random, make_engine, token_ids
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_group_that_comes_whole_is_complete_and_built_when_it_is_read():
+def test_a_group_that_comes_whole_is_complete():
     line = Line()
     group = line.submit(n=3, priority=4)
     rows = {index: (0, [10 * index, 11]) for index in (2, 0, 1)}
@@ -39,12 +38,9 @@ def test_a_group_that_comes_whole_is_complete_and_built_when_it_is_read():
     assert group.done
     assert not line.session._open
     result = group.result()
-    assert isinstance(result, GroupResult)
     assert len(result) == 3
-    assert result._built == {}
     assert [each.generated_tokens for each in result] == [[0, 11], [10, 11], [20, 11]]
     assert [each.generated_text for each in result[:2]] == ["a", "b"]
-    assert result[-1] is result[2]
     first = result[0]
     assert (first.request_id, first.sample_index, first.ttft, first.priority) == (0, 0, 0.2, 4)
     assert first.status is Status.COMPLETED
@@ -53,8 +49,6 @@ def test_a_group_that_comes_whole_is_complete_and_built_when_it_is_read():
     assert (first.prompt, first.prompt_tokens, first.arrival_time, first.seed) == (None, PROMPT, 1000.0, 42)
     assert first.prompt_tokens is result[1].prompt_tokens
     assert first.sampling_params is group.params
-    with pytest.raises(IndexError):
-        result[3]
 
 
 def test_a_sample_that_failed_is_a_failed_request_beside_the_others():
@@ -328,9 +322,9 @@ def test_only_the_wanted_samples_are_asked_for_and_waited_for():
     line.receive(wire.Update([stretch(0, {1: (1, [8]), 2: (0, [])}, ended=(1, 2))]))
     assert line.done == [group]
     result = group.result()
-    assert [result[index].generated_tokens for index in range(3)] == [[5], [6, 8], []]
+    assert [each.generated_tokens for each in result] == [[5], [6, 8], []]
     with pytest.raises(RuntimeError, match="sample 3 has not ended, or was not asked for"):
-        result[3]
+        group.request(3)
     with pytest.raises(InvalidRequestError, match=r"wanted=\[4, -1\]: must be samples in \[0, n=2\)"):
         line.submit(n=2, wanted=[0, 4, -1])
     with pytest.raises(InvalidRequestError, match="nothing is left to do"):

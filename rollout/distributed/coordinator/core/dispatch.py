@@ -11,12 +11,12 @@ held for it. After a grace period the core declares the rank *away*, and such as
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple, cast
 
 import numpy as np
 
 from rollout.config import CoordinatorConfig
-from rollout.distributed.coordinator.core.heap import LazyHeap
 from rollout.distributed.coordinator.core.peers import Peers
 from rollout.distributed.coordinator.core.requests import Assignment, OpenRequest, RankPeer
 from rollout.distributed.coordinator.core.routing import Placement, Router
@@ -68,7 +68,9 @@ class Dispatcher:
             self._grace_s = config.advanced.heartbeat_timeout_s
         self._block_size = config.block_size_tokens
         self._peers = peers
-        self._queue = LazyHeap[OpenRequest](lambda request: bool(request.queued))
+        self._queue: list[tuple[int, int, OpenRequest]] = []
+        """Heap by priority and order of arrival, with requests that have nothing queued any more."""
+        self._sweep_at = 64
         self._unready: set[str] = set()
         self._away: list[RankPeer] = []
         """Ranks that are idle or have older weights than others, past their grace period."""
@@ -186,12 +188,21 @@ class Dispatcher:
         """
         if request.queued and not request.in_queue and (request.prompt is not None or self._deterministic):
             request.in_queue = True
-            self._queue.put((0 if self._deterministic else -request.priority, request.request_id), request)
+            if len(self._queue) >= self._sweep_at:
+                self._queue = [entry for entry in self._queue if entry[2].queued]
+                heapify(self._queue)
+                self._sweep_at = max(64, 2 * len(self._queue))
+            heappush(self._queue, (0 if self._deterministic else -request.priority, request.request_id, request))
 
     def dispatch(self) -> None:
         """Assign queued samples to ranks until no rank has room."""
-        while self.any_rank_ready and (request := self._queue.head()) is not None and request.prompt is not None:
-            if request.newest_version > self._newest_version or self._ahead_of(request) == self._peers.by_name.keys():
+        while self._queue and self.any_rank_ready:
+            request = self._queue[0][2]
+            if not request.queued:
+                self._take_head()
+            elif request.prompt is None:
+                break
+            elif request.newest_version > self._newest_version or self._ahead_of(request) == self._peers.by_name.keys():
                 self._take_head()
                 self.too_new.append(request)
             elif placements := self._placements(request, len(request.queued)):
@@ -242,7 +253,7 @@ class Dispatcher:
             self._peers.say(assignment.rank, Cancel(assignment.request.request_id, assignment.attempt))
 
     def _take_head(self) -> None:
-        self._queue.pop().in_queue = False
+        heappop(self._queue)[2].in_queue = False
 
     def _hashes(self, request: OpenRequest) -> list[int]:
         if request.hashes is None:

@@ -16,7 +16,6 @@ import numpy as np
 
 from rollout.config import CoordinatorConfig
 from rollout.distributed.coordinator.core.dispatch import Dispatcher, since
-from rollout.distributed.coordinator.core.heap import LazyHeap
 from rollout.distributed.coordinator.core.peers import Peers, shortened
 from rollout.distributed.coordinator.core.requests import (
     MAX_NAMES,
@@ -63,7 +62,8 @@ class RequestTable:
         self._config = config
         self._peers = peers
         self._dispatcher = dispatcher
-        self._deadlines = LazyHeap[OpenRequest](lambda request: not request.closed)
+        self._due = math.inf
+        """Earliest deadline of any request since the last look, which may have ended."""
         self._without_rank_since: float | None = None
         self._next_request_id = 0
 
@@ -95,8 +95,7 @@ class RequestTable:
         self._next_request_id += 1
         client.requests[message.request_id] = request
         self._charge(request, cost_besides_prompt(message))
-        if request.deadline != math.inf:
-            self._deadlines.put(request.deadline, request)
+        self._due = min(self._due, request.deadline)
         if isinstance(message.prompt, str):
             self._start(TextJob(self._next_job, message.prompt), request, None, prompt_bytes(message))
         else:
@@ -236,15 +235,16 @@ class RequestTable:
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float:
-        """Earliest deadline of an open request; infinity if none has one."""
-        due = self._deadlines.head_key()
-        return math.inf if due is None else float(due)
+        """Time at which `expire` is due; infinity if no request has a deadline."""
+        return self._due
 
     def expire(self, now: float) -> None:
         """Fail the requests whose deadline has passed."""
-        while (late := self._deadlines.head()) is not None and late.deadline <= now:
-            self._deadlines.pop()
-            self.fail(late, "RequestTimeoutError", "its timeout_s has passed")
+        if now >= self._due:
+            for request in self:
+                if request.deadline <= now:
+                    self.fail(request, "RequestTimeoutError", "its timeout_s has passed")
+            self._due = min((request.deadline for request in self), default=math.inf)
 
     def look_for_ranks(self, now: float) -> None:
         """Start or end the period without a ready rank."""
