@@ -21,7 +21,6 @@ from starlette.responses import Response
 
 from rollout.config import ServerConfig
 from rollout.errors import ConfigError, ConnectionLostError, EngineDeadError, RolloutError
-from rollout.server.bodies import ReplyBody
 from rollout.server.chat_template.conversation import Conversation
 from rollout.server.control import (
     AbortRequests,
@@ -46,38 +45,6 @@ from rollout.state import EngineState
 _DESCRIPTION = """OpenAI's API over a rollout engine inside a trainer. In addition to OpenAI's fields, every choice contains
 the token ids, their sampling log-probs and their policy versions (`rollout`; omitted with `return_rollout=false`). A
 conversation sent back with these ids is continued from them instead of being tokenised again."""
-
-
-class ModelReply(ReplyBody):
-    """A served model, or a LoRA adapter of it."""
-
-    id: str
-    """Name of the model in requests."""
-    object: str = "model"
-    created: int
-    owned_by: str = "rollout"
-    max_model_len: int
-    """Maximum length of prompt + completion, in tokens."""
-    parent: str | None = None
-    """The model that a LoRA adapter belongs to; null for the model itself."""
-    root: str
-    """Folder of a LoRA adapter; of the model itself, its name."""
-
-
-class ModelListReply(ReplyBody):
-    """List of the served model and its LoRA adapters."""
-
-    object: str = "list"
-    data: list[ModelReply]
-
-
-class HealthReply(ReplyBody):
-    """Health of the engine."""
-
-    status: str
-    """State of the engine: `running`, `paused`, `suspended` …; `dead` after a permanent failure, `coordinator_lost` if the
-    connection to the coordinator is lost."""
-    policy_version: int
 
 
 _PARSED_BODIES = (
@@ -132,20 +99,28 @@ def bare_app(serving: Serving) -> FastAPI:
 def add_model_routes(app: FastAPI, serving: Serving) -> None:
     """Register `/v1/models` and `/v1/models/{model}`."""
 
-    def described(name: str) -> ModelReply:
+    def described(name: str) -> dict[str, Any]:
         base = None if name == serving.model_name else serving.model_name
+        folder = name if base is None else serving.llm.lora_adapters[name]
         room = serving.llm.max_sequence_length
-        folder = None if base is None else serving.llm.lora_adapters[name]
-        return ModelReply(id=name, created=serving.created, max_model_len=room, parent=base, root=folder or name)
+        reply = {
+            "id": name,
+            "object": "model",
+            "created": serving.created,
+            "owned_by": "rollout",
+            "max_model_len": room,
+        }
+        return reply | {"parent": base, "root": folder}
 
     @app.get("/v1/models", tags=["models"])
-    async def models() -> ModelListReply:
-        """List the served model and the loaded LoRA adapters."""
-        return ModelListReply(data=[described(name) for name in (serving.model_name, *serving.llm.lora_adapters)])
+    async def models() -> dict[str, Any]:
+        """List the served model and the loaded LoRA adapters, as OpenAI and vLLM do."""
+        names = (serving.model_name, *serving.llm.lora_adapters)
+        return {"object": "list", "data": [described(name) for name in names]}
 
     # A model name may contain slashes, which some clients send unescaped.
     @app.get("/v1/models/{model:path}", tags=["models"])
-    async def model(model: str) -> ModelReply:
+    async def model(model: str) -> dict[str, Any]:
         """Return a model by its name."""
         return described(serving.adapter_of(model) or serving.model_name)
 
@@ -153,15 +128,17 @@ def add_model_routes(app: FastAPI, serving: Serving) -> None:
 def add_watching_routes(app: FastAPI, serving: Serving) -> None:
     """Register `/health` and its other name `/ping`, and `/metrics`."""
 
-    gone: dict[int | str, dict[str, Any]] = {503: {"model": HealthReply, "description": "The engine is gone"}}
+    async def health() -> Response:
+        """Return `status` and `policy_version`: 200 while the engine is alive, even if paused or suspended, else 503.
 
-    async def health() -> HealthReply:
-        """200 while the engine is alive, even if paused or suspended; 503 if it is dead. Requires no key."""
-        reply, alive = _health(serving.llm)
-        return reply if alive else JSONResponse(reply.model_dump(), 503)  # type: ignore[return-value]
+        The status is a state of the engine (`running`, `paused`, `suspended`, …), `dead` or `coordinator_lost`. Requires no
+        key."""
+        status, alive = _health(serving.llm)
+        reply = {"status": status, "policy_version": serving.llm.policy_version}
+        return JSONResponse(reply, 200 if alive else 503)
 
     for path, method in (("/health", "GET"), ("/health", "HEAD"), ("/ping", "GET"), ("/ping", "POST")):
-        app.add_api_route(path, health, methods=[method], tags=["watching"], responses=gone)
+        app.add_api_route(path, health, methods=[method], tags=["watching"])
 
     @app.get("/metrics", tags=["watching"], response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -169,17 +146,17 @@ def add_watching_routes(app: FastAPI, serving: Serving) -> None:
         return Response(serving.counters.text(), media_type=CONTENT_TYPE)
 
 
-def _health(llm: Any) -> tuple[HealthReply, bool]:
-    reply = HealthReply(status=EngineState(llm.state), policy_version=llm.policy_version)
+def _health(llm: Any) -> tuple[str, bool]:
+    """State of the engine, and whether it answers."""
     try:
         llm.refuse_when_over()
     except EngineDeadError:
-        return reply.model_copy(update={"status": "dead"}), False
+        return "dead", False
     except ConnectionLostError:
-        return reply.model_copy(update={"status": "coordinator_lost"}), False
+        return "coordinator_lost", False
     except RolloutError:
-        return reply, False
-    return reply, True
+        return str(EngineState(llm.state)), False
+    return str(EngineState(llm.state)), True
 
 
 async def _tell(_: Request, exc: Exception) -> Response:

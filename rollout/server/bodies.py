@@ -20,12 +20,6 @@ LARGE = 32 * 1024
 """Bytes from which a body is parsed in a thread, so that other clients' streams are not blocked."""
 
 
-class ReplyBody(BaseModel):
-    """Base of replies."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-
 def _described(schema: dict[str, Any]) -> None:
     """Allow unknown nulls; describe the options of `SamplingParams` as it does."""
     schema["additionalProperties"] = {"type": "null"}
@@ -58,27 +52,20 @@ T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
 
 
-async def body_of(serving: Serving, request: Request, model: type[Model]) -> Model:
-    """Read, parse and validate the body of a request.
+async def body_of(serving: Serving, request: Request, model: type[Model], *, required: bool = True) -> Model:
+    """Read, parse and validate the body of a request; if none is `required`, a missing one has the defaults.
 
     Raises:
         ApiError: 400, not JSON that fits `model`; 408, it arrived too slowly; 413, it is larger than `MAX_BODY_BYTES`.
         ClientGoneError: the client disconnected.
     """
     text = await _read(serving, request)
-    if not text:
+    if not text and required:
         raise bad_request("the body is missing: send a JSON object")
-    return await off_the_loop(request, len(text), lambda: _parsed(model, text))
-
-
-async def body_or_default(serving: Serving, request: Request, model: type[Model]) -> Model:
-    """Read a body like `body_of`, for a request whose body may be left out."""
-    return await body_of(serving, request, model) if await _read(serving, request) else model()
+    return await off_the_loop(request, len(text), lambda: _parsed(model, text or b"{}"))
 
 
 async def _read(serving: Serving, request: Request) -> bytes:
-    if hasattr(request, "_body"):
-        return request._body
     too_large = ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes: send less", code="body_too_large")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
@@ -125,6 +112,6 @@ async def off_the_loop(request: Request, size: int, work: Callable[[], T]) -> T:
 
 
 def documented_body(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
-    """Return the `openapi_extra` of a route whose body is parsed by `body_of`, or by `body_or_default`."""
+    """Return the `openapi_extra` of a route whose body is parsed by `body_of`."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}

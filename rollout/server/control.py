@@ -21,7 +21,7 @@ from starlette.requests import Request
 from rollout.engine.models.adapters import MAX_ADAPTERS, MAX_RANK
 from rollout.errors import ConfigError, ControlError, EngineStateError
 from rollout.requests.spans import MAX_VERSION
-from rollout.server.bodies import Body, ReplyBody, body_of, body_or_default, documented_body
+from rollout.server.bodies import Body, body_of, documented_body
 from rollout.server.errors import ApiError, bad_request
 from rollout.server.serving import Serving
 from rollout.state import EngineState, KVCacheManagementMode
@@ -87,16 +87,8 @@ class UnloadAdapterRequest(Body):
     lora_name: Text
 
 
-class ControlReply(ReplyBody):
-    """State of the engine after the call, and what the call did."""
-
-    state: str
-    """`running`, `paused`, `suspended` …"""
-    policy_version: int
-    aborted: int = 0
-    """Number of requests that the call ended."""
-    flushed_blocks: int = 0
-    """Number of KV blocks freed."""
+Reply = dict[str, Any]
+"""`state` and `policy_version` after the call, `aborted` requests, `flushed_blocks` of KV."""
 
 
 def add_control_routes(app: FastAPI, serving: Serving) -> None:
@@ -110,13 +102,13 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
         clear_cache: Annotated[
             bool, Query(description="Evict all cached KV blocks that no request references.")
         ] = False,
-    ) -> ControlReply:
+    ) -> Reply:
         """Pause every engine at its next step boundary."""
         await control.pause(mode)
         return control.now(flushed_blocks=await control.ask(llm.flush_prefix_cache) if clear_cache else 0)
 
     @router.post("/resume")
-    async def resume() -> ControlReply:
+    async def resume() -> Reply:
         """Continue every engine, including sleeping ones."""
         return await control.go_on()
 
@@ -126,7 +118,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
         return {"is_paused": llm.state != EngineState.RUNNING}
 
     @router.post("/sleep")
-    async def sleep(level: Annotated[Literal["1", "2"], Query()] = "1", mode: OpenRequests = "keep") -> ControlReply:
+    async def sleep(level: Annotated[Literal["1", "2"], Query()] = "1", mode: OpenRequests = "keep") -> Reply:
         """Pause, and release the KV memory: kept on the host (level 1), or computed again (level 2)."""
         await control.pause(mode)
         if llm.state == EngineState.PAUSED:
@@ -141,7 +133,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
             list[Literal["weights", "kv_cache"]] | None,
             Query(description="What to restore; weights are never released. Without: all."),
         ] = None,
-    ) -> ControlReply:
+    ) -> Reply:
         """Restore the KV memory and continue, unless `tags` leaves it out."""
         return control.now() if tags and "kv_cache" not in tags else await control.go_on()
 
@@ -151,41 +143,41 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
         return {"is_sleeping": llm.state == EngineState.SUSPENDED}
 
     @router.post("/abort_requests", openapi_extra=documented_body(AbortRequests, required=False))
-    async def abort_requests(request: Request) -> ControlReply:
+    async def abort_requests(request: Request) -> Reply:
         """Abort replies by their ids, or all requests over HTTP."""
-        names = (await body_or_default(serving, request, AbortRequests)).request_ids
+        names = (await body_of(serving, request, AbortRequests, required=False)).request_ids
         ended = [await serving.abort(name) for name in names] if names else [await serving.abort_all()]
         return control.now(aborted=sum(ended))
 
     @router.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> ControlReply:
+    async def reset_prefix_cache() -> Reply:
         """Evict all cached KV blocks that no request references."""
         return control.now(flushed_blocks=await control.ask(llm.flush_prefix_cache))
 
     @router.post("/update_weights", openapi_extra=documented_body(UpdateWeightsRequest))
-    async def update_weights(request: Request) -> ControlReply:
+    async def update_weights(request: Request) -> Reply:
         """Load the weights of a folder of safetensors; running requests continue under them."""
         order = await body_of(serving, request, UpdateWeightsRequest)
         await control.ask(llm.load_weights, order.weight_dir, order.version)
         return control.now()
 
     @router.post("/update_weight_version", openapi_extra=documented_body(WeightVersionRequest, required=False))
-    async def update_weight_version(request: Request) -> ControlReply:
+    async def update_weight_version(request: Request) -> Reply:
         """Announce that the weights of every engine have changed: later tokens carry the new policy version."""
-        version = (await body_or_default(serving, request, WeightVersionRequest)).new_version
+        version = (await body_of(serving, request, WeightVersionRequest, required=False)).new_version
         await control.ask(llm.set_policy_version, None if version is None else int(version))
         return control.now()
 
     # vLLM's path, and the path that prime-rl's client uses.
     @router.post("/v1/load_lora_adapter", openapi_extra=documented_body(LoadAdapterRequest))
     @router.post("/load_lora_adapter", openapi_extra=documented_body(LoadAdapterRequest))
-    async def load_lora_adapter(request: Request) -> ControlReply:
+    async def load_lora_adapter(request: Request) -> Reply:
         """Load a LoRA adapter from a folder on every rank: requests name it as their `model`."""
         return await control.load_adapter(await body_of(serving, request, LoadAdapterRequest))
 
     @router.post("/v1/unload_lora_adapter", openapi_extra=documented_body(UnloadAdapterRequest))
     @router.post("/unload_lora_adapter", openapi_extra=documented_body(UnloadAdapterRequest))
-    async def unload_lora_adapter(request: Request) -> ControlReply:
+    async def unload_lora_adapter(request: Request) -> Reply:
         """Unload a LoRA adapter on every rank; its requests fail with a 409 that gives the reason."""
         name = (await body_of(serving, request, UnloadAdapterRequest)).lora_name
         if name not in llm.lora_adapters:
@@ -221,9 +213,10 @@ class Control:
         self._serving = serving
         self._llm = serving.llm
 
-    def now(self, **done: int) -> ControlReply:
+    def now(self, **done: int) -> Reply:
         """State and policy version of the engine, and the effect of a call."""
-        return ControlReply(state=str(self._llm.state), policy_version=self._llm.policy_version, **done)
+        told = {"state": str(self._llm.state), "policy_version": self._llm.policy_version}
+        return told | {"aborted": 0, "flushed_blocks": 0} | done
 
     async def ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of the LLM; raises `ApiError` 409 if its state, or direct mode, does not allow it."""
@@ -249,7 +242,7 @@ class Control:
             if self._llm.state == EngineState.RUNNING:
                 await self.ask(self._llm.pause)
 
-    async def go_on(self) -> ControlReply:
+    async def go_on(self) -> Reply:
         """Restore the KV memory and continue, as far as needed."""
         self._serving.let_in(True)
         if self._llm.state == EngineState.SUSPENDED:
@@ -258,7 +251,7 @@ class Control:
             await self.ask(self._llm.unpause)
         return self.now()
 
-    async def load_adapter(self, order: LoadAdapterRequest) -> ControlReply:
+    async def load_adapter(self, order: LoadAdapterRequest) -> Reply:
         """Load a LoRA adapter from a folder."""
         served = self._serving.model_name
         if order.lora_name == served:

@@ -52,7 +52,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """Reply of every path but /health when the status is not 200."""
+    """Reply of every path but /health if the status is not 200."""
 
     error: ErrorDetail
 

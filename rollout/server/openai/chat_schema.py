@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -26,26 +25,9 @@ from rollout.server.bodies import Body
 from rollout.server.openai.schema import SamplingBody, TokenIds, one_or_many
 
 
-def _of_type(served: tuple[str, ...], what: str) -> BeforeValidator:
-    """Return a validator that rejects objects of another type before their other fields are validated."""
-
-    def check(value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind not in served:
-            raise PydanticCustomError("unsupported", "type {kind} is not served here: {what}",
-                                      {"kind": repr(kind), "what": what})  # fmt: skip
-        return value
-
-    return BeforeValidator(check)
-
-
-_SEEN = _of_type(("text", "image_url"), "the engine takes text and image_url")
-_FUNCTION_ONLY = _of_type(("function",), "tools are functions")
-
-
-def _kind_of_part(value: Any) -> str:
+def _kind_of_part(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "Image" if kind == "image_url" else "Text"
+    return {"text": "Text", "image_url": "Image"}.get(kind) if isinstance(kind, str) else None
 
 
 def _kind_of_choice(value: Any) -> str:
@@ -110,9 +92,10 @@ class RolloutIds(BaseModel):
     content_digest: str | None = Field(None, max_length=256)
 
 
-ContentPart = Annotated[
-    Annotated[TextPart, Tag("Text")] | Annotated[ImagePart, Tag("Image")], Discriminator(_kind_of_part)
-]
+_PARTS = Discriminator(
+    _kind_of_part, custom_error_type="part", custom_error_message="must be an object of type text or image_url"
+)
+ContentPart = Annotated[Annotated[TextPart, Tag("Text")] | Annotated[ImagePart, Tag("Image")], _PARTS]
 
 
 class Message(Body):
@@ -122,8 +105,7 @@ class Message(Body):
     """`developer` is passed as `system` to chat templates without that role."""
     content: (
         Annotated[
-            Annotated[str, Tag("One")]
-            | Annotated[list[Annotated[ContentPart, _SEEN]], Field(min_length=1), Tag("Many")],
+            Annotated[str, Tag("One")] | Annotated[list[ContentPart], Field(min_length=1), Tag("Many")],
             Discriminator(one_or_many),
         ]
         | None
@@ -133,7 +115,7 @@ class Message(Body):
     """Name of the participant, for chat templates that show it."""
     tool_call_id: str | None = None
     """Tool messages: id of the call that the message answers."""
-    tool_calls: list[Annotated[ToolCall, _FUNCTION_ONLY]] | None = None
+    tool_calls: list[ToolCall] | None = None
     """Assistant messages: the tool calls of the reply."""
     reasoning_content: str | None = None
     """Reasoning text, for chat templates that show it; also as `reasoning`."""
@@ -243,13 +225,12 @@ class ChatRequest(SamplingBody):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     """Number of most likely tokens to return per position. Requires logprobs=true."""
     max_completion_tokens: int | None = None
-    """Newer name of max_tokens."""
-    tools: list[Annotated[Tool, _FUNCTION_ONLY]] | None = Field(None, max_length=1024)
+    """Newer name of max_tokens, and used if both are given."""
+    tools: list[Tool] | None = Field(None, max_length=1024)
     """Functions that the model may call, rendered by its chat template."""
     tool_choice: (
         Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("Word")]
-            | Annotated[NamedTool, _FUNCTION_ONLY, Tag("Named")],
+            Annotated[Literal["none", "auto", "required"], Tag("Word")] | Annotated[NamedTool, Tag("Named")],
             Discriminator(_kind_of_choice),
         ]
         | None
@@ -291,13 +272,6 @@ class ChatRequest(SamplingBody):
     def _beside_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and not info.data.get("logprobs"):
             raise PydanticCustomError("needs_logprobs", "needs logprobs=true")
-        return value
-
-    @field_validator("max_completion_tokens")
-    @classmethod
-    def _the_same_bound(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and info.data.get("max_tokens") not in (None, value):
-            raise PydanticCustomError("two_bounds", "must equal max_tokens; give one of them")
         return value
 
     @field_validator("tool_choice")

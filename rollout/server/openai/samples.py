@@ -138,14 +138,12 @@ def usage_of(groups: Iterable[Sequence[DynamicInferenceRequest]]) -> dict[str, A
     finished = list(groups)
     prompts = sum(len(group[0].prompt_tokens) for group in finished)
     generated = sum(request.generated_length for group in finished for request in group)
-    unused = ("reasoning_tokens", "audio_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
     cached = sum(group[0].num_cached_tokens for group in finished)
     return {
         "prompt_tokens": prompts,
         "completion_tokens": generated,
         "total_tokens": prompts + generated,
-        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
-        "completion_tokens_details": dict.fromkeys(unused, 0),
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 

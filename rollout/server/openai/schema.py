@@ -109,7 +109,7 @@ class RequestFields(Body):
     stream: bool | None = None
     """Send the reply incrementally, as server-sent events."""
     stream_options: StreamOptions | None = None
-    """Requires stream=true."""
+    """Options of a stream."""
     user: str | None = None
     """Accepted, without effect."""
     priority: int | None = Field(None, ge=-INT32, le=INT32)
@@ -120,13 +120,6 @@ class RequestFields(Body):
     """Include token ids, log-probs and policy versions in the reply. Default true."""
     cache_salt: str | None = Field(None, max_length=1024)
     """Cached KV is reused among requests of equal salt only."""
-
-    @field_validator("stream_options")
-    @classmethod
-    def _only_of_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
-        if value is not None and not info.data.get("stream"):
-            raise PydanticCustomError("needs_stream", "needs stream=true; leave it out")
-        return value
 
     @property
     def wants_usage(self) -> bool:

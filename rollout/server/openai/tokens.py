@@ -20,7 +20,7 @@ from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import InvalidRequestError
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.server.bodies import Body, ReplyBody, body_of, documented_body, off_the_loop
+from rollout.server.bodies import Body, body_of, documented_body, off_the_loop
 from rollout.server.chat_template.prompt_ids import PromptTokenizer
 from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
@@ -95,17 +95,6 @@ class TokenizeRequest(Body):
         return self
 
 
-class TokenizeReply(ReplyBody):
-    """Tokens of a text or a conversation."""
-
-    count: int
-    max_model_len: int
-    """Maximum length of prompt + completion, in tokens."""
-    tokens: list[int]
-    token_strs: list[str] | None = None
-    """The tokens' names in the vocabulary."""
-
-
 def add_token_routes(app: FastAPI, serving: Serving) -> None:
     """Register the routes."""
     names = TokenIdNames(serving.llm.tokenizer)
@@ -134,15 +123,17 @@ def add_token_routes(app: FastAPI, serving: Serving) -> None:
         return await reply.answer(request)
 
     @app.post("/tokenize", tags=["tokens"], openapi_extra=documented_body(TokenizeRequest))
-    async def tokenize(request: Request) -> TokenizeReply:
-        """Tokenise a text, or a conversation as a chat request renders it."""
+    async def tokenize(request: Request) -> dict[str, Any]:
+        """Tokenise a text, or a conversation as a chat request renders it.
+
+        The reply has `tokens`, their `count`, `token_strs`, and `max_model_len`, the maximum of prompt + completion."""
         body = await body_of(serving, request, TokenizeRequest)
         serving.adapter_of(body.model)
         if tokenizer is None:
             raise bad_request("the model has no tokenizer: send token ids to /inference/v1/generate")
         ids = await off_the_loop(request, len(await request.body()), lambda: _ids(body))
         strs = [str(tokenizer.convert_ids_to_tokens(token)) for token in ids] if body.return_token_strs else None
-        return TokenizeReply(count=len(ids), max_model_len=room(), tokens=ids, token_strs=strs)
+        return {"count": len(ids), "max_model_len": room(), "tokens": ids, "token_strs": strs}
 
     def _ids(body: TokenizeRequest) -> list[int]:
         try:
