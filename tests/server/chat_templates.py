@@ -127,43 +127,6 @@ LLAMA31 = r"""{{- bos_token }}
 {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' if add_generation_prompt else '' }}"""
 """Headers; calls in JSON, or in Python for built-in tools; content is trimmed."""
 
-MISTRAL = r"""{{- bos_token }}
-{%- if messages[0].role == 'system' %}
-    {%- set system = messages[0].content ~ '\n\n' %}{%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system = '' %}
-{%- endif %}
-{%- set turn = namespace(index=0) %}
-{%- for message in messages %}
-    {%- if not (message.role == 'tool' or message.tool_calls is defined) %}
-        {%- if (message.role == 'user') != (turn.index % 2 == 0) %}
-            {{- raise_exception('roles must alternate user/assistant/user/assistant/...') }}
-        {%- endif %}
-        {%- set turn.index = turn.index + 1 %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {%- if tools and loop.last %}{{- '[AVAILABLE_TOOLS] ' ~ (tools | tojson) ~ '[/AVAILABLE_TOOLS]' }}{%- endif %}
-        {{- '[INST] ' ~ (system if loop.last else '') ~ message.content ~ '[/INST]' }}
-    {%- elif message.tool_calls is defined %}
-        {{- '[TOOL_CALLS] [' }}
-        {%- for call in message.tool_calls %}
-            {%- if call.id is not defined or call.id | length != 9 %}
-                {{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}
-            {%- endif %}
-            {{- (call.function | tojson)[:-1] ~ ', "id": "' ~ call.id ~ '"}' ~ (']' if loop.last else ', ') }}
-        {%- endfor %}
-        {{- eos_token }}
-    {%- elif message.role == 'assistant' %}
-        {{- ' ' ~ message.content | trim ~ eos_token }}
-    {%- elif message.role == 'tool' %}
-        {{- '[TOOL_RESULTS] {"content": ' ~ message.content ~ ', "call_id": "' ~ message.tool_call_id }}
-        {{- '"}[/TOOL_RESULTS]' }}
-    {%- endif %}
-{%- endfor %}"""
-"""Instructions in brackets; roles that must alternate; no end behind a user's turn."""
-
 PLAIN = r"""
 {%- for message in messages %}
     {{- message.role ~ ': ' ~ message.content ~ '\n\n' }}
@@ -171,8 +134,8 @@ PLAIN = r"""
 {{- 'assistant:' if add_generation_prompt else '' }}"""
 """No special tokens; a turn ends with an empty line."""
 
-TEMPLATES = {"qwen2.5": QWEN25, "qwen3": QWEN3, "llama3.1": LLAMA31, "mistral": MISTRAL}
-END = {"qwen2.5": "<|im_end|>", "qwen3": "<|im_end|>", "llama3.1": "<|eot_id|>", "mistral": "</s>"}
+TEMPLATES = {"qwen2.5": QWEN25, "qwen3": QWEN3, "llama3.1": LLAMA31}
+END = {"qwen2.5": "<|im_end|>", "qwen3": "<|im_end|>", "llama3.1": "<|eot_id|>"}
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
            "<|eom_id|>", "<|python_tag|>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",

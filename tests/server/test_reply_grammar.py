@@ -11,7 +11,7 @@ from rollout.errors import InvalidRequestError
 from rollout.sampling_params import StructuredOutput
 from rollout.server.chat_template.reply_grammar import forced_call, reply_constraint
 from rollout.server.chat_template.reply_parser import ToolCallParser
-from rollout.server.chat_template.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat
+from rollout.server.chat_template.tool_formats import HERMES, LLAMA3, ToolFormat
 from tests.server.chat_templates import byte_level
 from tests.server.test_tool_calls import ARGUMENTS, BLOCKS
 
@@ -59,7 +59,6 @@ def test_what_a_reply_may_be(asked: dict[str, Any], yes: list[str], no: list[str
 WEATHER_CALLS = [*BLOCKS,
     (HERMES, '<tool_call>\n{{"name": "{0}", "arguments": {2}}}\n</tool_call>', ""),
     (LLAMA3, '{{"name": "{0}", "parameters": {2}}}', ""),
-    (MISTRAL, '[{{"name": "{0}", "arguments": {2}}}]', ""),
 ]  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def test_the_ids_of_earlier_turns_come_back_unchanged(maker: str, name: str, fir
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("name", ["qwen2.5", "llama3.1", "mistral"])
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3.1"])
 @settings(max_examples=8, deadline=None)
 @given(texts=st.lists(WORDS.filter(str.strip), min_size=2, max_size=4))
 def test_from_canonical_ids_follows_the_plain_rendering(maker: str, name: str, texts: list[str]):
@@ -107,7 +107,6 @@ def test_the_last_reply_with_ids_counts():
 def calls_of(name: str) -> str:
     return {
         "llama3.1": '{"name": "get_weather", "parameters": {"city":"Paris"}}<|eot_id|>',
-        "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city":"Paris"}}]</s>',
     }.get(name, '<tool_call>\n{"name": "get_weather", "arguments": {"city":"Paris"}}\n</tool_call><|im_end|>')
 
 
@@ -116,7 +115,6 @@ FOLLOWING = {
     "qwen3": "\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
     "llama3.1": '<|start_header_id|>ipython<|end_header_id|>\n\n"rain"<|eot_id|>'
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    "mistral": '[TOOL_RESULTS] {"content": rain, "call_id": "abcdef123"}[/TOOL_RESULTS]',
 }
 
 

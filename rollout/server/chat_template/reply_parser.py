@@ -212,7 +212,7 @@ class ToolCallParser:
             self._state = self._text
             return
         for name, arguments, written_id in calls:
-            made = written_id or self._format.id_prefix + secrets.token_hex(16)[: self._format.id_digits]
+            made = written_id or f"call_{secrets.token_hex(12)}"
             function = {"name": name, "arguments": arguments}
             self._calls.append({"index": self._num_calls, "id": made, "type": "function", "function": function})
             self._num_calls += 1

@@ -59,9 +59,6 @@ class ToolFormat:
     """Texts around a parameter's value, the first with its name KEY; None: the arguments are a JSON object."""
     value: str = ""
     """Pattern of each of a call's `parameters`: name and value."""
-    id_prefix: str = "call_"
-    id_digits: int = 24
-    """Number of hexadecimal digits in call ids."""
 
     def opening(self, function: str) -> str:
         """Return the beginning of a forced call of a function."""
@@ -167,19 +164,6 @@ LLAMA3 = ToolFormat(
 )
 """Llama 3.1 to 3.3, calls in JSON."""
 
-MISTRAL = ToolFormat(
-    name="mistral",
-    signs=("[TOOL_CALLS]",),
-    foreign=("[ARGS]", "[CALL_ID]"),
-    marker="[TOOL_CALLS]",
-    bare="[",
-    named='[{"name": NAME, "arguments":',
-    ending=("}", "]"),
-    id_prefix="",
-    id_digits=9,
-)
-"""Mistral before tokenizer version 11. Its templates require call ids of nine letters or digits."""
-
 QWEN_XML = ToolFormat(
     name="qwen_xml",
     signs=("<tool_call>", "<function=", "<parameter="),
@@ -243,7 +227,7 @@ DEEPSEEK_V31 = ToolFormat(
 )
 """DeepSeek V3.1."""
 
-FORMATS = (HERMES, LLAMA3, MISTRAL, QWEN_XML, GLM, KIMI, DEEPSEEK_V3, DEEPSEEK_V31)
+FORMATS = (HERMES, LLAMA3, QWEN_XML, GLM, KIMI, DEEPSEEK_V3, DEEPSEEK_V31)
 
 
 def format_of(template: str | None) -> ToolFormat | None:

@@ -215,7 +215,9 @@ def test_a_schema_that_leads_into_itself_later_fails_its_sample_in_words() -> No
     )
 
 
-@pytest.mark.parametrize("tokenizer", [sentencepiece("mistral"), make_tokenizer()], ids=["sentencepiece", "characters"])
+@pytest.mark.parametrize(
+    "tokenizer", [sentencepiece("llama3.1"), make_tokenizer()], ids=["sentencepiece", "characters"]
+)
 def test_other_tokenizers_are_constrained_too(tokenizer: Any) -> None:
     model = make_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1, eos_token_id=tokenizer.eos_token_id)
     made = make_engine(model, tokenizer)
