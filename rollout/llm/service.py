@@ -308,13 +308,12 @@ def options_of_coordinator(
         if named:
             raise ConfigError(f"{', '.join(named)} without a coordinator: set use_coordinator=True, or leave it out")
         return None
+    if config is not None and (host is not None or port is not None):
+        raise ConfigError(
+            "coordinator_host and coordinator_port beside coordinator_config: give them as its fields host and "
+            "inference_coordinator_port"
+        )
     chosen = config or CoordinatorConfig()
-    for name, value in (("host", host), ("inference_coordinator_port", port)):
-        said = getattr(chosen, name)
-        if value is not None and said not in (value, getattr(CoordinatorConfig, name)):
-            raise ConfigError(
-                f"coordinator_config.{name}={said!r}, and {value!r} beside it: two values for one option; leave one out"
-            )
     if host is not None:
         chosen = chosen.replace(host=host)
     return chosen if port is None else chosen.replace(inference_coordinator_port=port)

@@ -21,16 +21,19 @@ LARGE = 32 * 1024
 
 
 def _described(schema: dict[str, Any]) -> None:
-    """Allow unknown nulls; describe the options of `SamplingParams` as it does."""
+    """Allow nulls; describe the options of `SamplingParams` as it does."""
     schema["additionalProperties"] = {"type": "null"}
     documented = documentation(SamplingParams)
     for name, option in schema.get("properties", {}).items():
         if name in documented:
             option.setdefault("description", documented[name])
+        if name not in schema.get("required", ()):
+            said = {word: option.pop(word) for word in ("title", "description", "default") if word in option}
+            schema["properties"][name] = {"anyOf": [option, {"type": "null"}]} | said
 
 
 class Body(BaseModel):
-    """JSON object whose unknown fields must be null."""
+    """JSON object. Null stands for the default, and is allowed in unknown fields, too."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -42,9 +45,9 @@ class Body(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _without_unknown_nulls(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+    def _without_nulls(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         if isinstance(value, dict):
-            value = {name: each for name, each in value.items() if each is not None or name in cls.model_fields}
+            value = {name: each for name, each in value.items() if each is not None}
         return validate(value)
 
 

@@ -74,7 +74,7 @@ class LoadAdapterRequest(Body):
     """Name of the adapter as the `model` of requests, without whitespace and '='."""
     lora_path: Annotated[str, Field(min_length=1, max_length=3072)]
     """Folder on the server's machine, written by PEFT's `save_pretrained`."""
-    load_inplace: bool | None = None
+    load_inplace: bool = False
     """true: replace a loaded adapter of that name, whose requests continue with the new one under the next policy version.
     Otherwise a loaded adapter of that name is an error."""
 
@@ -259,7 +259,7 @@ class Control:
                 f"lora_name={served!r}: the model itself has this name; choose another", param="lora_name"
             )
         try:
-            load = partial(self._llm.load_lora_adapter, replace=bool(order.load_inplace))
+            load = partial(self._llm.load_lora_adapter, replace=order.load_inplace)
             await self.ask(load, order.lora_name, order.lora_path)
         except ConfigError as exc:
             said = str(exc).replace("SamplingParams.adapter", "lora_name").replace("replace=True", "load_inplace=true")

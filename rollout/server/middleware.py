@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout.config import ServerConfig
 from rollout.errors import RequestAbortedError
 from rollout.server.errors import ApiError, ClientGoneError, describe, shutting_down
-from rollout.server.serving import SEND_BODY, Serving
+from rollout.server.serving import Serving
 
 LOGGED_PATH = 200
 """Characters of a path that the request log shows."""
@@ -52,7 +52,6 @@ class Boundary:
                 message["headers"] = [*message["headers"], *ours]
             await send(message)
 
-        scope[SEND_BODY] = send
         try:
             if self._serving.stopping:
                 raise shutting_down()

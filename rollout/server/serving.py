@@ -30,11 +30,6 @@ _log = logging.getLogger(__name__)
 
 TURN_S = 0.005
 """Seconds after which work on one reply yields to other replies."""
-SEND_BODY = "rollout.send_body"
-"""Key in a request's scope of the server's own `send`, for the body of a stream: the layers in between only read the start
-of a response, and would cost some microseconds per piece."""
-
-
 _SAMPLES = "rollout.samples"
 """Key in a request's scope of the number of samples it was admitted with."""
 

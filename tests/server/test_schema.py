@@ -42,8 +42,8 @@ def refused(make: Any, **fields: Any) -> tuple[str, str | None]:
 def test_a_field_that_is_null_has_its_default(make: Any):
     body = make(**dict.fromkeys(set(type(make()).model_fields) - {"messages", "prompt"}))
     assert body.sampling_params(max_tokens=7) == SamplingParams(max_tokens=7)
-    assert body.wants_rollout
-    assert not body.wants_usage
+    assert body.return_rollout
+    assert not body.stream_options.include_usage
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,7 @@ def _prepared(serving: Serving, body: ChatRequest) -> ChatChoices:
     if conversation is None:
         raise bad_request("the model has no tokenizer: send token ids to /v1/completions", param="messages")
     try:
-        prompt = conversation.render(
-            [message.model_dump(exclude_none=True) for message in body.messages],
-            tools=tools,
-            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
-            continue_final_message=bool(body.continue_final_message),
-            template_kwargs=body.template_variables,
-        )
+        prompt = body.rendered_by(conversation, body.messages)
         if isinstance(body, ChatTokensRequest):
             prompt = replace(prompt, token_ids=body.tokens, reused=len(body.tokens), retokenized=None)
         params = calls.params_of(
@@ -76,7 +70,7 @@ def _prepared(serving: Serving, body: ChatRequest) -> ChatChoices:
             prompt_logprobs=calls.listed(serving, body, len(prompt.token_ids)),
             stop=_stops(body, conversation),
             max_tokens=calls.tokens_left(serving, prompt.token_ids, body.budget),
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            logprobs=body.top_logprobs if body.logprobs else None,
             structured=conversation.constraint_on(prompt, body.reply_schema, tools, body.forced_tools),
         )
         reader = conversation.reader_for(prompt, tools, reasons=not body.forced_tools)
@@ -88,7 +82,7 @@ def _prepared(serving: Serving, body: ChatRequest) -> ChatChoices:
 def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
     """Stop strings of the request, plus the one that ends a reply after its first call if parallel calls are off."""
     asked = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    if body.parallel_tool_calls is not False:
+    if body.parallel_tool_calls:
         return asked
     end = conversation.one_call_ends_at(body.shown_tools)
     return asked if not end or end in asked else (*asked, end)
@@ -146,7 +140,7 @@ class ChatChoices:
         if tool_calls:
             message["content"] = content or None
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in tool_calls]
-        if self._body.wants_rollout:
+        if self._body.return_rollout:
             message["rollout"] = rollout(delta, version) | self._of_prompt() | {"content_digest": reader.digest()}
         return {
             "index": delta.sample_index,
@@ -163,7 +157,7 @@ class ChatChoices:
         """Yield the chunk of the prompt before the first delta, then the added content, then the end of the sample."""
         if index not in self._readers:
             opening: dict[str, Any] = {"role": "assistant", "content": ""}
-            if self._body.wants_rollout:
+            if self._body.return_rollout:
                 opening["rollout"] = self._of_prompt()
             first = not self._readers and self._body.return_token_ids
             yield _piece(index, opening), {"prompt_token_ids": self._rendered.token_ids} if first else {}
@@ -176,7 +170,7 @@ class ChatChoices:
             yield _piece(index, added, logprobs) | ids | sampling_mask(delta), {}
         if delta.finish_reason is not None:
             ended = ending(delta) | {"content_digest": reader.digest()}
-            last = {"rollout": ended} if self._body.wants_rollout else {}
+            last = {"rollout": ended} if self._body.return_rollout else {}
             reasons = {"finish_reason": _finish_reason(delta, reader), "stop_reason": delta.stop_reason}
             yield _piece(index, last) | reasons, {}
 
@@ -187,7 +181,7 @@ class ChatChoices:
             added["reasoning"] = added["reasoning_content"] = reasoning
         if tool_calls:
             added["tool_calls"] = tool_calls
-        if delta.token_ids and self._body.wants_rollout:
+        if delta.token_ids and self._body.return_rollout:
             added["rollout"] = tokens(delta, version)
         return added
 

@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rollout.server.bodies import Body
+from rollout.server.chat_template.conversation import Conversation, RenderedPrompt
 from rollout.server.openai.schema import SamplingBody, TokenIds, one_or_many
 
 
@@ -158,7 +159,7 @@ class FunctionDefinition(Body):
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     """JSON schema of the arguments."""
-    strict: bool | None = None
+    strict: bool = False
     """true: arguments match `parameters`, if the call is forced or the chat template writes calls as Hermes does."""
 
 
@@ -178,6 +179,39 @@ class NamedTool(Body):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+class TemplateFields(Body):
+    """Options of the chat template."""
+
+    tools: list[Tool] = Field([], max_length=1024)
+    """Functions that the model may call, rendered by its chat template."""
+    chat_template_kwargs: dict[str, JsonValue] = Field({})
+    """Additional variables of the chat template, such as `enable_thinking`."""
+    add_generation_prompt: bool = True
+    """Whether the chat template appends the start of an assistant message."""
+    continue_final_message: bool = False
+    """true: the reply continues the last message."""
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """Tools with the fields that were sent."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
+
+    def rendered_by(self, conversation: Conversation, messages: list[Message]) -> RenderedPrompt:
+        """Render a conversation; raises `InvalidRequestError`."""
+        return conversation.render(
+            [message.model_dump(exclude_none=True) for message in messages],
+            tools=self.shown_tools,
+            add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
+            continue_final_message=self.continue_final_message,
+            template_kwargs=self.template_variables,
+        )
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Additional variables of the chat template."""
+        return self.chat_template_kwargs
 
 
 class JsonSchema(Body):
@@ -213,21 +247,19 @@ class ResponseFormat(Body):
         return (self.json_schema and self.json_schema.schema_) or {"type": "object"}
 
 
-class ChatRequest(SamplingBody):
+class ChatRequest(SamplingBody, TemplateFields):
     """Body of `POST /v1/chat/completions`."""
 
     prompt_field = "messages"
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     """The conversation, oldest message first."""
-    logprobs: bool | None = None
+    logprobs: bool = False
     """Return the log-prob of every token."""
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int = Field(0, ge=0, le=20)
     """Number of most likely tokens to return per position. Requires logprobs=true."""
     max_completion_tokens: int | None = None
     """Newer name of max_tokens, and used if both are given."""
-    tools: list[Tool] | None = Field(None, max_length=1024)
-    """Functions that the model may call, rendered by its chat template."""
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("Word")] | Annotated[NamedTool, Tag("Named")],
@@ -241,15 +273,9 @@ class ChatRequest(SamplingBody):
     """Format of the content. Constrains sampling; a reply that `max_tokens` cuts off is incomplete. Needs the server's extra
     `structured`."""
     modalities: list[Literal["text"]] | None = None
-    chat_template_kwargs: dict[str, JsonValue] | None = None
-    """Additional variables of the chat template, such as `enable_thinking`."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """Variable of the chat template; `none` also sets `enable_thinking=false`."""
-    add_generation_prompt: bool | None = None
-    """Whether the chat template appends the start of an assistant message. Default true."""
-    continue_final_message: bool | None = None
-    """true: the reply continues the last message."""
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: bool = True
     """false: a reply ends after its first call; an error if the chat template's call format has no end marker."""
     # OpenAI's, without effect
     store: Literal[False] | None = None
@@ -269,7 +295,7 @@ class ChatRequest(SamplingBody):
 
     @field_validator("top_logprobs")
     @classmethod
-    def _beside_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _beside_logprobs(cls, value: int, info: ValidationInfo) -> int:
         if value and not info.data.get("logprobs"):
             raise PydanticCustomError("needs_logprobs", "needs logprobs=true")
         return value
@@ -277,7 +303,7 @@ class ChatRequest(SamplingBody):
     @field_validator("tool_choice")
     @classmethod
     def _of_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
-        names = [tool.function.name for tool in info.data.get("tools") or ()]
+        names = [tool.function.name for tool in info.data.get("tools", ())]
         if not names and value not in (None, "none", "auto"):
             raise PydanticCustomError("needs_tools", "needs tools")
         if value not in (None, "none", "auto") and info.data.get("structured_outputs") is not None:
@@ -299,7 +325,7 @@ class ChatRequest(SamplingBody):
 
     @property
     def constrained(self) -> bool:
-        strict = any(tool.function.strict for tool in self.tools or ())
+        strict = any(tool.function.strict for tool in self.tools)
         return super().constrained or strict or bool(self.forced_tools) or self.reply_schema is not None
 
     @property
@@ -310,8 +336,7 @@ class ChatRequest(SamplingBody):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """Tools with the fields that were sent; none with `tool_choice` none."""
-        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
+        return [] if self.tool_choice == "none" else super().shown_tools
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
@@ -322,10 +347,9 @@ class ChatRequest(SamplingBody):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Additional variables of the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         thinking = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
-        return effort | thinking | (self.chat_template_kwargs or {})
+        return effort | thinking | self.chat_template_kwargs
 
 
 class ChatTokensRequest(ChatRequest):

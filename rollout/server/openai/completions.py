@@ -109,7 +109,7 @@ class _Completions:
         first = index not in self._begun
         choice = self._choice(index, delta, version)
         said = first or choice["text"] or delta.finish_reason or delta.kept_tokens
-        if self._body.wants_rollout or said or self._body.logprobs is not None or choice.get("token_ids"):
+        if self._body.return_rollout or said or self._body.logprobs is not None or choice.get("token_ids"):
             yield choice, {}
 
     def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class _Completions:
         choice |= {"finish_reason": finish_reason(delta), "stop_reason": delta.stop_reason} | sampling_mask(delta)
         if body.return_token_ids:
             choice |= {"token_ids": delta.token_ids} | ({} if ids is None else {"prompt_token_ids": ids})
-        if body.wants_rollout:
+        if body.return_rollout:
             choice["rollout"] = rollout(delta, version, ids)
         return choice
 

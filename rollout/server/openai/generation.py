@@ -185,7 +185,7 @@ class Reply:
     async def _chunks(self) -> AsyncGenerator[bytes]:
         serving, body, dialect = self.serving, self.body, self.dialect
         # vLLM's route of tokens has no `"usage": null` in the other chunks.
-        chunks = Chunks(self.head | self.chunk, with_usage=body.wants_usage and "object" in self.head)
+        chunks = Chunks(self.head | self.chunk, with_usage=body.stream_options.include_usage and "object" in self.head)
         streams = await self._begin(growing=True)
         async with aclosing(self._deltas(streams)) as deltas:
             async for index, delta in deltas:
@@ -193,7 +193,7 @@ class Reply:
                 pieces = dialect.pieces(index, self._shown(index, delta), version)
                 if events := b"".join([chunks.choice(piece, version, beside) for piece, beside in pieces]):
                     yield events
-        if body.wants_usage:
+        if body.stream_options.include_usage:
             with suppress(RequestAbortedError):
                 yield chunks.usage(usage_of(stream.results for stream in streams), serving.llm.policy_version)
         yield DONE

@@ -1,6 +1,6 @@
 """Request schemas as pydantic models: sampling options and completions.
 
-An unknown field must be null; null stands for the default. Fields without effect here (`user`) are accepted. Values are not
+Null stands for the default; an unknown field must be null. Fields without effect here (`user`) are accepted. Values are not
 converted: a string is not a number, a bool is not an integer.
 """
 
@@ -63,7 +63,7 @@ TokenText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 
 
 class StreamOptions(Body):
-    include_usage: bool | None = None
+    include_usage: bool = False
     """Send the usage in an additional last chunk without choices."""
     include_obfuscation: bool | None = None
     """Accepted, without effect: there is no padding."""
@@ -78,7 +78,7 @@ class StructuredOutputs(Body):
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_BIASES)] | None = None
     grammar: str | None = None
     """A context-free grammar in llguidance's dialect of Lark."""
-    json_object: bool | None = None
+    json_object: bool = False
     """true: any JSON object."""
 
     @model_validator(mode="after")
@@ -106,30 +106,20 @@ class RequestFields(Body):
 
     model: str | None = None
     """Name of the served model or of an adapter. Null: the served model."""
-    stream: bool | None = None
+    stream: bool = False
     """Send the reply incrementally, as server-sent events."""
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     """Options of a stream."""
     user: str | None = None
     """Accepted, without effect."""
-    priority: int | None = Field(None, ge=-INT32, le=INT32)
-    """Requests with a higher priority are scheduled first. Default 0."""
+    priority: int = Field(0, ge=-INT32, le=INT32)
+    """Requests with a higher priority are scheduled first."""
     timeout_s: float | None = Field(None, gt=0, le=86400)
     """Seconds after which the request fails with 408; capped at the server's `request_timeout_s`."""
-    return_rollout: bool | None = None
-    """Include token ids, log-probs and policy versions in the reply. Default true."""
+    return_rollout: bool = True
+    """Include token ids, log-probs and policy versions in the reply."""
     cache_salt: str | None = Field(None, max_length=1024)
     """Cached KV is reused among requests of equal salt only."""
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
-        return bool(self.stream_options is not None and self.stream_options.include_usage)
-
-    @property
-    def wants_rollout(self) -> bool:
-        """Whether the reply includes token ids, log-probs and policy versions."""
-        return self.return_rollout is not False
 
     @property
     def samples(self) -> int:
@@ -149,13 +139,13 @@ class RequestFields(Body):
     @property
     def urgency(self) -> int:
         """Priority within the engine: higher first."""
-        return self.priority or 0
+        return self.priority
 
 
 class SamplingFields(Body):
     """Options of sampling, the same on every route: the fields of `SamplingParams`, which checks their values."""
 
-    n: int | None = Field(None, le=MAX_N)
+    n: int = Field(1, le=MAX_N)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -180,11 +170,11 @@ class SamplingFields(Body):
     """Return log-probs of the prompt's tokens, and of this many most likely tokens per position. 0: only the prompt's own
     tokens; -1: the whole vocabulary. At most 1,000,000 entries per request. Not with stream=true."""
     logprobs_mode: str | None = None
-    return_sampling_mask: bool | None = None
+    return_sampling_mask: bool = False
     """Return the ids that each token was drawn from, as `sampling_mask` of the choice. Needs top_k (at most 4096), top_p
     or min_p."""
-    skip_special_tokens: bool | None = None
-    """false: the text shows special tokens, except the one that ended the sample. Not with `stop`. Default true."""
+    skip_special_tokens: bool = True
+    """false: the text shows special tokens, except the one that ended the sample. Not with `stop`."""
     spaces_between_special_tokens: bool | None = None
     """Accepted, without effect: fast tokenizers write no such spaces."""
     structured_outputs: StructuredOutputs | None = None
@@ -192,8 +182,8 @@ class SamplingFields(Body):
 
     @field_validator("skip_special_tokens")
     @classmethod
-    def _not_with_stop_strings(cls, value: bool | None, info: ValidationInfo) -> bool | None:
-        if value is False and info.data.get("stop"):
+    def _not_with_stop_strings(cls, value: bool, info: ValidationInfo) -> bool:
+        if not value and info.data.get("stop"):
             raise PydanticCustomError("unsupported", "false cannot be combined with stop strings, which are searched in "
                                       "the text without special tokens; use stop_token_ids")  # fmt: skip
         return value
@@ -207,7 +197,7 @@ class SamplingFields(Body):
         """Build the request's `SamplingParams`; raises `ApiError` 400 for a value out of range.
 
         `decided` are the fields set by the endpoint, at least `max_tokens`."""
-        asked = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None} | decided
+        asked = {name: getattr(self, name) for name in _SAMPLING & self.model_fields_set} | decided
         if self.return_sampling_mask:
             asked["return_kept_tokens"] = True
         if self.logit_bias is not None:
@@ -234,18 +224,18 @@ _SAMPLING = {each.name for each in fields(SamplingParams)} & SamplingFields.mode
 class SamplingBody(RequestFields, SamplingFields):
     """Fields common to chats and completions."""
 
-    return_token_ids: bool | None = None
+    return_token_ids: bool = False
     """Include `prompt_token_ids` and each choice's `token_ids`, placed as in vLLM."""
-    return_tokens_as_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool = False
     """Name tokens in log-probs `token_id:7` instead of by their text."""
 
     @property
     def samples(self) -> int:
-        return self.n or 1
+        return self.n
 
     @property
     def shows_special_tokens(self) -> bool:
-        return self.skip_special_tokens is False
+        return not self.skip_special_tokens
 
 
 # --- completions ------------------------------------------------------------------------------------------------------
@@ -271,7 +261,7 @@ class CompletionRequest(SamplingBody):
 
     logprobs: int | None = Field(None, ge=0, le=20)
     """Return log-probs of every token, and of this many most likely tokens per position. 0: only the sampled tokens."""
-    echo: bool | None = None
+    echo: bool = False
     """Prepend the prompt to the text, and its log-probs to the log-probs."""
 
     @property

@@ -21,7 +21,7 @@ from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import RequestAbortedError
 from rollout.server.errors import describe, shutting_down
 from rollout.server.openai.samples import merged
-from rollout.server.serving import SEND_BODY, Serving, or_disconnected
+from rollout.server.serving import Serving, or_disconnected
 
 DONE = b"data: [DONE]\n\n"
 
@@ -132,7 +132,7 @@ class EventStream(Response):
         """Send the whole reply; raises `ClientGoneError` if the client disconnects, after closing the source."""
         async with aclosing(self._source):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await or_disconnected(Request(scope, receive), self._send_all(scope.get(SEND_BODY, send)))
+            await or_disconnected(Request(scope, receive), self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
         try:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 from fastapi import FastAPI
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,11 +20,11 @@ from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import InvalidRequestError
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.server.bodies import Body, body_of, documented_body, off_the_loop
+from rollout.server.bodies import body_of, documented_body, off_the_loop
 from rollout.server.chat_template.prompt_ids import PromptTokenizer
 from rollout.server.errors import bad_request
 from rollout.server.openai import generation as calls
-from rollout.server.openai.chat_schema import MAX_MESSAGES, Message, Tool
+from rollout.server.openai.chat_schema import MAX_MESSAGES, Message, TemplateFields
 from rollout.server.openai.logprobs import TokenIdNames, chat_logprobs, prompt_logprobs
 from rollout.server.openai.samples import finish_reason, routed_experts, sampling_mask, staleness
 from rollout.server.openai.schema import INT32, RequestFields, SamplingFields, TokenIds
@@ -52,14 +52,14 @@ class GenerateRequest(RequestFields):
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     """Token ids of the prompt."""
     sampling_params: GenerateParams = Field(default_factory=lambda: GenerateParams.model_validate({}))
-    return_token_ids: bool | None = None
+    return_token_ids: bool = False
     """Include `prompt_token_ids` in the reply."""
-    priority: int | None = Field(None, ge=-INT32, le=INT32)
-    """Requests with a lower priority are scheduled first, as in vLLM. Default 0."""
+    priority: int = Field(0, ge=-INT32, le=INT32)
+    """Requests with a lower priority are scheduled first, as in vLLM."""
 
     @property
     def samples(self) -> int:
-        return self.sampling_params.n or 1
+        return self.sampling_params.n
 
     @property
     def constraint_field(self) -> str:
@@ -67,10 +67,10 @@ class GenerateRequest(RequestFields):
 
     @property
     def urgency(self) -> int:
-        return -(self.priority or 0)
+        return -self.priority
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(TemplateFields):
     """Body of `POST /tokenize`: a text or a conversation."""
 
     model: str | None = None
@@ -79,14 +79,10 @@ class TokenizeRequest(Body):
     """The text."""
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     """The conversation, oldest message first; it and the options below work as in a chat request."""
-    add_special_tokens: bool | None = None
-    """Whether the tokenizer adds its special tokens around a text. Default true. A chat template adds its own."""
-    return_token_strs: bool | None = None
+    add_special_tokens: bool = True
+    """Whether the tokenizer adds its special tokens around a text. A chat template adds its own."""
+    return_token_strs: bool = False
     """Include the tokens' names."""
-    tools: list[Tool] | None = Field(None, max_length=1024)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, JsonValue] | None = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeRequest:
@@ -138,16 +134,9 @@ def add_token_routes(app: FastAPI, serving: Serving) -> None:
     def _ids(body: TokenizeRequest) -> list[int]:
         try:
             if body.prompt is not None:
-                special = body.add_special_tokens is not False
-                return PromptTokenizer(tokenizer, room, special=special).ids(body.prompt, "prompt")
+                return PromptTokenizer(tokenizer, room, special=body.add_special_tokens).ids(body.prompt, "prompt")
             assert serving.conversation is not None
-            return serving.conversation.render(
-                [message.model_dump(exclude_none=True) for message in body.messages or ()],
-                tools=[tool.model_dump(exclude_unset=True) for tool in body.tools or ()] or None,
-                add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
-                continue_final_message=bool(body.continue_final_message),
-                template_kwargs=body.chat_template_kwargs,
-            ).token_ids
+            return body.rendered_by(serving.conversation, body.messages or []).token_ids
         except InvalidRequestError as exc:
             raise bad_request(str(exc), param="messages" if body.prompt is None else "prompt") from exc
 
