@@ -22,7 +22,6 @@ from rollout.algorithms import (
     ratio_mask,
     reverse_kl,
     rollout_kl,
-    staleness_mask,
     substitute,
 )
 
@@ -210,16 +209,6 @@ def test_a_token_whose_ratio_is_on_the_edge_stays():
     assert ratio_mask(torch.full((1, 3), -INF), old, mask, low=0, high=5).all()
 
 
-def test_masking_by_staleness_drops_tokens_or_whole_rows_and_never_looks_outside_the_mask():
-    staleness = torch.tensor([[0, 1, 2], [3, 0, 0], [9, 0, 0]], dtype=torch.int32)
-    mask = torch.tensor([[True, True, True], [True, True, True], [False, True, True]])
-    tokens = [[True, True, False], [False, True, True], [False, True, True]]
-    assert staleness_mask(staleness, mask, max_staleness=1).tolist() == tokens
-    rows = [[True, True, True], [False, False, False], [False, True, True]]
-    assert staleness_mask(staleness, mask, max_staleness=2, level="sequence").tolist() == rows
-    assert staleness_mask(staleness, mask, max_staleness=9).equal(mask)
-
-
 # --- divergence ---------------------------------------------------------------------------------------------------------
 
 
@@ -377,11 +366,6 @@ def test_the_gradient_of_the_geometric_ratio_is_gspos():
         (lambda: pair(rollout_kl, estimator="k4"), "estimator='k4': must be 'k1', 'k2' or 'k3'"),
         (lambda: pair(ratio_mask, low=2.0, high=1.0), "low=2.0, high=1.0: must be 0 <= low < high"),
         (lambda: pair(ratio_mask, low=0.5, high=2.0, level="row"), "level='row': must be 'token', "),
-        (lambda: stale(max_staleness=-1), "max_staleness=-1: must be an integer of at least 0"),
-        (
-            lambda: stale(torch.ones(2, 3), max_staleness=1),
-            "policy_staleness has dtype torch.float32: must be an integer",
-        ),
         (lambda: effective_sample_size(torch.ones(3), torch.ones(2).bool()), "weights has shape [3], mask [2]"),
     ],
 )
@@ -402,15 +386,10 @@ def pair(
     )
 
 
-def stale(staleness: Tensor | None = None, **options: Any) -> Tensor:
-    staleness = torch.zeros(2, 3, dtype=torch.int32) if staleness is None else staleness
-    return staleness_mask(staleness, torch.ones(2, 3, dtype=torch.bool), **options)
-
-
 def test_the_package_costs_no_torch_until_a_function_is_asked_for():
     program = "import sys, rollout.algorithms as a; print('torch' in sys.modules, len(a.__all__), hasattr(a, 'ppo'))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "10", "False"]
+    assert done.stdout.split() == ["False", "9", "False"]
 
 
 def test_substituted_log_probs_have_the_value_of_one_forward_and_the_gradient_of_the_other():

@@ -1,7 +1,7 @@
 """Advantages, importance weights and masks for policy-gradient losses, as plain functions of tensors.
 
     advantages = group_advantages(rewards, batch.group_ids, valid=batch.response_mask.any(1))
-    keep = staleness_mask(batch.policy_staleness, batch.response_mask, max_staleness=2)
+    keep = batch.response_mask & (batch.policy_staleness <= 2)
     weights = importance_weights(logprobs, batch.logprobs, keep)
     loss = -masked_mean(weights * advantages[:, None] * logprobs, keep)
 
@@ -27,13 +27,12 @@ if TYPE_CHECKING:
     from rollout.algorithms.importance import ratio_mask as ratio_mask
     from rollout.algorithms.importance import reverse_kl as reverse_kl
     from rollout.algorithms.importance import rollout_kl as rollout_kl
-    from rollout.algorithms.importance import staleness_mask as staleness_mask
     from rollout.algorithms.importance import substitute as substitute
     from rollout.algorithms.replay import replay_logprobs as replay_logprobs
 
 __all__ = [
     "effective_sample_size", "group_advantages", "importance_weights", "masked_mean", "ratio_mask", "replay_logprobs",
-    "reverse_kl", "rollout_kl", "staleness_mask", "substitute",
+    "reverse_kl", "rollout_kl", "substitute",
 ]  # fmt: skip
 
 

@@ -162,35 +162,6 @@ def ratio_mask(
     return mask & ~((ratio < low) | (ratio > high))
 
 
-def staleness_mask(
-    policy_staleness: Tensor, mask: Tensor, *, max_staleness: int, level: Literal["token", "sequence"] = "token"
-) -> Tensor:
-    """`mask` without tokens older than `max_staleness` weight updates, or without every row that has one.
-
-    Dropping old tokens is what `RolloutBatch.from_requests(max_staleness=)` does; dropping whole samples is the bound of
-    AReaL (Fu et al. 2025, arXiv:2505.24298).
-
-    Args:
-        policy_staleness: integer [N, T], `RolloutBatch.policy_staleness`.
-        mask: bool [N, T].
-        max_staleness: in weight updates; 0 keeps tokens of the current weights only.
-
-    Returns:
-        bool [N, T].
-
-    Raises:
-        ValueError: shapes or dtypes do not fit, or `max_staleness` is not an integer of at least 0.
-    """
-    check_integer("policy_staleness", policy_staleness)
-    check_mask(mask, policy_staleness=policy_staleness)
-    if type(max_staleness) is not int or max_staleness < 0:
-        raise ValueError(f"max_staleness={max_staleness!r}: must be an integer of at least 0")
-    if level not in ("token", "sequence"):
-        raise ValueError(f"level={level!r}: must be 'token' or 'sequence'")
-    stale = mask & (policy_staleness > max_staleness)
-    return mask & ~(stale if level == "token" else stale.any(-1, keepdim=True))
-
-
 # --- divergence ---------------------------------------------------------------------------------------------------------
 
 

@@ -10,12 +10,15 @@ Always true: only logits of kept tokens are read; other memory is a few numbers 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rollout.algorithms.importance import check_floating, check_integer, check_mask, wide
+
+if TYPE_CHECKING:
+    from rollout.engine.training.head import LogitReader
 
 PerRow = float | Tensor
 """One value for all rows, or floating [N]."""
@@ -23,17 +26,8 @@ Biases = Mapping[int, float] | Sequence[Mapping[int, float] | None] | None
 """Token id → value added to its logit: for all rows, or one per row."""
 
 
-class ReadsLogits(Protocol):
-    """Logits that are read without being held in memory: `rollout.engine.training.head.LogitReader`."""
-
-    def read(
-        self, rows: Tensor, temperature: PerRow, tokens: Tensor, ids: Tensor, whole: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return single logits, and log-sum-exps of logits / temperature."""
-
-
 class _Held:
-    """`ReadsLogits` of logits [K, V] that are in memory."""
+    """The `read` of a `LogitReader`, of logits [K, V] that are in memory."""
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
@@ -49,7 +43,7 @@ class _Held:
 
 
 def replay_logprobs(
-    logits: Tensor | ReadsLogits,
+    logits: Tensor | LogitReader,
     kept: tuple[Tensor, Tensor],
     input_ids: Tensor,
     mask: Tensor,
@@ -69,7 +63,7 @@ def replay_logprobs(
 
     Args:
         logits: floating [N, T, V] of a forward of `input_ids`: column t predicts token t + 1. With `predictors`: [K, V], or
-            a `ReadsLogits`.
+            a `LogitReader`.
         kept: ids, integer [S], row after row and ascending in each token; and their counts, integer [N, T], 0 where a token
             has no set and any token could be drawn. `RolloutBatch.kept_tokens`.
         input_ids: int64 [N, T]; an id outside of the vocabulary is padding, which must not count for a penalty.
@@ -90,7 +84,7 @@ def replay_logprobs(
     _check(logits, ids, counts, input_ids, mask, predictors)
     if predictors is None:
         predictors = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape) - 1
-    reader = _Held(logits.reshape(-1, logits.shape[-1])) if isinstance(logits, Tensor) else logits
+    reader: LogitReader | _Held = _Held(logits.reshape(-1, logits.shape[-1])) if isinstance(logits, Tensor) else logits
     drawn, columns = _Drawn.of(mask, counts), input_ids.shape[1]
     rows, targets = drawn.places // columns, input_ids.flatten()[drawn.places]
     warmth, members, free = _per_row(temperature, rows), ids[drawn.entries].long(), drawn.unrestricted
@@ -215,7 +209,7 @@ def _neutral(value: PerRow, neutral: float) -> bool:
 
 
 def _check(
-    logits: Tensor | ReadsLogits,
+    logits: Tensor | LogitReader,
     ids: Tensor,
     counts: Tensor,
     input_ids: Tensor,

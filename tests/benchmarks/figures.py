@@ -190,17 +190,13 @@ def forked(found: Found) -> str:
 
 def search(found: Found) -> str:
     """A long agent whose last turn has 8 branches."""
-    labels = {
-        "rows": "rows, one by one",
-        "tree": "tree in one forward",
-        "paths": "`batch.paths`",
-        "one path": "one row",
-    }
+    labels = {"one path": "one row", "tree": "tree in one forward", "paths": "`batch.paths`"}
     (peaks,) = (each["peaks"] for each in found)
     return table(
-        ["", "seconds", "MB"],
-        [[label, number(peaks[name]["seconds"]), number(peaks[name]["MB"])] for name, label in labels.items()],
-    )
+        ["", "seconds (of one row)", "MB (of one row)"],
+        [[label, *(f"{number(peaks[name][unit])} ({peaks[name][unit] / peaks['one path'][unit]:.2f})"
+                   for unit in ("seconds", "MB"))] for name, label in labels.items()],
+    )  # fmt: skip
 
 
 def suspend(found: Found) -> str:

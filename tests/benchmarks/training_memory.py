@@ -6,9 +6,9 @@ Memory is the peak of resident memory of a process for this measurement alone, a
 processor's, with one thread, and so hardly depends on what else runs. A Qwen3 of 4 layers of width 256 in float32: 4 million
 parameters and the embeddings. A method that needs more than 10 GB is not measured further.
 
-`--shape group`: 8 samples of a prompt of 512 tokens, with whole logits and without. `forked`: an episode whose template
-drops earlier thinking, so that every turn is a row; seconds are medians of alternating rounds. `search`: an agent
-that tries 8 branches at each of its last turns.
+`--shape group`: 8 samples of a prompt of 512 tokens, with whole logits and without, by 2 layers of width 64, which leave
+the memory to the logits. `forked`: an episode whose template drops earlier thinking, so that every turn is a row; seconds
+are medians of alternating rounds. `search`: an agent that tries 8 branches at each of its last turns.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from trainer_hooks.tree import attach
 PROMPT, ROWS, BRANCHES, LIMIT, ROUNDS = 512, 8, 8, 10 << 30, 3
 
 
-def model_of(vocabulary: int) -> PreTrainedModel:
+def model_of(vocabulary: int, width: int, layers: int) -> PreTrainedModel:
     """With gradients, which a training step has from the second one on."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=1 << 16, tie_word_embeddings=True,
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 32, num_key_value_heads=width // 64, head_dim=32, max_position_embeddings=1 << 16,
+        tie_word_embeddings=True,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).train()
     for parameter in model.parameters():
@@ -119,8 +120,9 @@ def apart(batch: RolloutBatch, vocabulary: int, rows: Tensor | slice = slice(Non
 
 def whole_tree(model: PreTrainedModel, tree: PackedTree) -> Tensor:
     """Log-probs of a tree by whole logits."""
-    logits = model(**tree.inputs).logits[0]
-    return gathered(logits[tree.predictors], tree.input_ids[0, tree.predicted])
+    before, token = tree.predictors[tree.wanted], tree.input_ids[0][tree.nodes[tree.wanted]]
+    keep, place = before.unique(return_inverse=True)
+    return gathered(model(**tree.inputs, logits_to_keep=keep).logits[0][place], token)
 
 
 def whole_rows(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
@@ -167,7 +169,7 @@ METHODS: dict[str, Callable[[PreTrainedModel, RolloutBatch], Tensor]] = {
     "rows": one_by_one,
     "one path": lambda model, batch: batch.logprobs_of(model, batch.tree(slice(len(batch) - 1, None))),
 }
-OF_SHAPE = {"group": [*METHODS][:7], "forked": ["rows", "tree"], "search": ["rows", "tree", "paths", "one path"]}
+OF_SHAPE = {"group": [*METHODS][:7], "forked": ["rows", "tree"], "search": ["tree", "paths", "one path"]}
 
 
 def resident(field: str) -> int:
@@ -187,7 +189,7 @@ def peak_of(work: Callable[[], Any]) -> int:
 def measure(methods: list[str], shape: str, vocabulary: int, *sizes: int) -> dict[str, Any]:
     """Of one method the peak and seconds, of several the seconds, in this process; and the tokens of rows and tree."""
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
-    model = model_of(vocabulary)
+    model = model_of(vocabulary, *((64, 2) if shape == "group" else (256, 4)))
     attach(model)
 
     def train(method: str, batch: RolloutBatch) -> float:
@@ -222,8 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(
         __doc__, arguments, shape={"default": "group", "choices": list(SHAPES)},
         tokens={"default": [8192, 32768], "help": "of all completions; of a turn"},
-        vocabularies={"default": [32768, 151936], "help": "sizes"}, turns={"default": [0], "help": "of an episode"},
-        forks={"default": 0, "help": "last turns of a search, which branch"},
+        vocabularies={"default": [32768, 151936], "help": "sizes"}, turns={"default": [1], "help": "of an episode"},
+        forks={"default": 1, "help": "last turns of a search, which branch"},
         cell={"default": None, "help": "measure one here"},
     )  # fmt: skip
     torch.set_num_threads(1)

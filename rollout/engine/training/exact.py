@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +23,6 @@ from rollout.engine.training.decoder import logits_of
 from rollout.engine.training.packing import packing_of
 from rollout.engine.weights.source import weights_of
 from rollout.errors import UnsupportedModelError
-
-_layouts: WeakKeyDictionary[nn.Module, tuple[ModelLayout, KVCache]] = WeakKeyDictionary()
-"""Layout of each model, and a cache of one token, for the checks that read one."""
 
 
 def why_not_exact(model: nn.Module, layout: ModelLayout, cache: KVCache) -> str | None:
@@ -82,6 +78,9 @@ class _ExactForward:
         if device.type != "cpu":
             raise UnsupportedModelError(f"exact mode runs on a CPU, and the model is on {device}")
         cpu_exact.library()
+        layout = inspect_model(model)
+        # With a cache of one token, for the checks that read one.
+        self._verified = layout, KVCache(layout.layers, 1, 1, layout.kv_dtype, layout.device)
         self._verify()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # fused operations round differently
@@ -123,31 +122,18 @@ class _ExactForward:
 
     def _bind(self) -> None:
         """Verify the module in its state without the replaced forward."""
-        model = self._model
-        installed = vars(model).get("forward") is self
-        if installed:
-            del vars(model)["forward"]
+        model, layout = self._model, self._verified[0]
+        installed = vars(model).pop("forward", None) if isinstance(vars(model).get("forward"), _ExactForward) else None
         try:
-            try:
-                self._read(_layouts.get(model))
-            except (Unfusable, AttributeError):
-                self._read(None)
+            layers = _bound(model, *self._verified).causal_lm.model.layers
         except (Unfusable, AttributeError) as exc:
             raise UnsupportedModelError(
                 f"exact: {type(model).__name__}: {exc}; exact mode serves what the C++ forward serves"
             ) from exc
         finally:
-            if installed:
-                vars(model)["forward"] = self
-
-    def _read(self, known: tuple[ModelLayout, KVCache] | None) -> None:
-        model = self._model
-        if known is None:
-            layout = inspect_model(model)
-            known = _layouts[model] = layout, KVCache(layout.layers, 1, 1, layout.kv_dtype, layout.device)
-        layout, cache = known
-        bound = _bound(model, layout, cache)
-        self._layers = list(bound.causal_lm.model.layers)
+            if installed is not None:
+                model.forward = installed
+        self._layers = list(layers)
         self._windows = [layout.calls[layout.layer_of[layer.self_attn]].window for layer in self._layers]
 
 

@@ -288,7 +288,7 @@ class RolloutBatch:
                 tokens instead, such as a teacher's.
 
         Returns:
-            Values [N, T] of the part's rows; [L] of packed rows.
+            Values [N, T] of the part's rows.
 
         Raises:
             ValueError: a request was truncated and returned no kept tokens, or was shaped by a bias or penalty without them,
@@ -297,12 +297,7 @@ class RolloutBatch:
         """
         computed, rows = self._part(part)
         shaping, kept = self._distribution(rows, computed.input_ids.shape[1], temperature)
-        found = read_scores(model, computed, shaping, kept, hidden=hidden, entropy=entropy, top_k=top_k)
-        if not isinstance(part, PackedRollouts):
-            return found
-        return found.at(
-            self.attention_mask[rows].flatten().nonzero()[:, 0], len(part.input_ids) - int(part.cu_seqlens[-1])
-        )
+        return read_scores(model, computed, shaping, kept, hidden=hidden, entropy=entropy, top_k=top_k)
 
     def paths(
         self,

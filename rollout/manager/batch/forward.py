@@ -30,19 +30,6 @@ class LogitScores:
     top_logprobs: Tensor | None = None
     """[N, T, k], over the whole vocabulary."""
 
-    def at(self, places: Tensor, surplus: int = 0) -> LogitScores:
-        """Tokens [L] at flat places of [N, T], with zeros for a surplus."""
-
-        def flat(values: Tensor | None) -> Tensor | None:
-            if values is None:
-                return None
-            found = values.flatten(0, 1).index_select(0, places)
-            return torch.cat([found, found.new_zeros(surplus, *found.shape[1:])])
-
-        logprobs = flat(self.logprobs)
-        assert logprobs is not None
-        return LogitScores(logprobs, flat(self.entropies), flat(self.top_ids), flat(self.top_logprobs))
-
 
 @dataclass(frozen=True, eq=False)
 class Part:

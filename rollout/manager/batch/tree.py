@@ -36,23 +36,17 @@ class PackedTree:
     """int32 [1, 1, 2, L]: the index after each token's subtree, and its position. [1, 1, 3, L] with images that attend in
     both directions: also the last token of its image, or itself. Only the tree attention reads it."""
 
-    logits_to_keep: Tensor
-    """int64 [K]: tokens before wanted tokens, the only ones whose logits are computed."""
-
     rows: Tensor
     """int64 [N]: rows of the batch, in order, so `advantages[packed.rows]` belongs to `logprobs_of(model)`."""
 
     nodes: Tensor
     """int64 [N, T]: index in the tree of each column of each row; -1 on padding."""
 
-    predicted: Tensor
-    """int64 [M]: the wanted tokens of the tree, each once."""
-
-    predictors: Tensor
-    """int64 [M]: the index into `logits_to_keep` of the token before each of `predicted`."""
-
     wanted: Tensor
     """bool [N, T]: tokens whose log-probs are computed."""
+
+    predictors: Tensor
+    """int64 [N, T]: index in the tree of the token before each wanted token, whose logits predict it; 0 elsewhere."""
 
     routed_experts: Tensor | None = None
     """int16 [1, L, layers, k]: the experts recorded for each token, -1 without any. `rollout.replay` reads it."""
@@ -86,7 +80,6 @@ class PackedTree:
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
             "attention_mask": self.attention_mask,
-            "logits_to_keep": self.logits_to_keep,
             "use_cache": False,
             **self.image_inputs,
         }
@@ -122,14 +115,7 @@ class PackedTree:
             mask: bool [N, T]: which of the wanted tokens are requested; None: all.
         """
         ids = self.input_ids[0][self.nodes.clamp(min=0)] if input_ids is None else input_ids
-        inputs = {name: value for name, value in self.inputs.items() if name != "logits_to_keep"}
-        return Part(inputs, ids, self.wanted if mask is None else mask & self.wanted, self.predictors_of_rows())
-
-    def predictors_of_rows(self) -> Tensor:
-        """int64 [N, T]: index in the tree of the token before each wanted token; 0 elsewhere."""
-        before = torch.zeros(len(self) + 1, dtype=torch.int64, device=self.nodes.device)
-        before[self.predicted] = self.logits_to_keep[self.predictors]
-        return torch.where(self.wanted, before[self.nodes], 0)
+        return Part(self.inputs, ids, self.wanted if mask is None else mask & self.wanted, self.predictors)
 
 
 def pack_tree(
@@ -164,8 +150,6 @@ def pack_tree(
     nodes, asked = np.empty_like(columns), wanted.cpu().numpy() & mask
     np.put_along_axis(nodes, columns, forest.nodes[np.argsort(order)], 1)
     np.put_along_axis(asked, columns[:, :1], False, 1)
-    predicted = np.unique(nodes[asked])
-    keep, predictors = np.unique(forest.parents[predicted], return_inverse=True)
 
     def tensor(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -174,12 +158,10 @@ def pack_tree(
         input_ids=tensor(forest.tokens)[None],
         position_ids=tensor(forest.depths)[None],
         attention_mask=tensor(np.stack([forest.ends, forest.depths]).astype(np.int32))[None, None],
-        logits_to_keep=tensor(keep),
         rows=torch.arange(len(ids), device=device) if rows is None else rows.to(device),
         nodes=tensor(nodes),
-        predicted=tensor(predicted),
-        predictors=tensor(predictors),
         wanted=tensor(asked),
+        predictors=tensor(np.where(asked, np.append(forest.parents, 0)[nodes], 0)),
         routed_experts=None if forest.routes is None else tensor(forest.routes)[None],
     )
 
