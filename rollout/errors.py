@@ -184,55 +184,79 @@ class SerializationError(RolloutError, ValueError):
 
 # --- unknown names ------------------------------------------------------------------------------------------------------
 
-SAME_AS = {
-    "n": "num_generations num_return_sequences num_samples best_of",
-    "max_tokens": "max_new_tokens max_completion_length max_length max_completion_tokens response_length",
-    "min_tokens": "min_new_tokens min_length",
-    "temperature": "do_sample",
-    "stop": "stop_strings stop_sequences",
-    "stop_token_ids": "eos_token_id eos_token_ids",
-    "logit_bias": "suppress_tokens bad_words bad_words_ids sequence_bias",
-    "structured": "structured_outputs guided_decoding guided_json guided_regex json_schema regex response_format",
-    "adapter": "lora_request lora_path lora_name",
-    "logprobs": "log_probs logps old_logprobs old_per_token_logps sampling_logps output_scores",
-    "kv_cache_memory_fraction": "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static",
-    "kv_cache_memory_gb": "kv_cache_memory_bytes",
-    "kv_cache_blocks": "num_gpu_blocks_override",
-    "kv_cache_host_memory_gb": "swap_space kv_offloading_size",
-    "max_sequence_length": "max_model_len max_seq_len max_seq_length context_length vllm_max_model_length",
-    "max_requests": "max_num_seqs max_running_requests max_batch_size",
-    "max_tokens_per_step": "max_num_batched_tokens chunked_prefill_size",
-    "block_size_tokens": "block_size page_size",
-    "inference_dtype": "dtype torch_dtype",
-    "inference_device": "device",
-    "texts": "responses completions text outputs completion",
-    "input_ids": "tokens token_ids sequences prompt_ids completion_ids response_ids",
-    "response_mask": "completion_mask loss_mask action_mask mask",
-    "policy_versions": "versions weight_versions",
-    "RolloutManager": "RolloutEngine Rollout Engine",
-    "InferenceConfig": "RolloutConfig EngineConfig EngineArgs",
-    "LLM": "LLMEngine",
-    "AsyncLLM": "AsyncLLMEngine",
+_SAME_AS = {
+    "SamplingParams": {
+        "n": "num_generations num_return_sequences num_samples best_of",
+        "max_tokens": "max_new_tokens max_completion_length max_length max_completion_tokens response_length",
+        "min_tokens": "min_new_tokens min_length",
+        "temperature": "do_sample",
+        "top_k": "topk",
+        "stop": "stop_strings stop_sequences",
+        "stop_token_ids": "eos_token_id eos_token_ids",
+        "logit_bias": "suppress_tokens bad_words bad_words_ids sequence_bias",
+        "structured": "structured_outputs guided_decoding guided_json guided_regex json_schema regex response_format",
+        "adapter": "lora_request lora_path lora_name",
+    },
+    "InferenceConfig": {
+        "kv_cache_memory_fraction": "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static",
+        "kv_cache_memory_gb": "kv_cache_memory_bytes",
+        "kv_cache_blocks": "num_gpu_blocks_override",
+        "kv_cache_host_memory_gb": "swap_space kv_offloading_size",
+        "max_sequence_length": "max_model_len max_seq_len max_seq_length context_length vllm_max_model_length",
+        "max_requests": "max_num_seqs max_running_requests max_batch_size",
+        "max_tokens_per_step": "max_num_batched_tokens chunked_prefill_size",
+        "block_size_tokens": "block_size page_size",
+        "inference_dtype": "dtype torch_dtype",
+        "inference_device": "device",
+    },
+    "RolloutBatch": {
+        "texts": "responses completions text outputs completion",
+        "input_ids": "tokens token_ids sequences prompt_ids completion_ids response_ids",
+        "logprobs": "log_probs logps old_logprobs old_per_token_logps sampling_logps output_scores",
+        "response_mask": "completion_mask loss_mask action_mask mask",
+        "policy_versions": "versions weight_versions",
+    },
+    "rollout": {
+        "RolloutManager": "RolloutEngine Rollout Engine",
+        "InferenceConfig": "RolloutConfig EngineConfig EngineArgs",
+        "LLM": "LLMEngine",
+        "AsyncLLM": "AsyncLLMEngine",
+    },
 }
-"""Our name → names of the same option in transformers, TRL, vLLM, SGLang and verl."""
+"""Our name, by the class or package that has it → names of the same thing in transformers, TRL, vLLM, SGLang and verl."""
 
-_OUR_NAMES = {theirs: ours for ours, names in SAME_AS.items() for theirs in names.split()}
+_OUR_NAMES = {
+    theirs: (ours, owner)
+    for owner, names in _SAME_AS.items()
+    for ours, others in names.items()
+    for theirs in (ours, *others.split())
+}
 
 
 def our_name(name: str) -> str:
     """Return this package's name for `name` of another library; `name` itself if there is none."""
-    return _OUR_NAMES.get(name, name)
+    return _OUR_NAMES.get(name, (name,))[0]
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int = 1, cutoff: float = 0.6) -> str:
     """Return a question with the known names that mean the same as `name` or are nearest to it, or `otherwise`.
 
+    An option that belongs to another class of this package is named with its class.
+
     Args:
+        name: an unknown name or command-line flag.
         most: how many names to give.
         cutoff: least similarity, in [0, 1], as in `difflib.get_close_matches`.
     """
     choices = list(known)
-    near = [ours] if (ours := our_name(name)) in choices else get_close_matches(name, choices, n=most, cutoff=cutoff)
+    ours, owner = _OUR_NAMES.get(name.removeprefix("--").replace("-", "_"), (name, ""))
+    here = f"--{ours.replace('_', '-')}" if name.startswith("--") else ours
+    if here in choices:
+        near = [here]
+    elif owner in ("SamplingParams", "InferenceConfig"):
+        near = [f"{ours} of {owner}"]
+    else:
+        near = get_close_matches(name, choices, n=most, cutoff=cutoff)
     return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 

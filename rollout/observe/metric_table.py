@@ -304,8 +304,8 @@ def describe() -> str:
 
 def unknown_name(name: str, known: Mapping[str, Metric]) -> KeyError:
     """Return the `KeyError` for a name that is not in the table, with the closest known names."""
-    cure = did_you_mean(name, known, "see rollout.metrics.describe()", most=3, cutoff=0.5)
-    return KeyError(f"{name!r} is not a metric of this package: names are those of rollout.metrics; {cure}")
+    cure = did_you_mean(name, known, "print(rollout.observe.metric_table.describe()) lists them", most=3, cutoff=0.5)
+    return KeyError(f"{name!r} is not a metric of this package; {cure}")
 
 
 def short_count(number: float) -> str:

@@ -100,16 +100,15 @@ def _verify(
         raise UnsupportedModelError(
             f"{name}: {foreign} is not transformers' own, and the model's forward of {length} tokens differs from ours by "
             f"{worst:.3g} of the largest logit (allowed: {tolerance:g}). The engine serves causal attention, in windows "
-            "that the mask or an argument shows, and rotary positions that are the same in sequences of any length: load "
-            "the model with attn_implementation='sdpa', or lower InferenceConfig.max_sequence_length to where they are the "
-            "same"
+            "that the mask or an argument shows. Rotary positions must be the same in sequences of any length. Load the "
+            "model with attn_implementation='sdpa', or lower InferenceConfig.max_sequence_length to where they are the same"
         )
     implementation = getattr(getattr(runner.model, "config", None), "_attn_implementation", None)
     raise UnsupportedModelError(
         f"{name}: {length} tokens in chunks through the paged path differ from the model's own forward by {worst:.3g} of "
-        f"the largest logit (allowed: {tolerance:g}). Either some layer keeps state that the engine does not see, or the "
+        f"the largest logit (allowed: {tolerance:g}). Either some layer keeps state that is not in the KV cache, or the "
         f"model's own attention ({implementation!r}) leaves out what the layers ask for (sdpa ignores soft-capping in some "
-        "versions of transformers: load the model with attn_implementation='eager'). If you know better: "
+        "versions of transformers: load the model with attn_implementation='eager'). To build it all the same: "
         "InferenceConfig(advanced=Advanced(verify_model=False))"
     )
 

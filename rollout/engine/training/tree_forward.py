@@ -196,7 +196,7 @@ def _attention(
     if module not in _layers:
         raise UnsupportedModelError(
             f"{type(module).__name__} got a prefix tree and belongs to no model that tree attention is attached to "
-            "(a copy of one?): attach(model) the model that runs"
+            "(a copy of one?): call attach_tree(model) of the one that runs"
         )
     if arguments.get("dropout"):
         raise UnsupportedModelError(
