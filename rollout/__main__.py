@@ -39,7 +39,7 @@ A rollout engine that samples with the module a training loop steps.
 
   serve MODEL_DIR   serve a model over HTTP with the routes of OpenAI's API; `rollout serve --help` lists the options
   doctor MODEL_DIR  say what the engine will do with a model on this machine; `rollout doctor --help` lists the options
-  top ADDRESS       watch a running job (tcp://...) or server (http://...)
+  top ADDRESS       watch a running job by the address of its coordinator (tcp://...)
   --version         print the version
   -h, --help        print this
 """

@@ -1,6 +1,6 @@
 """`rollout top ADDRESS`: a terminal view of a running job, asked from its coordinator.
 
-`view_of` makes a `View` of the coordinator's status, `draw` shows one; rates are differences of two views.
+`draw` shows the last readings of its status; rates are differences of two of them.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import argparse
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.transport.keys import JobKeys
@@ -24,24 +25,17 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-RANK_COLUMNS = ("rank", "state", "version", "running", "waiting", "assigned", "tokens/s", "since progress")
+HISTORY = 40
+"""Readings that the history shows; with its names and numbers a line fits into 80 columns."""
+RANK_COLUMNS = ("rank", "state", "version", "running", "waiting", "assigned", "tokens/s", "progress")
 
 
-@dataclass(frozen=True)
-class View:
-    """One observation of a job.
-
-    Attributes:
-        at: seconds, monotonic.
-        facts: (name, value) of the whole job, in order.
-        ranks: per rank, the values of `RANK_COLUMNS` without the rate.
-        tokens: sampled so far, by rank name.
-    """
+class Reading(NamedTuple):
+    """One answer of the coordinator (`InferenceClient.status`)."""
 
     at: float
-    facts: tuple[tuple[str, str], ...]
-    ranks: tuple[Mapping[str, str], ...]
-    tokens: Mapping[str, float]
+    """Seconds, monotonic."""
+    status: Mapping[str, Any]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -81,83 +75,102 @@ def _keys(path: str | None) -> JobKeys | None:
         raise ConfigError(f"--keys {path}: cannot be read as keys: {why}") from exc
 
 
-def view_of(status: Mapping[str, Any], at: float) -> View:
-    """View of a coordinator's status table (`InferenceClient.status`)."""
-    held = [f"{rank['name']} {rank['state']}" for rank in status["ranks"] if rank["state"] != "running"]
-    holder = "" if status["state"] == "running" else f"the coordinator ({status['state']})"
-    waits = ", ".join(status["barrier_waits_for"])
-    clients = ", ".join(f"{client['name']} {client['open_requests']}" for client in status["clients"])
-    oldest = status["oldest_request_s"]
-    facts = (
-        ("state", status["state"]),
-        ("policy version", str(status["policy_version"])),
-        ("queued samples", str(status["queued_samples"])),
-        ("oldest request", "none" if oldest is None else f"{oldest:.1f} s"),
-        ("held by", ", ".join(filter(None, [holder, *held])) or "nothing"),
-        ("barrier waits for", waits or "nothing"),
-        ("open requests", clients or "no client"),
-    )
-    ranks = tuple(
-        {
-            "rank": rank["name"],
-            "state": ("idle" if rank["resting"] else rank["state"]) if rank["ready"] else "joining",
-            "version": str(rank["policy_version"]),
-            "running": f"{rank['running']} of {rank['max_requests']}",
-            "waiting": str(rank["waiting"]),
-            "assigned": str(rank["assigned_samples"]),
-            "since progress": f"{rank['since_progress_s']:.1f} s",
-        }
-        for rank in status["ranks"]
-    )
-    return View(at, facts, ranks, {rank["name"]: float(rank["tokens"]) for rank in status["ranks"]})
-
-
-def draw(address: str, view: View, before: View | None) -> RenderableType:
-    """Return the view as rich displays it; rates need the view `before`."""
+def draw(address: str, readings: Sequence[Reading]) -> RenderableType:
+    """Return the job as rich displays it; rates need two readings."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    rates = _rates(view, before)
     facts = Table.grid(padding=(0, 3))
-    for name, value in view.facts:
+    for name, value in facts_of(readings):
         facts.add_row(Text(name, style="dim"), Text(value))
-    facts.add_row(Text("tokens/s", style="dim"), Text(f"{sum(rates.values()):,.0f}" if rates else "", style="bold"))
-    parts: list[RenderableType] = [Text(address, style="bold"), facts]
-    if view.ranks:
-        table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-        for column in RANK_COLUMNS:
-            table.add_column(column, justify="left" if column in ("rank", "state") else "right")
-        for rank in view.ranks:
-            rate = f"{rates[rank['rank']]:,.0f}" if rank["rank"] in rates else ""
-            table.add_row(*(Text(rate if column == "tokens/s" else rank[column]) for column in RANK_COLUMNS))
-        parts += [Text(""), table]
-    return Group(*parts)
+    ranks = readings[-1].status["ranks"]
+    if not ranks:
+        return Group(Text(address, style="bold"), facts, Text("\nno engine has joined this job yet"))
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for column in RANK_COLUMNS:
+        table.add_column(column, justify="left" if column in ("rank", "state") else "right")
+    rates = rates_of(*readings[-2:])
+    for rank in ranks:
+        table.add_row(
+            rank["name"],
+            ("idle" if rank["resting"] else rank["state"]) if rank["ready"] else "joining",
+            str(rank["policy_version"]),
+            f"{rank['running']} of {rank['max_requests']}",
+            str(rank["waiting"]),
+            str(rank["assigned_samples"]),
+            f"{rates[rank['name']]:,.0f}" if rank["name"] in rates else "",
+            f"{rank['since_progress_s']:.1f} s ago",
+        )
+    return Group(Text(address, style="bold"), facts, Text(""), table)
 
 
-def _rates(view: View, before: View | None) -> dict[str, float]:
-    """Tokens per second of the ranks in both views; 0 for a rank that has been restarted."""
-    if before is None or view.at <= before.at:
+def facts_of(readings: Sequence[Reading]) -> list[tuple[str, str]]:
+    """(name, value) of the whole job, with the history of the three numbers that say how busy it is."""
+    status = readings[-1].status
+    totals = [
+        {name: sum(rank[name] for rank in each.status["ranks"]) for name in ("running", "max_requests")}
+        for each in readings
+    ]
+    speeds = [sum(rates_of(*pair).values()) for pair in pairwise(readings)]
+    queues = [each.status["queued_samples"] + sum(r["waiting"] for r in each.status["ranks"]) for each in readings]
+    busy = [total["running"] / max(1, total["max_requests"]) for total in totals]
+    held = [f"{rank['name']} {rank['state']}" for rank in status["ranks"] if rank["state"] != "running"]
+    holder = "" if status["state"] == "running" else f"the coordinator ({status['state']})"
+    clients = ", ".join(f"{client['name']} {client['open_requests']}" for client in status["clients"])
+    oldest = status["oldest_request_s"]
+    return [
+        ("state", status["state"]),
+        ("policy version", str(status["policy_version"])),
+        ("tokens/s", f"{speeds[-1]:<14,.0f}{sparkline(speeds)}" if speeds else ""),
+        ("running", f"{totals[-1]['running']} of {totals[-1]['max_requests']}".ljust(14) + sparkline(busy, 1.0)),
+        ("waiting", f"{queues[-1]:<14}{sparkline(queues)}"),
+        ("first token", _seconds(status["first_token_s"])),
+        ("per token", _seconds(status["per_token_s"])),
+        ("oldest request", "none" if oldest is None else f"{oldest:.1f} s"),
+        ("held by", ", ".join(filter(None, [holder, *held])) or "nothing"),
+        ("barrier waits for", ", ".join(status["barrier_waits_for"]) or "nothing"),
+        ("open requests", clients or "no client"),
+    ]
+
+
+def sparkline(values: Sequence[float], most: float = 0.0) -> str:
+    """Return a bar per value, from 0 to `most` or the largest value; empty for fewer than two values."""
+    most = max(most, *values) if len(values) > 1 else 0.0
+    return "".join("▁▂▃▄▅▆▇█"[int(7 * value / most) if most else 0] for value in values) if len(values) > 1 else ""
+
+
+def _seconds(found: Sequence[float]) -> str:
+    if not found:
+        return "no sample has finished yet"
+    median, p99 = (f"{each:.1f} s" if each >= 1 else f"{1e3 * each:.1f} ms" for each in found)
+    return f"median {median}, p99 {p99}"
+
+
+def rates_of(before: Reading, after: Reading | None = None) -> dict[str, float]:
+    """Tokens per second of the ranks in both readings; 0 for a rank that has been restarted."""
+    if after is None or after.at <= before.at:
         return {}
-    seconds = view.at - before.at
+    tokens = {rank["name"]: rank["tokens"] for rank in before.status["ranks"]}
     return {
-        name: max(0.0, tokens - before.tokens[name]) / seconds
-        for name, tokens in view.tokens.items()
-        if name in before.tokens
+        rank["name"]: max(0, rank["tokens"] - tokens[rank["name"]]) / (after.at - before.at)
+        for rank in after.status["ranks"]
+        if rank["name"] in tokens
     }
 
 
 async def _watch(address: str, keys: JobKeys | None, interval_s: float, once: bool) -> None:
-    """Show views until interrupted or, with `once`, only the second one."""
+    """Show readings until interrupted or, with `once`, only the second one."""
     from rich.console import Console
     from rich.live import Live
 
+    readings: deque[Reading] = deque(maxlen=HISTORY + 1)
     async with InferenceClient(address, name="rollout top", keys=keys) as client:
-        before, view = None, view_of(await client.status(), time.monotonic())
+        readings.append(Reading(time.monotonic(), await client.status()))
         with nullcontext() if once else Live(auto_refresh=False, screen=True) as live:
-            while live is not None or before is None:
+            while live is not None or len(readings) < 2:
                 if live is not None:
-                    live.update(draw(address, view, before), refresh=True)
+                    live.update(draw(address, [*readings]), refresh=True)
                 await asyncio.sleep(interval_s)
-                before, view = view, view_of(await client.status(), time.monotonic())
-    Console().print(draw(address, view, before))
+                readings.append(Reading(time.monotonic(), await client.status()))
+    Console().print(draw(address, [*readings]))

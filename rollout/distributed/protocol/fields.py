@@ -111,6 +111,7 @@ Blob = Annotated[bytes, Rule("bytes", _is(bytes))]
 Tokens = Annotated[bytes, Rule("little-endian int32 in bytes", _bytes_of(TOKEN_BYTES))]
 LogProbs = Annotated[bytes, Rule("little-endian float32 in bytes", _bytes_of(TOKEN_BYTES))]
 Hashes = Annotated[bytes, Rule("little-endian int64 in bytes", _bytes_of(8))]
+SecondsPairs = Annotated[bytes, Rule("pairs of little-endian float32 in bytes", _bytes_of(8))]
 Prompt = Annotated[
     bytes | str,
     Rule(

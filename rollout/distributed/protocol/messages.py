@@ -97,6 +97,8 @@ class Progress(Message):
     running: wire.Count = 0
     waiting: wire.Count = 0
     """All samples of the engine, including those not assigned by the coordinator."""
+    latencies: wire.SecondsPairs = b""
+    """Seconds from arrival to the first token, and per token after it, for each finished sample."""
 
 
 @message(24, "coordinator → client")

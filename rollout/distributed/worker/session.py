@@ -10,6 +10,7 @@ Always true, while the caller holds the engine at a step boundary (`DynamicInfer
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Collection, Container, Iterable
 from functools import lru_cache
 from typing import cast
@@ -324,6 +325,7 @@ class RankSession:
         return (0, running + waiting) if self._idle() else (running, waiting)
 
     def _report(self, ended: Iterable[DynamicInferenceRequestRecord], due: dict[Key, Known]) -> Records:
+        ended = list(ended)
         grown, foreign = self._assignments.last_deltas(ended, due)
         for delta in self._engine.progress(due) if due else ():
             grown.setdefault(delta.request_id, []).append(delta)
@@ -334,8 +336,16 @@ class RankSession:
             while len(stretches) > MAX_STRETCHES:
                 self._send(wire.Progress(stretches[:MAX_STRETCHES], b"", b"", False, *self._load()))
                 del stretches[:MAX_STRETCHES]
-            self._send(wire.Progress(stretches, added, removed, changes.flushed, *self._load()))
+            last = (stretches, added, removed, changes.flushed, *self._load())
+            self._send(wire.Progress(*last, b"".join(map(_seconds_of, ended))))
         return foreign
+
+
+def _seconds_of(record: DynamicInferenceRequestRecord) -> bytes:
+    if record.ttft is None or record.latency is None:
+        return b""
+    later = record[-1].total_length - len(record[0].prompt_tokens) - 1
+    return struct.pack("<2f", record.ttft, (record.latency - record.ttft) / max(1, later))
 
 
 @lru_cache(maxsize=64)

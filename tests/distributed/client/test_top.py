@@ -11,7 +11,7 @@ import pytest
 
 from rollout.__main__ import main
 from rollout.config import CoordinatorConfig
-from rollout.distributed.client.top import View, _rates, view_of
+from rollout.distributed.client.top import Reading, facts_of, rates_of
 from rollout.distributed.coordinator.launch import launch_coordinator
 from rollout.distributed.transport.keys import JobKeys
 from rollout.sampling_params import SamplingParams
@@ -26,6 +26,7 @@ RANK = {
 STATUS = {
     "state": "paused", "policy_version": 3, "queued_samples": 2, "oldest_request_s": 12.34, "ranks": [RANK],
     "clients": [{"name": "loop", "open_requests": 2, "member": True}], "barrier_waits_for": ["rank-1"],
+    "first_token_s": [], "per_token_s": [],
 }  # fmt: skip
 
 
@@ -43,22 +44,27 @@ def metrics() -> str:
     return text
 
 
-def test_a_coordinators_view_names_what_holds_the_engines_and_the_oldest_request():
-    view = view_of(STATUS, at=1.0)
-    facts = dict(view.facts)
+def test_top_names_what_holds_the_engines_and_shows_latency_and_history():
+    busy = STATUS | {"ranks": [RANK | {"running": 8, "tokens": 250}], "queued_samples": 8, "first_token_s": [0.25, 2.0]}
+    facts = dict(facts_of([Reading(1.0, STATUS), Reading(2.0, STATUS), Reading(4.0, busy)]))
     assert facts["held by"] == "the coordinator (paused), rank-0 suspended"
     assert facts["oldest request"] == "12.3 s"
     assert facts["barrier waits for"] == "rank-1"
     assert facts["open requests"] == "loop 2"
-    (rank,) = view.ranks
-    assert (rank["running"], rank["assigned"], rank["version"]) == ("4 of 8", "5", "3")
+    assert facts["tokens/s"].split() == ["90", "▁█"]
+    assert facts["running"].split() == ["8", "of", "8", "▄▄█"]
+    assert facts["waiting"].split() == ["9", "▃▃█"]
+    assert facts["first token"] == "median 250.0 ms, p99 2.0 s"
+    assert facts["per token"] == "no sample has finished yet"
 
 
 def test_rates_are_differences_and_a_rank_that_counts_anew_has_none():
-    before = View(1.0, (), (), {"a": 10.0, "b": 50.0})
-    after = View(3.0, (), (), {"a": 30.0, "b": 5.0, "c": 9.0})
-    assert _rates(after, before) == {"a": 10.0, "b": 0.0}
-    assert _rates(after, None) == {}
+    def reading(at: float, **tokens: float) -> Reading:
+        return Reading(at, {"ranks": [{"name": name, "tokens": count} for name, count in tokens.items()]})
+
+    before, after = reading(1.0, a=10.0, b=50.0), reading(3.0, a=30.0, b=5.0, c=9.0)
+    assert rates_of(before, after) == {"a": 10.0, "b": 0.0}
+    assert rates_of(after) == {}
 
 
 def test_top_shows_a_running_coordinator_that_asks_for_keys(tmp_path, capsys):
@@ -74,7 +80,7 @@ def test_top_shows_a_running_coordinator_that_asks_for_keys(tmp_path, capsys):
     said = capsys.readouterr().out
     assert handle.address in said
     assert "barrier waits for" in said
-    assert "since progress" not in said  # a job without a rank has no table of them
+    assert "no engine has joined this job yet" in said
 
 
 @pytest.mark.parametrize(

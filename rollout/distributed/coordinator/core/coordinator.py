@@ -16,6 +16,7 @@ Always true:
 from __future__ import annotations
 
 import reprlib
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -121,6 +122,7 @@ class CoordinatorCore:
         rank.running, rank.waiting, rank.progressed = message.running, message.waiting, self._now
         self.dispatcher.blocks_changed(rank, message.blocks_added, message.blocks_removed, message.flushed)
         rank.tokens += sum(sum(stretch.counts) for stretch in message.stretches)
+        rank.latencies.extend(struct.iter_unpack("<2f", message.latencies))
         for stretch in message.stretches:
             assignment = rank.assignments.get(stretch.attempt)
             # An unknown attempt was cancelled while these tokens were in transit.
@@ -223,12 +225,15 @@ class CoordinatorCore:
     def status(self) -> dict[str, Any]:
         """Snapshot of the job in plain values, for a `Status` message; durations in seconds."""
         open_requests = list(self.requests)
+        latencies = [pair for rank in self.peers.ranks.values() for pair in rank.latencies]
         return {
             "instance": self.instance,
             "state": self.control.state.value,
             "policy_version": self.control.policy_version,
             "queued_samples": sum(len(each.queued) for each in open_requests),
             "oldest_request_s": max((self._now - each.since for each in open_requests), default=None),
+            "first_token_s": _median_and_p99([first for first, _ in latencies]),
+            "per_token_s": _median_and_p99([each for _, each in latencies]),
             "ranks": [
                 {
                     "name": rank.name,
@@ -252,3 +257,9 @@ class CoordinatorCore:
             ],
             "barrier_waits_for": self.barriers.missing(),
         }
+
+
+def _median_and_p99(seconds: list[float]) -> list[float]:
+    """[median, 99th percentile]; empty if no sample has finished."""
+    ordered = sorted(seconds)
+    return [ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.99)] if ordered else []

@@ -5,6 +5,7 @@ Always true: the known tokens of a sample are contiguous from 0. No I/O, no cloc
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from rollout.distributed.coordinator.core.routing import Claim
@@ -80,6 +81,8 @@ class RankPeer(Peer):
     """Time of its last `Progress`."""
     tokens: int = 0
     """Tokens it has reported in this session."""
+    latencies: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=512))
+    """Seconds to the first token, and per token after it, of the samples that finished last."""
     assignments: dict[int, Assignment] = field(default_factory=dict)
     """Open assignments by attempt."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 
 from rollout.distributed.protocol import messages as wire
@@ -204,7 +206,7 @@ def test_the_status_says_how_things_stand():
     rank = job.rank("a", slots=1)
     client.submit(n=3)
     client.submit(n=2)
-    rank.progress(running=1, waiting=2)
+    rank.progress(running=1, waiting=2, latencies=struct.pack("<4f", 0.5, 0.25, 2.0, 1.0))
     job.wait(2.0, silent=[rank])
     client.heard.clear()
     client.say(wire.StatusQuery(4))
@@ -223,6 +225,8 @@ def test_the_status_says_how_things_stand():
         "policy_version": 0,
         "queued_samples": 2,
         "oldest_request_s": 2.0,
+        "first_token_s": [0.5, 0.5],
+        "per_token_s": [0.25, 0.25],
         "clients": [{"name": "loop", "open_requests": 2, "member": True}],
         "barrier_waits_for": ["1 that have not connected"],
     }
