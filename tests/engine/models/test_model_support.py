@@ -164,7 +164,7 @@ def test_whatever_a_module_raises_when_it_is_tried_is_told_with_its_name(error: 
 def test_hidden_state_between_positions_is_found_by_comparing_numbers() -> None:
     model = make_model("qwen3")
     model.model.layers[1].mlp = Shifted(model.model.layers[1].mlp)
-    with pytest.raises(UnsupportedModelError, match=r"12 tokens in chunks.*keeps state that the engine does not see"):
+    with pytest.raises(UnsupportedModelError, match=r"12 tokens in chunks.*keeps state that is not in the KV cache"):
         build(model)
     build(model, verify_model=False)
 
