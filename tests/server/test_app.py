@@ -123,13 +123,8 @@ def test_the_key_is_not_shown_where_the_options_are():
 def test_options_out_of_range_or_unsafe_are_refused_by_name(options):
     with pytest.raises(ConfigError, match=rf"ServerConfig\.{next(iter(options))}"):
         ServerConfig(**options)
-
-
-def test_what_is_unsafe_can_be_asked_for():
-    ServerConfig(host="0.0.0.0", api_key=KEY)
-    ServerConfig(host="0.0.0.0", admin=True, insecure=True)
-    ServerConfig(host="::1")
-    ServerConfig(host="127.8.8.8")
+    for safe in ({"host": "0.0.0.0", "api_key": KEY}, {"host": "0.0.0.0", "insecure": True}, {"host": "127.8.8.8"}):
+        ServerConfig(**safe)
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
@@ -151,23 +146,16 @@ def test_what_is_unsafe_can_be_asked_for():
         (b'{"\\udc00": 1}', "application/json", "hex escape"),
         (b"[" * 100_000, "application/json", "recursion limit"),
         (b'{"model": ' + b"9" * 5000 + b"}", "application/json", "out of range"),
+        (b'{"promt": "a"}', "application/json", "promt: there is no such field here; did you mean prompt?"),
+        (b'{"prompt": [1], "temperature": "' + b"hot" * 10**6 + b'"}', "application/json", "hothot"),
     ],
 )
 def test_a_body_that_is_no_request_is_a_400_that_says_why(url, body, kind, says):
     headers = {"Content-Type": kind} if kind else {}
     response = httpx.post(f"{url}/v1/completions", content=body, headers=headers)
-    assert says in error_of(response, 400)["message"]
-
-
-def test_a_misspelt_field_is_named_and_not_only_missed(url):
-    error = error_of(httpx.post(f"{url}/v1/completions", json={"promt": "a"}), 400)
-    assert (error["param"], "no such field" in error["message"]) == ("promt", True)
-
-
-def test_a_value_that_is_quoted_is_cut(url):
-    error = error_of(httpx.post(f"{url}/v1/completions", json=ASK | {"temperature": "hot" * 10**6}), 400)
-    assert "hothot" in error["message"]
-    assert len(error["message"]) < 200
+    message = error_of(response, 400)["message"]
+    assert says in message
+    assert len(message) < 200
 
 
 def test_a_body_announced_too_large_is_refused_before_any_of_it_is_sent(monkeypatch):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
@@ -49,7 +50,7 @@ from tests.server.requests_by_hand import (
 # --- limits and failures ----------------------------------------------------------------------------------------------
 
 
-def test_more_samples_than_may_be_open_are_a_429_with_the_time_to_come_back():
+def test_more_samples_than_may_be_open_are_a_429_and_than_can_ever_be_a_400():
     with served(max_open_requests=4) as (llm, server):
         llm.hold()
         body = json.dumps(ASK | {"n": 3}).encode()
@@ -64,14 +65,9 @@ def test_more_samples_than_may_be_open_are_a_429_with_the_time_to_come_back():
             assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
         for _ in range(3):
             assert httpx.post(f"{server.url}/v1/completions", json=ASK | {"prompt": [[1], [2]]}).status_code == 200
-
-
-def test_more_samples_than_can_ever_be_open_are_a_400():
-    with served(max_open_requests=4) as (llm, server):
         for change in ({"prompt": [[1]] * 5}, {"n": 5}, {"prompt": [[1], [2]], "n": 3}):
             refused = httpx.post(f"{server.url}/v1/completions", json=ASK | change)
             assert "max_open_requests=4" in error_of(refused, 400)["message"]
-        assert not llm.submitted
 
 
 RAISED = [
@@ -191,13 +187,17 @@ def test_a_server_on_ipv6_has_a_url_too():
 
 
 def test_a_stopping_server_lets_requests_end_in_their_grace():
-    with served(shutdown_grace_s=DEADLINE_S) as (llm, server), asked_held(llm, server) as client:
-        stopping = in_thread(server.close)
+    with (
+        served(shutdown_grace_s=DEADLINE_S) as (llm, server),
+        asked_held(llm, server) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        stopping = pool.submit(server.close)
         with pytest.raises(OSError):  # noqa: PT011 - refused or reset, as the system likes
             until_refused(server)
         llm.release()
         assert b'"Hello"' in read_all(client)
-        stopping()
+        stopping.result(DEADLINE_S)
         assert llm.aborted.empty()
 
 
@@ -240,16 +240,6 @@ def asked_held(llm: FakeLLM, server: Server) -> Iterator[socket.socket]:
         yield client
 
 
-def in_thread(function):
-    """Run it beside the test; the result joins, and raises what it raised."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(function)
-    pool.shutdown(wait=False)
-    return lambda: future.result(DEADLINE_S)
-
-
 def until_refused(server: Server) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
@@ -258,13 +248,13 @@ def until_refused(server: Server) -> None:
 
 
 BLOCKING = """
-import sys, threading
+import threading
 from rollout.config import ServerConfig
 from rollout.server.server import Server
 from tests.server.fake_llm import FakeLLM
 llm = FakeLLM()
 llm.hold()
-server = Server(llm, ServerConfig(port=0, shutdown_grace_s=float(sys.argv[1]))).start()
+server = Server(llm, ServerConfig(port=0, shutdown_grace_s=0)).start()
 print(server.url, flush=True)
 server.wait()
 llm.loop.close()
@@ -273,28 +263,20 @@ print("ended", server.running, llm.num_open, threading.active_count(), flush=Tru
 
 
 def test_a_blocking_server_ends_in_order_on_a_signal_and_leaves_no_process():
-    with blocking_server("0") as (process, url):
-        host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as client:
-            body = json.dumps(ASK).encode()
-            client.sendall(post_bytes("/v1/completions", body, "Content-Type: application/json"))
-            assert httpx.get(f"{url}/health").status_code == 200
-            process.send_signal(signal.SIGTERM)
-            read_all(client)
-        output, errors = process.communicate(timeout=DEADLINE_S)
-        assert output.split()[:3] == ["ended", "False", "0"], errors
-        assert (process.returncode, errors) == (0, "")
-
-
-@contextmanager
-def blocking_server(grace: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-c", BLOCKING, grace]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+    command, pipe = [sys.executable, "-c", BLOCKING], subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=pipe, stderr=pipe) as process:
         try:
-            assert process.stdout
+            assert process.stdout is not None
             url = process.stdout.readline().strip()
-            assert url, process.stderr and process.stderr.read()
-            yield process, url
+            host, port = url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as client:
+                body = json.dumps(ASK).encode()
+                client.sendall(post_bytes("/v1/completions", body, "Content-Type: application/json"))
+                assert httpx.get(f"{url}/health").status_code == 200
+                process.send_signal(signal.SIGTERM)
+                read_all(client)
+            output, errors = process.communicate(timeout=DEADLINE_S)
+            assert output.split()[:3] == ["ended", "False", "0"], errors
+            assert (process.returncode, errors) == (0, "")
         finally:
             process.kill()

@@ -95,9 +95,6 @@ def test_a_reply_has_openais_shape_and_our_ids(llm: ScriptedLLM, client: OpenAI)
     assert usage.total_tokens == len(prompt) + len(tokens)
     assert usage.prompt_tokens_details is not None
     assert usage.prompt_tokens_details.cached_tokens == 3
-
-
-def test_ids_can_be_left_out(client: OpenAI):
     assert "rollout" not in ask(client, extra_body={"return_rollout": False}).choices[0].message.model_dump()
 
 
@@ -153,21 +150,17 @@ def test_special_tokens_can_be_part_of_the_text(llm: ScriptedLLM, client: OpenAI
         ask(client, stop="x", extra_body=shown)
 
 
-def test_the_budget_is_what_fits_unless_it_is_said(llm: ScriptedLLM, client: OpenAI):
+def test_budget_and_time_are_what_fits_unless_less_is_said(llm: ScriptedLLM, client: OpenAI):
     ask(client)
     prompt, params, *_ = llm.submitted[-1]
     assert params.max_tokens == llm.max_sequence_length - len(prompt)
     ask(client, max_completion_tokens=5)
     assert llm.submitted[-1][1].max_tokens == 5
-    ask(client, max_tokens=10**6)
+    ask(client, max_tokens=10**6, extra_body={"timeout_s": 80000})
     assert llm.submitted[-1][1].max_tokens == llm.max_sequence_length - len(prompt)
-
-
-def test_the_time_limit_of_a_request_is_at_most_the_servers(llm: ScriptedLLM, client: OpenAI):
+    assert llm.submitted[-1][2:] == (0, ServerConfig().request_timeout_s)
     ask(client, extra_body={"timeout_s": 7.5, "priority": 3})
     assert llm.submitted[-1][2:] == (3, 7.5)
-    ask(client, extra_body={"timeout_s": 80000})
-    assert llm.submitted[-1][2:] == (0, ServerConfig().request_timeout_s)
 
 
 def test_a_sample_cut_for_its_age_ends_as_by_length_and_says_so(llm: ScriptedLLM, client: OpenAI):
@@ -177,30 +170,25 @@ def test_a_sample_cut_for_its_age_ends_as_by_length_and_says_so(llm: ScriptedLLM
     assert choice.message.rollout["finish_reason"] == "stale"
 
 
-def test_a_failed_sample_is_an_error_that_names_it(llm: ScriptedLLM, client: OpenAI):
-    failed = TextDelta(1, "", [], [], [], finish_reason="error", error="RequestFailedError: NaN")
-    llm.script = [*spoken(TOKENIZER, "fine"), failed]
-    with pytest.raises(openai.InternalServerError, match="choice 1 failed: RequestFailedError: NaN") as caught:
+BLAMED = "InvalidRequestError: request 7 sample 0: its structured output cannot be followed: no text can continue it"
+
+
+@pytest.mark.parametrize(("reason", "error", "kind", "said", "code"), [
+    ("error", "RequestFailedError: NaN", openai.InternalServerError, "choice 1 failed: RequestFailedError: NaN",
+     "sample_failed"),
+    ("error", BLAMED, openai.BadRequestError, "choice 1: its structured output cannot be followed", "sample_failed"),
+    ("abort", None, openai.ConflictError, "choice 1 was aborted", "aborted"),
+])  # fmt: skip
+def test_a_failed_or_aborted_sample_is_an_error_that_names_it(
+    llm: ScriptedLLM, client: OpenAI, reason: str, error: str | None, kind: Any, said: str, code: str
+):
+    llm.script = [*spoken(TOKENIZER, "fine"), TextDelta(1, "", [], [], [], finish_reason=reason, error=error)]
+    with pytest.raises(kind, match=said) as caught:
         ask(client, n=2)
-    assert caught.value.code == "sample_failed"
-    *_, last = raw(client, n=2)
-    assert last["error"]["code"] == "sample_failed"
-
-
-def test_a_sample_whose_constraint_cannot_be_followed_is_the_callers_error(llm: ScriptedLLM, client: OpenAI):
-    why = "InvalidRequestError: request 7 sample 0: its structured output cannot be followed: no text can continue it here"
-    llm.script = [TextDelta(0, "", [], [], [], finish_reason="error", error=why)]
-    with pytest.raises(openai.BadRequestError, match="choice 0: its structured output cannot be followed") as caught:
-        ask(client)
-    assert (caught.value.type, caught.value.code) == ("invalid_request_error", "sample_failed")
-
-
-def test_a_sample_that_was_aborted_is_no_short_answer(llm: ScriptedLLM, client: OpenAI):
-    llm.script = spoken(TOKENIZER, "half", reason="abort")
-    with pytest.raises(openai.ConflictError, match="choice 0 was aborted"):
-        ask(client)
-    *_, last = raw(client)
-    assert last["error"]["code"] == "aborted"
+    assert caught.value.code == code
+    if reason == "error":
+        *_, last = raw(client, n=2)
+        assert last["error"]["code"] == code
 
 
 def test_what_the_template_refuses_names_the_message(client: OpenAI):
@@ -209,16 +197,6 @@ def test_what_the_template_refuses_names_the_message(client: OpenAI):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, messages=[*HI, reply, *HI])
     assert (caught.value.param or "").startswith("messages[1].rollout")
-
-
-def test_a_history_that_was_edited_is_what_the_model_sees_and_the_reply_says_so(llm: ScriptedLLM, client: OpenAI):
-    message = ask(client).choices[0].message.model_dump()
-    system = {"role": "system", "content": "NEW-PERSONA-B"}
-    for changed, reused in (([*HI, message], True), ([system, *HI, message], False)):
-        rollout = ask(client, messages=[*changed, *HI]).choices[0].message.rollout
-        assert bool(rollout["prompt_ids_reused"]) == reused
-        assert (rollout["retokenized"] is None) == reused
-        assert ("NEW-PERSONA-B" in TOKENIZER.decode(llm.submitted[-1][0])) != reused
 
 
 def test_a_reply_that_litellm_kept_goes_on_from_its_ids(llm: ScriptedLLM, client: OpenAI):
@@ -288,20 +266,16 @@ def test_the_chunks_add_up_to_the_whole_reply(llm: ScriptedLLM, client: OpenAI):
     for chunk in chunks:
         TheirChunk.model_validate(chunk.model_dump())
     assert content(chunks) == whole.message.content
+    assert all("\ufffd" not in (c.delta.content or "") for chunk in chunks for c in chunk.choices)
+    choices = [choice for chunk in chunks for choice in chunk.choices if not choice.delta.content]
+    silent = [choice for choice in choices if "token_ids" in (getattr(choice.delta, "rollout", None) or {})]
+    assert len(silent) >= 3, "the bytes of the emoji but the last have ids and no text"
     for name in ("token_ids", "log_probs", "policy_versions", "policy_staleness"):
         assert joined(chunks, name) == whole.message.rollout[name]
     entries = [e for chunk in chunks for c in chunk.choices if c.logprobs for e in c.logprobs.content or ()]
     assert whole.logprobs is not None
     assert entries == whole.logprobs.content
     assert reasons(chunks) == {0: "stop"}
-
-
-def test_no_chunk_splits_a_character_and_ids_come_with_or_before_their_text(client: OpenAI):
-    chunks = read(client)
-    assert all("\ufffd" not in (c.delta.content or "") for chunk in chunks for c in chunk.choices)
-    choices = [choice for chunk in chunks for choice in chunk.choices if not choice.delta.content]
-    silent = [choice for choice in choices if "token_ids" in (getattr(choice.delta, "rollout", None) or {})]
-    assert len(silent) >= 3, "the bytes of the emoji but the last have ids and no text"
 
 
 def test_samples_come_as_they_grow(llm: ScriptedLLM, client: OpenAI):
@@ -318,13 +292,10 @@ def test_samples_come_as_they_grow(llm: ScriptedLLM, client: OpenAI):
     assert first == {0: "assistant", 1: "assistant"}
 
 
-def test_an_error_before_the_first_byte_has_its_status(llm: ScriptedLLM, client: OpenAI):
+def test_an_error_has_its_status_before_the_first_byte_and_is_an_event_after_it(llm: ScriptedLLM, client: OpenAI):
     llm.script, llm.end_with = [], RequestAbortedError("request 1 was aborted", 1)
     with pytest.raises(openai.ConflictError):
         read(client)
-
-
-def test_an_error_after_it_is_an_event_and_there_is_no_done(llm: ScriptedLLM, client: OpenAI):
     llm.script, llm.end_with = spoken(TOKENIZER, "half", reason="abort"), RequestAbortedError("was aborted", 1)
     sent = raw(client)
     assert sent[-1] == {"error": {"message": "was aborted", "type": "conflict_error", "param": None, "code": "aborted"}}

@@ -28,27 +28,12 @@ def test_the_bytes_of_the_tokens_joined_are_the_text(text: str):
     assert b"".join(texts.bytes_of(token) for token in ids_of(tokenizer, text)) == text.encode()
 
 
-def test_pieces_keep_their_spaces_and_bytes_are_bytes():
-    tokenizer = sentencepiece("qwen3")
-    texts = TokenTexts(tokenizer)
-    whole = b"".join(texts.bytes_of(token) for token in ids_of(tokenizer, "the €"))
-    assert whole == " the €".encode()
-
-
 def test_a_special_token_reads_as_its_name_and_adds_nothing_to_a_text(tokenizer: Any):
     texts = TokenTexts(tokenizer)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert texts.text_of(end) == "<|im_end|>"
     assert texts.bytes_of(end) == b"<|im_end|>"
     assert texts.shown(end, first=False) == b""
-
-
-def test_parts_of_a_character_are_told_apart_in_a_completion():
-    tokenizer = byte_level("qwen3")
-    texts = TokenTexts(tokenizer)
-    parts = ids_of(tokenizer, "€")
-    assert {texts.text_of(part) for part in parts} == {"\ufffd"}
-    assert [texts.distinct(part) for part in parts] == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
 
 
 @pytest.mark.parametrize("text", ["the weather in Oslo", "7 € and 🙂!"])
@@ -86,11 +71,6 @@ def test_a_completion_has_the_token_itself_beside_the_likeliest():
     columns = CompletionLogprobs(TokenTexts(tokenizer)).take([a], [-3.0], [[(b, -0.5), (c, -float("inf"))]])
     (likeliest,) = columns["top_logprobs"]
     assert likeliest == {"=": -0.5, "b": LOWEST, "a": -3.0}
-
-
-def test_tokens_without_a_log_prob_have_null():
-    tokenizer = byte_level("qwen3")
-    (a,) = ids_of(tokenizer, "a")
     columns = CompletionLogprobs(TokenTexts(tokenizer)).take([a], [None], None)
     assert (columns["token_logprobs"], columns["top_logprobs"]) == ([None], [None])
 

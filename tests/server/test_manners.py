@@ -55,12 +55,6 @@ def test_every_reply_has_its_date_and_an_id_of_its_own(url: str) -> None:
     assert len({reply.headers["x-request-id"] for reply in replies}) == len(replies)
 
 
-def test_requests_are_not_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "rollout.server.requests"), served() as (_, server):
-        httpx.post(f"{server.url}/v1/completions", json=ASK, timeout=PATIENCE_S)
-    assert not caplog.messages
-
-
 # --- pages of other sites ---------------------------------------------------------------------------------------------
 
 
@@ -79,12 +73,9 @@ def test_without_a_key_no_page_of_another_site_may_ask(headers: dict[str, str], 
             name = next(iter(headers))
             assert f"{name}: {headers[name]}" in asked.json()["error"]["message"]
             assert httpx.get(f"{server.url}/health", headers=headers).status_code == 200
-
-
-def test_with_a_key_every_host_and_origin_may_ask() -> None:
-    with served(api_key="sk-1") as (_, server):
-        headers = {"Authorization": "Bearer sk-1", "Host": "a.example", "Origin": "https://b.example"}
-        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+            with served(api_key="sk-1") as (_, keyed):
+                headers = headers | {"Authorization": "Bearer sk-1"}
+                assert httpx.get(f"{keyed.url}/v1/models", headers=headers).status_code == 200
 
 
 def test_operations_have_ids_of_their_own(recwarn: pytest.WarningsRecorder) -> None:
@@ -95,24 +86,15 @@ def test_operations_have_ids_of_their_own(recwarn: pytest.WarningsRecorder) -> N
     assert not [str(each.message) for each in recwarn if "Operation ID" in str(each.message)]
 
 
-# --- paths, methods, and what a route does not read -------------------------------------------------------------------
-
-
-def test_a_field_that_a_route_does_not_read_is_refused_with_the_nearest() -> None:
-    with (
-        served(TOKENIZER, admin=True, insecure=True) as (_, server),
-        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client,
-    ):
-        assert "did you mean temperature?" in client.post("/v1/completions", json=ASK | {"temprature": 1}).text
-        inside = {"token_ids": [1], "sampling_params": {"temprature": 1}}
-        assert (
-            "sampling_params.temprature: there is no such field here; see /docs"
-            in client.post("/inference/v1/generate", json=inside).text
-        )
-        unnamed = {"messages": [{"role": "user", "content": "?"}], "response_format": {"type": "json_schema"}}
-        refused = client.post("/v1/chat/completions", json=unnamed)
-        assert refused.json()["error"]["param"] == "response_format.json_schema"
-        assert client.head("/health").status_code == 200
+def test_a_field_that_a_route_does_not_read_is_refused_with_the_nearest(url: str) -> None:
+    assert "did you mean temperature?" in httpx.post(f"{url}/v1/completions", json=ASK | {"temprature": 1}).text
+    inside = {"token_ids": [1], "sampling_params": {"temprature": 1}}
+    said = "sampling_params.temprature: there is no such field here; see /docs"
+    assert said in httpx.post(f"{url}/inference/v1/generate", json=inside).text
+    unnamed = {"messages": [{"role": "user", "content": "?"}], "response_format": {"type": "json_schema"}}
+    refused = httpx.post(f"{url}/v1/chat/completions", json=unnamed)
+    assert refused.json()["error"]["param"] == "response_format.json_schema"
+    assert httpx.head(f"{url}/health").status_code == 200
 
 
 # --- reasoning --------------------------------------------------------------------------------------------------------
