@@ -88,16 +88,18 @@ class LLMControl:
         finally:
             self._long_calls.remove(what)
 
-    async def relay(
-        self, what: str, state: EngineState, timeout_s: float | None, ask: Callable[[InferenceClient], Any]
-    ) -> None:
-        """Ask the coordinator for a lifecycle call; on a rank that is not primary, wait until its engine is in `state`."""
+    async def relay(self, what: str, state: EngineState, *arguments: Any) -> None:
+        """Ask the coordinator for a lifecycle call; on a rank that is not primary, wait until its engine is in `state`.
+
+        Args:
+            arguments: of the client's call; the last one is its `timeout_s`.
+        """
         if self._job is None:
             raise RuntimeError(_PAUSE_IS_DIRECT.format(what))
         if self.is_primary:
-            await asyncio.wrap_future(self._job.control(ask))
+            await asyncio.wrap_future(self._job.control(lambda client: getattr(client, f"{what}_engines")(*arguments)))
         else:
-            await asyncio.to_thread(self.engine.wait_until, state, timeout_s)
+            await asyncio.to_thread(self.engine.wait_until, state, arguments[-1])
 
     def score(
         self,

@@ -166,17 +166,18 @@ class _BesideRequests(JobRequests):
         """Serve a group until it ends, through one client after the other."""
         loop, timeout_s = asyncio.get_running_loop(), options.get("timeout_s")
         ends_at = None if timeout_s is None else loop.time() + timeout_s
-        group: OpenGroup | None = None
         try:
-            while group is None or (isinstance(group.error, ConnectionLostError) and not self._closed):
+            while True:
                 await self._connected_by(number, ends_at)
                 if ends_at is not None:
                     options["timeout_s"] = max(SHORTEST_S, ends_at - loop.time())
                 group = self._groups[number] = self._the_client().open_group(tokens, params, **options)
-                ended = loop.create_future()
+                ended: asyncio.Future[OpenGroup] = loop.create_future()
                 group.on_done = ended.set_result
                 follow(group, listener)
                 await ended
+                if self._closed or not isinstance(group.error, ConnectionLostError):
+                    break
                 options |= {"known": group.known(), "arrival_time": group.arrival_time}
                 self._groups[number] = None
         except asyncio.CancelledError:

@@ -127,27 +127,19 @@ class AsyncLLM(LLMRequests):
             ControlError: not allowed now, or engines are late; names them.
             DeadlineError: no result in time.
         """
-        await self._control.relay(
-            "pause", EngineState.PAUSED, timeout_s, lambda client: client.pause_engines(timeout_s)
-        )
+        await self._control.relay("pause", EngineState.PAUSED, timeout_s)
 
     async def unpause(self, timeout_s: float | None = None) -> None:
         """Resume stepping on every engine that is paused."""
-        await self._control.relay(
-            "unpause", EngineState.RUNNING, timeout_s, lambda client: client.unpause_engines(timeout_s)
-        )
+        await self._control.relay("unpause", EngineState.RUNNING, timeout_s)
 
     async def suspend(self, mode: Mode = None, timeout_s: float | None = None) -> None:
         """Suspend the KV cache of every paused engine; `mode` None: each engine's configured mode."""
-        await self._control.relay(
-            "suspend", EngineState.SUSPENDED, timeout_s, lambda client: client.suspend_engines(mode, timeout_s)
-        )
+        await self._control.relay("suspend", EngineState.SUSPENDED, mode, timeout_s)
 
     async def resume(self, timeout_s: float | None = None) -> None:
         """Restore the KV cache of every suspended engine, which is paused afterwards."""
-        await self._control.relay(
-            "resume", EngineState.PAUSED, timeout_s, lambda client: client.resume_engines(timeout_s)
-        )
+        await self._control.relay("resume", EngineState.PAUSED, timeout_s)
 
     async def set_policy_version(self, version: int | None = None) -> int:
         """Announce changed weights on all ranks, from the primary one: policy versions move by 1, or to `version`."""

@@ -171,19 +171,18 @@ class LLMRequests:
         self._admit("generate")
         asked, single = normalized(self._engine.controller.unpadded(prompts, single=True))
         params = one_each(sampling_params, len(asked))
-        tokens = [self._checked(position, *each) for position, each in enumerate(zip(asked, params, strict=True))]
+        tokens = []
+        for position, (prompt, each) in enumerate(zip(asked, params, strict=True)):
+            try:
+                tokens.append(self._engine.check_request(prompt, each))
+            except InvalidRequestError as exc:
+                raise exc.at(f"prompts[{position}]: ") from exc
         # The prompts of one call share one client.
         options = self._options(priority, timeout_s, None if not self.direct else ("generate", next(self._calls)))
         return [
             (self._submit(prompt, ids, each, options), ids, each)
             for prompt, ids, each in zip(asked, tokens, params, strict=True)
         ], single
-
-    def _checked(self, position: int, prompt: Prompt, params: SamplingParams) -> list[int]:
-        try:
-            return self._engine.check_request(prompt, params)
-        except InvalidRequestError as exc:
-            raise exc.at(f"prompts[{position}]: ") from exc
 
     @takes_options
     async def generate(
@@ -216,7 +215,7 @@ class LLMRequests:
             raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'return'")
         asked, single = self._submit_all(prompts, sampling_params, priority, timeout_s)
         results: Samples = []
-        first: BaseException | None = None
+        first: RolloutError | None = None
         try:
             for future, tokens, params in asked:
                 try:
@@ -228,8 +227,10 @@ class LLMRequests:
             for future, _, _ in asked:
                 future.abort()
             raise
-        if on_error == "raise":
-            _raise_first(first, results)
+        for sample in results if on_error == "raise" else ():
+            if sample.error is not None:
+                where = f"request {sample.request_id} sample {sample.sample_index}"
+                raise first or RequestError(f"{where}: {sample.error}", sample.request_id)
         return results[0] if single and len(results) == 1 else results
 
     @property
@@ -326,13 +327,3 @@ def _failed(
         finish_reason=FinishReason.ERROR,
         error=f"{type(error).__name__}: {error}",
     )
-
-
-def _raise_first(first: BaseException | None, results: Samples) -> None:
-    if first is not None:
-        raise first
-    for sample in results:
-        if sample.error is not None:
-            raise RequestError(
-                f"request {sample.request_id} sample {sample.sample_index}: {sample.error}", sample.request_id
-            )

@@ -81,12 +81,7 @@ class JobRequests:
             raise ConnectionLostError(str(self._client.lost), final=True)
 
     def open_group(
-        self,
-        number: int,
-        tokens: list[int],
-        params: SamplingParams,
-        listener: Listener,
-        **options: Any,
+        self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, **options: Any
     ) -> None:
         """Open a group like `Service.open_group`; `options` of `ClientSession.submit`."""
         self.refuse_when_over()
@@ -98,9 +93,8 @@ class JobRequests:
             raise EngineStateError(CLOSED) from exc
 
     def _open(
-        self, number: int, tokens: list[int], params: SamplingParams, listener: Listener,
-        options: dict[str, Any],
-    ) -> None:  # fmt: skip
+        self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, options: dict[str, Any]
+    ) -> None:
         try:
             group = self._the_client().open_group(tokens, params, **options)
         except Exception as exc:  # noqa: BLE001 - passed to the waiting caller, whatever it is

@@ -19,7 +19,6 @@ from rollout.errors import (
     RequestTimeoutError,
 )
 from rollout.llm.llm import LLM
-from rollout.requests.block_hash import compute_block_hashes_batched
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
@@ -36,19 +35,6 @@ def test_a_completion_is_what_the_models_own_generate_gives() -> None:
         results = llm.generate(prompts, greedily(12))
     assert [result.generated_tokens for result in results] == [greedy(model, prompt, 12) for prompt in prompts]
     assert [result.prompt_tokens for result in results] == prompts
-
-
-def test_results_say_what_happened_to_them_and_which_blocks_their_prompts_have() -> None:
-    with blocking(kv_cache_blocks=16, track_generated_token_events=True) as llm:
-        results = llm.generate([token_ids(6, seed) for seed in range(8)], at_random(24))
-        preemptions = llm.engine.stats()["preemptions"]
-    kinds = [[event.type.name for event in result.events] for result in results]
-    assert all(each[:2] == ["ADD_ENGINE", "ADD_CONTEXT"] and each[-1] == "FINISH" for each in kinds)
-    assert all(each.count("GENERATED_TOKEN") == 24 for each in kinds)
-    assert sum(each.count("EVICT") for each in kinds) == preemptions > 0
-    for result in results:
-        assert result.event_add_engine is result.events[0]
-        assert result.precomputed_block_hashes == compute_block_hashes_batched(result.prompt_tokens, 4)
 
 
 def test_results_come_in_the_order_of_the_prompts_the_samples_of_a_prompt_side_by_side() -> None:
@@ -74,6 +60,8 @@ def test_the_blocking_class_always_gives_a_list_and_the_asyncio_one_a_single_res
             assert len(await llm.generate("abc", greedily(3, n=2))) == 2  # type: ignore[arg-type]
             assert [each.prompt for each in await llm.generate(["abc"], greedily(3))] == ["abc"]  # type: ignore[union-attr]
             assert await llm.generate([]) == []
+            with pytest.raises(RuntimeError, match=r"serve\(blocking=False\)"):
+                llm.serve()
 
     asyncio.run(ask())
     with blocking() as llm:
@@ -82,15 +70,6 @@ def test_the_blocking_class_always_gives_a_list_and_the_asyncio_one_a_single_res
         assert llm.context is llm.engine.context
         assert llm.controller is llm.engine.controller
         assert llm.is_primary_rank
-
-
-def test_an_asyncio_llm_does_not_wait_for_its_server_on_the_callers_loop() -> None:
-    async def test() -> None:
-        async with asyncio_llm() as llm:
-            with pytest.raises(RuntimeError, match=r"serve\(blocking=False\)"):
-                llm.serve()
-
-    asyncio.run(test())
 
 
 def test_a_message_reads_the_same_behind_every_door() -> None:

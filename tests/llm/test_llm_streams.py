@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 
 from rollout.distributed.client.futures import RequestFuture
-from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import RequestAbortedError
 from rollout.llm.llm import LLM, AsyncLLM
 from rollout.requests.request import DynamicInferenceRequest
@@ -52,12 +50,7 @@ def test_a_stream_gives_what_generate_gives_piece_by_piece(interval: int) -> Non
     asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
 
 
-async def anext_until_the_end(pieces: AsyncIterator[TextDelta]) -> None:
-    async for _ in pieces:
-        pass
-
-
-def test_leaving_a_stream_early_ends_the_request() -> None:
+def test_a_stream_that_is_left_or_aborted_ends_its_request() -> None:
     async def ask() -> None:
         async with asyncio_llm() as llm:
             with gated(llm.engine):
@@ -67,22 +60,14 @@ def test_leaving_a_stream_early_ends_the_request() -> None:
                         break
                 while llm.num_open or llm.context.allocator.num_used:
                     await asyncio.sleep(0.005)
-            with pytest.raises(RequestAbortedError):
-                _ = stream.results
-
-    asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
-
-
-def test_a_stream_that_fails_raises_after_its_last_piece() -> None:
-    async def ask() -> None:
-        async with asyncio_llm() as llm:
-            with gated(llm.engine):
+                with pytest.raises(RequestAbortedError):
+                    _ = stream.results
                 stream = llm.stream("abc", ENDLESS)
                 pieces = aiter(stream)
                 await anext(pieces)
                 await llm.abort(stream.request_id)
                 with pytest.raises(RequestAbortedError):
-                    await anext_until_the_end(pieces)
+                    _ = [piece async for piece in pieces]
 
     asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
 
