@@ -17,9 +17,7 @@ from rollout.engine.scheduling.sequences import rank
 
 def check_scheduler(scheduler: Scheduler) -> None:
     table, rows = scheduler.table, scheduler.by_row
-    check_allocator(
-        scheduler.allocator, [table.held(row).tolist() for row in rows], [table.seen(row).tolist() for row in rows]
-    )
+    check_allocator(scheduler.allocator, [table.held(row).tolist() for row in rows])
     states = scheduler.allocator.states
     held = [slot for row in rows if (slot := table.state.item(row)) != NO_SLOT]
     slots = sorted([*states._free, *states.snapshots.values(), *held])
@@ -40,10 +38,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert table.length[row] == table.computed[row] + 1, f"{sequence.key} decodes from a gap"
 
 
-def check_allocator(
-    allocator: BlockAllocator, holders: Sequence[Sequence[int]], seen: Iterable[Sequence[int]] = ()
-) -> None:
-    """`holders`: the block table of each holder; `seen`: the blocks that each sees through a window."""
+def check_allocator(allocator: BlockAllocator, holders: Sequence[Sequence[int]]) -> None:
+    """`holders`: the block table of each holder."""
     expected = np.zeros_like(allocator.ref_count)
     for table in holders:
         np.add.at(expected, np.asarray(table, np.int32), 1)
@@ -56,7 +52,7 @@ def check_allocator(
     assert allocator.index.registered[cached].all(), "a cached block is not registered"
     _check_index(allocator.index, holders)
     _check_host(allocator.host)
-    _check_pages(allocator.pages, (expected > 0) | allocator.index.registered, seen)
+    _check_pages(allocator.pages, (expected > 0) | allocator.index.registered)
 
 
 def _check_index(index: PrefixIndex, holders: Iterable[Sequence[int]]) -> None:
@@ -76,23 +72,10 @@ def _check_host(host: HostCache) -> None:
         assert key == block.block_hash, "a block is found under a foreign hash"
 
 
-def _check_pages(pages: BlockPages, used: np.ndarray, seen: Iterable[Sequence[int]]) -> None:
+def _check_pages(pages: BlockPages, used: np.ndarray) -> None:
     given = pages.page_of[pages.page_of != NO_PAGE].tolist()
     assert sorted([*pages._free, *given]) == list(range(pages.num_pages)), "a page is not one of free and some block's"
     assert sorted(pages._free) == np.flatnonzero(~pages._used).tolist(), "a free page is marked as used"
-    assert (pages.page_of[NO_BLOCK] == NO_PAGE).all(), "no block has a page"
-    has = pages.page_of[:-1] != NO_PAGE
-    wrong = np.flatnonzero((has[:, : pages.whole] != used[:, None]).any(1))
+    assert pages.page_of[NO_BLOCK] == NO_PAGE, "no block has a page"
+    wrong = np.flatnonzero((pages.page_of[:-1] != NO_PAGE) != used)
     assert not len(wrong), f"blocks {wrong.tolist()} are in use and lack pages, or the other way about"
-    if not pages.limited:
-        return
-    window = has[:, pages.whole :]
-    assert (window.any(1) == window.all(1)).all(), "a block has some of its window's pages"
-    expected = np.zeros(pages.num_ids, np.int32)
-    for blocks in seen:
-        np.add.at(expected, np.asarray(blocks, np.int32), 1)
-    wrong = np.flatnonzero(expected != pages.viewers)
-    assert not len(wrong), f"blocks {wrong.tolist()}: {pages.viewers[wrong]} viewers, not {expected[wrong]}"
-    assert window.all(1)[expected > 0].all(), "a block that is still seen lacks pages"
-    unseen = np.flatnonzero(window.all(1) & (expected == 0)).tolist()
-    assert unseen == sorted(pages.unseen), f"blocks {unseen} have no viewers, and {sorted(pages.unseen)} are known"

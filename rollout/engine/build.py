@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from rollout.config import InferenceConfig
-from rollout.engine.blocks.pages import one_group
 from rollout.engine.forward.model_runner import DecodeRuns, ModelRunner
 from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.forward.module_forward import ModuleForward
@@ -126,7 +125,7 @@ def build(base: EngineBase) -> EngineParts:
     controller = TextGenerationController(model, base.tokenizer, layout, runner)
     parts = _assemble(base, config, model, longest, cache, context, controller)
     if config.advanced.verify_model:
-        room = min(longest, cache.num_blocks // cache.num_groups * config.advanced.block_size_tokens)
+        room = min(longest, cache.num_blocks * config.advanced.block_size_tokens)
         verify_model(runner, room, peers.all_hold)
     # The ranks of a group have agreed on one pool size, and a failing trial would stop a lock-step group.
     if peers.everyone is None:
@@ -219,21 +218,17 @@ def _memory(
     routes = None if routers is None else routers.shape
     slots = state_slots(config, layout.states, layout.device) if layout.states else 0
     state_bytes = slots * sum(each.num_bytes for each in layout.states)
-    groups = layout.groups(longest)
-    # Members of a tensor-parallel group use the first rank's ids of pages, and a block has one slot on the host.
-    if not peers.least(groups.limited) or config.kv_cache_host_memory_gb is not None:
-        groups = one_group(len(layout.layers))
-    blocks = peers.least(pool_size(config, layout, longest, routes, state_bytes, groups))
+    blocks = peers.least(pool_size(config, layout, longest, routes, state_bytes))
     cache = KVCache(
         layout.layers, blocks, config.advanced.block_size_tokens, layout.kv_dtype, layout.device,
-        _pool_memory(base, layout.device), routes, groups,
+        _pool_memory(base, layout.device), routes,
     )  # fmt: skip
     if config.kv_cache_host_memory_gb is not None:
         _keep_host_blocks(cache, peers, config.kv_cache_host_memory_gb)
     memory = _pool_memory(base, layout.device) if slots else PoolMemory()
     states = StatePool(layout.states, slots, layout.device, memory)
     spare = partial(spare_bytes, layout.device)
-    context = DynamicInferenceContext(config, cache, states, base.clock, spare, groups)
+    context = DynamicInferenceContext(config, cache, states, base.clock, spare)
     context.may_shrink = peers.group is None
     if routers is not None:
         # Routes of a whole sequence are read from its blocks when it finishes.

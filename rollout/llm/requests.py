@@ -252,7 +252,8 @@ class LLMRequests:
     @property
     def max_sequence_length(self) -> int:
         """Maximum length of prompt + completion, in tokens, that model and KV pool allow."""
-        return min(self.engine.parts.max_sequence_length, self.context.scheduler.longest)
+        allocator = self.context.allocator
+        return min(self.engine.parts.max_sequence_length, allocator.num_blocks * allocator.block_size)
 
     @property
     def num_open(self) -> int:

@@ -177,12 +177,6 @@ METRICS: dict[str, Metric] = {
     "rollout/kv_blocks_used": _gauge("blocks", "KV blocks referenced by a request", "allocator.num_used", peak=True),
     "rollout/kv_blocks_cached": _gauge("blocks", "unreferenced KV blocks kept for prefix hits", "allocator.num_cached"),
     "rollout/kv_blocks_free": _gauge("blocks", "KV blocks without content", "allocator.num_free"),
-    "rollout/kv_blocks_in_window": _gauge(
-        "blocks",
-        "KV blocks, used or cached, whose KV is there in layers with a window too",
-        "allocator.num_in_window",
-        logged=False,
-    ),
     "rollout/kv_blocks_total": _gauge(
         "blocks", "most blocks that the KV pool can hold", "allocator.num_blocks", logged=False
     ),
@@ -221,11 +215,6 @@ METRICS: dict[str, Metric] = {
     "rollout/kv_host_bytes": _gauge("bytes", "memory of the KV cache on the host", "cache.host_bytes", logged=False),
     "rollout/kv_blocks_copied": _counter(
         "blocks", "KV blocks copied on the first write after a fork", "queues.kv_blocks_copied"
-    ),
-    "rollout/kv_blocks_out_of_window": _counter(
-        "blocks",
-        "KV blocks that running requests gave back in layers with a window, because the window has passed them",
-        "queues.kv_blocks_out_of_window",
     ),
     "rollout/kv_blocks_evicted": _counter("blocks", "cached KV blocks evicted to make room", "allocator.evictions"),
     "rollout/kv_blocks_offloaded": _counter("blocks", "evicted KV blocks that went to the host tier", "host.offloaded"),

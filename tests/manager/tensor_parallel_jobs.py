@@ -100,11 +100,6 @@ def of_first_rank(value: Any) -> Any:
     return told[0]
 
 
-def given_back(rollout: RolloutManager) -> float:
-    """Blocks whose KV was given back in layers with a window."""
-    return rollout.metrics()["rollout/kv_blocks_out_of_window"]
-
-
 def lives_in_a_group(rank: int, folder: str) -> dict[str, Any]:
     """`lives` of a split model."""
     model = load(folder)
@@ -113,9 +108,8 @@ def lives_in_a_group(rank: int, folder: str) -> dict[str, Any]:
         batch = rollout.generate(PROMPTS, DRAWN)
         heads = rollout.engine.cache.layer(0)[0].shape[2]
         explained = str(rollout.explain())
-        told_of_window = {"pages": rollout.engine.cache.num_groups, "given_back": given_back(rollout)}
     error = logprob_error(model, batch)
-    return {"told": told, "heads": heads, "error": error, "explained": explained, **told_of_window}
+    return {"told": told, "heads": heads, "error": error, "explained": explained}
 
 
 def switches_adapters(rank: int, folder: str) -> dict[str, Any]:

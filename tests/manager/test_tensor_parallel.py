@@ -47,14 +47,12 @@ WINDOWED = {
 }  # fmt: skip
 
 
-def test_a_group_lives_as_one_process_does_and_gives_back_what_is_behind_a_window(nursery, tmp_path):
+def test_a_group_lives_as_one_process_does(nursery, tmp_path):
     model = whole("qwen2", **WINDOWED)
     alone = jobs.lives(model)
     folder = saved("qwen2", tmp_path, **WINDOWED)
     answers = run_together(nursery, 2, jobs.lives_in_a_group, folder=folder)
-    assert answers[0]["given_back"] > 0
     for answer in answers:
-        assert answer["pages"] == 3, "two layers keep a sequence whole, one a window of it"
         assert answer["heads"] == 1, "each member has the KV of its own heads"
         assert answer["error"] < 1e-5
         assert "split over the tensor-parallel ranks 0, 1" in answer["explained"]

@@ -55,26 +55,25 @@ class BlockAllocator:
         self.states = states or StateSlots(0)
         self.host = host or HostCache(0)
         self.copies: list[tuple[int, int]] = []
-        self._clock = 0
         self.index = PrefixIndex(self.pages.num_ids, block_size)
         self._free_all()
 
     def _free_all(self) -> None:
         self.ref_count: IntArray = np.zeros(self.pages.num_ids, np.int32)
         self._free: list[int] = list(range(self.pages.num_ids - 1, -1, -1))
-        self._lru: OrderedDict[int, int] = OrderedDict()
+        self._lru: OrderedDict[int, None] = OrderedDict()
 
     # --- queries ------------------------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
         """Maximum number of blocks that the pool can hold."""
-        return self.pages.num_pages // self.pages.whole
+        return self.pages.num_pages
 
     @property
     def num_free(self) -> int:
-        """Number of blocks without cached content for which every layer has memory."""
-        return self.pages.num_free // self.pages.groups
+        """Number of blocks without cached content for which there is memory."""
+        return self.pages.num_free
 
     @property
     def num_cached(self) -> int:
@@ -86,20 +85,13 @@ class BlockAllocator:
         """Number of blocks with at least one holder."""
         return len(self.ref_count) - len(self._free) - self.num_cached
 
-    @property
-    def num_in_window(self) -> int:
-        """Number of used or cached blocks that have their KV in every layer."""
-        pages, count = self.pages, self.num_used + self.num_cached
-        return (pages.num_pages - pages.num_free - pages.whole * count) // pages.limited if pages.limited else count
-
     def held_memory(self) -> IntArray:
         """Ids of the pages of held blocks, ascending."""
         return np.sort(self.pages.of_blocks(np.flatnonzero(self.ref_count > 0).astype(np.int32)))
 
     def can_allocate(self, count: int) -> bool:
         """Whether `allocate(count)` would succeed."""
-        pages = self.pages
-        return count * pages.groups <= pages.num_free + pages.whole * len(self._lru) + pages.limited * len(pages.unseen)
+        return count <= self.pages.num_free + len(self._lru)
 
     def writable(self, blocks: IntArray) -> NDArray[np.bool_]:
         """[n] bool: the block has one holder and is not registered."""
@@ -130,7 +122,7 @@ class BlockAllocator:
         """
         if not count:
             return []
-        while len(self._free) < count or self.pages.num_free < count * self.pages.groups:
+        while self.pages.num_free < count:
             self._evict()
         blocks = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
@@ -140,16 +132,13 @@ class BlockAllocator:
         return blocks
 
     def _evict(self) -> None:
-        """Free the least recently used memory: a cached block, or the part of a block outside all windows."""
-        oldest, unseen = (next(iter(each.items()), None) for each in (self._lru, self.pages.unseen))
-        if unseen is not None and (oldest is None or unseen[1] < oldest[1]):
-            self.pages.strip(unseen[0])
-            return
-        if oldest is None:
+        """Free the least recently used cached block."""
+        if not self._lru:
             raise RuntimeError("allocate(): too few blocks are free or evictable; ask can_allocate() first")
-        if self.host.num_slots and (slot := self.host.offload(self.index, oldest[0])) is not None:
-            self.copies.append((self.pages.page_of.item(oldest[0], 0), ~slot))
-        self._free_cached(oldest[0])
+        oldest = next(iter(self._lru))
+        if self.host.num_slots and (slot := self.host.offload(self.index, oldest)) is not None:
+            self.copies.append((self.pages.page_of.item(oldest), ~slot))
+        self._free_cached(oldest)
         self.evictions += 1
 
     def acquire(self, blocks: IntArray) -> None:
@@ -165,13 +154,12 @@ class BlockAllocator:
         if (counts < 0).any():
             raise RuntimeError(f"release({blocks[counts < 0].tolist()}): these blocks have no holder")
         for block in dict.fromkeys(reversed(blocks[counts == 0].tolist())):
-            self._clock += 1
             if not self.index.registered[block]:
                 self._give_back(block)
             elif not self.keeps_released:
                 self._free_cached(block)
             else:
-                self._lru[block] = self._clock
+                self._lru[block] = None
 
     def _give_back(self, block: int) -> None:
         self._lru.pop(block, None)
@@ -182,30 +170,9 @@ class BlockAllocator:
         self._unregister(block)
         self._give_back(block)
 
-    def _unregister(self, block: int, *, verified: bool = True) -> None:
+    def _unregister(self, block: int) -> None:
         self.index.remove(block)
         self.states.forget(block)
-        self.pages.verified[block] &= verified
-        if block in self.pages.unseen:
-            self.pages.strip(block)
-
-    def unview(self, blocks: IntArray, *, verified: bool) -> None:
-        """End a sequence's view of `blocks` in the layers with a window. Blocks that a lookup can find keep their KV there.
-
-        Args:
-            verified: the sequence has computed finite logits from them. Other content may be NaN and is not kept.
-        """
-        pages = self.pages
-        if not pages.limited:
-            return
-        self._clock += 1
-        if verified:
-            pages.verified[blocks] = True
-        for block in pages.unview(blocks):
-            if pages.verified[block] and self.index.registered[block]:
-                pages.unseen[block] = self._clock
-            else:
-                pages.strip(block)
 
     # --- the prefix cache ---------------------------------------------------------------------------------------
 
@@ -230,10 +197,6 @@ class BlockAllocator:
         kept = self.index.add(block, block_hash, parent, tokens)
         if kept != block:
             self.acquire(np.asarray([kept], np.int32))
-            if self.pages.viewers[block]:
-                self.pages.move(block, kept)
-                self.pages.view(np.asarray([kept], np.int32))
-                self.unview(np.asarray([block], np.int32), verified=True)
             self.release(np.asarray([block], np.int32))
         return kept
 
@@ -250,7 +213,7 @@ class BlockAllocator:
         self.host.take(blocks)
         loaded = self.allocate(len(blocks))
         for block, copy in zip(loaded, blocks, strict=True):
-            self.copies.append((~copy.slot, self.pages.page_of.item(block, 0)))
+            self.copies.append((~copy.slot, self.pages.page_of.item(block)))
             self.host.release(copy)
             self.index.add(block, copy.block_hash, parent, copy.tokens)
             parent = block
@@ -267,7 +230,6 @@ class BlockAllocator:
         self.index.clear()
         self.host.clear()
         self.states.forget_all()
-        self.pages.strip_unseen()
         for block in list(self._lru):
             self._give_back(block)
 
@@ -278,16 +240,15 @@ class BlockAllocator:
             if self.index.registered[block]:
                 behind = self.index.behind(block)
                 for each in (block, *behind):
-                    self._unregister(each, verified=False)
+                    self._unregister(each)
                 # Lookups no longer reach them, and their parent's id may be reused for other tokens.
                 for each in behind:
                     if not self.ref_count[each]:
                         self._give_back(each)
 
     def drop_cached(self) -> int:
-        """Free every cached block, also on the host, and memory outside all windows; returns the number of blocks freed."""
+        """Free every cached block, also on the host; returns the number of blocks freed."""
         count = self.num_cached
-        self.pages.strip_unseen()
         for block in list(self._lru):
             self._free_cached(block)
         self.host.clear()

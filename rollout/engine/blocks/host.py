@@ -1,8 +1,7 @@
 """Host tier of the prefix cache: which evicted KV blocks of the current weights have a copy in host memory, and where.
 
 A block that the device evicts is copied to a free slot of the host, in place of the least recently offloaded block if it is
-full. A prefix that continues on the host is loaded into new blocks of the device, which frees its slots. Blocks have one
-page here, because a model whose layers keep KV for different times keeps all of it next to a host tier.
+full. A prefix that continues on the host is loaded into new blocks of the device, which frees its slots.
 
 Always true: a slot is free, or belongs to one block. A block is found only if its tokens and all tokens before it are equal.
 

@@ -264,6 +264,5 @@ class DecodeRuns:
             # A finished row may have a NaN after its end, which a kernel may multiply by zero.
             row, made = np.nonzero(np.isnan(logprobs))
             at, size = step.starts[row] + made, table.block_size
-            blocks = [each.tables[row, at // size] for each in packed.groups()]
-            runner.cache.zero_slots(np.concatenate([each * size + at % size for each in blocks]))
+            runner.cache.zero_slots(packed.tables[row, at // size] * size + at % size)
         return StepTokens(tokens.ravel(), logprobs.ravel(), steps=tokens.shape[1], values=values)

@@ -110,22 +110,19 @@ class ModuleForward:
         layout = self.layout
         keep = keep if len(keep) else rows.offsets[-1:] - 1
         rotary = rows.positions if images is None else images.positions
-        groups = rows.groups()
-        tokens, positions, kept, *slots = upload_together(
-            (ids, rotary, keep, *(each.slots for each in groups)), layout.device
-        )
+        tokens, positions, kept, slots = upload_together((ids, rotary, keep, rows.slots), layout.device)
         causal = None
         if rows.seen is not None and self.vision.causal_without_window:
-            causal = [self._attention(replace(each, seen=None)) for each in groups]
+            causal = self._attention(replace(rows, seen=None))
         batch = PagedBatch(
-            self.cache, layout.layer_of, slots, [self._attention(each) for each in groups], layout.mask_windows,
+            self.cache, layout.layer_of, slots, self._attention(rows), layout.mask_windows,
             write_slots if self.paged is None else self.paged.write, causal,
         )  # fmt: skip
         inputs = dict[str, Any]() if states is None else {layout.cache_argument: states}
         with ExitStack() as around:
             around.enter_context(self.installation.forward())
             if self._routers is not None:
-                around.enter_context(self._routers.recorded(partial(self.cache.write_routes, slots[0])))
+                around.enter_context(self._routers.recorded(partial(self.cache.write_routes, slots)))
             if self.values.wanted:
                 around.enter_context(self.values.read_by_head(rows.slots.reshape(ids.shape)[:, keep]))
             inputs |= (

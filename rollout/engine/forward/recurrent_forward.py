@@ -58,7 +58,6 @@ def length_groups(rows: PagedRows, keep: IntArray) -> Iterator[LengthGroup]:
                 rows.positions[positions.ravel()],
                 rows.tables[members],
                 rows.block_size,
-                others=tuple(tables[members] for tables in rows.others),
             ),
             columns=columns if len(columns) else np.array([size - 1]),
             places=places,

@@ -30,9 +30,8 @@ def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], 
     entries = np.repeat(np.arange(len(step.rows)), step.counts)
     positions = np.arange(offsets[-1]) - offsets[entries] + step.starts[entries]
     width = -(-(int((step.starts + step.counts).max()) + max(0, step.ahead - 1)) // table.block_size)
-    tables, *others = table.block_tables(step.rows, width)
     ids = table.tokens[step.rows[entries], positions].astype(np.int64)
-    return ids, PagedRows(offsets, positions, tables, table.block_size, others=tuple(others))
+    return ids, PagedRows(offsets, positions, table.page_tables(step.rows, width), table.block_size)
 
 
 def sample_step(

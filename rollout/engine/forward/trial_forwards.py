@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.forward.model_runner import ModelRunner
@@ -149,12 +148,12 @@ def paged_logits(
     runner.move_states([(-1, 0)])
     logits = torch.empty(0, device="cpu")
     for start, end in pairwise((0, *cuts, len(tokens))):
-        rows = _rows(runner, np.array([0, end - start]), np.arange(start, end), blocks[None])
+        rows = PagedRows(np.array([0, end - start]), np.arange(start, end), blocks[None], size)
         if routes is not None:
             routes.append([])
         with nullcontext() if routes is None else _recorded(runner, routes[-1]):
             logits = runner.forward(np.asarray(tokens[start:end], np.int64), rows, np.array([end - start - 1]))[0]
-    _zero(runner, blocks)
+    runner.cache.zero_blocks(blocks.ravel().tolist())
     return logits.clone()
 
 
@@ -260,7 +259,7 @@ def run_prefill(runner: ModelRunner, tokens: int, longest: int, rows: int) -> No
     """Prefill `tokens` tokens, or as many as the pool holds, in sequences of at most `longest`, and score `rows` logits."""
     size = runner.table.block_size
     width = -(-min(tokens, longest) // size)
-    room = runner.cache.num_blocks // runner.cache.num_groups
+    room = runner.cache.num_blocks
     most = room // width
     if runner.layout.states:
         most = min(most, runner.states.num_blocks)
@@ -270,20 +269,6 @@ def run_prefill(runner: ModelRunner, tokens: int, longest: int, rows: int) -> No
     blocks = np.arange(count * width, dtype=np.int64).reshape(count, width)
     offsets, positions = np.arange(count + 1) * length, np.tile(np.arange(length), count)
     keep = np.arange(min(rows, count * length))
-    logits = runner.forward(np.zeros(count * length, np.int64), _rows(runner, offsets, positions, blocks), keep)
+    logits = runner.forward(np.zeros(count * length, np.int64), PagedRows(offsets, positions, blocks, size), keep)
     token_logprobs(logits, torch.zeros(len(keep), dtype=torch.int64, device=logits.device), 0)
-    _zero(runner, blocks)
-
-
-def _rows(
-    runner: ModelRunner, offsets: NDArray[np.int64], positions: NDArray[np.int64], blocks: NDArray[np.int64]
-) -> PagedRows:
-    """Rows in these blocks [R, width]. If a block is several pages, one per group of layers, they are adjacent."""
-    count = runner.cache.num_groups
-    tables, *others = (blocks * count + group for group in range(count))
-    return PagedRows(offsets, positions, tables, runner.table.block_size, others=tuple(others))
-
-
-def _zero(runner: ModelRunner, blocks: NDArray[np.int64]) -> None:
-    count = runner.cache.num_groups
-    runner.cache.zero_blocks((blocks.ravel()[:, None] * count + np.arange(count)).ravel().tolist())
+    runner.cache.zero_blocks(blocks.ravel().tolist())

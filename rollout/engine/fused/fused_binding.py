@@ -266,7 +266,7 @@ class Bound:
         self._require_numbers(attention, shape.head_dim, call)
         keys, values = cache.layer(index)
         out.keys, out.values = keys.data_ptr(), values.data_ptr()
-        out.window, out.group = call.window or 0, cache.group_of(index)
+        out.window = call.window or 0
 
     def _require_numbers(self, attention: Any, head_dim: int, call: AttentionCall) -> None:
         """Check that a layer's numbers equal those of the layout."""

@@ -153,7 +153,7 @@ class FusedForward:
         ahead = Decode(
             ids.ctypes.data, rows.positions.ctypes.data, slots.ctypes.data, counters.ctypes.data,
             stop_ids.ctypes.data, ctypes.addressof(asked), tokens.ctypes.data, logprobs.ctypes.data,
-            slots.size // count, stop_ids.shape[1], steps,
+            stop_ids.shape[1], steps,
         )  # fmt: skip
         made = self._library.rollout_decode(*map(ctypes.byref, (bound.model, step, draw, ahead)), bound.narrow)
         del held  # `step` points to these arrays
@@ -180,16 +180,14 @@ class FusedForward:
             self._workspace = torch.empty(need, dtype=torch.uint8, device="cpu")
         if self._logits.numel() < kept * bound.model.vocabulary or self._logits.dtype != bound.dtype:
             self._logits = torch.empty(kept * bound.model.vocabulary, dtype=bound.dtype, device="cpu")
-        slots, tables = rows.slots, rows.tables
-        if rows.others:
-            groups = rows.groups()
-            slots, tables = np.stack([each.slots for each in groups]), np.stack([each.tables for each in groups])
+        slots = rows.slots
         places = np.zeros(0, np.int64) if states is None else states.astype(np.int64)
         return Step(
             ids.ctypes.data, rows.positions.ctypes.data, slots.ctypes.data, rows.offsets.ctypes.data,
-            tables.ctypes.data, keep.ctypes.data, places.ctypes.data, self._logits.data_ptr(), self._workspace.data_ptr(),
-            None, None, len(ids), len(rows), rows.tables.shape[1], rows.block_size, kept, torch.get_num_threads(),
-        ), (slots, tables, places)  # fmt: skip
+            rows.tables.ctypes.data, keep.ctypes.data, places.ctypes.data, self._logits.data_ptr(),
+            self._workspace.data_ptr(), None, None, len(ids), len(rows), rows.tables.shape[1], rows.block_size, kept,
+            torch.get_num_threads(),
+        ), (slots, places)  # fmt: skip
 
     def _hidden_of(self, step: Step, bound: Bound, steps: int) -> Tensor:
         """[steps, kept, hidden], for a step to fill with the head's inputs; empty if they are not needed."""

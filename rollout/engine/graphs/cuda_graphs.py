@@ -214,9 +214,7 @@ class GraphedDecode:
                 self._columns = max(columns, 2 * self._columns)
             self._parts = max(self._parts, power_of_two(parts))
         if self._state is None:
-            self._state = DecodeState(
-                self._sizes[-1], self._columns, self._cache.block_size, self._layout.device, self._cache.num_groups
-            )
+            self._state = DecodeState(self._sizes[-1], self._columns, self._cache.block_size, self._layout.device)
         return self._state
 
     def _capture_missing(self, state: DecodeState) -> None:

@@ -39,8 +39,10 @@ class DecodeInputs:
     """[B] int64 rotary positions; 0 in padding."""
     seen: Tensor
     """[B] int32, the last position that a row attends to, which is its own; -1 in padding."""
-    groups: list[tuple[Tensor, Tensor]]
-    """Tensors of each group of layers: [B] int32 slot mapping, -1 in padding; [B, columns] int32 block tables."""
+    slots: Tensor
+    """[B] int32 slot mapping; -1 in padding."""
+    tables: Tensor
+    """[B, columns] int32 block tables."""
     parts: DecodeParts
     """Parts of the keys of each row, for the Triton kernels."""
 
@@ -51,24 +53,23 @@ class DecodeState:
     Args:
         rows: maximum number of rows of a step.
         columns: of the block tables; a multiple of 16, because Triton compiles another kernel for other strides.
-        groups: of layers, which have a block table each.
 
     Attributes:
         ids, positions: [R] int32, token and rotary position of each row; 0 in padding.
         seen: [R] int32, position of each row in its sequence; -1 in padding.
-        tables: [R, groups, columns] int32 block ids.
+        tables: [R, columns] int32 block ids.
     """
 
-    def __init__(self, rows: int, columns: int, block_size: int, device: torch.device, groups: int = 1) -> None:
+    def __init__(self, rows: int, columns: int, block_size: int, device: torch.device) -> None:
         self.rows, self.columns = -(-rows // _ALIGNED) * _ALIGNED, columns
         self._block_size = block_size
         self._device = device
         header = _FIELDS * self.rows
         # A tensor created in inference mode could not be written outside it.
         with torch.inference_mode(False):
-            self._flat = torch.zeros(header + self.rows * groups * columns, dtype=torch.int32, device=device)
+            self._flat = torch.zeros(header + self.rows * columns, dtype=torch.int32, device=device)
         self.ids, self.positions, self.seen = self._flat[:header].view(_FIELDS, self.rows)
-        self.tables = self._flat[header:].view(self.rows, groups, columns)
+        self.tables = self._flat[header:].view(self.rows, columns)
         self.clear()
 
     @property
@@ -95,9 +96,8 @@ class DecodeState:
         own_ids[:count], positions[:count] = ids, rows.positions if rotary is None else rotary
         seen[:count] = rows.positions
         tables = message[header:].reshape(self.tables[:count].shape)
-        for group, each in enumerate((rows.tables, *rows.others)):
-            width = min(each.shape[1], self.columns)
-            tables[:, group, :width] = each[:, :width]
+        width = min(rows.tables.shape[1], self.columns)
+        tables[:, :width] = rows.tables[:, :width]
         self._flat[: len(message)].copy_(staged(message, self._device), non_blocking=True)
 
     def inputs(self, count: int, capacity: int = 0) -> DecodeInputs:
@@ -108,12 +108,11 @@ class DecodeState:
         """
         seen, size = self.seen[:count], self._block_size
         last = seen.clamp(min=0).long()
-        groups = []
-        for tables in self.tables[:count].unbind(1):
-            blocks = tables.gather(1, (last // size)[:, None])[:, 0]
-            groups.append((torch.where(seen < 0, -1, blocks * size + (last % size).int()), tables))
+        tables = self.tables[:count]
+        blocks = tables.gather(1, (last // size)[:, None])[:, 0]
+        slots = torch.where(seen < 0, -1, blocks * size + (last % size).int())
         ids, positions = self.ids[:count].long(), self.positions[:count].long()
-        return DecodeInputs(ids, positions, seen, groups, DecodeParts(seen, capacity))
+        return DecodeInputs(ids, positions, seen, slots, tables, DecodeParts(seen, capacity))
 
 
 class CapturedBatch:
@@ -166,15 +165,14 @@ class TritonDecode:
             [B, H, Dv].
         """
         keys, values = self._cache.layer(layer)
-        slots, table = inputs.groups[self._cache.group_of(layer)]
         # If the engine was not built under the current autocast, the cache has another dtype.
         dtype, query = query.dtype, query.to(keys.dtype)
         if not serves(query, keys, values):
             raise Uncapturable(f"the Triton kernels do not take its heads ({query.dtype}, {tuple(query.shape[1:])})")
-        self._paged.write(key, value, keys, values, slots)
+        self._paged.write(key, value, keys, values, inputs.slots)
         out = self._paged.decode(
-            query, keys, values, table, inputs.seen, rules.get("window"), rules["scaling"], softcap=rules.get("softcap"),
-            sinks=rules.get("sinks"), parts=inputs.parts,
+            query, keys, values, inputs.tables, inputs.seen, rules.get("window"), rules["scaling"],
+            softcap=rules.get("softcap"), sinks=rules.get("sinks"), parts=inputs.parts,
         )  # fmt: skip
         return out.to(dtype)
 

@@ -7,13 +7,13 @@
 
 struct Decode {
     int64_t *ids, *positions;      // [R], those of the step
-    int64_t* slots;                // [groups, R], those of the step
+    int64_t* slots;                // [R], those of the step
     int64_t* counters;             // [R], those of the draw, in the rows' random streams
     const int32_t* stop_ids;       // [R, stops], tokens that end a row
     const int32_t* asked;          // not 0 when no further step is to be made: another thread may set it meanwhile
     int64_t* tokens;               // [R, steps], what each step has drawn
     float* logprobs;               // [R, steps], NaN where a row had no finite largest score
-    int64_t groups, stops, steps;  // steps: the most to make, at least 1
+    int64_t stops, steps;  // steps: the most to make, at least 1
 };
 
 // Stores what a step has drawn; returns whether a row ends by it, or has failed.
@@ -35,10 +35,7 @@ inline void advance(const Step& s, const Draw& d, const Decode& run) {
         const int64_t position = ++run.positions[row];
         run.ids[row] = d.token[row];
         run.counters[row]++;
-        for (int64_t group = 0; group < run.groups; group++) {
-            const int64_t at = group * d.rows + row;
-            run.slots[at] = s.tables[at * s.width + position / s.block_size] * s.block_size + position % s.block_size;
-        }
+        run.slots[row] = s.tables[row * s.width + position / s.block_size] * s.block_size + position % s.block_size;
     }
 }
 

@@ -28,7 +28,6 @@ struct Layer {
     void *keys, *values;           // [blocks, block_size, Hkv, D]
     const void *cosines, *sines;   // [positions, rotary_dim]; null: no rotary embedding
     int64_t window;                // 0: none
-    int64_t group;                 // of layers, whose slots and tables it uses
     int64_t inner;                 // width of the MLP
 };
 
@@ -54,9 +53,9 @@ struct Model {
 
 struct Step {
     const int64_t *ids, *positions;          // [P]
-    const int64_t* slots;                    // [groups, P], slot mapping of K and V, block * block_size + offset
+    const int64_t* slots;                    // [P], slot mapping of K and V, block * block_size + offset
     const int64_t* offsets;                  // [R + 1]
-    const int64_t* tables;                   // [groups, R, width]
+    const int64_t* tables;                   // [R, width]
     const int64_t* keep;                     // [kept], positions whose logits are wanted
     const int64_t* states;                   // [R], state slots; not read without recurrent layers
     void* logits;                            // [kept, vocabulary]
@@ -212,7 +211,7 @@ struct Forward {
         }
         if (head < H) return;
         void* cache = head < H + K ? layer.keys : layer.values;
-        std::memcpy(static_cast<T*>(cache) + (s.slots[layer.group * P + p] * K + (head - H) % K) * D, one, D * sizeof(T));
+        std::memcpy(static_cast<T*>(cache) + (s.slots[p] * K + (head - H) % K) * D, one, D * sizeof(T));
     }
 
     void turn(T* one, const void* cosines, const void* sines, int64_t angle) const {
@@ -325,7 +324,6 @@ struct Forward {
         a.keys = layer.keys;
         a.values = layer.values;
         a.window = layer.window;
-        a.tables = s.tables + layer.group * s.sequences * s.width;
         attention<T>(a, tasks, crew);
         if (m.gated) gate_outputs();
         add_to_stream(layer.output, at.attended, H * D, layer.after_attention);

@@ -98,7 +98,7 @@ class Layer(ctypes.Structure):
         ("shared_gate", Linear),
         ("delta", DeltaNet),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "cosines", "sines")),
-        *((name, ctypes.c_int64) for name in ("window", "group", "inner")),
+        *((name, ctypes.c_int64) for name in ("window", "inner")),
     )
 
 
@@ -136,5 +136,5 @@ class Decode(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in (
             "ids", "positions", "slots", "counters", "stop_ids", "asked", "tokens", "logprobs",
         )),
-        *((name, ctypes.c_int64) for name in ("groups", "stops", "steps")),
+        *((name, ctypes.c_int64) for name in ("stops", "steps")),
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +17,10 @@ class PagedRows:
     positions: NDArray[np.int64]
     """[P], position in its sequence. It attends to positions up to its own, or to `seen`."""
     tables: NDArray[np.int64]
-    """[R, width] block ids, contiguous in memory; entries beyond a sequence's last position are never read. If each group of
-    layers has pages of its own, these are the first group's."""
+    """[R, width] block ids, contiguous in memory; entries beyond a sequence's last position are never read."""
     block_size: int
     seen: NDArray[np.int64] | None = None
     """[P], last position that each attends to, if not its own: within an image that attends in both directions."""
-    others: tuple[NDArray[np.int64], ...] = ()
-    """Tables of the further groups of layers (`blocks.pages`), like `tables`."""
 
     def __len__(self) -> int:
         return len(self.tables)
@@ -44,13 +41,7 @@ class PagedRows:
         offsets = np.concatenate([[0], np.cumsum(counts)])
         chosen = np.repeat(self.offsets[entries] - offsets[:-1], counts) + np.arange(offsets[-1])
         seen = None if self.seen is None else self.seen[chosen]
-        tables, others = self.tables[entries], tuple(each[entries] for each in self.others)
-        part = PagedRows(offsets, self.positions[chosen], tables, self.block_size, seen, others)
-        return part, chosen
-
-    def groups(self) -> list[PagedRows]:
-        """The same positions in each group of layers."""
-        return [replace(self, tables=tables, others=()) for tables in (self.tables, *self.others)]
+        return PagedRows(offsets, self.positions[chosen], self.tables[entries], self.block_size, seen), chosen
 
     @property
     def slots(self) -> NDArray[np.int64]:

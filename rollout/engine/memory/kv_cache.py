@@ -1,4 +1,4 @@
-"""Paged KV cache: a pool whose blocks hold K and V of some token slots for every layer, or for a group of layers.
+"""Paged KV cache: a pool whose blocks hold K and V of some token slots for every layer.
 
 Recorded expert routes are one more part of every block: whatever copies, saves or shares a block carries them.
 """
@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.engine.blocks.pages import LayerGroups, one_group
 from rollout.engine.memory.block_pool import BlockPool, PoolMemory
 from rollout.engine.memory.buffers import upload
 
@@ -56,7 +55,6 @@ class KVCache(BlockPool):
         layers: KV shape per attention layer.
         memory: see `BlockPool`.
         routes: keep expert routes of this shape next to K and V; None: none.
-        groups: groups of the layers: a block of this pool is a page of one group. None: all layers are one group.
 
     Attributes:
         addresses: addresses of K and V of each layer, K first, fixed in captured graphs; empty without a pool.
@@ -71,16 +69,13 @@ class KVCache(BlockPool):
         device: torch.device,
         memory: PoolMemory = PoolMemory(),  # noqa: B008 - immutable
         routes: RouteShape | None = None,
-        groups: LayerGroups | None = None,
     ) -> None:
         self.block_size = block_size
         self.routes = routes
-        self._groups = groups or one_group(len(layers))
         self._shapes = [(s.num_kv_heads, width) for s in layers for width in (s.head_dim, s.value_dim)]
         self._layers: list[tuple[Tensor, Tensor]] = []
         self.addresses: tuple[int, ...] = ()
-        # With several groups, their layers have one size, and there is one part per place.
-        widths = [block_size * heads * width for heads, width in self._shapes[: 2 * self._groups.places]]
+        widths = [block_size * heads * width for heads, width in self._shapes]
         self._num_parts = len(widths)
         if routes is not None:
             widths.append(routes.block_bytes(block_size, dtype) // dtype.itemsize)
@@ -96,25 +91,15 @@ class KVCache(BlockPool):
         """Bytes of expert routes on the device now."""
         return self.num_blocks * self.route_bytes if self.on_device else 0
 
-    @property
-    def num_groups(self) -> int:
-        """Number of groups of layers, which is the number of pages of a complete block."""
-        return self._groups.count
-
-    def group_of(self, layer: int) -> int:
-        """Group whose block tables and slots a layer uses."""
-        return self._groups.group_of[layer]
-
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """K [num_blocks, block_size, Hkv, D] and V [num_blocks, block_size, Hkv, Dv] of one layer, contiguous."""
         return self._layers[index]
 
     def materialize(self, num_blocks: int) -> None:
         super().materialize(num_blocks)
-        kv_parts = [self._parts[2 * place + half] for place in self._groups.place_of for half in range(2)]
         shaped = [
             part.view(num_blocks, self.block_size, heads, width)
-            for part, (heads, width) in zip(kv_parts, self._shapes, strict=True)
+            for part, (heads, width) in zip(self._parts[: self._num_parts], self._shapes, strict=True)
         ]
         self._layers = list(zip(shaped[::2], shaped[1::2], strict=True))
         self.addresses = tuple(part.data_ptr() for part in shaped)

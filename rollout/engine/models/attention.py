@@ -8,7 +8,7 @@ inside an engine's forward and only on its thread, so any other forward finds th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -130,26 +130,25 @@ class PagedBatch:
     cache: KVCache
     layer_of: dict[nn.Module, int]
     """Index of each attention module's layer in the cache."""
-    slots: Sequence[Tensor]
-    """[B * P] int64 per group of layers: token slot (block * block_size + offset) of each of the forward's positions."""
-    attention: Sequence[PagedAttention]
-    """Kernel of each group of layers, for this step."""
+    slots: Tensor
+    """[B * P] int64, token slot (block * block_size + offset) of each of the forward's positions."""
+    attention: PagedAttention
+    """The kernel, for this step."""
     windows: Mapping[nn.Module, int | None]
     """Sliding windows of layers that do not pass one themselves."""
     write: CacheWrite = write_slots
-    unwindowed: Sequence[PagedAttention] | None = None
-    """Like `attention`, for layers without a window; None: they use the same kernels."""
+    unwindowed: PagedAttention | None = None
+    """Like `attention`, for layers without a window; None: they use the same kernel."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, arguments: Arguments
     ) -> Tensor:
-        layer = self.layer_of[module]
-        (key_cache, value_cache), group = self.cache.layer(layer), self.cache.group_of(layer)
+        key_cache, value_cache = self.cache.layer(self.layer_of[module])
         keys, values = (each.transpose(1, 2).flatten(0, 1) for each in (key, value))
-        self.write(keys, values, key_cache, value_cache, self.slots[group])
+        self.write(keys, values, key_cache, value_cache, self.slots)
         window = self.windows.get(module, arguments.get("sliding_window"))
         attention = self.attention if window is not None or self.unwindowed is None else self.unwindowed
-        out = attention[group](
+        out = attention(
             query.transpose(1, 2).flatten(0, 1).contiguous(),
             key_cache,
             value_cache,

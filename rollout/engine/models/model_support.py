@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules import module as torch_module
 
-from rollout.engine.blocks.pages import LayerGroups, layer_groups
 from rollout.engine.memory.kv_cache import LayerShape
 from rollout.engine.memory.state_pool import StateShape
 from rollout.engine.models.attention import SINKS, Arguments, Installation, carried, forward_with
@@ -81,11 +80,6 @@ class ModelLayout:
     def masks(self) -> tuple[object, ...]:
         """Keys that the attention masks let a query attend to."""
         return self.layer_of, self.mask_windows, [call.window for call in self.calls]
-
-    def groups(self, length: int) -> LayerGroups:
-        """Groups of layers that keep KV for the same time, for sequences of up to `length` tokens."""
-        widths = [(each.num_kv_heads * each.head_dim, each.num_kv_heads * each.value_dim) for each in self.layers]
-        return layer_groups(widths, [call.window for call in self.calls], length)
 
 
 class _Call(NamedTuple):

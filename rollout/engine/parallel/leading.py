@@ -37,10 +37,7 @@ FORWARD, ENCODE, BEAT, CHECK, END = "forward", "encode", "beat", "check", "end"
 
 @dataclass(frozen=True, eq=False)
 class ForwardWork:
-    """Input of one forward, and the changes of the KV cache that precede it.
-
-    If the layers are in groups (`blocks.pages`), blocks are pages.
-    """
+    """Input of one forward, and the changes of the KV cache that precede it."""
 
     ids: NDArray[np.int64]
     """[P] token ids."""
@@ -69,7 +66,6 @@ _IMAGES = _record(
 )
 _ROWS = _record(
     PagedRows, offsets=INT_ARRAY, positions=INT_ARRAY, tables=INT_ARRAY, block_size=codec.INT, seen=optional(INT_ARRAY),
-    others=codec.list_of(INT_ARRAY),
 )  # fmt: skip
 WORK = _record(
     ForwardWork, ids=INT_ARRAY, rows=_ROWS, keep=INT_ARRAY, copies=codec.OPAQUE, zeroed_blocks=codec.OPAQUE,

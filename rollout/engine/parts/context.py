@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from rollout.config import InferenceConfig
 from rollout.engine.blocks.allocator import BlockAllocator
 from rollout.engine.blocks.host import HostCache
-from rollout.engine.blocks.pages import ONE_GROUP, BlockPages, LayerGroups
 from rollout.engine.blocks.states import StateSlots
 from rollout.engine.memory.block_pool import BlockPool
 from rollout.engine.memory.buffers import lacks_device_memory
@@ -61,11 +60,10 @@ class DynamicInferenceContext:
 
     Args:
         spare: bytes of the device that a forward could take now.
-        groups: groups of the layers; a block of `cache` is a page of one group.
 
     Attributes:
         states: pool of the recurrent states, without slots if the model has none.
-        num_blocks: configured size of the pool, in pages; `cache.num_blocks` is the current one.
+        num_blocks: configured size of the pool; `cache.num_blocks` is the current one.
         headroom: bytes of the device that the pool leaves free for a step.
         to_come: bytes that CUDA graphs will take; also left free if the pool keeps half of its blocks.
         may_shrink: whether `resume` may make the pool smaller; all pools of a tensor-parallel group have equal blocks.
@@ -79,7 +77,6 @@ class DynamicInferenceContext:
         states: BlockPool,
         clock: Callable[[], float],
         spare: Callable[[], float] = lambda: math.inf,
-        groups: LayerGroups = ONE_GROUP,
     ) -> None:
         self.config = config
         self.headroom = 0
@@ -90,7 +87,7 @@ class DynamicInferenceContext:
         self.states = states
         self.num_blocks = cache.num_blocks
         self.allocator = BlockAllocator(
-            BlockPages(cache.num_blocks, groups),
+            cache.num_blocks,
             config.advanced.block_size_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             eviction_policy=config.advanced.prefix_caching_eviction_policy,
@@ -121,8 +118,7 @@ class DynamicInferenceContext:
     def _num_live_blocks(self) -> int:
         if self._followed is None:
             return self.allocator.num_used + self.allocator.num_cached
-        # A follower has only the number of complete blocks, computed from its pages.
-        return len(self._live_memory()) // self.allocator.pages.groups
+        return len(self._live_memory())
 
     def prepare_suspend(self) -> None:
         """Pin memory for an offload in the background, after the last of several steps, so that no optimizer hook waits."""
@@ -189,8 +185,7 @@ class DynamicInferenceContext:
                 self.allocator.drop_cached()
                 lost = before
         self._mode = None
-        missing = (self.num_blocks - self.cache.num_blocks) // self.allocator.pages.groups
-        return MemoryMove(copied, given_up, lost, missing, blocks)
+        return MemoryMove(copied, given_up, lost, self.num_blocks - self.cache.num_blocks, blocks)
 
     def drop(self) -> None:
         """Free the device memory of both pools, losing their content."""
@@ -230,9 +225,10 @@ class DynamicInferenceContext:
             self._materialize(self.num_blocks, 1)
             self._follow_pool()
             _log.info(
-                "the KV pool has %d of %d %s: the other memory is left to steps and CUDA graphs",
-                self.cache.num_blocks, self.num_blocks, self.allocator.pages.unit,
-            )  # fmt: skip
+                "the KV pool has %d of %d blocks: the other memory is left to steps and CUDA graphs",
+                self.cache.num_blocks,
+                self.num_blocks,
+            )
 
     def _warn_of_failed_offload(self, exc: Exception) -> None:
         if not self._warned:
@@ -247,10 +243,12 @@ class DynamicInferenceContext:
             )
 
     def _least(self) -> int:
-        """Pages that the largest unfinished request needs; the whole pool if it may not shrink."""
+        """Blocks that the largest unfinished request needs; the whole pool if it may not shrink."""
         if not self.may_shrink:
             return self.num_blocks
-        needed = [self.scheduler.pages_needed(len(sequence.tokens), sequence.max_length) for sequence in self.scheduler]
+        needed = [
+            self.scheduler.blocks_needed(len(sequence.tokens), sequence.max_length) for sequence in self.scheduler
+        ]
         return max(needed, default=1)
 
     def _follow_pool(self) -> NDArray[np.int32] | None:
@@ -264,7 +262,7 @@ class DynamicInferenceContext:
         while (refused := self._take(size, least)) is not None:
             if size <= least:
                 raise EngineStateError(
-                    f"no device memory for {least} KV {self.allocator.pages.unit} "
+                    f"no device memory for {least} KV blocks "
                     f"({least * self.cache.block_bytes / 2**20:.1f} MiB), which the largest unfinished request needs; free "
                     "memory and call resume() again, or build another engine"
                 ) from refused
@@ -323,9 +321,8 @@ def pool_size(
     max_sequence_length: int,
     routes: RouteShape | None,
     state_bytes: int,
-    groups: LayerGroups,
 ) -> int:
-    """Number of pages of the KV pool, from the configuration and free memory.
+    """Number of blocks of the KV pool, from the configuration and free memory.
 
     Args:
         routes: shape of the expert routes that every block holds next to K and V.
@@ -334,23 +331,21 @@ def pool_size(
     Raises:
         ConfigError: the memory budget does not hold a single block.
     """
-    size, pages = config.advanced.block_size_tokens, groups.count
+    size = config.advanced.block_size_tokens
     if config.kv_cache_blocks is not None:
-        return config.kv_cache_blocks * pages
-    # Either all sequences decode, or some compute a step's positions of their prompts.
-    useful = config.max_requests * groups.needed(-(-max_sequence_length // size), 1, size)
-    useful += groups.limited * -(-config.step_tokens // size)
-    per_token = sum(each.num_kv_heads * (each.head_dim + each.value_dim) for each in layout.layers[: groups.places])
+        return config.kv_cache_blocks
+    useful = config.max_requests * -(-max_sequence_length // size)
+    per_token = sum(each.num_kv_heads * (each.head_dim + each.value_dim) for each in layout.layers)
     block_bytes = per_token * size * layout.kv_dtype.itemsize
     if routes is not None:
         block_bytes += routes.block_bytes(size, layout.kv_dtype)
     budget = _budget(config, layout.device) - state_bytes
     # Without attention layers, blocks have no content; they only count tokens.
     blocks = min(int(budget // block_bytes), useful) if block_bytes else useful
-    if blocks < pages:
+    if blocks < 1:
         raise ConfigError(
-            f"a KV pool of {binary_bytes(budget)} does not hold one block of {binary_bytes(pages * block_bytes)}; set "
-            f"InferenceConfig(kv_cache_memory_gb=...) above {(pages * block_bytes + state_bytes) / 2**30:.2g}, or lower "
+            f"a KV pool of {binary_bytes(budget)} does not hold one block of {binary_bytes(block_bytes)}; set "
+            f"InferenceConfig(kv_cache_memory_gb=...) above {(block_bytes + state_bytes) / 2**30:.2g}, or lower "
             "block_size_tokens"
         )
     return blocks

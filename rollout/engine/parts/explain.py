@@ -260,27 +260,20 @@ def _exact(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -
 
 
 def _pool_tokens(scheduler: Scheduler) -> int:
-    """Tokens that fit the pool with their KV in every layer."""
-    pages = scheduler.allocator.pages
-    return pages.num_pages // pages.groups * scheduler.allocator.block_size
+    """Tokens that fit the pool."""
+    return scheduler.allocator.num_blocks * scheduler.allocator.block_size
 
 
 def _full_sequences(scheduler: Scheduler, length: int) -> int:
     """Number of sequences of `length` tokens that fit the pool together."""
-    pages, size = scheduler.allocator.pages, scheduler.allocator.block_size
-    return pages.num_pages // pages.shape.needed(-(-length // size), 1, size) if scheduler.longest >= length else 0
+    return scheduler.allocator.num_blocks // -(-length // scheduler.allocator.block_size)
 
 
 def _kv_rows(runner: ModelRunner, scheduler: Scheduler, length: int) -> Iterator[tuple[str, str]]:
-    cache, states, shape = runner.cache, runner.states, scheduler.allocator.pages.shape
-    behind, tokens = "", _pool_tokens(scheduler)
-    if shape.limited:
-        kept = shape.whole * cache.block_bytes // cache.block_size
-        behind = f", {kept:,} behind a window of {shape.reach:,} tokens"
+    cache, states, tokens = runner.cache, runner.states, _pool_tokens(scheduler)
     pool = f"{tokens:,} tokens fit, in {tokens // cache.block_size:,} blocks of {cache.block_size}"
     pool += f" ({binary_bytes(cache.num_blocks * cache.block_bytes)})"
-    per_token = cache.num_groups * cache.block_bytes // cache.block_size
-    yield "KV cache", f"{per_token:,} bytes per token{behind}; {pool}"
+    yield "KV cache", f"{cache.block_bytes // cache.block_size:,} bytes per token; {pool}"
     full = f"{_full_sequences(scheduler, length):,} sequences of {length:,} tokens at once"
     yield "KV cache", f"{full}; at most {scheduler.num_places} run at once"
     if runner.layout.states:

@@ -167,9 +167,9 @@ class Stepper:
             return False
         self._ledger.counters["kv_pool_shrinks"] += 1
         _log.warning(
-            "a step ran out of device memory: the KV pool shrinks from %d to %d %s, and its requests are computed "
+            "a step ran out of device memory: the KV pool shrinks from %d to %d blocks, and its requests are computed "
             "again; a smaller kv_cache_memory_fraction or max_tokens_per_step leaves more to the forward (%s)",
-            before, self._context.cache.num_blocks, self._context.allocator.pages.unit, str(exc).partition("\n")[0],
+            before, self._context.cache.num_blocks, str(exc).partition("\n")[0],
         )  # fmt: skip
         return True
 

@@ -52,10 +52,8 @@ class BlockTables:
         blocks = self.allocator.allocate(fresh + copy)
         if copy:
             source, target = int(table.blocks[row, index]), blocks.pop()
-            self.allocator.copies += self.pages.pairs(source, target)
+            self.allocator.copies.append((self.pages.page_of.item(source), self.pages.page_of.item(target)))
             table.blocks[row, index] = target
-            # Otherwise it would be zeroed before it is copied.
-            self.allocator.unview(np.asarray([source], np.int32), verified=True)
             self.allocator.release(np.asarray([source], np.int32))
         table.blocks[row, have : have + fresh] = blocks
         table.num_blocks[row] = have + fresh
@@ -68,7 +66,6 @@ class BlockTables:
         for at in np.flatnonzero(table.num_blocks[rows] > needed).tolist():
             row, first = rows.item(at), needed.item(at)
             unused = table.blocks[row, first : table.num_blocks.item(row)].copy()
-            self.allocator.unview(unused, verified=False)
             self.allocator.release(unused)
             table.num_blocks[row] = first
 
@@ -77,34 +74,12 @@ class BlockTables:
         table = self.table
         self.states.release(table.state.item(row))
         table.state[row] = NO_SLOT
-        self.allocator.unview(table.seen(row), verified=bool(table.computed[row] >= table.prompt_length[row]))
         self.allocator.release(table.held(row))
-        table.num_blocks[row] = table.seen_from[row] = 0
-
-    def release_unseen(self, decoding: IntArray, prefilling: IntArray) -> int:
-        """Release KV that no later query of these rows reads in layers with a window; returns the number of blocks."""
-        if not self.pages.limited:
-            return 0
-        return self._unview_leading(decoding, verified=True) + self._unview_leading(prefilling, verified=False)
-
-    def _unview_leading(self, rows: IntArray, *, verified: bool) -> int:
-        table = self.table
-        first, before = self._first_seen(table.computed[rows]), table.seen_from[rows]
-        behind = np.flatnonzero(first > before)
-        for at in behind.tolist():
-            row, begin, end = rows.item(at), before.item(at), first.item(at)
-            self.allocator.unview(table.blocks[row, begin:end].copy(), verified=verified)
-            table.seen_from[row] = end
-        return int((first - before)[behind].sum())
-
-    def _first_seen(self, position: IntArray | int) -> IntArray:
-        """Index of the first block that a query at `position` attends to in the layers with a window."""
-        return self.pages.shape.first_seen(np.asarray(position, np.int32), self.table.block_size)
+        table.num_blocks[row] = 0
 
     def share(self, source: Sequence, target: Sequence) -> None:
         """Start `target` with all KV that `source` has computed, and a copy of its state."""
         self.allocator.acquire(self.table.held(source.row))
-        self.pages.view(self.table.seen(source.row))
         self.table.fork(source, target)
         self.table.state[target.row] = self.states.allocate(self.table.state.item(source.row))
 
@@ -116,10 +91,6 @@ class BlockTables:
         """Return and forget the copies that precede the next forward (`BlockAllocator.copies`)."""
         copies = tuple(self.allocator.copies)
         self.allocator.copies.clear()
-        if copies and self.pages.poisoned:
-            # The copied content is valid, and the new content of the source is not written before this step.
-            sources = {source for source, _ in copies}
-            self.pages.poisoned[:] = [each for each in self.pages.poisoned if each not in sources]
         return copies
 
     # --- cached prefixes ----------------------------------------------------------------------------------------
@@ -143,7 +114,7 @@ class BlockTables:
             allocator.release(np.asarray(found, np.int32))
             table.num_blocks[row] = 0
             return False
-        count = self._usable(found, len(sequence.tokens))
+        count = self.states.deepest(found, (len(sequence.tokens) - 1) // size)
         allocator.release(np.asarray(found[count:], np.int32))
         found = found[:count]
         table.blocks[row, :count] = found
@@ -151,17 +122,14 @@ class BlockTables:
         table.chain[row] = hashes[count - 1] if count else chain_root(sequence.request.sampling_params.prefix_share)
         # The last token is always computed, because its logits are needed.
         start = table.computed[row] = min(count * size, len(sequence.tokens) - 1)
-        table.seen_from[row] = self._first_seen(start)
-        self.pages.view(table.seen(row))
         count = sequence.fitting(start, min(budget, len(sequence.tokens) - start))
         need = -(-(start + count) // size) - len(found)
         if count and allocator.can_allocate(need + headroom) and self.reserve(row, count):
             allocator.index.count_refused(hashes[len(found) :])
             table.state[row] = self.states.allocate_at(found)
             return True
-        allocator.unview(table.seen(row), verified=True)
         allocator.release(np.asarray(found, np.int32))
-        table.num_blocks[row] = table.seen_from[row] = 0
+        table.num_blocks[row] = 0
         return False
 
     def _load(self, sequence: Sequence, hashes: list[int], found: list[int], budget: int, headroom: int) -> bool:
@@ -179,18 +147,6 @@ class BlockTables:
             return False
         found += self.allocator.load(blocks, found[-1] if found else NO_BLOCK)
         return True
-
-    def _usable(self, found: list[int], length: int) -> int:
-        """Number of leading blocks of a cached chain after which a prompt of `length` tokens can continue."""
-        size, count = self.table.block_size, len(found)
-        while count := self.states.deepest(found[:count], (length - 1) // size):
-            first = int(self._first_seen(min(count * size, length - 1)))
-            missing = np.flatnonzero(~self.pages.complete(np.asarray(found[first:count], np.int32)))
-            if not len(missing):
-                break
-            # The chain may continue before the last block that is outside the window and whose pages were freed.
-            count = first + int(missing[-1])
-        return count
 
     def unregistered(self, sequence: Sequence) -> list[int]:
         """Hashes of the prompt blocks that an active sequence will register."""

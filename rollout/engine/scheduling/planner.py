@@ -43,9 +43,6 @@ class StepPlanner:
         queues = self._queues
         queues.allocator.forget_copies()
         self.admitting, self.deferred = None, []
-        queues.counters["kv_blocks_out_of_window"] += queues.blocks.release_unseen(
-            queues.decode_rows(), np.array([each.row for each in queues.prefilling], np.int32)
-        )
         for row in queues.blocks.need_block(queues.decode_rows()).tolist():
             if (decoding := queues.by_row.get(row)) is not None:
                 self._reserve(decoding, 1)

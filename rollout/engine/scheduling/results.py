@@ -28,8 +28,7 @@ class StepResults:
         """Apply the results of a step that began at `since`; returns the finished sequences, with complete records."""
         queues = self._queues
         queues.allocator.host.unsettled = False
-        copied = sum(source >= 0 and target >= 0 for source, target in step.copies)
-        queues.counters["kv_blocks_copied"] += copied // queues.allocator.pages.groups
+        queues.counters["kv_blocks_copied"] += sum(source >= 0 and target >= 0 for source, target in step.copies)
         ended = self._apply_run(step, sampled, since) if sampled.steps > 1 else self._apply_step(step, sampled)
         if step.ahead > sampled.steps:
             queues.blocks.release_reserved(step.rows)

@@ -104,24 +104,17 @@ class Scheduler(Queues):
                 "group",
                 request_id,
             )
-        need, pages = self.pages_needed(prompt, length), self.allocator.pages
-        if need > pages.num_pages:
+        need, most = self.blocks_needed(prompt, length), self.allocator.num_blocks
+        if need > most:
             raise InvalidRequestError(
-                f"request {request_id}: {length} tokens need {need} KV {pages.unit} and the pool has {pages.num_pages}; "
+                f"request {request_id}: {length} tokens need {need} KV blocks and the pool has {most}; "
                 "raise kv_cache_blocks (or kv_cache_memory_gb) or lower max_tokens",
                 request_id,
             )
 
-    def pages_needed(self, prompt: int, length: int) -> int:
-        """Pages for the KV of `length` tokens, `prompt` of them to be prefilled."""
-        size = self.config.advanced.block_size_tokens
-        return self.allocator.pages.shape.needed(blocks_for(prompt, length, size), self.config.step_tokens, size)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that the pool holds."""
-        size, pages = self.config.advanced.block_size_tokens, self.allocator.pages
-        return size * pages.shape.most_blocks(pages.num_pages, self.config.step_tokens, size)
+    def blocks_needed(self, prompt: int, length: int) -> int:
+        """Blocks for the KV of `length` tokens, `prompt` of them to be prefilled."""
+        return blocks_for(prompt, length, self.allocator.block_size)
 
     def remove(self, keys: Callable[[tuple[int, int]], bool]) -> list[Sequence]:
         """Remove and return every sequence whose (request_id, sample_index) matches; their blocks are released.

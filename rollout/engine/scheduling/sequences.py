@@ -239,7 +239,6 @@ class SequenceTable:
         stop_ids: [S, K], padded with `NO_TOKEN`.
         blocks: [S, B] block table, padded with `NO_BLOCK`.
         num_blocks: [S].
-        seen_from: [S], leading blocks whose KV was freed only in the layers with a window.
         state: [S], slot of its recurrent states, or `NO_SLOT`: there are none, or it has computed nothing yet.
         trail: [S], the last block after which a decode kept a snapshot of the state, or `NO_BLOCK`. chain: [S] int64, hash
             of the last complete block registered or matched.
@@ -257,7 +256,6 @@ class SequenceTable:
     max_length: IntArray
     min_length: IntArray
     num_blocks: IntArray
-    seen_from: IntArray
     chained: IntArray
     state: IntArray
     trail: IntArray
@@ -290,7 +288,6 @@ class SequenceTable:
         self.logprobs[row, : len(prompt)] = 0
         self.length[row] = self.prompt_length[row] = len(prompt)
         self.computed[row] = self.num_blocks[row] = self.chain[row] = self.chained[row] = 0
-        self.seen_from[row] = 0
         self.state[row], self.trail[row] = NO_SLOT, NO_BLOCK
         self.origin[row] = sequence.request.original_prompt_length
         self.max_length[row], self.min_length[row] = sequence.max_length, sequence.min_length
@@ -306,7 +303,7 @@ class SequenceTable:
     def fork(self, source: Sequence, target: Sequence) -> None:
         """Copy the state of `source`'s computed prompt into `target`'s row, block table included."""
         a, b = source.row, target.row
-        for column in (self.computed, self.num_blocks, self.seen_from, self.chain, self.chained, self.current):
+        for column in (self.computed, self.num_blocks, self.chain, self.chained, self.current):
             column[b] = column[a]
         self.blocks[b] = self.blocks[a]
 
@@ -323,13 +320,9 @@ class SequenceTable:
         """Blocks of a row, in chain order (a view)."""
         return self.blocks[row, : self.num_blocks[row]]
 
-    def seen(self, row: int) -> IntArray:
-        """Its blocks that the next query may attend to in layers with a window."""
-        return self.blocks[row, self.seen_from[row] : self.num_blocks[row]]
-
-    def block_tables(self, rows: IntArray, width: int) -> list[NDArray[np.int64]]:
-        """[R, width] page table of these rows for each group of layers; see `BlockPages.tables`."""
-        return self._pages.tables(self.blocks[rows, :width], self.seen_from[rows])
+    def page_tables(self, rows: IntArray, width: int) -> NDArray[np.int64]:
+        """[R, width] pages of the leading blocks of these rows."""
+        return self._pages.of_blocks(self.blocks[rows, :width]).astype(np.int64)
 
     def generated(self, row: int) -> tuple[IntArray, NDArray[np.float32], NDArray[np.float64]]:
         """Completion tokens of the live segment, their log-probs and arrival times (views)."""
@@ -386,7 +379,7 @@ class SequenceTable:
         assert self.read_routes is not None
         row = sequence.row
         if self.length[row] > self.prompt_length[row]:
-            return self.read_routes(self._first_pages(row), start, stop)
+            return self.read_routes(self._pages.of_blocks(self.held(row)), start, stop)
         # It has sampled nothing on its current KV, so its tokens use the routes in the record.
         earlier = [each.routing_indices for each in sequence.record.segments[:-1] if each.routing_indices is not None]
         return np.concatenate(earlier)[start:stop]
@@ -412,15 +405,10 @@ class SequenceTable:
         if self.read_routes is not None:
             stop = min(computed, int(self.length[row]) - 1)
             if len(tokens):
-                set_routes(sequence.record.segments, self.read_routes(self._first_pages(row), 0, stop))
+                set_routes(sequence.record.segments, self.read_routes(self._pages.of_blocks(self.held(row)), 0, stop))
             else:
                 known = min(stop, route_rows(sequence.record.segments[:-1]))
-                request.routing_indices = self.read_routes(self._first_pages(row), known, stop)
-
-    def _first_pages(self, row: int) -> IntArray:
-        """Pages of a row's blocks in the first group of layers, which include expert routes."""
-        first: IntArray = self._pages.page_of[self.held(row), 0]
-        return first
+                request.routing_indices = self.read_routes(self._pages.of_blocks(self.held(row)), known, stop)
 
     def _fit(self, sequence: Sequence) -> None:
         if not self._free:

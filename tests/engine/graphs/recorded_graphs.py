@@ -65,10 +65,9 @@ class Plain:
         scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         self.rows = len(inputs.ids)
-        slots, tables = inputs.groups[self._cache.group_of(layer)]
         return decode(
-            query, key, value, *self._cache.layer(layer), slots, inputs.seen, tables, scaling, window or 0, softcap or 0.0,
-            sinks,
+            query, key, value, *self._cache.layer(layer), inputs.slots, inputs.seen, inputs.tables, scaling,
+            window or 0, softcap or 0.0, sinks,
         )  # fmt: skip
 
 

@@ -91,8 +91,7 @@ def test_captured_steps_of_any_size_launch_the_same_attention(paged) -> None:
     with recorded() as asked:
         for count, capacity in ((1, 16), (2, 16), (16, 1000), (24, 7), (32, 1)):
             inputs = state.inputs(count, capacity)
-            slots, table = inputs.groups[0]
             own = of_heads(count, KV_HEADS)
-            paged.write(own, own, keys, values, slots)
-            paged.decode(of_heads(count, HEADS), keys, values, table, inputs.seen, None, 0.1, parts=inputs.parts)
+            paged.write(own, own, keys, values, inputs.slots)
+            paged.decode(of_heads(count, HEADS), keys, values, inputs.tables, inputs.seen, None, 0.1, parts=inputs.parts)
     assert variants(asked) == {"write": 1, "attend_parts": 1, "merge": 1}

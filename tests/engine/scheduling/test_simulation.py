@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from rollout.config import Advanced, InferenceConfig
-from rollout.engine.blocks.pages import ONE_GROUP, LayerGroups
 from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.engine.scheduling.sequences import Sequence
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
@@ -108,11 +107,6 @@ class World:
         pick = self.random.choice
         block_size = pick([1, 2, 3, 4, 8])
         blocks = self.random.randint(6, 24)
-        # Of a model with layers without and with a window, in a fifth of the lives.
-        self.groups = ONE_GROUP
-        if seed % 5 == 4:
-            draw = random.Random(-seed)
-            self.groups = LayerGroups((), (), 1, draw.randint(1, 2), draw.randint(1, 3), draw.randint(1, 12))
         requests = self.random.randint(2, 8)
         self.config = InferenceConfig(
             kv_cache_blocks=blocks,
@@ -127,13 +121,10 @@ class World:
         # Of a model with recurrent states, sometimes with fewer slots than may run.
         slots = random.Random(seed).choice([2, 3, requests, 2 * requests, 3 * requests])
         self.states = FakeStates(slots if seed % 4 == 3 else 0)
-        groups = self.groups.count
         # Of many, evicted blocks go to a host tier, which may be smaller or larger than the pool.
-        tiered = seed % 7 < 3 and not self.states.num_blocks and groups == 1
-        self.cache = FakeCache(blocks * groups, block_size, random.Random(seed).randint(1, 48) if tiered else 0)
-        self.context = DynamicInferenceContext(
-            self.config, self.cache, self.states, lambda: self.now, groups=self.groups
-        )
+        tiered = seed % 7 < 3 and not self.states.num_blocks
+        self.cache = FakeCache(blocks, block_size, random.Random(seed).randint(1, 48) if tiered else 0)
+        self.context = DynamicInferenceContext(self.config, self.cache, self.states, lambda: self.now)
         self.scheduler = self.context.scheduler
         self.added: set[tuple[int, int]] = set()
         self.ended: dict[tuple[int, int], Sequence] = {}
@@ -181,8 +172,7 @@ class World:
             self.scheduler.add(group[0])
         except InvalidRequestError:
             assert params.n > self.scheduler.num_places or (
-                self.scheduler.pages_needed(len(prompt), len(prompt) + budget)
-                > self.scheduler.allocator.pages.num_pages
+                self.scheduler.blocks_needed(len(prompt), len(prompt) + budget) > self.scheduler.allocator.num_blocks
             )
             return
         self.added |= {each.key for each in group}
@@ -235,29 +225,26 @@ class World:
         if self.context.allocator.states.num_slots:
             self.recur(self.states, step)
         for row, start, count in zip(step.rows, step.starts, step.counts, strict=True):
-            pure = True
-            for window, memory in self.memory(table.blocks[row]):
-                low = 0 if window is None else max(0, int(start) + 1 - window)
-                seen = np.arange(low, start)
-                before = self.cache.content[memory[seen // size], seen % size] if len(seen) else NOTHING
-                assert (before[:, TOKEN] == table.tokens[row, low:start]).all(), "another prompt's KV was read"
-                assert (before[:, POSITION] == seen).all(), "KV of another position was read"
-                pure &= bool((before[:, VERSION] == self.way).all() and before[:, PURE].all())
+            seen = np.arange(start)
+            memory = self.memory(table.blocks[row])
+            before = self.cache.content[memory[seen // size], seen % size] if len(seen) else NOTHING
+            assert (before[:, TOKEN] == table.tokens[row, :start]).all(), "another prompt's KV was read"
+            assert (before[:, POSITION] == seen).all(), "KV of another position was read"
+            pure = bool((before[:, VERSION] == self.way).all() and before[:, PURE].all())
             assert np.isin(table.blocks[row, : start // size], table.held(row)).all(), "the table names another's block"
             assert pure or not table.current[row], "KV of older weights passes for that of the present ones"
             where = np.arange(start, start + count)
             blocks = table.blocks[row, where // size]
             assert self.context.allocator.writable(np.unique(blocks)).all(), "a shared or cached block was written"
-            for _, memory in self.memory(blocks):
-                assert (memory >= 0).all(), "what is written has no memory in a layer"
-                self.cache.content[memory, where % size] = np.stack(
-                    [table.tokens[row, where], where, np.full(count, self.way), np.full(count, pure)], axis=1
-                )
+            memory = self.memory(blocks)
+            assert (memory >= 0).all(), "what is written has no memory"
+            self.cache.content[memory, where % size] = np.stack(
+                [table.tokens[row, where], where, np.full(count, self.way), np.full(count, pure)], axis=1
+            )
 
-    def memory(self, blocks: np.ndarray) -> list[tuple[int | None, np.ndarray]]:
-        """Of each group of layers: its window, and where it has these blocks in the pool, -1: nowhere."""
-        pages, groups = self.context.allocator.pages.page_of[blocks], self.groups
-        return [(groups.reach if each >= groups.whole else None, pages[:, each]) for each in range(groups.count)]
+    def memory(self, blocks: np.ndarray) -> np.ndarray:
+        """Where these blocks are in the pool."""
+        return self.context.allocator.pages.of_blocks(blocks)
 
     def recur(self, states: FakeStates, step: ScheduledStep) -> None:
         """What recurrent layers would do: copy states, and go on from that of every earlier token, and of no other."""
@@ -347,11 +334,10 @@ class World:
         # Whatever a lookup can find is what a fresh engine would compute now.
         allocator = self.context.allocator
         for block in allocator.index.current.values():
-            memory = [place.item() for _, place in self.memory(np.array([block]))]
-            for content in (self.cache.content[place] for place in memory if place >= 0):
-                assert (content[:, TOKEN] == allocator.index._tokens[block]).all()
-                assert (content[:, VERSION] == self.way).all()
-                assert content[:, PURE].all(), "a cached block was computed over KV of an older version"
+            content = self.cache.content[self.memory(np.array([block]))[0]]
+            assert (content[:, TOKEN] == allocator.index._tokens[block]).all()
+            assert (content[:, VERSION] == self.way).all()
+            assert content[:, PURE].all(), "a cached block was computed over KV of an older version"
             parent = allocator.index._parent.item(block)
             if parent >= 0:
                 assert allocator.index.registered[parent], "a block is found behind one that is not registered"
