@@ -205,15 +205,9 @@ def _memory(
                 f"InferenceConfig.kv_cache_host_memory_gb={host_gb}: {layers}, whose states are not kept on the host; set "
                 "it to None"
             )
-        if peers.lockstep is not None:
+        if peers.everyone is not None:
             raise UnsupportedModelError(
-                f"{layers}, whose steps are several forwards, and its ranks exchange tokens in each layer, in one forward "
-                "at a time; load it with ep_size=1"
-            )
-        if peers.group is not None:
-            raise UnsupportedModelError(
-                f"{layers}, whose states are not split over a tensor-parallel group; load it whole on every rank "
-                "(tp_size=1)"
+                f"{layers}, whose states are not split over ranks; load it whole on every rank (tp_size=1, ep_size=1)"
             )
     routes = None if routers is None else routers.shape
     slots = state_slots(config, layout.states, layout.device) if layout.states else 0

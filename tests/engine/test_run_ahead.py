@@ -87,7 +87,7 @@ def assert_same(
 @pytest.mark.parametrize("model", ["qwen3", "gemma3", "gpt2", "qwen3_next"])
 @pytest.mark.parametrize("params", [greedily(30, n=2), at_random(41, n=2), ENDS], ids=["greedy", "sampled", "ends"])
 def test_tokens_and_log_probs_are_those_of_one_step_at_a_time(model: str, params: SamplingParams) -> None:
-    """Windows with pages of their own and recurrent states among the models."""
+    """Windows and recurrent states among the models."""
     assert_same(params, model)
 
 

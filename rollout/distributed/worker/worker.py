@@ -22,6 +22,7 @@ from rollout.distributed.protocol.messages import PROTOCOL_VERSION, Message, Reg
 from rollout.distributed.transport.dealer import Dealer
 from rollout.distributed.worker.link import Link
 from rollout.distributed.worker.session import RankSession
+from rollout.engine.blocks.index import CacheChanges
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.holds import COORDINATOR
 from rollout.errors import ConnectionLostError, DeadlineError, EngineDeadError, EngineStateError
@@ -144,7 +145,7 @@ class EngineWorker:
             self._report(self._link, self._link.session.take_ended(), everything=True)
             self._drop(self._link, "the worker was stopped")
             self.engine.lifecycle.on_move = None
-            self.engine.track_prefix_cache(None)
+            self.engine.track_prefix_cache(CacheChanges())
         if self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
         if self._owns_loop:

@@ -253,7 +253,7 @@ class BlockAllocator:
             self._free_cached(block)
         self.host.clear()
         if not self.index.current:
-            self.index.flushed()
+            self.index.changes.flush()
         return count
 
     def start_over(self) -> None:

@@ -69,12 +69,12 @@ class PrefixIndex:
         current: hash → registered block.
         outdated: hashes that the last `clear` removed.
         refused: counter of blocks that a lookup missed because older weights computed them.
-        changes: a `CacheChanges` that records the changes of `current`; None: not recorded.
+        changes: records the changes of `current`.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.refused = 0
-        self.changes: CacheChanges | None = None
+        self.changes = CacheChanges()
         self.registered: NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self.current: dict[int, int] = {}
         self.outdated: frozenset[int] = frozenset()
@@ -90,7 +90,7 @@ class PrefixIndex:
         self.registered[:] = False
         self._digests.clear()
         self.current.clear()
-        self.flushed()
+        self.changes.flush()
 
     def described(self, block: int) -> tuple[int, IntArray]:
         """Hash and tokens of a registered block."""
@@ -149,8 +149,7 @@ class PrefixIndex:
         self.registered[block] = True
         self._hash[block], self._parent[block], self._tokens[block] = block_hash, parent, tokens
         self.current[block_hash] = block
-        if self.changes is not None:
-            self.changes.add(block_hash)
+        self.changes.add(block_hash)
         return block
 
     def remove(self, block: int) -> None:
@@ -161,8 +160,7 @@ class PrefixIndex:
         self.registered[block] = False
         self._digests.pop(block, None)
         del self.current[block_hash]
-        if self.changes is not None:
-            self.changes.remove(block_hash)
+        self.changes.remove(block_hash)
 
     def behind(self, block: int) -> list[int]:
         """Blocks registered behind `block`, each after its parent."""
@@ -170,8 +168,3 @@ class PrefixIndex:
         for each in found:
             found += np.flatnonzero(self.registered & (self._parent == each)).tolist()
         return found[1:]
-
-    def flushed(self) -> None:
-        """Record that `current` was emptied."""
-        if self.changes is not None:
-            self.changes.flush()

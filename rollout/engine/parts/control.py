@@ -251,11 +251,11 @@ class EngineControl:
         with self._lifecycle.lock:
             return self._context.allocator.drop_cached()
 
-    def track_prefix_cache(self, changes: CacheChanges | None) -> list[int]:
-        """Record changes of the prefix cache in `changes` (None: nowhere); returns the hashes cached now."""
+    def track_prefix_cache(self, changes: CacheChanges) -> list[int]:
+        """Record changes of the prefix cache in `changes` from now on; returns the hashes cached now."""
         with self._lifecycle.lock:
             self._context.allocator.index.changes = changes
-            return [] if changes is None else list(self._context.allocator.index.current)
+            return list(self._context.allocator.index.current)
 
     def _mark_active(self, status: Status) -> None:
         now = self._clock()

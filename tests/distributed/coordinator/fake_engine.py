@@ -170,8 +170,8 @@ class FakeEngine:
         self._changes.flush()
         return forgotten
 
-    def track_prefix_cache(self, changes: CacheChanges | None) -> list[int]:
-        self._changes = changes or CacheChanges()
+    def track_prefix_cache(self, changes: CacheChanges) -> list[int]:
+        self._changes = changes
         return list(self.cache)
 
     @property
