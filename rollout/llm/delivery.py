@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollout.distributed.client.futures import Readers, RequestFuture, RequestStream
@@ -33,7 +33,6 @@ class Group:
     params: SamplingParams
     listener: Listener
     priority: int
-    client: Hashable
     interval: int
     arrival_time: float
     ends_at: float

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 
@@ -58,7 +58,7 @@ class EngineLoop:
         self._next_beat = 0.0
         # Guards the three fields below. A leaf lock: its holder acquires no other lock, least of all the engine's.
         self._changed = threading.Condition()
-        self._arrived: dict[Hashable, deque[Group]] = {}
+        self._arrived: deque[Group] = deque()
         self._commands: list[Callable[[], None]] = []
         self._closed = False
         self._moved = False
@@ -103,7 +103,6 @@ class EngineLoop:
         priority: int = 0,
         timeout_s: float | None = None,
         interval: int = 1,
-        client: Hashable = None,
     ) -> None:
         """Queue a group; the listener receives its tokens and its result.
 
@@ -111,15 +110,13 @@ class EngineLoop:
             tokens: as `DynamicInferenceEngine.check_request` returned them for these parameters.
             interval: steps after which a stream receives new tokens; it receives the first ones at once.
             timeout_s: seconds after which the group fails with `RequestTimeoutError`. None: never.
-            client: see `Requests.submit`.
         """
-        share = ("group", number) if client is None else client
         ends_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        group = Group(number, tokens, params, listener, priority, share, interval, time.time(), ends_at)
+        group = Group(number, tokens, params, listener, priority, interval, time.time(), ends_at)
         with self._changed:
             self.refuse_when_over()
             self._groups[number] = group
-            self._arrived.setdefault(group.client, deque()).append(group)
+            self._arrived.append(group)
             self._next_deadline = min(self._next_deadline, ends_at)
             self._notify()
 
@@ -252,11 +249,7 @@ class EngineLoop:
         samples = 0
         with self._changed:
             while self._arrived and samples < SAMPLES_AT_ONCE:
-                client, groups = next(iter(self._arrived.items()))
-                del self._arrived[client]
-                group = groups.popleft()
-                if groups:
-                    self._arrived[client] = groups
+                group = self._arrived.popleft()
                 if group.number in self._groups:
                     taken.append(group)
                     samples += group.params.n
@@ -266,7 +259,7 @@ class EngineLoop:
         try:
             group.in_engine = self.engine.add_request(
                 group.tokens, group.params, request_id=self._free_id(group.number), priority=group.priority,
-                arrival_time=group.arrival_time, client=group.client,
+                arrival_time=group.arrival_time,
             )  # fmt: skip
         except Exception as exc:  # noqa: BLE001 - passed to the waiting caller, whatever it is
             self._delivery.fail(group, exc)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -63,7 +63,7 @@ class LLMRequests:
     def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread, service: Service, *, direct: bool) -> None:
         self.model, self.config, self.tokenizer = engine.model, engine.config, engine.controller.tokenizer
         self._engine, self.loop, self.service, self.direct = engine, loop, service, direct
-        self._numbers, self._calls = count(), count()
+        self._numbers = count()
         self._server: Server | None = None
 
     def _admit(self, what: str) -> None:
@@ -78,16 +78,13 @@ class LLMRequests:
         *,
         priority: int = 0,
         timeout_s: float | None = None,
-        client: Hashable = None,
         **fields: Any,
     ) -> RequestFuture:
         """Submit one prompt and return a future of its n samples; from any thread.
 
         Args:
-            priority: requests with a higher priority run first.
+            priority: requests with a higher priority run first, those of equal priority in order of arrival.
             timeout_s: seconds after which the request fails. None: never.
-            client: within a priority, clients with waiting requests get equal shares of the tokens, and the requests of one
-                client run in order of arrival. None: this request has a client of its own. Direct mode only.
             fields: fields of `SamplingParams` in place of `sampling_params`: `submit(prompt, n=8)`.
 
         Returns:
@@ -97,15 +94,14 @@ class LLMRequests:
 
         Raises:
             InvalidRequestError: the prompt can never be served; nothing was queued.
-            ConfigError: `client` with a coordinator, which serves requests in order of arrival.
             RuntimeError: not the primary rank.
             WeightsChangedError: weights changed without an announced update; checked only while no request runs.
             EngineStateError, EngineDeadError, ConnectionLostError: requests are no longer served.
         """
         self._admit("submit")
         (params,) = one_each(sampling_params, 1)
-        options = self._options(priority, timeout_s, client)
-        return self._submit(prompt, self._engine.check_request(prompt, params), params, options)
+        tokens = self._engine.check_request(prompt, params)
+        return self._submit(prompt, tokens, params, priority=priority, timeout_s=timeout_s)
 
     @takes_options
     def stream(
@@ -117,13 +113,12 @@ class LLMRequests:
         priority: int = 0,
         timeout_s: float | None = None,
         interval: int | None = 1,
-        client: Hashable = None,
         **fields: Any,
     ) -> RequestStream:
         """Submit one prompt and stream its n samples: `async for delta in llm.stream(prompt)`.
 
         Args:
-            priority, timeout_s, client: see `submit`.
+            priority, timeout_s: see `submit`.
             interval: tokens of a sample per piece, after the first; more while the reader is busy, or if all streams
                 together would have more than 1,000 pieces per second. None: each sample as a whole, when all have finished.
 
@@ -131,27 +126,16 @@ class LLMRequests:
         """
         self._admit("stream")
         (params,) = one_each(sampling_params, 1)
-        options = self._options(priority, timeout_s, client)
         tokens = self._engine.check_request(prompt, params)
         reader = GroupText(params, self._engine.controller.tokenizer)
         stream = RequestStream(self._future(prompt), reader, self.service.readers, whole=interval is None)
-        if interval is not None:
-            options["interval"] = interval
-        self.service.open_group(stream.request_id, tokens, params, stream, **options)
+        options = {} if interval is None else {"interval": interval}
+        self.service.open_group(
+            stream.request_id, tokens, params, stream, priority=priority, timeout_s=timeout_s, **options
+        )
         return stream
 
-    def _options(self, priority: int, timeout_s: float | None, client: Hashable) -> dict[str, Any]:
-        options: dict[str, Any] = {"priority": priority, "timeout_s": timeout_s}
-        if client is not None and not self.direct:
-            raise ConfigError(
-                f"client={client!r} with a coordinator, which serves requests in order of arrival: leave it out, or build "
-                "the LLM without use_coordinator"
-            )
-        return options if client is None else options | {"client": client}
-
-    def _submit(
-        self, prompt: Prompt, tokens: list[int], params: SamplingParams, options: dict[str, Any]
-    ) -> RequestFuture:
+    def _submit(self, prompt: Prompt, tokens: list[int], params: SamplingParams, **options: Any) -> RequestFuture:
         future = self._future(prompt)
         self.service.open_group(future.request_id, tokens, params, future, **options)
         return future
@@ -177,10 +161,8 @@ class LLMRequests:
                 tokens.append(self._engine.check_request(prompt, each))
             except InvalidRequestError as exc:
                 raise exc.at(f"prompts[{position}]: ") from exc
-        # The prompts of one call share one client.
-        options = self._options(priority, timeout_s, None if not self.direct else ("generate", next(self._calls)))
         return [
-            (self._submit(prompt, ids, each, options), ids, each)
+            (self._submit(prompt, ids, each, priority=priority, timeout_s=timeout_s), ids, each)
             for prompt, ids, each in zip(asked, tokens, params, strict=True)
         ], single
 

@@ -1,4 +1,4 @@
-"""Tests of the streams of an `LLM`, and of the shares that its clients get of a step."""
+"""Tests of the streams of an `LLM`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from rollout.distributed.client.futures import RequestFuture
 from rollout.errors import RequestAbortedError
-from rollout.llm.llm import LLM, AsyncLLM
+from rollout.llm.llm import AsyncLLM
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from tests.engines import at_random, gated, greedily, shared_model, token_ids
-from tests.llm.asking import ENDLESS, PATIENCE_S, asyncio_llm, blocking, options
+from tests.engines import at_random, gated, greedily, shared_model
+from tests.llm.asking import ENDLESS, PATIENCE_S, asyncio_llm, options
 from tests.models import make_tokenizer
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -113,52 +112,3 @@ def test_pieces_that_all_streams_may_have_together_are_bounded_but_for_the_first
                 assert len(came) == 2
 
     asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
-
-
-# --- shares of the clients --------------------------------------------------------------------------------------------
-
-
-def watched_steps(llm: LLM, pending: list[RequestFuture], monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
-    """Before each step: which of these requests have ended."""
-    seen: list[list[bool]] = []
-    step = llm.engine.step
-
-    def watched(**_: object) -> Any:
-        seen.append([each.done() for each in pending])
-        return step()
-
-    monkeypatch.setattr(llm.engine, "step", watched)
-    return seen
-
-
-def test_one_token_behind_another_clients_thousand_samples_comes_with_the_first_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with blocking() as llm:
-        llm.engine.pause()
-        greedy = [llm.submit(token_ids(5, seed=seed), greedily(1, n=2), client="greedy") for seed in range(500)]
-        modest = llm.submit(token_ids(6), greedily(1))
-        seen = watched_steps(llm, [modest, greedy[-1]], monkeypatch)
-        llm.engine.unpause()
-        greedy[-1].result(PATIENCE_S)
-        assert modest.done()
-        # It is queued with the first ones, and admitted with the second or third step at the latest.
-        assert seen[3] == [True, False]
-        assert len(seen) > 1000 // 16
-
-
-def test_the_prompts_of_one_call_are_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    clients: list[object] = []
-    with blocking() as llm:
-        add = llm.engine.add_request
-
-        def noted(*arguments: Any, **options: Any) -> int:
-            clients.append(options["client"])
-            return add(*arguments, **options)
-
-        monkeypatch.setattr(llm.engine, "add_request", noted)
-        llm.generate(["a", "b"], greedily(1))
-        llm.generate("c", greedily(1))
-        llm.submit("d", greedily(1)).result(PATIENCE_S)
-    assert clients[0] == clients[1]
-    assert len(set(clients)) == 3

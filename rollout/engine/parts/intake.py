@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from rollout.engine.parts.controller import TextGenerationController
 from rollout.engine.parts.ledger import Ledger
 from rollout.engine.parts.lifecycle import Lifecycle
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.scheduling.sequences import Order, PromptImages
+from rollout.engine.scheduling.sequences import PromptImages
 from rollout.engine.scheduling.sequences import Sequence as Sample
 from rollout.errors import InvalidRequestError, warn_caller
 from rollout.requests.block_hash import compute_block_hashes_batched, stream_key
@@ -68,7 +68,6 @@ class Intake:
         metadata: Any = None,
         samples: Sequence[int] | None = None,
         arrival_time: float | None = None,
-        client: Hashable = None,
     ) -> int:
         """Accept one prompt (and its n samples); it runs in the coming steps.
 
@@ -79,8 +78,6 @@ class Intake:
             metadata: msgpack-able, returned untouched in the results.
             samples: which of the n samples to compute (other ranks may compute the others); None: all.
             arrival_time: seconds by the engine's clock, from which times are counted; None: now.
-            client: within a priority, clients with waiting requests get equal shares of the tokens, and the requests of
-                one client run in order of arrival. All callers that leave it out are one client.
 
         Returns:
             The request id.
@@ -98,11 +95,11 @@ class Intake:
                 wanted = self._ledger.free_indices(number, params.n, samples)
                 self._scheduler.check_fits(number, len(wanted))
                 leader = self.group(
-                    number, tokens, params, wanted, order=(0, self.order), version=self._scheduler.version,
+                    number, tokens, params, wanted, order=self.order, version=self._scheduler.version,
                     prompt=prompt if isinstance(prompt, str) else None, priority=priority, metadata=metadata,
                     arrival_time=arrival_time,
                 )  # fmt: skip
-                self._queue(leader, client)
+                self._queue(leader)
             except InvalidRequestError as exc:
                 exc.request_id = number
                 raise
@@ -136,8 +133,8 @@ class Intake:
             number = record.request_id
             if record.sample_index in self._ledger.live.get(number, ()):
                 raise InvalidRequestError(f"request {number} sample {record.sample_index} is here already", number)
-            sample = self.continued(record, (0, self.order), self._scheduler.version)
-            self._queue(sample, None)
+            sample = self.continued(record, self.order, self._scheduler.version)
+            self._queue(sample)
             self._ledger.accept(sample)
             self.reserve(number + 1)
 
@@ -206,7 +203,7 @@ class Intake:
         params: SamplingParams,
         indices: Sequence[int] = (0,),
         *,
-        order: Order,
+        order: int,
         version: int,
         prompt: str | None = None,
         priority: int = 0,
@@ -235,7 +232,7 @@ class Intake:
         samples[0].siblings = samples[1:]
         return samples[0]
 
-    def continued(self, record: DynamicInferenceRequestRecord, order: Order, version: int) -> Sample:
+    def continued(self, record: DynamicInferenceRequestRecord, order: int, version: int) -> Sample:
         """Build a sample that continues an unfinished record after its last token; updates the record in place.
 
         Raises:
@@ -274,7 +271,7 @@ class Intake:
         record.advance_version(version, policy_only=True)
         return self._sample(record, order, pictured)
 
-    def from_prompt(self, record: DynamicInferenceRequestRecord, order: Order, version: int) -> Sample:
+    def from_prompt(self, record: DynamicInferenceRequestRecord, order: int, version: int) -> Sample:
         """Build a sample that restarts from its prompt: tokens are discarded, events are kept.
 
         Raises:
@@ -359,13 +356,7 @@ class Intake:
         self._controller.completion_text(clamped)
         self._scheduler.check_fits(number, params.n, len(tokens), len(tokens) + clamped.max_tokens)
 
-    def _queue(self, leader: Sample, client: Hashable) -> None:
-        """Append a new group to its client's queue."""
-        group = (leader, *leader.siblings)
-        charge = sum(each.max_length for each in group) - sum(len(each.tokens) for each in leader.siblings)
-        turn = self._scheduler.shares.turn(leader.request.priority, client, charge)
-        for each in group:
-            each.order = turn, self.order
+    def _queue(self, leader: Sample) -> None:
         self._scheduler.add(leader, self._watch.variant())
         self.order += 1
 
@@ -391,7 +382,7 @@ class Intake:
             decoder_seq_length=len(tokens),
         )
 
-    def _sample(self, record: DynamicInferenceRequestRecord, order: Order, images: PromptImages | None) -> Sample:
+    def _sample(self, record: DynamicInferenceRequestRecord, order: int, images: PromptImages | None) -> Sample:
         """Build the scheduler's sequence for the last segment of a record."""
         request, first = record[-1], record[0].sampling_params
         params, length = request.sampling_params, len(request.prompt_tokens)

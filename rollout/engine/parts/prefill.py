@@ -112,7 +112,7 @@ class Prefill:
     def _queue(self, scheduler: Scheduler, index: int, wanted: Wanted) -> Sample:
         first, last = int(wanted.positions[0]), int(wanted.positions[-1])
         tokens = _tokens(wanted, last + 1)
-        sample = self._intake.group(index, tokens, wanted.params, order=(0, index), version=scheduler.version)
+        sample = self._intake.group(index, tokens, wanted.params, order=index, version=scheduler.version)
         # Positions found in the prefix cache have no logits.
         sample.hashes = sample.hashes[: first // self._config.advanced.block_size_tokens]
         scheduler.add(sample)

@@ -127,7 +127,6 @@ class StepPlanner:
                     return
                 queues.start_prefill(leader)
                 self._mark_admitted([leader, *leader.siblings], version)
-                queues.shares.admitted(leader.request.priority, leader.order[0])
                 chunks.append((leader, count))
                 budget -= count
                 coming.update(blocks.unregistered(leader))

@@ -1,8 +1,8 @@
-"""All sequences of one engine by state (waiting, parked, prefilling, decoding), the rows they own, and clients' turns."""
+"""All sequences of one engine by state (waiting, parked, prefilling, decoding), and the rows they own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -14,45 +14,9 @@ from rollout.engine.scheduling.sequences import IntArray, Sequence, SequenceTabl
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.observe.metric_table import ENGINE_STATS
 
-SWEEP_AT = 64
-"""Number of clients above which clients without a claim are forgotten; doubles with the number of clients that have one."""
-
-
-class FairShares:
-    """Start-time fair queueing of the clients of one priority: a request's turn, fixed when it arrives.
-
-    A client's request starts where its previous request is charged to end, but not before the virtual time: the turn of the
-    request admitted last (Goyal, Vin, Cheng: Start-time Fair Queuing, SIGCOMM 1996). Backlogged clients thereby get equal
-    shares of the charged tokens, and a new client waits for at most one request of each other client.
-    """
-
-    def __init__(self) -> None:
-        self._time: dict[int, int] = {}
-        self._charged_to: dict[tuple[int, Hashable], int] = {}
-        self._sweep_at = SWEEP_AT
-
-    def turn(self, priority: int, client: Hashable, tokens: int) -> int:
-        """Turn of a client's next request; lower is earlier, equal turns are served in order of arrival.
-
-        Args:
-            tokens: charged to the client: prompt and maximum completion tokens of all samples.
-        """
-        time = self._time
-        turn = max(time.get(priority, 0), self._charged_to.get((priority, client), 0))
-        self._charged_to[priority, client] = turn + max(1, tokens)
-        if len(self._charged_to) > self._sweep_at:
-            # A client that is charged up to the virtual time would start there anyway.
-            self._charged_to = {key: end for key, end in self._charged_to.items() if end > time.get(key[0], 0)}
-            self._sweep_at = max(SWEEP_AT, 2 * len(self._charged_to))
-        return turn
-
-    def admitted(self, priority: int, turn: int) -> None:
-        """Advance the virtual time to the turn of a request that is admitted."""
-        self._time[priority] = max(turn, self._time.get(priority, 0))
-
 
 class Queues:
-    """Queues and rows of one engine. Every queue holds group leaders in order of (priority, turn, arrival).
+    """Queues and rows of one engine. Every queue holds group leaders in order of (priority, arrival).
 
     Attributes:
         table: the active sequences as arrays.
@@ -64,13 +28,11 @@ class Queues:
         variant: the current variant.
         clock: seconds.
         counters: the `ENGINE_STATS` that are counted here.
-        shares: turns of the clients.
     """
 
     def __init__(self, allocator: BlockAllocator, clock: Callable[[], float], max_requests: int) -> None:
         self.clock = clock
         self._max_requests = max_requests
-        self.shares = FairShares()
         self.counters = {name: 0 for name, metric in ENGINE_STATS.items() if metric.read.startswith("queues.")}
         self.allocator = allocator
         self.table = SequenceTable(allocator.block_size, allocator.pages)

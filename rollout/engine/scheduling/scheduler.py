@@ -3,7 +3,7 @@
 Owns the queues, the sequence table and every block id. No tensors; the clock is passed in.
 
 Always true between calls:
-- admission is in order of (priority, client's turn, arrival); an evicted sequence returns to its place. A sequence that
+- admission is in order of (priority, arrival); an evicted sequence returns to its place. A sequence that
   waits for a prefix that another one is computing is skipped, with rows and blocks kept free for it;
 - the oldest active sequence can always run: it may evict every younger one, and alone it fits (checked by `add`);
 - blocks are registered as a shareable prefix only if a new request would compute the same KV before them now;

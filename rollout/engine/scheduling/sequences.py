@@ -43,8 +43,6 @@ NO_TOKEN = -1
 
 IntArray = NDArray[np.int32]
 
-Order = tuple[int, int]
-"""(turn of the request's client by `FairShares`, arrival number); lower is earlier."""
 ReadRoutes = Callable[[IntArray, int, int], NDArray[np.integer[Any]]]
 """(blocks of a sequence, start, stop) → expert routes [stop - start, layers, k] of these positions."""
 _one_run = lru_cache(maxsize=64)(VersionSpans.of_run)
@@ -135,8 +133,8 @@ class Sequence:
     """Scheduling state of one sample."""
 
     record: DynamicInferenceRequestRecord
-    order: Order
-    """Place of its request in the queue of its priority."""
+    order: int
+    """Number of its group in order of arrival."""
     tokens: IntArray
     """[P] prompt of the live segment: all tokens known when the sequence was last queued, with images as keys."""
     stop_ids: tuple[int, ...]
@@ -186,8 +184,8 @@ class Sequence:
         return first.request_id, first.sample_index
 
     @property
-    def rank(self) -> tuple[int, Order, int]:
-        """Sort key: higher priority first, then its client's turn, order of arrival, sample."""
+    def rank(self) -> tuple[int, int, int]:
+        """Sort key: higher priority first, then order of arrival, sample."""
         return -self.request.priority, self.order, self.record.sample_index
 
     @property

@@ -210,9 +210,6 @@ class Reply:
         """Submit every prompt, or none on an error; streams yield deltas as they arrive if `growing`, else whole groups."""
         serving, body, asked = self.serving, self.body, self.asked
         options: dict[str, Any] = {"priority": body.urgency, "timeout_s": serving.time_limit(body.timeout_s)}
-        if serving.llm.direct:
-            # The prompts of one HTTP request share one client's turns, so another request waits for at most one of them.
-            options["client"] = object()
         streams: list[Any] = []
         turn = Turn()
         try:

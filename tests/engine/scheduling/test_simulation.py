@@ -147,8 +147,6 @@ class World:
         budget = self.random.randint(0, 10)
         params = SamplingParams(n=self.random.choice([1, 1, 2, 3]), max_tokens=budget)
         group = []
-        client = self.random.randrange(3)
-        turn = self.scheduler.shares.turn(0, client, len(prompt) + params.n * budget)
         for index in range(params.n):
             request = DynamicInferenceRequest(
                 request_id=number, sample_index=index, prompt_tokens=prompt, sampling_params=params, arrival_time=self.now,
@@ -158,7 +156,7 @@ class World:
             group.append(
                 Sequence(
                     record=DynamicInferenceRequestRecord.from_request(request),
-                    order=(turn, number),
+                    order=number,
                     tokens=np.asarray(prompt, np.int32),
                     stop_ids=(4,) if self.random.random() < 0.3 else (),
                     max_length=len(prompt) + budget,
