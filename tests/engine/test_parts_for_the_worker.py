@@ -20,7 +20,6 @@ from rollout.requests.delta import SampleDelta, growth
 from rollout.requests.events import unpack_events
 from rollout.requests.spans import VersionSpans
 from rollout.state import EngineState, StalenessPolicy
-from tests.engine.scheduling.test_simulation import World
 from tests.engines import Key, assert_greedy, at_random, finish, greedily, make_engine, pass_suspended, steps, token_ids
 from tests.invariants import check_scheduler
 from tests.models import make_model, make_tokenizer
@@ -206,16 +205,6 @@ def test_a_sample_that_starts_afresh_is_told_before_it_has_a_token() -> None:
     assert engine.progress({(5, 0): (0, 1, 0)}) == []
 
 
-def test_a_sample_that_has_grown_longer_in_its_second_life_is_told_from_its_beginning() -> None:
-    engine = make_engine("qwen3", max_staleness=0, staleness_policy=StalenessPolicy.REQUEUE)
-    engine.add_request(token_ids(6), at_random(12), request_id=5)
-    steps(engine, 2)
-    engine.weights_updated()
-    steps(engine, 5)
-    (row,) = engine.progress({(5, 0): (2, 0, 0)})
-    assert (row.start, row.count, row.prompt_version, row.versions.runs) == (0, 5, 1, ((1, 5),))
-
-
 def test_progress_leaves_the_records_alone_and_out_what_was_not_asked_for() -> None:
     engine = make_engine("qwen3")
     engine.add_request(token_ids(6), greedily(8), request_id=5)
@@ -315,18 +304,6 @@ def test_the_changes_of_the_cache_tell_what_can_be_found_after_any_operations(da
     mirror.hear()
 
 
-def test_the_changes_of_the_cache_hold_through_random_schedules() -> None:
-    for seed in range(200):
-        world = World(seed)
-        mirror = Mirror(world.context.allocator)
-        actions = [world.admit, world.step, world.step, world.remove, world.suspend, world.resume, world.update]
-        for _ in range(40):
-            world.random.choices(actions, [6, 16, 16, 1, 1, 3, 1])[0]()
-            if world.random.random() < 0.3:
-                mirror.hear()
-        mirror.hear()
-
-
 def test_a_held_block_is_registered_under_one_hash() -> None:
     allocator = BlockAllocator(2, 2)
     (block,) = allocator.allocate(1)
@@ -335,22 +312,6 @@ def test_a_held_block_is_registered_under_one_hash() -> None:
     with pytest.raises(RuntimeError, match=r"register\(block 0, hash 8\): it is registered under 7"):
         allocator.register(block, 8, NO_BLOCK, tokens)
     assert list(allocator.index.current) == [7]
-
-
-def test_a_prefix_that_came_and_went_is_no_change() -> None:
-    changes = CacheChanges()
-    changes.add(7)
-    changes.remove(7)
-    changes.flush()
-    changes.add(8)
-    changes.remove(8)
-    changes.add(8)
-    taken = changes.take()
-    assert (taken.added, taken.removed, taken.flushed) == ({8}, set(), True)
-    changes.remove(8)
-    changes.add(8)
-    again = changes.take()
-    assert (again.added, again.removed, again.flushed) == (set(), set(), False)
 
 
 # --- one boundary, and who hears of it ----------------------------------------------------------------------------------
@@ -403,21 +364,6 @@ def test_whoever_watches_hears_of_every_move_and_may_use_the_engine_then() -> No
         (EngineState.PAUSED, 1),
         (EngineState.STOPPED, 1),
     ]
-
-
-def test_whoever_watches_hears_of_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine("qwen3")
-    heard: list[EngineState] = []
-    engine.lifecycle.on_move = lambda: heard.append(engine.state)
-
-    def fail(step: object) -> None:
-        raise ValueError("no")
-
-    monkeypatch.setattr(engine.controller.runner, "execute", fail)
-    for _ in range(3):
-        engine.add_request(token_ids(4), greedily(4))
-        engine.step()
-    assert heard == [EngineState.STOPPED]
 
 
 def test_records_that_have_ended_can_be_taken_by_their_keys_and_the_others_stay() -> None:

@@ -17,7 +17,7 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import EngineStateError
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import EngineState
-from tests.engines import assert_greedy, finish, greedily, make_engine, shared_model, steps, token_ids
+from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids
 from tests.invariants import check_scheduler
 from tests.models import make_tokenizer
 
@@ -112,40 +112,9 @@ def test_one_that_cannot_be_admitted_fails_with_what_runs_and_stops_no_engine() 
     assert_greedy("qwen3", engine.generate([token_ids(9)], greedily(4))[0])
 
 
-def test_a_row_that_could_not_be_filled_gives_its_earlier_tokens_to_nobody() -> None:
-    engine = make_engine("qwen3")
-    engine.generate([token_ids(4)], greedily(5))
-    engine.add_request(token_ids(6, 1), greedily(1))
-    (sample,) = engine.context.scheduler.waiting
-    stop_ids, sample.stop_ids = sample.stop_ids, ("no id",)  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="no id"):
-        engine.context.scheduler.table.add(sample)
-    assert not sample.active
-    sample.stop_ids = stop_ids
-    assert_greedy("qwen3", finish(engine)[1, 0])
-
-
 def test_samples_that_are_in_no_queue_are_named_and_not_laid_to_adapters() -> None:
     engine = make_engine("qwen3")
     engine.add_request(token_ids(4), greedily(2))
     engine.context.scheduler.waiting.pop()
     with pytest.raises(EngineStateError, match=r"requests \[0\] are unfinished and in no queue"):
         engine.inspection.refuse_when_nothing_can_run()
-
-
-def test_a_model_that_raises_still_fails_the_requests_of_that_step_only() -> None:
-    engine = make_engine("qwen3", max_requests=1)
-    for seed in range(2):
-        engine.add_request(token_ids(4, seed), greedily(2))
-
-    def fail(*_: Any) -> None:
-        raise ValueError("no")
-
-    handle = shared_model("qwen3").register_forward_pre_hook(fail)
-    try:
-        ended = steps(engine, 1)
-    finally:
-        handle.remove()
-    done = finish(engine, ended)
-    assert done[0, 0].error == "ValueError: no"
-    assert_greedy("qwen3", done[1, 0])

@@ -171,18 +171,14 @@ class LoraAdapters:
         self._model = model
         self._loaded: dict[str, LoraAdapter] = {}
         self._of_row: dict[int, str] = {}
-        self._unloaded: set[str] = set()
 
     @property
     def folders(self) -> dict[str, str]:
         """Folder of each loaded adapter, by name."""
         return {name: adapter.folder for name, adapter in self._loaded.items()}
 
-    def load(self, name: str, folder: str | PathLike[str]) -> bool:
+    def load(self, name: str, folder: str | PathLike[str]) -> None:
         """Load an adapter, in place of one of the same name.
-
-        Returns:
-            Whether another adapter had this name before, so that its KV may be in the prefix cache.
 
         Raises:
             ConfigError: it does not fit the model, or there are too many; nothing was changed.
@@ -191,14 +187,11 @@ class LoraAdapters:
             raise ConfigError(
                 f"adapter {name!r}: {MAX_ADAPTERS} adapters are loaded, the most there may be; unload one"
             )
-        known = name in self._loaded or name in self._unloaded
         self._loaded[name] = read_adapter(self._model, folder)
-        return known
 
     def unload(self, name: str) -> None:
         """Remove an adapter that no sequence uses any more. Harmless when repeated."""
-        if self._loaded.pop(name, None) is not None:
-            self._unloaded.add(name)
+        self._loaded.pop(name, None)
 
     def num_layers(self, name: str) -> int:
         """Number of layers that a loaded adapter changes."""

@@ -226,8 +226,9 @@ class EngineControl:
                 why = "it has PEFT layers of its own, which would act beside it; build the engine of the base model"
             if why is not None:
                 raise UnsupportedModelError(f"load_adapter() into {type(self._guard.model).__name__}: {why}")
-            if self._adapters.load(name, folder):
-                self._context.allocator.drop_cached()
+            self._adapters.load(name, folder)
+            # Another adapter may have had this name before.
+            self._context.allocator.drop_cached()
             return self._adapters.num_layers(name)
 
     def unload_adapter(self, name: str) -> int:
