@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from itertools import count
 
 import msgpack
-import numpy as np
 import psutil
 import pytest
 
@@ -32,8 +31,6 @@ from tests.distributed.raw_peers import (
     answer,
     connect,
     echo_rank,
-    finished,
-    register,
     status,
     submit,
 )
@@ -188,29 +185,6 @@ def test_bad_frames_end_their_own_session_at_most():
 
 
 # --- what a session may not do ------------------------------------------------------------------------------------------
-
-
-def test_nobody_ends_or_answers_the_requests_of_others(site):
-    config = coordinator_config(heartbeat_timeout_s=600.0)
-    handle = launch_coordinator(config)
-    try:
-        victim, rank = connect(handle.address, "victim"), register(handle.address, "true rank")
-        victim.say(submit(0), submit(1))
-        assigned = [rank.hear(wire.Assign), rank.hear(wire.Assign)]
-        other, liar = connect(handle.address, "other"), register(handle.address, "liar", slots=1)
-        for request_id in range(3):
-            other.say(wire.Abort(request_id))
-            liar.say(*(wire.Decline(request_id, attempt, "InvalidRequestError", "no") for attempt in range(10)))
-        for assign in assigned:
-            liar.say(finished(assign, [666]))
-        status(other)
-        for assign in assigned:
-            rank.say(finished(assign, [7, 8]))
-        for request_id in (0, 1):
-            (stretch,) = answer(victim, request_id)
-            assert np.frombuffer(stretch.token_ids, "<i4").tolist() == [7, 8]
-    finally:
-        handle.kill()
 
 
 # --- too much -----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from rollout.config import Advanced, InferenceConfig, ServerConfig
-from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.client.futures import RequestFuture
 from rollout.distributed.job.data_parallel import DataParallelBackend
 from rollout.distributed.protocol.messages import BarrierDone
@@ -514,7 +513,7 @@ def is_held_while_it_trains(rank: int) -> list[Sample]:
         made: list[float] = []
 
         async def hold() -> None:
-            async with InferenceClient(coordinator_of(rollout).address, name="operator") as client:
+            async with rollout.client("operator") as client:
                 await client.pause_engines()
                 said.set()
                 everything = sum(ask.n for asked in WORK.values() for ask in asked)
@@ -579,26 +578,6 @@ def answers_over_http(rank: int) -> dict[str, Any] | None:
             dist.all_reduce(ended)
             rounds += 1
         return None if rank else {"tokens": [ids for each in asked for ids in each.result()], "refused": refused}
-
-
-def is_asked_from_beside(rank: int) -> list[list[int]] | None:
-    """An agent on rank 1 asks through a client of the job while the ranks make their rounds."""
-    with a_manager() as rollout, ThreadPoolExecutor(1) as agents:
-
-        async def ask() -> list[list[int]]:
-            async with rollout.client("an agent") as client:
-                prompts = [rollout.engine.check_request(ask.prompt, ask.params) for ask in WORK[0]]
-                results = [client.add_request(ids, ask.params) for ids, ask in zip(prompts, WORK[0], strict=True)]
-                return [sample.generated_tokens for result in results for sample in await result]
-
-        asked = agents.submit(asyncio.run, ask()) if rank == 1 else None
-        ended = torch.zeros(1)
-        while not ended.item():
-            own = samples(generate(rollout, WORK[1]))
-            assert [sample.prompt for sample in own] == [ask.prompt for ask in WORK[1] for _ in range(ask.params.n)]
-            ended.fill_(asked is not None and asked.done())
-            dist.all_reduce(ended)
-        return None if asked is None else asked.result()
 
 
 def is_saved_and_goes_on(rank: int) -> list[Sample]:

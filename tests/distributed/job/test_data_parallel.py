@@ -113,11 +113,6 @@ def test_on_one_rank_a_client_is_refused_with_the_cure() -> None:
             rollout.client()
 
 
-def test_all_ranks_compute_what_a_client_beside_the_job_asks(nursery: Nursery) -> None:
-    _, answered = run_together(nursery, 2, rank_jobs.is_asked_from_beside)
-    assert answered == [sample.tokens for sample in alone(tuple(WORK[0]))]
-
-
 @pytest.mark.parametrize("after", [12, None], ids=["in a step", "between"])
 def test_a_killed_coordinator_costs_nobody_anything(nursery: Nursery, after: int | None) -> None:
     for rank, (first, second) in enumerate(run_together(nursery, 2, rank_jobs.loses_its_coordinator, after=after)):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout.distributed.protocol.messages import Command, Stretch
+from rollout.distributed.protocol.messages import Command
 from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams
 from rollout.state import StalenessPolicy
@@ -121,12 +121,3 @@ def test_what_was_known_before_a_fresh_start_counts_no_more() -> None:
     told = put_together(second.stretches(), put_together(first.stretches()))[0]
     assert told.tokens == undisturbed(prompt, params)[0].generated_tokens
     assert told.prompt_version == 1
-
-
-def test_a_sample_whose_every_token_was_given_up_is_a_fresh_one() -> None:
-    prompt, params = token_ids(7), greedily(4)
-    given_up = Stretch(0, 1, [0], [0], [0], b"", b"", [[2]])
-    rank = Rank(make_engine("qwen3"))
-    rank.hears(assign(prompt, params, known=[given_up]))
-    rank.finish()
-    assert put_together(rank.stretches())[0].tokens == undisturbed(prompt, params)[0].generated_tokens

@@ -20,7 +20,7 @@ from rollout.state import EngineState
 from tests.adapters import saved_adapter
 from tests.distributed.worker.rank_sessions import Rank, assign, packed, put_together, undisturbed, welcome
 from tests.engines import at_random, greedily, make_engine, token_ids
-from tests.models import make_model, make_tokenizer
+from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -69,15 +69,6 @@ def test_tokens_are_told_every_interval_and_those_of_a_group_in_one_stretch() ->
         ([0, 1], [8, 8], [2, 2]),
     ]
     assert [not each.ended() for each in rank.stretches()] == [True, True, False]
-
-
-def test_texts_come_from_an_engine_with_a_tokenizer() -> None:
-    tokenizer = make_tokenizer()
-    rank = Rank(make_engine("qwen3", tokenizer))
-    rank.hears(assign(token_ids(7), greedily(6)))
-    rank.finish()
-    told = put_together(rank.stretches())
-    assert told[0].text == tokenizer.decode(told[0].tokens, skip_special_tokens=True)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -141,14 +141,6 @@ def test_a_coordinator_that_does_not_answer_is_named_with_its_address() -> None:
             worker.start(0.05)
 
 
-def test_a_coordinator_that_refuses_says_why() -> None:
-    with Coordinator() as coordinator:
-        coordinator.ack = wire.Refused("version", "the coordinator speaks 7; upgrade this side", True)
-        worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0")
-        with pytest.raises(ConnectionLostError, match="upgrade this side"):
-            worker.start(DEADLINE_S)
-
-
 # --- work -------------------------------------------------------------------------------------------------------------
 
 
@@ -215,23 +207,6 @@ def test_samples_that_an_update_ends_are_told_without_another_step() -> None:
         outcome = put_together(coordinator.hear_stretches(1))[0].outcome
         assert outcome is not None
         assert outcome.finish_reason == "stale"
-
-
-def test_a_stop_ends_the_run_after_everything_was_told() -> None:
-    engine = make_engine("qwen3")
-    with Coordinator() as coordinator:
-        worker = EngineWorker(engine, coordinator.address, name="rank-0")
-        worker.start(DEADLINE_S)
-        running = Running(worker)
-        with gated(engine):
-            coordinator.tell(assign(token_ids(7), greedily(200, n=2, logprobs=1), interval=1))
-            coordinator.hear(wire.Progress)
-            coordinator.tell(wire.Command(1, "pause", None), wire.Command(2, "stop", None))
-            coordinator.hear_stretches(2)
-            assert coordinator.hear(wire.CommandAck) == wire.CommandAck(2, "stopped", 0, None)
-            running.ends()
-        assert running.error is None
-        worker.stop()
 
 
 def test_stopping_a_worker_tells_what_it_has_and_leaves() -> None:

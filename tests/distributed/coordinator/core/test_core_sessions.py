@@ -188,18 +188,6 @@ def test_an_arrival_that_was_given_up_agrees_with_every_call_that_comes_later():
     assert "generate()" in first.hear(wire.BarrierDone).differences
 
 
-def test_on_shutdown_every_peer_is_told_why():
-    job = Job()
-    client, rank = job.client("boss"), job.rank()
-    client.submit()
-    rank.assigned()
-    job.core.shutdown("it was terminated", job.now)
-    job.carry()
-    for peer in (client, rank):
-        assert peer.hear(wire.Disconnect).reason == "it was terminated"
-    assert job.core.finished
-
-
 def test_the_status_says_how_things_stand():
     job = Job(data_parallel_size=2)
     client = job.client("loop", member=True)
