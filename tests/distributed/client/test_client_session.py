@@ -62,10 +62,10 @@ def test_token_ids_may_come_as_any_row_of_integers(prompt):
         ([{"role": "user"}], "prompt of type list"),
         ([[1], [2, 3]], "prompt of type list"),
         (None, "shape ()"),
-        (np.zeros(2), "dtype float64: must be text, or token ids in a row"),
+        (np.zeros(2), "dtype float64: must be text, or token ids in"),
         (np.zeros((2, 2), int), "shape (2, 2)"),
-        ([], "a prompt of no tokens"),
-        (b"abc", "a prompt of 3 bytes"),
+        ([], "prompt of shape (0,)"),
+        (b"abc", "prompt of type bytes"),
         (bytes(33 << 20), "fit in one request"),
     ],
 )

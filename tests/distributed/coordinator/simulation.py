@@ -493,10 +493,8 @@ class World:
             return
         self.touched = False
         open_requests = [request for client in core.peers.clients.values() for request in client.requests.values()]
-        waiting = core.requests.texts.values()
         for client in core.peers.clients.values():
-            texts = sum(size for request, _, size in waiting if request.client is client)
-            held_bytes = sum(each.charged for each in client.requests.values()) + texts
+            held_bytes = sum(each.charged for each in client.requests.values())
             assert client.open_bytes == held_bytes, "what is charged is not what is held"
         for request in open_requests:
             parts = [request.queued, *(each.samples for each in request.assignments.values())]

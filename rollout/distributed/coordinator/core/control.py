@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollout.distributed.coordinator.core.peers import Peers, shortened
-from rollout.distributed.coordinator.core.requests import MAX_NAMES, NO_BARRIER, ClientPeer, RankPeer
+from rollout.distributed.coordinator.core.requests import NO_BARRIER, ClientPeer, RankPeer
 from rollout.distributed.protocol.fields import GIVEN_UP, SET_VERSION, UPKEEP
 from rollout.distributed.protocol.messages import Barrier, BarrierDone, Command, CommandAck, Control, ControlDone
 from rollout.state import COORDINATOR_TRANSITIONS, ControlSignal, CoordinatorState
@@ -127,7 +127,7 @@ class ControlPlane:
         """Fail calls past their deadline, naming the engines that have not answered."""
         for command_id, call in [each for each in self._calls.items() if each[1].deadline <= now]:
             late = sorted(call.awaited.values())
-            text = f"{call.signal}: {_some_of(late)} did not answer within {call.timeout_s} s"
+            text = f"{call.signal}: {', '.join(late)} did not answer within {call.timeout_s} s"
             text += f"; {_failed(call)}" if call.failures else "; all others have"
             self._end(command_id, "ControlError", text, sorted({*late, *call.failures}))
 
@@ -226,14 +226,9 @@ class Barriers:
                 said[f"{word.what or 'a barrier'} at policy version {word.policy_version}"].append(member.name)
         if len(said) < 2:
             return ""
-        return "; ".join(f"{_some_of(names)}: {word}" for word, names in said.items())
+        return shortened("; ".join(f"{', '.join(names)}: {word}" for word, names in said.items()))
 
 
 def _place(member: ClientPeer) -> int:
     assert member.member is not None
     return member.member
-
-
-def _some_of(names: list[str]) -> str:
-    shown = ", ".join(names[:MAX_NAMES])
-    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"

@@ -15,6 +15,7 @@ Always true:
 
 from __future__ import annotations
 
+import math
 import reprlib
 import struct
 from collections.abc import Sequence
@@ -114,7 +115,7 @@ class CoordinatorCore:
         if isinstance(message, wire.CommandAck):
             self.control.acknowledged(rank, message)
         else:
-            rank.resting, rank.waited_for_since, rank.ready = message.resting, None, True
+            rank.resting, rank.waited_for_since, rank.ready = message.resting, math.inf, True
         self.dispatcher.rank_moved(rank)
         self.requests.look_for_ranks(self._now)
 
@@ -186,8 +187,7 @@ class CoordinatorCore:
 
     def next_deadline(self) -> float:
         """Time at which `tick` is due."""
-        beat = self.sessions.next_beat()
-        return self._now if beat is None else min(beat, self.control.next_deadline(), self.requests.next_deadline())
+        return min(self.sessions.next_beat(), self.control.next_deadline(), self.requests.next_deadline())
 
     def tokenized(self, job_id: int, tokens: Sequence[int] | Exception, now: float) -> None:
         """Handle a tokenised prompt, or the error of its tokenisation."""

@@ -11,6 +11,7 @@ held for it. After a grace period the core declares the rank *away*, and such as
 
 from __future__ import annotations
 
+import math
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, cast
 
@@ -152,10 +153,8 @@ class Dispatcher:
         newest = max(computing, default=0)
         for rank in ranks:
             behind = rank.resting or rank.policy_version < newest
-            rank.waited_for_since = since(rank.waited_for_since, bool(computing) and behind, now)
-        self._away = [
-            rank for rank in ranks if rank.waited_for_since is not None and rank.waited_for_since <= now - self._grace_s
-        ]
+            rank.waited_for_since = min(rank.waited_for_since, now) if computing and behind else math.inf
+        self._away = [rank for rank in ranks if rank.waited_for_since <= now - self._grace_s]
         for rank in self._away:
             for assignment in [each for each in rank.assignments.values() if rank.resting or each.held]:
                 request, samples = assignment.request, len(assignment.samples)
@@ -229,7 +228,7 @@ class Dispatcher:
     def _place_all(self, request: OpenRequest, placements: list[Placement]) -> None:
         samples = sorted(request.queued)
         request.queued.clear()
-        request.too_new_since = None
+        request.too_new_since = math.inf
         for placement in placements:
             self._place(request, placement, samples[: placement.samples])
             del samples[: placement.samples]
@@ -307,13 +306,6 @@ class Dispatcher:
         del assignment.request.assignments[assignment.attempt]
         del assignment.rank.assignments[assignment.attempt]
         self.router.released(assignment.claim)
-
-
-def since(before: float | None, holds: bool, now: float) -> float | None:
-    """Time since when a condition holds without interruption. None: it does not hold."""
-    if not holds:
-        return None
-    return now if before is None else before
 
 
 def _unpacked(packed: bytes) -> list[int]:

@@ -1,7 +1,7 @@
 """Open requests of all clients: admission, new tokens, texts, deadlines, outcomes. No I/O; the clock is passed in.
 
 Always true: an accepted request ends once, with an outcome for each of its samples or with one error that names it. Memory
-is charged to its client before it is used, and credited when it is freed or the tokenizer has answered; a client holds at
+is charged to its client before it is used, and credited when it is freed; a client holds at
 most `max_open_mb`. Tokens computed by ranks are charged and always accepted, but they reduce the budget for new requests.
 """
 
@@ -15,10 +15,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rollout.config import CoordinatorConfig
-from rollout.distributed.coordinator.core.dispatch import Dispatcher, since
+from rollout.distributed.coordinator.core.dispatch import Dispatcher
 from rollout.distributed.coordinator.core.peers import Peers, shortened
 from rollout.distributed.coordinator.core.requests import (
-    MAX_NAMES,
     MAX_SAMPLES,
     Assignment,
     ClientPeer,
@@ -36,16 +35,11 @@ SAMPLE_BYTES = 128
 """Charged per sample and per row of known tokens."""
 
 
-def prompt_bytes(message: Submit) -> int:
-    """Bytes of a prompt; for a text, until it is tokenised."""
-    return sys.getsizeof(message.prompt) if isinstance(message.prompt, str) else len(message.prompt)
-
-
-def cost_besides_prompt(message: Submit) -> int:
-    """Memory that a request holds until it ends, without its prompt."""
+def cost(message: Submit) -> int:
+    """Memory that a request holds until it ends, without its tokens if the prompt is text."""
     known = sum(row.buffer_bytes + SAMPLE_BYTES * len(row.indices) for row in message.known)
-    images = len(message.images) + len(message.keyed)
-    return REQUEST_BYTES + len(message.params) + SAMPLE_BYTES * message.n + known + images
+    prompt = sys.getsizeof(message.prompt) + len(message.images) + len(message.keyed)
+    return REQUEST_BYTES + prompt + len(message.params) + SAMPLE_BYTES * message.n + known
 
 
 _STOPPING = ("EngineStateError", "the job is stopping: it takes no more work; start another coordinator")
@@ -55,8 +49,8 @@ class RequestTable:
     """Table of the open requests; each is also in its client's `requests`."""
 
     def __init__(self, config: CoordinatorConfig, peers: Peers, dispatcher: Dispatcher) -> None:
-        self.texts: dict[int, tuple[OpenRequest, Stretch | None, int]] = {}
-        """Jobs at the tokenizer by id: the request, the stretch to forward with the texts, and the bytes charged."""
+        self.texts: dict[int, tuple[OpenRequest, Stretch | None]] = {}
+        """Jobs at the tokenizer by id: the request, and the stretch to forward with the texts."""
         self._new_jobs: list[TextJob] = []
         self._next_job = 0
         self._config = config
@@ -64,7 +58,7 @@ class RequestTable:
         self._dispatcher = dispatcher
         self._due = math.inf
         """Earliest deadline of any request since the last look, which may have ended."""
-        self._without_rank_since: float | None = None
+        self._without_rank_since = math.inf
         self._next_request_id = 0
 
     def __iter__(self) -> Iterator[OpenRequest]:
@@ -94,12 +88,11 @@ class RequestTable:
             return
         self._next_request_id += 1
         client.requests[message.request_id] = request
-        self._charge(request, cost_besides_prompt(message))
+        self._charge(request, cost(message))
         self._due = min(self._due, request.deadline)
         if isinstance(message.prompt, str):
-            self._start(TextJob(self._next_job, message.prompt), request, None, prompt_bytes(message))
+            self._start(TextJob(self._next_job, message.prompt), request, None)
         else:
-            self._charge(request, len(message.prompt))
             request.prompt = message.prompt
         self._dispatcher.enqueue(request)
 
@@ -144,7 +137,7 @@ class RequestTable:
                 "token ids, or set CoordinatorConfig.tokenizer to the path of a tokenizer.json, which "
                 "save_pretrained() writes",
             )
-        size = prompt_bytes(message) + cost_besides_prompt(message)
+        size = cost(message)
         if client.open_bytes + size <= limit << 20:
             return None
         why = f"this client's open requests would take more than max_open_mb={limit} with {size} bytes more; wait for some"
@@ -152,17 +145,15 @@ class RequestTable:
 
     # --- texts ------------------------------------------------------------------------------------------------------
 
-    def _start(self, job: TextJob, request: OpenRequest, stretch: Stretch | None, size: int) -> None:
+    def _start(self, job: TextJob, request: OpenRequest, stretch: Stretch | None) -> None:
         self._next_job += 1
-        self.texts[job.job_id] = request, stretch, size
-        request.client.open_bytes += size
+        self.texts[job.job_id] = request, stretch
         request.text_jobs[job.job_id] = job
         self._new_jobs.append(job)
 
     def _done(self, job_id: int) -> tuple[OpenRequest | None, Stretch | None]:
         """Remove an answered job; returns its request and stretch, or (None, None) if the request has ended."""
-        request, stretch, size = self.texts.pop(job_id)
-        request.client.open_bytes -= size
+        request, stretch = self.texts.pop(job_id)
         request.text_jobs.pop(job_id, None)
         return (None, None) if request.closed else (request, stretch)
 
@@ -220,8 +211,7 @@ class RequestTable:
         if going_on:
             self._forward(request, stretch.only(going_on))
             stretch = stretch.only(set(ended))
-        size = stretch.buffer_bytes + sum(map(len, token_ids))
-        self._start(TextJob(self._next_job, None, token_ids), request, stretch, size)
+        self._start(TextJob(self._next_job, None, token_ids), request, stretch)
 
     def _forward(self, request: OpenRequest, stretch: Stretch) -> None:
         client = request.client
@@ -248,27 +238,26 @@ class RequestTable:
 
     def look_for_ranks(self, now: float) -> None:
         """Start or end the period without a ready rank."""
-        self._without_rank_since = since(self._without_rank_since, not self._dispatcher.any_rank_ready, now)
+        ready = self._dispatcher.any_rank_ready
+        self._without_rank_since = math.inf if ready else min(self._without_rank_since, now)
 
     def give_up(self, now: float) -> None:
         """Fail the requests that have waited `no_rank_timeout_s` for a rank, or for a rank with a newer version."""
         limit, ranks = self._config.advanced.no_rank_timeout_s, self._peers.by_name
-        if self._without_rank_since is not None and now - self._without_rank_since >= limit:
+        if now - self._without_rank_since >= limit:
             here = f"{len(ranks)} of data_parallel_size={self._config.data_parallel_size} are here"
             why = f"there has been no rank that is ready for {limit} s (no_rank_timeout_s); {here}"
             for request in self:
                 if request.queued:
                     self.fail(request, "RequestTimeoutError", why)
         for request in list(self._dispatcher.too_new):
-            if request.too_new_since is None:
-                request.too_new_since = now
+            request.too_new_since = min(request.too_new_since, now)
             if not request.closed and now - request.too_new_since >= limit:
                 version = request.newest_version
-                versions = [f"{name} has {ranks[name].policy_version}" for name in sorted(ranks)[:MAX_NAMES]]
-                more = f" and {len(ranks) - MAX_NAMES} more ranks have others" if len(ranks) > MAX_NAMES else ""
+                versions = [f"{name} has {ranks[name].policy_version}" for name in sorted(ranks)]
                 why = (
                     f"no rank has had policy version {version}, of its tokens or its asker, for {limit} s "
-                    f"(no_rank_timeout_s); {', '.join(versions)}{more}"
+                    f"(no_rank_timeout_s); {', '.join(versions)}"
                 )
                 self.fail(request, "RequestTimeoutError", why)
         self._dispatcher.too_new = [request for request in self._dispatcher.too_new if not request.closed]

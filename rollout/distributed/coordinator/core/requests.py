@@ -5,6 +5,7 @@ Always true: the known tokens of a sample are contiguous from 0. No I/O, no cloc
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -20,8 +21,6 @@ MAX_SAMPLES = 1 << 13
 MAX_KNOWN_BYTES = 16 << 20
 """Maximum size of known tokens, log-probs and top-n rows in one assignment, which must fit into a frame."""
 NO_BARRIER = -1
-MAX_NAMES = 8
-"""Maximum number of names listed in a message."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,8 +72,8 @@ class RankPeer(Peer):
     """Whether it has reached the state of its `RegisterAck`."""
     resting: bool = False
     """Whether its engine is idle: the training loop is outside `generate`."""
-    waited_for_since: float | None = None
-    """Start of the grace period of a rank that is idle or behind while others compute. None: not in a grace period."""
+    waited_for_since: float = math.inf
+    """Start of the grace period of a rank that is idle or behind while others compute; infinity: it is neither."""
     running: int = 0
     waiting: int = 0
     progressed: float = 0.0
@@ -160,8 +159,8 @@ class OpenRequest:
     """Highest version of its tokens, or of its client's weights when it was submitted; older engines do not compute it."""
     losses: int = 0
     """Number of ranks lost while computing it, since its last new token."""
-    too_new_since: float | None = None
-    """Time since when it waits for a rank of `newest_version`. None: it does not wait."""
+    too_new_since: float = math.inf
+    """Time since when it waits for a rank of `newest_version`; infinity: it does not wait."""
     text_jobs: dict[int, TextJob] = field(default_factory=dict)
     """Pending text jobs by id: its prompt, or completions to detokenise."""
 

@@ -6,6 +6,7 @@ requests of its client are closed, and the samples at its rank return to the que
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 from rollout.config import CoordinatorConfig
@@ -49,7 +50,7 @@ class Sessions:
         self._dispatcher = dispatcher
         self._requests = requests
         self.max_rank_losses = MAX_RANK_LOSSES
-        self._last_beat: float | None = None
+        self._last_beat = -math.inf
 
     # --- handshake --------------------------------------------------------------------------------------------------
 
@@ -133,21 +134,21 @@ class Sessions:
         """End the sessions of silent peers, and send heartbeats to idle ones."""
         interval, timeout = self._config.advanced.heartbeat_interval_s, self._config.advanced.heartbeat_timeout_s
         last, self._last_beat = self._last_beat, now
-        if last is not None and now - last > timeout / 2:
+        if now - last > timeout / 2:
             # This process itself was stalled, so the peers' frames of that time are still unread.
             for peer in self._peers:
                 peer.heard = now
             for rank in self._peers.ranks.values():
-                rank.waited_for_since = None
+                rank.waited_for_since = math.inf
         for peer in self._peers:
             if now - peer.heard > timeout:
                 self.end(peer, "silent", f"no frame was received from it for {timeout} s", now)
             elif now - peer.spoken >= interval / 2:
                 self._peers.say(peer, wire.Heartbeat())
 
-    def next_beat(self) -> float | None:
-        """Time at which `beat` is due; None: at once."""
-        return None if self._last_beat is None else self._last_beat + self._config.advanced.heartbeat_interval_s / 2
+    def next_beat(self) -> float:
+        """Time at which `beat` is due."""
+        return self._last_beat + self._config.advanced.heartbeat_interval_s / 2
 
     # --- ends -------------------------------------------------------------------------------------------------------
 

@@ -69,24 +69,6 @@ def test_tokens_that_ranks_compute_are_charged_and_never_refused():
     assert charged(job) == 0
 
 
-def test_a_text_that_was_aborted_is_charged_until_the_tokenizer_is_through_with_it():
-    """Its thread still had it: 60 texts of 30 MB, each submitted and aborted, were 5.5 GB."""
-    job = Job(tokenizer="made up", max_open_mb=200)
-    client = job.client()
-    texts = []
-    for number in range(3):
-        client.submit("x" * 1_500_000, request_id=number)
-        client.say(wire.Abort(number))
-        client.failed("RequestAbortedError")
-        texts += job.text_jobs()
-    assert [(each.text, each.token_ids) for each in texts] == [(None, None)] * 3
-    assert charged(job) >= 3 * 1_500_000
-    for text in texts:
-        job.core.detokenized(text.job_id, [], job.now)
-    assert charged(job) == 0
-    assert client.quiet()
-
-
 # --- one frame ----------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from rollout.distributed.protocol.messages import Accepted, Update
 from tests.distributed.coordinator.job import Job, int32, stretch
 
@@ -42,7 +44,7 @@ def test_an_open_text_weighs_what_its_tokens_do():
     (text,) = job.text_jobs()
     job.core.tokenized(text.job_id, [1] * 100, job.now)
     job.carry()
-    assert job.core.peers.clients[client.identity].open_bytes == 400 + 4096 + 129
+    assert job.core.peers.clients[client.identity].open_bytes == sys.getsizeof("text") + 400 + 4096 + 129
     rank.finish(rank.assigned(), [3])
     (ended,) = job.text_jobs()
     job.core.detokenized(ended.job_id, ["x"], job.now)
