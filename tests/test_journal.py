@@ -251,19 +251,6 @@ def read_bytes(folder: Path, data: bytes) -> list[int]:
     return ids
 
 
-def test_every_cut_costs_what_was_cut_and_no_more(tmp_path, whole):
-    data, starts = whole
-    for size in {
-        *range(0, starts[0] + 1, 5),
-        *range(starts[0], starts[2], 7),
-        starts[1],
-        starts[2],
-        *range(starts[4], len(data), 9),
-    }:
-        ends = [*starts[1:], len(data)]
-        assert read_bytes(tmp_path, data[:size]) == list(range(sum(end <= size for end in ends)))
-
-
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_whatever_is_done_to_the_groups_of_a_file_only_what_was_appended_is_read(tmp_path_factory, whole, data):

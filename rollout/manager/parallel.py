@@ -60,7 +60,8 @@ class LockstepLoop(RunLoop):
                 while told != DONE:
                     with interrupt_deferred():
                         done = done or finished()
-                        told = self._engine.parts.stepper.agree(DONE if done else BUSY if self._can_step() else IDLE)
+                        can_step = self._engine.has_unfinished and self._engine.state is EngineState.RUNNING
+                        told = self._engine.parts.stepper.agree(DONE if done else BUSY if can_step else IDLE)
                         if told == LEFT:
                             raise EngineStateError(
                                 f"a rank of the {self._lockstep.group.name} has left generate() by an error; what "
@@ -80,9 +81,6 @@ class LockstepLoop(RunLoop):
                     with suppress(EngineDeadError):
                         self._engine.parts.stepper.agree(LEFT)
                 raise
-
-    def _can_step(self) -> bool:
-        return self._engine.has_unfinished and self._engine.state is EngineState.RUNNING
 
     def _wait(self, idle_s: float) -> None:
         """Wait for work; after a control timeout, for long enough that the backend names the missing ranks."""

@@ -198,7 +198,8 @@ class EpisodeRuns:
             waited_for = min_groups or len(player) + length_hint(drawn)
             goal = PlayGoal(
                 player, drawn, begin, most, min_groups, waited_for, keep, most_discarded(min_groups, max_discarded),
-                lambda: rounds.metrics.add("rollout/groups_discarded"), self._too_old,
+                lambda: rounds.metrics.add("rollout/groups_discarded"),
+                lambda: rounds.too_old(self._pacer, player, rounds.loop.samples.owners().get),
             )  # fmt: skip
             player.take_broken()
             try:
@@ -229,10 +230,6 @@ class EpisodeRuns:
             plays[number] = as_play(played_by, tokenizer, max_turns)
         for number, play in plays.items():
             player.resume(number, play)
-
-    def _too_old(self) -> set[int] | None:
-        rounds = self._rounds
-        return rounds.too_old(self._pacer, rounds.player, rounds.loop.samples.owners().get)
 
     def _hand_out(self, on_error: OnError) -> EpisodeBatch:
         rounds, player = self._rounds, self._rounds.player

@@ -104,7 +104,8 @@ class ScoredGoal:
             return True
         self._score()
         if len(self.groups.rewards) < self.number:
-            self._draw()
+            if drawn := list(islice(self.tasks, max(0, self.most - len(self.groups)))):
+                self.begin(drawn)
             self._full = not (self.groups.unfinished or self._pending)
         else:
             must = self.too_old()
@@ -143,11 +144,6 @@ class ScoredGoal:
             return None
         future = self._pending.pop(group_id)
         return lambda samples: future.result()
-
-    def _draw(self) -> None:
-        drawn = list(islice(self.tasks, max(0, self.most - len(self.groups))))
-        if drawn:
-            self.begin(drawn)
 
 
 def rewards_of(requests: Sequence[DynamicInferenceRequest], reward: Reward) -> list[float | None]:

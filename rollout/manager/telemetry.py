@@ -145,9 +145,20 @@ class MetricsRecorder:
         """
         with self._lock:
             self._account()
-            flat = self._flat_values()
+            flat = {
+                **self._counters,
+                **{f"{name}_total": value for name, value in self._totals.items()},
+                **{f"rollout/{phase}_s": seconds for phase, seconds in self._seconds.items()},
+                **self._gauges,
+                **{f"{name}_peak": value for name, value in self._peaks.items()},
+                **{f"{name}_{s}": value for name, each in self._summaries.items() for s, value in each.statistics()},
+            }
             if reset:
-                self._begin_interval()
+                self._counters = dict.fromkeys(self._counters, 0.0)
+                self._seconds = dict.fromkeys(PHASES, 0.0)
+                self._peaks = {name: self._gauges[name] for name in self._peaks}
+                for summary in self._summaries.values():
+                    summary.clear()
         for name, metric in METRICS.items():
             parts = (*metric.numerator, *metric.denominator)
             if metric.kind is Kind.RATIO and all(part in flat for part in parts):
@@ -155,23 +166,6 @@ class MetricsRecorder:
                 if below:
                     flat[name] = sum(flat[part] for part in metric.numerator) / below
         return {name: flat[name] for name in LOGGED if name in flat}
-
-    def _flat_values(self) -> dict[str, float]:
-        return {
-            **self._counters,
-            **{f"{name}_total": value for name, value in self._totals.items()},
-            **{f"rollout/{phase}_s": seconds for phase, seconds in self._seconds.items()},
-            **self._gauges,
-            **{f"{name}_peak": value for name, value in self._peaks.items()},
-            **{f"{name}_{s}": value for name, summary in self._summaries.items() for s, value in summary.statistics()},
-        }
-
-    def _begin_interval(self) -> None:
-        self._counters = dict.fromkeys(self._counters, 0.0)
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._peaks = {name: self._gauges[name] for name in self._peaks}
-        for summary in self._summaries.values():
-            summary.clear()
 
     def _account(self) -> None:
         now = self._clock()

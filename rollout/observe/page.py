@@ -143,7 +143,11 @@ def _slots(trace: Path) -> str:
 def _samples(rows: list[dict[str, Any]]) -> str:
     every = [(row["step"], sample) for row in rows for sample in row.get("samples", ())]
     parts = []
-    for why, size in (("slowest", lambda sample: sample["seconds"] or 0), ("most stale", _age)):
+
+    def age(sample: dict[str, Any]) -> int:
+        return max((sample["version"] - version for version, _, _ in sample["runs"]), default=0)
+
+    for why, size in (("slowest", lambda sample: sample["seconds"] or 0), ("most stale", age)):
         chosen = sorted((each for each in every if why in each[1]["why"]), key=lambda each: -size(each[1]))
         if chosen:
             parts.append(f"<h2>{why.capitalize()} samples</h2>")
@@ -153,10 +157,6 @@ def _samples(rows: list[dict[str, Any]]) -> str:
     key = charts.legend([(f"{age}" + " or more" * (age == len(AGES) - 1), color) for age, color in enumerate(AGES)])
     caption = "<p>Background of a token: weight updates since it was sampled</p>"
     return f'<section class="wide">{caption}{key}{"".join(parts)}</section>'
-
-
-def _age(sample: dict[str, Any]) -> int:
-    return max((sample["version"] - version for version, _, _ in sample["runs"]), default=0)
 
 
 def _sample(step: int, sample: dict[str, Any]) -> str:

@@ -221,8 +221,11 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.special = _special_ids(tokenizer)
-        self.byte_level = _is_byte_level(tokenizer)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        marked = (token for token, entry in added.items() if entry.special)
+        self.special = frozenset((*getattr(tokenizer, "all_special_ids", ()), *marked))
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        self.byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         self._byte_of = _byte_alphabet() if self.byte_level else {}
         self._bytes: dict[int, bytes] = {}
 
@@ -246,17 +249,6 @@ class TokenBytes:
         if _WORD_START in name:
             return str(name).replace(_WORD_START, " ").encode()
         return str(self._tokenizer.decode([token], skip_special_tokens=False)).encode()
-
-
-def _special_ids(tokenizer: Any) -> frozenset[int]:
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    marked = (token for token, entry in added.items() if entry.special)
-    return frozenset((*getattr(tokenizer, "all_special_ids", ()), *marked))
-
-
-def _is_byte_level(tokenizer: Any) -> bool:
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
 
 def _byte_alphabet() -> dict[str, int]:

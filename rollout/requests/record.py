@@ -178,6 +178,7 @@ class DynamicInferenceRequestRecord:
         """
         first, last = self.segments[0], self.segments[-1]
         routing = [segment.routing_indices for segment in self.segments if segment.routing_indices is not None]
+        texts = self._joined_or_none("generated_text")
         return replace(
             first,
             status=last.status,
@@ -191,7 +192,9 @@ class DynamicInferenceRequestRecord:
             generated_values=joined_values(self.segments),
             prompt_log_probs=self.of_prompt("prompt_log_probs"),
             prompt_top_n_logprobs=self.of_prompt("prompt_top_n_logprobs"),
-            generated_text=self._text(),
+            generated_text="".join(texts)
+            if self.completion_text is None and texts is not None
+            else self.completion_text,
             generated_segments=self._joined_or_none("generated_segments"),
             generated_sequence_lengths=self._joined_or_none("generated_sequence_lengths"),
             tpot=self.joined("tpot"),
@@ -250,12 +253,6 @@ class DynamicInferenceRequestRecord:
 
     def _joined_or_none(self, name: str) -> list[Any] | None:
         return None if any(getattr(segment, name) is None for segment in self.segments) else self.joined(name)
-
-    def _text(self) -> str | None:
-        texts = [segment.generated_text for segment in self.segments]
-        if self.completion_text is not None:
-            return self.completion_text
-        return None if None in texts else "".join(text for text in texts if text is not None)
 
 
 # --- values, expert routes ------------------------------------------------------------------------------------------------

@@ -72,11 +72,7 @@ def thread_lines() -> Iterator[str]:
         for entry in traceback.StackSummary.extract(traceback.walk_stack(frame), limit=FRAMES, lookup_lines=False)[
             ::-1
         ]:
-            yield f"  {_short(entry.filename)}:{entry.lineno} {entry.name}"
-
-
-def _short(filename: str) -> str:
-    return "/".join(Path(filename).parts[-3:])
+            yield f"  {'/'.join(Path(entry.filename).parts[-3:])}:{entry.lineno} {entry.name}"
 
 
 def answer_signal() -> None:
