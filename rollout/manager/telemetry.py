@@ -160,11 +160,10 @@ class MetricsRecorder:
                 for summary in self._summaries.values():
                     summary.clear()
         for name, metric in METRICS.items():
-            parts = (*metric.numerator, *metric.denominator)
-            if metric.kind is Kind.RATIO and all(part in flat for part in parts):
+            if metric.kind is Kind.RATIO and flat.keys() >= {metric.numerator, *metric.denominator}:
                 below = sum(flat[part] for part in metric.denominator)
                 if below:
-                    flat[name] = sum(flat[part] for part in metric.numerator) / below
+                    flat[name] = flat[metric.numerator] / below
         return {name: flat[name] for name in LOGGED if name in flat}
 
     def _account(self) -> None:

@@ -53,7 +53,7 @@ class Metric:
         stats: summaries: the statistics logged, as `<name>_<statistic>`.
         total: counters: also log `<name>_total`.
         peak: gauges: also log `<name>_peak`.
-        numerator, denominator: ratios: the logged names that are summed.
+        numerator, denominator: ratios: a logged name, and the logged names whose sum it is divided by.
         logged: whether it is recorded and in snapshots; False: it is in `engine.stats()` only.
     """
 
@@ -64,7 +64,7 @@ class Metric:
     stats: tuple[Statistic, ...] = ()
     total: bool = False
     peak: bool = False
-    numerator: tuple[str, ...] = ()
+    numerator: str = ""
     denominator: tuple[str, ...] = ()
     logged: bool = True
 
@@ -86,202 +86,141 @@ def _summary(unit: str, text: str, *stats: Statistic) -> Metric:
     return Metric(Kind.SUMMARY, unit, text, stats=stats)
 
 
-def _ratio(unit: str, text: str, numerator: tuple[str, ...], denominator: tuple[str, ...]) -> Metric:
-    return Metric(Kind.RATIO, unit, text, numerator=numerator, denominator=denominator)
+def _ratio(unit: str, text: str, above: str, *below: str) -> Metric:
+    return Metric(
+        Kind.RATIO, unit, text, numerator=f"rollout/{above}", denominator=tuple(f"rollout/{name}" for name in below)
+    )
 
 
 PHASES = ("generate", "suspend", "train", "resume")
-_PHASE_SECONDS = tuple(f"rollout/{phase}_s" for phase in PHASES)
 
-METRICS: dict[str, Metric] = {
-    "rollout/requests_running": _gauge(
-        "requests", "active requests: they hold KV and advance in every step", "scheduler.num_active", peak=True
+_TABLE: dict[str, Metric] = {
+    "requests_running": _gauge("requests", "requests that advance in every step", "scheduler.num_active", peak=True),
+    "requests_waiting": _gauge("requests", "requests waiting for a slot or blocks", "scheduler.num_waiting", peak=True),
+    "groups_in_flight": _gauge("groups", "unfinished groups, continued by the next generate"),
+    "groups_discarded": _counter("groups", "finished groups that `keep` rejected", total=True),
+    "episode_turns_dropped": _counter("turns", "turns from before a restart that were not requested again", total=True),
+    "requests_finished": _counter("requests", "requests that ended with a result", total=True),
+    "requests_truncated": _counter("requests", "finished requests that were cut off by their token budget"),
+    "requests_failed": _counter("requests", "requests that ended with an error", "ledger.requests_failed"),
+    "requests_aborted": _counter("requests", "requests that were aborted", "ledger.requests_aborted"),
+    "requests_stale": _counter("requests", "requests finished early by max_staleness", "ledger.requests_stale"),
+    "requests_requeued": _counter("requests", "requests restarted by max_staleness", "ledger.requests_requeued"),
+    "truncated_share": _ratio(
+        "share", "share of the finished requests that were truncated", "requests_truncated", "requests_finished"
     ),
-    "rollout/requests_waiting": _gauge(
-        "requests", "requests waiting for a slot or for KV blocks", "scheduler.num_waiting", peak=True
+    "preemptions": _counter("requests", "requests preempted because KV blocks ran out", "queues.preemptions"),
+    "kv_pool_shrinks": _counter("shrinks", "steps repeated in a smaller KV pool", "ledger.kv_pool_shrinks"),
+    "steps": _counter("steps", "forwards of the engine", "ledger.steps"),
+    "step_requests": _summary("requests", "requests advanced by one forward", "mean", "max"),
+    "step_tokens": _summary("tokens", "tokens computed by one forward", "mean", "max"),
+    "prompt_tokens": _counter("tokens", "prompt tokens of admitted samples", "ledger.prompt_tokens"),
+    "images_encoded": _counter("images", "images or tiles encoded by the vision tower", "images.encoded"),
+    "images_reused": _counter("images", "images whose embeddings were cached", "images.reused"),
+    "image_cache_bytes": _gauge("bytes", "size of the cached embeddings of images", "images.bytes", logged=False),
+    "generated_tokens": _counter("tokens", "sampled tokens", "queues.generated_tokens", total=True),
+    "kept_tokens_bytes": _counter("bytes", "size of the returned kept tokens", "queues.kept_tokens_bytes", total=True),
+    "tokens_per_second": _ratio(
+        "tokens/s", "sampled tokens per second of generating", "generated_tokens", "generate_s"
     ),
-    "rollout/groups_in_flight": _gauge("groups", "unfinished groups, continued by the next generate"),
-    "rollout/groups_discarded": _counter(
-        "groups", "groups that were dropped when scored: generate_scored and run(keep=...)", total=True
+    "prefill_tokens_computed": _counter(
+        "tokens", "prompt positions computed by a forward", "queues.prefill_tokens_computed"
     ),
-    "rollout/episode_turns_dropped": _counter(
-        "turns", "turns of before a restart that their environment did not ask for again", total=True
+    "prefill_tokens_saved": _counter(
+        "tokens", "prompt positions found in the cache or forked", "queues.prefill_tokens_saved"
     ),
-    "rollout/requests_finished": _counter("requests", "requests that ended with a result", total=True),
-    "rollout/requests_truncated": _counter("requests", "finished requests that were cut off by their token budget"),
-    "rollout/requests_failed": _counter("requests", "requests that ended with an error", "ledger.requests_failed"),
-    "rollout/requests_aborted": _counter("requests", "requests that were aborted", "ledger.requests_aborted"),
-    "rollout/requests_stale": _counter(
-        "requests", "requests ended early because they would exceed max_staleness", "ledger.requests_stale"
-    ),
-    "rollout/requests_requeued": _counter(
-        "requests", "requests restarted from the prompt because of max_staleness", "ledger.requests_requeued"
-    ),
-    "rollout/truncated_share": _ratio(
+    "prefix_hit_rate": _ratio(
         "share",
-        "share of the finished requests that were cut off by the token budget",
-        ("rollout/requests_truncated",),
-        ("rollout/requests_finished",),
+        "share of the prompt positions that needed no forward",
+        "prefill_tokens_saved",
+        "prefill_tokens_saved",
+        "prefill_tokens_computed",
     ),
-    "rollout/preemptions": _counter("requests", "requests preempted because KV blocks ran out", "queues.preemptions"),
-    "rollout/kv_pool_shrinks": _counter(
-        "shrinks",
-        "steps that ran out of device memory and were computed again in a smaller KV pool",
-        "ledger.kv_pool_shrinks",
-    ),
-    "rollout/steps": _counter("steps", "forwards of the engine", "ledger.steps"),
-    "rollout/step_requests": _summary("requests", "requests advanced by one forward", "mean", "max"),
-    "rollout/step_tokens": _summary("tokens", "tokens computed by one forward", "mean", "max"),
-    "rollout/prompt_tokens": _counter(
-        "tokens", "prompt tokens of admitted requests, counted once per sample of a group", "ledger.prompt_tokens"
-    ),
-    "rollout/images_encoded": _counter(
-        "images", "images, or tiles of one, that went through the vision tower", "images.encoded"
-    ),
-    "rollout/images_reused": _counter(
-        "images", "times a prefill chunk took an image's embeddings from the cache", "images.reused"
-    ),
-    "rollout/image_cache_bytes": _gauge(
-        "bytes", "size of the cached embeddings of images", "images.bytes", logged=False
-    ),
-    "rollout/generated_tokens": _counter("tokens", "sampled tokens", "queues.generated_tokens", total=True),
-    "rollout/kept_tokens_bytes": _counter(
-        "bytes",
-        "size of the sets that tokens were drawn from, returned on request",
-        "queues.kept_tokens_bytes",
-        total=True,
-    ),
-    "rollout/tokens_per_second": _ratio(
-        "tokens/s",
-        "sampled tokens per second of the generate phase",
-        ("rollout/generated_tokens",),
-        ("rollout/generate_s",),
-    ),
-    "rollout/prefill_tokens_computed": _counter(
-        "tokens", "prompt positions whose KV a forward computed", "queues.prefill_tokens_computed"
-    ),
-    "rollout/prefill_tokens_saved": _counter(
-        "tokens", "prompt positions whose KV came from the prefix cache or a fork", "queues.prefill_tokens_saved"
-    ),
-    "rollout/prefix_hit_rate": _ratio(
-        "share",
-        "share of the required prompt positions that needed no forward",
-        ("rollout/prefill_tokens_saved",),
-        ("rollout/prefill_tokens_saved", "rollout/prefill_tokens_computed"),
-    ),
-    "rollout/prefix_hits_refused_version": _counter(
+    "prefix_hits_refused_version": _counter(
         "blocks",
         "blocks that were cached before the last weight update or change of adapters, and are computed again",
         "allocator.index.refused",
     ),
-    "rollout/kv_blocks_used": _gauge("blocks", "KV blocks referenced by a request", "allocator.num_used", peak=True),
-    "rollout/kv_blocks_cached": _gauge("blocks", "unreferenced KV blocks kept for prefix hits", "allocator.num_cached"),
-    "rollout/kv_blocks_free": _gauge("blocks", "KV blocks without content", "allocator.num_free"),
-    "rollout/kv_blocks_total": _gauge(
-        "blocks", "most blocks that the KV pool can hold", "allocator.num_blocks", logged=False
-    ),
-    "rollout/oldest_request_timestamp_s": _gauge(
+    "kv_blocks_used": _gauge("blocks", "KV blocks referenced by a request", "allocator.num_used", peak=True),
+    "kv_blocks_cached": _gauge("blocks", "unreferenced KV blocks kept for prefix hits", "allocator.num_cached"),
+    "kv_blocks_free": _gauge("blocks", "KV blocks without content", "allocator.num_free"),
+    "kv_blocks_total": _gauge("blocks", "most blocks that the KV pool can hold", "allocator.num_blocks", logged=False),
+    "oldest_request_timestamp_s": _gauge(
         "s",
-        "arrival of the oldest unfinished request, since the epoch; 0: there is none",
+        "arrival of the oldest open request since the epoch, or 0",
         "engine.oldest_request_timestamp_s",
         logged=False,
     ),
-    "rollout/hold_level": _gauge(
+    "hold_level": _gauge(
         "level", "0: the engine runs, 1: it is paused, 2: its KV cache is suspended", "engine.hold_level", logged=False
     ),
-    "rollout/kv_device_bytes": _gauge(
-        "bytes", "memory of the KV cache on the device", "cache.device_bytes", logged=False
+    "kv_device_bytes": _gauge("bytes", "memory of the KV cache on the device", "cache.device_bytes", logged=False),
+    "kv_route_bytes": _gauge(
+        "bytes", "part of `kv_device_bytes` for expert routes", "cache.route_device_bytes", logged=False
     ),
-    "rollout/kv_route_bytes": _gauge(
-        "bytes", "share of `kv_device_bytes` that holds expert routes", "cache.route_device_bytes", logged=False
+    "graph_bytes": _gauge("bytes", "device memory of CUDA graphs", "runner.graph_bytes", logged=False),
+    "state_slots": _gauge("slots", "recurrent states that can be kept", "states.num_slots", logged=False),
+    "state_slots_used": _gauge("slots", "recurrent states of running requests", "states.num_held", logged=False),
+    "state_snapshots": _gauge("slots", "recurrent states kept for prefix hits", "states.num_snapshots", logged=False),
+    "state_hits": _counter("requests", "requests that went on from a kept recurrent state", "states.hits"),
+    "state_snapshots_evicted": _counter("slots", "kept recurrent states evicted to make room", "states.evictions"),
+    "state_device_bytes": _gauge("bytes", "device memory of recurrent states", "state_pool.device_bytes", logged=False),
+    "kv_host_bytes": _gauge("bytes", "memory of the KV cache on the host", "cache.host_bytes", logged=False),
+    "kv_blocks_copied": _counter(
+        "blocks", "KV blocks copied by the first write after a fork", "queues.kv_blocks_copied"
     ),
-    "rollout/graph_bytes": _gauge(
-        "bytes", "device memory of CUDA graphs, their workspace and logits", "runner.graph_bytes", logged=False
+    "kv_blocks_evicted": _counter("blocks", "cached KV blocks evicted to make room", "allocator.evictions"),
+    "kv_blocks_offloaded": _counter("blocks", "evicted KV blocks that went to the host tier", "host.offloaded"),
+    "kv_blocks_loaded": _counter("blocks", "KV blocks that came back from the host tier", "host.loaded"),
+    "kv_blocks_evicted_from_host": _counter("blocks", "KV blocks evicted from the host tier", "host.evicted"),
+    "prefix_host_tokens": _counter("tokens", "positions whose KV came back from the host tier", "host.hit_tokens"),
+    "kv_host_cache_bytes": _gauge("bytes", "size of the KV blocks that the host tier holds", "host.num_bytes"),
+    "kv_blocks_lost": _counter("blocks", "KV blocks the pool lost because a resume found too little memory"),
+    "queue_s": _summary("s", "time from arrival to the request's first forward", "mean", "max"),
+    "ttft_s": _summary("s", "time from arrival to the first token", "mean", "p50", "p99", "max"),
+    "tpot_s": _summary("s", "time between two tokens of a request", "mean", "p50", "p99"),
+    "request_s": _summary("s", "time from arrival to the last token", "mean", "p50", "p99", "max"),
+    "tail_factor": _ratio("ratio", "longest over mean duration of a request", "request_s_max", "request_s_mean"),
+    "prompt_length": _summary("tokens", "prompt length of finished requests", "mean", "max"),
+    "completion_length": _summary("tokens", "completion length of finished requests", "mean", "p50", "p99", "max"),
+    "policy_version": _gauge("updates", "weight updates since the engine was constructed", "scheduler.version"),
+    "policy_staleness": _summary(
+        "updates", "weight updates since a returned token was sampled", "mean", "max", "nonzero_share"
     ),
-    "rollout/state_slots": _gauge("slots", "recurrent states that can be kept", "states.num_slots", logged=False),
-    "rollout/state_slots_used": _gauge(
-        "slots", "recurrent states of running requests", "states.num_held", logged=False
-    ),
-    "rollout/state_snapshots": _gauge(
-        "slots", "recurrent states kept for prefix hits", "states.num_snapshots", logged=False
-    ),
-    "rollout/state_hits": _counter("requests", "requests that went on from a kept recurrent state", "states.hits"),
-    "rollout/state_snapshots_evicted": _counter(
-        "slots", "kept recurrent states evicted to make room", "states.evictions"
-    ),
-    "rollout/state_device_bytes": _gauge(
-        "bytes", "memory of recurrent states on the device", "state_pool.device_bytes", logged=False
-    ),
-    "rollout/kv_host_bytes": _gauge("bytes", "memory of the KV cache on the host", "cache.host_bytes", logged=False),
-    "rollout/kv_blocks_copied": _counter(
-        "blocks", "KV blocks copied on the first write after a fork", "queues.kv_blocks_copied"
-    ),
-    "rollout/kv_blocks_evicted": _counter("blocks", "cached KV blocks evicted to make room", "allocator.evictions"),
-    "rollout/kv_blocks_offloaded": _counter("blocks", "evicted KV blocks that went to the host tier", "host.offloaded"),
-    "rollout/kv_blocks_loaded": _counter("blocks", "KV blocks that came back from the host tier", "host.loaded"),
-    "rollout/kv_blocks_evicted_from_host": _counter(
-        "blocks", "KV blocks of the host tier that made room for others", "host.evicted"
-    ),
-    "rollout/prefix_host_tokens": _counter(
-        "tokens", "positions whose KV came back from the host tier", "host.hit_tokens"
-    ),
-    "rollout/kv_host_cache_bytes": _gauge("bytes", "size of the KV blocks that the host tier holds", "host.num_bytes"),
-    "rollout/kv_blocks_lost": _counter("blocks", "KV blocks the pool lost because a resume found too little memory"),
-    "rollout/queue_s": _summary("s", "time from arrival to the request's first forward", "mean", "max"),
-    "rollout/ttft_s": _summary("s", "time from arrival to the first token", "mean", "p50", "p99", "max"),
-    "rollout/tpot_s": _summary("s", "time between two tokens of a request", "mean", "p50", "p99"),
-    "rollout/request_s": _summary("s", "time from arrival to the last token", "mean", "p50", "p99", "max"),
-    "rollout/tail_factor": _ratio(
-        "ratio",
-        "duration of the slowest request over the mean duration",
-        ("rollout/request_s_max",),
-        ("rollout/request_s_mean",),
-    ),
-    "rollout/prompt_length": _summary("tokens", "prompt length of finished requests", "mean", "max"),
-    "rollout/completion_length": _summary(
-        "tokens", "completion length of finished requests", "mean", "p50", "p99", "max"
-    ),
-    "rollout/policy_version": _gauge("updates", "weight updates since the engine was constructed", "scheduler.version"),
-    "rollout/policy_staleness": _summary(
-        "updates", "weight updates since a returned completion token was sampled", "mean", "max", "nonzero_share"
-    ),
-    "rollout/kv_staleness": _summary(
-        "updates", "weight updates since the KV of a returned position was computed", "mean", "max"
-    ),
-    "rollout/logprob_diff": _summary(
-        "nats", "absolute difference between rollout and trainer log-prob of a token", "mean", "p99", "max"
-    ),
-    "rollout/generate_s": _timer("time spent generating"),
-    "rollout/suspend_s": _timer("time spent releasing the KV cache's device memory"),
-    "rollout/train_s": _timer("time spent outside the engine: rewards, backward, optimizer"),
-    "rollout/resume_s": _timer("time spent restoring the KV cache, its copies included"),
+    "kv_staleness": _summary("updates", "weight updates since returned KV was computed", "mean", "max"),
+    "logprob_diff": _summary("nats", "difference of rollout and trainer log-prob", "mean", "p99", "max"),
+    "generate_s": _timer("time spent generating"),
+    "suspend_s": _timer("time spent releasing the KV cache's device memory"),
+    "train_s": _timer("time spent outside the engine: rewards, backward, optimizer"),
+    "resume_s": _timer("time spent restoring the KV cache, its copies included"),
     **{
-        f"rollout/time_share_{phase}": _ratio(
-            "share", f"share of the time of all phases spent in {phase}", (f"rollout/{phase}_s",), _PHASE_SECONDS
+        f"time_share_{phase}": _ratio(
+            "share",
+            f"share of the time of all phases spent in {phase}",
+            f"{phase}_s",
+            *(f"{each}_s" for each in PHASES),
         )
         for phase in PHASES
     },
-    "rollout/suspends": _counter("calls", "suspends that released the KV cache's device memory"),
-    "rollout/suspend_bytes": _counter("bytes", "KV copied to host memory"),
-    "rollout/suspend_fallbacks": _counter(
-        "calls", "suspends that dropped KV which they were to offload, for want of memory to copy it to"
-    ),
-    "rollout/resumes": _counter("calls", "resumes that restored the KV cache"),
-    "rollout/resume_bytes": _counter("bytes", "KV copied back to the device"),
-    "rollout/resume_fallbacks": _counter("requests", "requests recomputed at a resume because their KV no longer fits"),
-    "rollout/resume_tokens_restored": _counter("tokens", "positions whose KV was restored without a forward"),
-    "rollout/tokens_recomputed": _counter("tokens", "positions to prefill again after a resume"),
-    "rollout/preemption_tokens_recomputed": _counter(
-        "tokens", "positions to prefill again after a preemption", "queues.preemption_tokens_recomputed"
+    "suspends": _counter("calls", "suspends that released the KV cache's device memory"),
+    "suspend_bytes": _counter("bytes", "KV copied to host memory"),
+    "suspend_fallbacks": _counter("calls", "suspends without memory to offload to, which dropped the KV"),
+    "resumes": _counter("calls", "resumes that restored the KV cache"),
+    "resume_bytes": _counter("bytes", "KV copied back to the device"),
+    "resume_fallbacks": _counter("requests", "requests recomputed at a resume because their KV no longer fits"),
+    "resume_tokens_restored": _counter("tokens", "positions whose KV was restored without a forward"),
+    "tokens_recomputed": _counter("tokens", "positions to prefill again after a resume"),
+    "preemption_tokens_recomputed": _counter(
+        "tokens", "positions to compute again after a preemption", "queues.preemption_tokens_recomputed"
     ),
 }
+
+METRICS = {f"rollout/{name}": metric for name, metric in _TABLE.items()}
 
 LOGGED: dict[str, Metric] = {flat: metric for name, metric in METRICS.items() for flat in metric.logged_as(name)}
 """Flat name → its metric: every key that a snapshot can contain."""
 
-ENGINE_STATS: dict[str, Metric] = {
-    name.removeprefix("rollout/"): metric for name, metric in METRICS.items() if metric.read
-}
+ENGINE_STATS: dict[str, Metric] = {name: metric for name, metric in _TABLE.items() if metric.read}
 """Plain name → its metric: what `engine.stats()` returns."""
 
 

@@ -249,23 +249,6 @@ def test_logits_are_bounded_and_an_empty_request_is_answered(model, monkeypatch)
         assert rollout.score([[5]]).mask.tolist() == [[False]]
 
 
-def test_a_nan_is_returned_and_harms_nothing_afterwards(model):
-    with make_rollout(model) as rollout:
-        weight = model.get_input_embeddings().weight
-        before = weight[40].detach().clone()
-        with torch.no_grad():
-            weight[40] = float("nan")
-        rollout.weights_updated()
-        scores = rollout.score([[5, 6, 40, 7], [5, 6, 8, 9]])
-        assert scores.logprobs[0, 3].isnan()
-        assert scores.logprobs[1].isfinite().all()
-        with torch.no_grad():
-            weight[40] = before
-        rollout.weights_updated()
-        assert_equals_forward(model, rollout.score(PROMPTS), PROMPTS)
-        assert_nothing_leaked(rollout)
-
-
 def test_what_cannot_be_scored_is_refused_by_name_and_holds_nothing(model):
     with make_rollout(model, kv_cache_blocks=8, max_sequence_length=40) as rollout:
         for sequences, message in (([[5, 6], [5, VOCAB]], "sequence 1: prompt token 97"), ([[]], "sequence 0"),
