@@ -15,7 +15,7 @@ completion without gap or overlap. Only the last segment (the live one) changes,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +27,19 @@ from rollout.requests.codec import FLOAT, STR, decode_fields, encode_fields, lis
 from rollout.requests.request import REQUEST, DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
 from rollout.requests.token_columns import KeptTokens, Routes
-from rollout.state import Status
+
+_PER_TOKEN = ("generated_tokens", "generated_log_probs", "generated_top_n_logprobs")
+_OF_THE_LAST = (
+    "status", "finish_reason", "stop_reason", "error", "policy_version", "stream_offset", "seed", "metadata", "priority",
+)  # fmt: skip
+"""Fields of a merged request that come from the last segment."""
+_OF_ONE_SEGMENT = {
+    *_PER_TOKEN, "prompt", "status", "finish_reason", "stop_reason", "error", "kv_spans", "finished_chunk_token_count",
+    "num_cached_tokens", "precomputed_block_hashes", "generated_kept_tokens", "generated_values", "generated_text",
+    "generated_segments", "generated_sequence_lengths", "prompt_log_probs", "prompt_top_n_logprobs", "tpot", "ttft",
+    "latency", "routing_indices", "events",
+}  # fmt: skip
+"""Fields that a checkpoint leaves to the earlier segment; the new one begins with their defaults."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -130,41 +142,15 @@ class DynamicInferenceRequestRecord:
             spans.extend_to(live.total_length, live.policy_version)
         params, made = live.sampling_params, live.generated_length
         max_tokens = max(0, params.max_tokens - made)
-        segment = replace(
-            live,
-            prompt=None,
-            prompt_tokens=live.prompt_tokens + live.generated_tokens,
-            sampling_params=params.replace(
-                max_tokens=max_tokens, min_tokens=min(max(0, params.min_tokens - made), max_tokens)
-            ),
-            rng_offset=live.rng_offset + made,
-            policy_spans=spans,
-            kv_spans=VersionSpans(),
-            finished_chunk_token_count=0,
-            num_cached_tokens=0,
-            precomputed_block_hashes=[],
-            status=Status.WAITING_IN_QUEUE,
-            generated_tokens=[],
-            generated_log_probs=[],
-            generated_top_n_logprobs=[],
-            generated_kept_tokens=None,
-            generated_values=None,
-            prompt_log_probs=None,
-            prompt_top_n_logprobs=None,
-            generated_text=None,
-            generated_segments=None,
-            generated_sequence_lengths=None,
-            tpot=[],
-            ttft=None,
-            latency=None,
-            routing_indices=None,
-            finish_reason=None,
-            stop_reason=None,
-            error=None,
-            events=[],
+        kept = {each.name: getattr(live, each.name) for each in fields(live) if each.name not in _OF_ONE_SEGMENT}
+        kept["prompt_tokens"] = live.prompt_tokens + live.generated_tokens
+        kept["sampling_params"] = params.replace(
+            max_tokens=max_tokens, min_tokens=min(max(0, params.min_tokens - made), max_tokens)
         )
-        self.segments.append(segment)
-        return segment
+        kept["rng_offset"] = live.rng_offset + made
+        kept["policy_spans"] = spans
+        self.segments.append(type(live)(**kept))
+        return self.segments[-1]
 
     def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:
         """Merge all segments into one request, as if it was never interrupted; the record is unchanged.
@@ -179,37 +165,26 @@ class DynamicInferenceRequestRecord:
         first, last = self.segments[0], self.segments[-1]
         routing = [segment.routing_indices for segment in self.segments if segment.routing_indices is not None]
         texts = self._joined_or_none("generated_text")
+        text = "".join(texts) if self.completion_text is None and texts is not None else self.completion_text
+        columns: dict[str, Any] = {
+            **{name: self._joined(name) for name in _PER_TOKEN},
+            **{name: self.of_prompt(name) for name in ("prompt_log_probs", "prompt_top_n_logprobs")},
+            **{name: self._joined_or_none(name) for name in ("generated_segments", "generated_sequence_lengths")},
+            **{name: self.joined(name) for name in ("tpot", "events")},
+            **{name: getattr(last, name) for name in _OF_THE_LAST},
+        }
         return replace(
             first,
-            status=last.status,
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            error=last.error,
-            generated_tokens=self._joined("generated_tokens"),
-            generated_log_probs=self._joined("generated_log_probs"),
-            generated_top_n_logprobs=self._joined("generated_top_n_logprobs"),
+            **columns,
             generated_kept_tokens=self._kept_tokens(),
             generated_values=joined_values(self.segments),
-            prompt_log_probs=self.of_prompt("prompt_log_probs"),
-            prompt_top_n_logprobs=self.of_prompt("prompt_top_n_logprobs"),
-            generated_text="".join(texts)
-            if self.completion_text is None and texts is not None
-            else self.completion_text,
-            generated_segments=self._joined_or_none("generated_segments"),
-            generated_sequence_lengths=self._joined_or_none("generated_sequence_lengths"),
-            tpot=self.joined("tpot"),
+            generated_text=text,
             ttft=self.ttft,
             latency=self.latency,
             routing_indices=np.concatenate(routing) if routing else None,
-            events=self.joined("events"),
-            policy_version=last.policy_version,
             policy_spans=last.policy_spans.copy(),
             kv_spans=last.kv_spans.copy(),
             finished_chunk_token_count=min(last.finished_chunk_token_count, len(first.prompt_tokens)),
-            stream_offset=last.stream_offset,
-            seed=last.seed,
-            metadata=last.metadata,
-            priority=last.priority,
         )
 
     def serialize(self) -> dict[str, Any]:
