@@ -269,6 +269,11 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         """All tokens after the user's prompt, including tokens of earlier segments."""
         return self.prompt_tokens[self.original_prompt_length :] + self.generated_tokens
 
+    @property
+    def images(self) -> ImageInputs | None:
+        """All tensors of its images and videos; None without any."""
+        return None
+
     # --- versions -----------------------------------------------------------------------------------------------
 
     def advance_version(self, version: int, *, policy_only: bool = False) -> None:
@@ -369,7 +374,6 @@ class VLMInferenceRequest(DynamicInferenceRequest):
 
     @property
     def images(self) -> ImageInputs | None:
-        """All tensors of its images and videos; None without any."""
         tensors = self.image_inputs if self.imgs is None else {PIXELS: self.imgs, **self.image_inputs}
         return ImageInputs(tensors) if tensors else None
 

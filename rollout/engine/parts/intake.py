@@ -284,7 +284,7 @@ class Intake:
             params = params.replace(max_tokens=params.max_tokens + made)
         pictured = self.images(first.request_id, prompt_of(first))
         fresh = self._request(
-            _images(first), pictured, prompt,
+            first.images, pictured, prompt,
             request_id=first.request_id, sample_index=first.sample_index, prompt=first.prompt,
             sampling_params=self.clamped(first.request_id, prompt, params), arrival_time=first.arrival_time,
             priority=first.priority, metadata=first.metadata, seed=first.seed, policy_version=version,
@@ -413,12 +413,8 @@ class Intake:
 
 def prompt_of(request: DynamicInferenceRequest) -> list[int]:
     """Original prompt tokens of a record's first segment, with the images."""
-    given, images = request.prompt_tokens[: request.original_prompt_length], _images(request)
+    given, images = request.prompt_tokens[: request.original_prompt_length], request.images
     return given if images is None else ImagePrompt(given, images)
-
-
-def _images(request: DynamicInferenceRequest) -> ImageInputs | None:
-    return request.images if isinstance(request, VLMInferenceRequest) else None
 
 
 def _refuse_unserved(record: DynamicInferenceRequestRecord, routes: RouteShape | None, vocabulary: int) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rollout.manager.batch.columns import kept_sets, padded_routes, padded_values
 from rollout.manager.batch.images import BatchImages, ImageLayout
-from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
+from rollout.requests.request import DynamicInferenceRequest
 
 
 def fields_of(
@@ -71,7 +71,7 @@ def fields_of(
         "response_lengths": response_lengths,
     }
     kept = kept_sets(rows, len(column))
-    shown = [row.images if isinstance(row, VLMInferenceRequest) else None for row in rows]
+    shown = [row.images for row in rows]
     images = BatchImages.of(image_layout, shown, arrays["input_ids"], drawn, device)
     return {
         "requests": rows,

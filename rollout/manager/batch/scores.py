@@ -22,7 +22,7 @@ from rollout.errors import ConfigError
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.requests.images import ImageInputs
 from rollout.requests.prompt import unpadded
-from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
+from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import FILTERS, PENALTIES, SamplingParams
 
 Sequences = Sequence[Sequence[int] | Tensor]
@@ -225,7 +225,7 @@ class _Plan:
             params = [request.sampling_params for request in batch]
             warm = [1.0 if one.greedy or one.logprobs_mode == "raw" else one.temperature for one in params]
             replayed = [one if _of_set(request) else None for one, request in zip(params, batch, strict=True)]
-        images = [each.images if isinstance(each, VLMInferenceRequest) else None for each in batch]
+        images = [each.images for each in batch]
         none: list[str | None] = [None] * len(tokens)
         return cls(tokens, mask, batch, np.array(warm, np.float32), replayed, top_k, entropy, images, none)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.manager.batch.batch import RolloutBatch
-from rollout.manager.batch.images import ImageLayout
 from rollout.manager.episodes.episode import Episode
-from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
+from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
 from rollout.requests.token_columns import KeptTokens
 from rollout.sampling_params import FILTERS
@@ -54,15 +54,8 @@ def _continues(turn: DynamicInferenceRequest, last: DynamicInferenceRequest) -> 
         and len(prompt) >= last.total_length
         and prompt[known : last.total_length] == last.generated_tokens
         and prompt[:known] == last.prompt_tokens
-        and _images_go_on(turn, last)
+        and (last.images is None or (turn.images is not None and turn.images.begins_with(last.images)))
     )
-
-
-def _images_go_on(turn: DynamicInferenceRequest, last: DynamicInferenceRequest) -> bool:
-    """Whether the images of a turn start with the images of the previous turn."""
-    before = last.images if isinstance(last, VLMInferenceRequest) else None
-    now = turn.images if isinstance(turn, VLMInferenceRequest) else None
-    return before is None or (now is not None and now.begins_with(before))
 
 
 def _distribution(turn: DynamicInferenceRequest) -> tuple[float | None, ...]:
@@ -179,33 +172,26 @@ class EpisodeBatch(RolloutBatch):
         cls,
         episodes: Sequence[Episode],
         *,
-        policy_version: int,
-        pad_token_id: int,
-        max_staleness: int | None = None,
+        detokenize: Callable[[Sequence[int]], str | None] = lambda tokens: None,
         device: torch.device | str | None = None,
-        image_layout: ImageLayout | None = None,
-        detokenize: Callable[[Sequence[int]], str | None] | None = None,
+        **options: Any,
     ) -> EpisodeBatch:
         """Build the tensors.
 
         Args:
             episodes: finished; the episodes of a group next to each other.
-            policy_version, pad_token_id, max_staleness, device, image_layout: as in `from_requests`.
-            detokenize: makes `texts`, of everything after a row's first prompt; None: no texts.
+            detokenize: makes `texts`, of everything after a row's first prompt.
+            device, options: as in `from_requests`.
         """
         rows = [(index, row) for index, episode in enumerate(episodes) for row in rows_of(episode)]
-        text = detokenize or (lambda tokens: None)
-        requests = [replace(row.request, generated_text=text(row.request.generated_tokens)) for _, row in rows]
+        requests = [replace(row.request, generated_text=detokenize(row.request.generated_tokens)) for _, row in rows]
         rewards = [float("nan") if each.reward is None or each.error is not None else each.reward for each in episodes]
         return cls.from_requests(
             requests,
-            policy_version=policy_version,
-            pad_token_id=pad_token_id,
-            max_staleness=max_staleness,
             device=device,
-            image_layout=image_layout,
             sampled=[row.sampled for _, row in rows],
             episodes=tuple(episodes),
             episode_ids=torch.tensor([index for index, _ in rows], dtype=torch.int64, device=device),
             rewards=torch.tensor(rewards, dtype=torch.float32, device=device),
+            **options,
         )

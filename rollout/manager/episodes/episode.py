@@ -10,7 +10,7 @@ from rollout.errors import EngineStateError
 from rollout.requests.block_hash import stream_key
 from rollout.requests.images import images_of
 from rollout.requests.prompt import Prompt
-from rollout.requests.request import DynamicInferenceRequest, VLMInferenceRequest
+from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
 
@@ -149,8 +149,7 @@ class Episode:
         images = images_of(tokens)
         for number, turn in sorted(self._recorded.items()):
             seeded = params if given and params.seed is not None else params.replace(seed=turn.sampling_params.seed)
-            known = turn.images if isinstance(turn, VLMInferenceRequest) else None
-            same_images = known is None if images is None else known is not None and known.digest == images.digest
+            same_images = (turn.images and turn.images.digest) == (images and images.digest)
             if turn.prompt_tokens == tokens and same_images and _same_but_for_room(seeded, turn):
                 return self._take_over(number)
         return None
