@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,36 +54,50 @@ def test_options_of_a_coordinator_without_one_are_refused(given: dict[str, Any])
             kind(shared_model("qwen3"), **given)
 
 
-def test_with_a_coordinator_the_primary_rank_pauses_suspends_and_goes_on() -> None:
-    with nothing_is_left(), LLM(shared_model("qwen3"), make_tokenizer(), options(), use_coordinator=True) as llm:
-        assert llm.is_primary_rank
-        expected = make_engine("qwen3").generate([token_ids(5)], at_random(50))[0].generated_tokens
-        assert llm.generate(token_ids(5), at_random(50))[0].generated_tokens == expected
-        pending = llm.submit(token_ids(5), at_random(50))
-        llm.pause()
-        assert llm.state is EngineState.PAUSED
-        llm.suspend("offload")
-        assert (llm.state, llm.stats()["kv_device_bytes"]) == (EngineState.SUSPENDED, 0)
-        assert llm.set_policy_version() == 1
-        llm.resume()
-        llm.unpause()
-        assert len(pending.result(PATIENCE_S)[0].generated_tokens) == 50
-        assert llm.policy_version == 1
+@pytest.fixture(scope="module")
+def job() -> Iterator[LLM]:
+    with nothing_is_left():
+        chosen = options(seed=5, control_timeout_s=7.0)
+        with LLM(shared_model("qwen3"), make_tokenizer(), chosen, use_coordinator=True) as llm:
+            yield llm
+        with pytest.raises(EngineStateError, match="it was closed"):
+            llm.client()
 
 
-def test_a_further_client_of_the_coordinator_asks_beside_the_llm() -> None:
-    with nothing_is_left(), LLM(shared_model("qwen3"), make_tokenizer(), options(), use_coordinator=True) as llm:
+def test_with_a_coordinator_the_primary_rank_pauses_suspends_and_goes_on(job: LLM) -> None:
+    assert job.is_primary_rank
+    assert job.service._the_client()._control_timeout_s == 7.0
+    params = at_random(50, seed=3)
+    expected = make_engine("qwen3").generate([token_ids(5)], params)[0].generated_tokens
+    assert job.generate(token_ids(5), params)[0].generated_tokens == expected
+    pending = job.submit(token_ids(5), params)
+    job.pause()
+    assert job.state is EngineState.PAUSED
+    job.suspend("offload")
+    assert (job.state, job.stats()["kv_device_bytes"]) == (EngineState.SUSPENDED, 0)
+    assert job.set_policy_version() == 1
+    job.resume()
+    job.unpause()
+    assert len(pending.result(PATIENCE_S)[0].generated_tokens) == 50
+    assert job.policy_version == 1
 
-        async def ask() -> list[list[int]]:
-            assert llm.coordinator_address is not None
-            elsewhere = InferenceClient(llm.coordinator_address, keys=llm.coordinator_keys)
-            async with llm.client() as client, elsewhere:
-                results = [await each.add_request(token_ids(5), greedily(6)) for each in (client, elsewhere)]
-            return [result[0].generated_tokens for result in results]
 
-        assert asyncio.run(ask()) == 2 * [llm.generate([token_ids(5)], greedily(6))[0].generated_tokens]
-    with pytest.raises(EngineStateError, match="it was closed"):
-        llm.client()
+def test_a_flush_reaches_the_engines_of_a_coordinator(job: LLM) -> None:
+    (sample,) = job.generate(token_ids(20), SamplingParams(max_tokens=4))
+    assert sample.seed in {stream_key(5, number) for number in range(9)}
+    assert job.flush_prefix_cache() > 0
+    assert job.flush_prefix_cache() == 0
+
+
+def test_further_clients_of_the_coordinator_ask_beside_the_llm(job: LLM) -> None:
+    async def ask() -> list[list[int]]:
+        assert job.coordinator_address is not None
+        elsewhere = InferenceClient(job.coordinator_address, keys=job.coordinator_keys)
+        async with job.client() as client, elsewhere:
+            results = [await each.add_request(token_ids(5), greedily(6)) for each in (client, elsewhere)]
+        return [result[0].generated_tokens for result in results]
+
+    assert asyncio.run(ask()) == 2 * [job.generate([token_ids(5)], greedily(6))[0].generated_tokens]
     with LLM(shared_model("qwen3"), make_tokenizer(), options()) as llm:
         assert (llm.coordinator_address, llm.coordinator_keys) == (None, None)
         with pytest.raises(EngineStateError, match=r"direct mode has no coordinator.*use_coordinator=True"):
@@ -169,18 +184,6 @@ def test_an_option_of_the_coordinator_that_contradicts_the_job_is_refused_by_nam
             shared_model("qwen3"), None, options(), use_coordinator=True, coordinator_host="127.0.0.3",
             coordinator_config=CoordinatorConfig(host="127.0.0.2"),
         )  # fmt: skip
-
-
-def test_with_a_coordinator_the_configured_deadline_holds_and_a_flush_reaches_its_engines() -> None:
-    chosen = options(seed=5, control_timeout_s=7.0)
-    with LLM(shared_model("qwen3"), make_tokenizer(), chosen, use_coordinator=True) as llm:
-        assert llm.service._the_client()._control_timeout_s == 7.0
-        (sample,) = llm.generate(token_ids(20), SamplingParams(max_tokens=4))
-        assert sample.seed == stream_key(5, 0)
-        assert llm.context.allocator.index.current
-        assert llm.flush_prefix_cache() > 0
-        assert not llm.context.allocator.index.current
-        assert llm.flush_prefix_cache() == 0
 
 
 def test_an_async_llm_with_a_coordinator_may_be_asked_on_its_private_loop() -> None:

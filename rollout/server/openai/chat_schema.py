@@ -220,8 +220,8 @@ class JsonSchema(Body):
     name: str | None = None
     description: str | None = None
     """Accepted, without effect: the model does not see it."""
-    schema_: dict[str, JsonValue] | None = Field(None, alias="schema")
-    """JSON schema of the reply. Default: any object."""
+    schema_: dict[str, JsonValue] = Field({"type": "object"}, alias="schema")
+    """JSON schema of the reply."""
     strict: bool | None = None
     """Accepted, without effect: a reply always fits the schema."""
 
@@ -244,7 +244,7 @@ class ResponseFormat(Body):
         """JSON schema of the content; None: any text."""
         if self.type == "text":
             return None
-        return (self.json_schema and self.json_schema.schema_) or {"type": "object"}
+        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
 
 
 class ChatRequest(SamplingBody, TemplateFields):
@@ -260,16 +260,13 @@ class ChatRequest(SamplingBody, TemplateFields):
     """Number of most likely tokens to return per position. Requires logprobs=true."""
     max_completion_tokens: int | None = None
     """Newer name of max_tokens, and used if both are given."""
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("Word")] | Annotated[NamedTool, Tag("Named")],
-            Discriminator(_kind_of_choice),
-        ]
-        | None
-    ) = None
+    tool_choice: Annotated[
+        Annotated[Literal["none", "auto", "required"], Tag("Word")] | Annotated[NamedTool, Tag("Named")],
+        Discriminator(_kind_of_choice),
+    ] = "auto"
     """`required`, or a function: the reply is a call, by a constraint on its text. `none`: tools are not rendered, and calls
-    stay text. Default `auto`."""
-    response_format: ResponseFormat | None = None
+    stay text."""
+    response_format: ResponseFormat = ResponseFormat(type="text", json_schema=None)
     """Format of the content. Constrains sampling; a reply that `max_tokens` cuts off is incomplete. Needs the server's extra
     `structured`."""
     modalities: list[Literal["text"]] | None = None
@@ -289,7 +286,7 @@ class ChatRequest(SamplingBody, TemplateFields):
     @field_validator("response_format")
     @classmethod
     def _one_constraint(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is not None and value.type != "text" and info.data.get("structured_outputs") is not None:
+        if value.type != "text" and info.data.get("structured_outputs") is not None:
             raise PydanticCustomError("unsupported", "cannot be combined with structured_outputs; give one of them")
         return value
 
@@ -304,9 +301,11 @@ class ChatRequest(SamplingBody, TemplateFields):
     @classmethod
     def _of_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
         names = [tool.function.name for tool in info.data.get("tools", ())]
-        if not names and value not in (None, "none", "auto"):
+        if value in ("none", "auto"):
+            return value
+        if not names:
             raise PydanticCustomError("needs_tools", "needs tools")
-        if value not in (None, "none", "auto") and info.data.get("structured_outputs") is not None:
+        if info.data.get("structured_outputs") is not None:
             raise PydanticCustomError("unsupported", "a forced call cannot be combined with structured_outputs")
         if isinstance(value, NamedTool) and value.function.name not in names:
             raise PydanticCustomError("unknown_tool", "{name} is not the name of a tool",
@@ -321,7 +320,7 @@ class ChatRequest(SamplingBody, TemplateFields):
     @property
     def reply_schema(self) -> Any:
         """JSON schema of the content; None: any text."""
-        return self.response_format and self.response_format.schema_of_content
+        return self.response_format.schema_of_content
 
     @property
     def constrained(self) -> bool:
