@@ -2,7 +2,7 @@
 
 - Commands (open, abort, deadlines) are applied at step boundaries, even while the engine is paused or suspended.
 - Every opened group finishes once, with its samples or with an error that gives the reason.
-- The work at one boundary is bounded: new samples are queued in turns of `SAMPLES_AT_ONCE`, clients in rotation.
+- The work at one boundary is bounded: new samples are queued in turns of `SAMPLES_AT_ONCE`.
 """
 
 from __future__ import annotations

@@ -153,7 +153,6 @@ class FakeLLM:
         self.numbers = count()
         self.open: dict[int, FakeRequest] = {}
         self.submitted: list[tuple[list[int], SamplingParams, int, float | None]] = []
-        self.clients: list[object] = []
         self.aborted: queue.Queue[int] = queue.Queue()
         self.calls: list[tuple[Any, ...]] = []
         self.cached = 0
@@ -175,7 +174,6 @@ class FakeLLM:
         *,
         priority: int = 0,
         timeout_s: float | None = None,
-        client: object = None,
     ) -> FakeRequest:
         params = sampling_params or SamplingParams()
         if self.refuse_with is not None:
@@ -184,7 +182,6 @@ class FakeLLM:
         if not tokens:
             raise InvalidRequestError("prompt: must have at least one token")
         self.submitted.append((tokens, params, priority, timeout_s))
-        self.clients.append(client)
         asked = FakeRequest(self, tokens, params)
         if not self._held:
             asked.end()

@@ -19,7 +19,6 @@ from rollout.errors import InvalidRequestError
 from rollout.server.openai.samples import merged
 from rollout.server.openai.sse import bursts
 from tests.server.chat_templates import byte_level
-from tests.server.fake_llm import served
 from tests.server.scripted import ScriptedLLM, joined, scripted, spoken
 
 TOKENIZER = byte_level("qwen2.5")
@@ -288,15 +287,3 @@ def test_a_client_that_goes_away_ends_all_it_asked_for(llm: ScriptedLLM, client:
     finally:
         llm.hang = False
         llm.release()
-
-
-def test_the_prompts_of_one_http_request_are_one_client_of_the_engine() -> None:
-    with served() as (llm, server):
-        llm.direct = True
-        for prompts in ([[65], [66]], [[67]]):
-            reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompts, "max_tokens": 2}, timeout=30)
-            assert reply.status_code == 200
-    first, second, other = llm.clients
-    assert first is second
-    assert None not in (first, other)
-    assert other is not first
