@@ -248,7 +248,7 @@ class DataParallelBackend:
 
     def wake(self) -> None:
         self._happened = True
-        self._member.wake()
+        self._member.worker.wake()
 
     # --- computing --------------------------------------------------------------------------------------------------
 

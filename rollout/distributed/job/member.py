@@ -40,6 +40,7 @@ class JobMember:
         worker_options: of `EngineWorker`.
 
     Attributes:
+        worker: makes the engine's steps; `start` connects it.
         sessions_left: number of client sessions that have ended.
     """
 
@@ -64,9 +65,10 @@ class JobMember:
         self._on_joined = on_joined
         self._on_event = on_event
         self._client: InferenceClient | None = None
-        self._worker: EngineWorker | None = None
-        self._worker_options = worker_options
         self.engine = engine
+        self.worker = EngineWorker(
+            engine, "", name=name, loop=loop, on_lost=lambda error: self._on_event(), **worker_options
+        )
 
     def start(self, *, idle: bool = False) -> None:
         """Launch or find the coordinator, and connect worker and client. After an exception, call `leave` and `close`.
@@ -79,13 +81,10 @@ class JobMember:
             ConfigError: the coordinator cannot listen as configured.
         """
         self._launch_or_learn()
-        self._worker = EngineWorker(
-            self.engine, self.coordinator.address, name=self.name, keys=self.coordinator.keys, loop=self.loop,
-            on_lost=lambda error: self._on_event(), **self._worker_options,
-        )  # fmt: skip
+        self.worker.address, self.worker.keys = self.coordinator.address, self.coordinator.keys
         if idle:
-            self._worker.report_idle()
-        self._worker.start(JOIN_TIMEOUT_S)
+            self.worker.report_idle()
+        self.worker.start(JOIN_TIMEOUT_S)
         self._join(JOIN_TIMEOUT_S)
 
     def _launch_or_learn(self) -> None:
@@ -111,18 +110,6 @@ class JobMember:
         self.loop.run_sync(join(), timeout_s + 5)
 
     # --- the session ------------------------------------------------------------------------------------------------
-
-    @property
-    def worker(self) -> EngineWorker:
-        """The worker, which makes the engine's steps. `ConnectionLostError` if `start` has not found the coordinator."""
-        if self._worker is None:
-            raise ConnectionLostError(f"{self.name}: the coordinator was never found")
-        return self._worker
-
-    def wake(self) -> None:
-        """Make `EngineWorker.wait_for_work` check its conditions again."""
-        if self._worker is not None:
-            self._worker.wake()
 
     @property
     def client(self) -> InferenceClient:
@@ -213,8 +200,7 @@ class JobMember:
         try:
             self._leave_client(before)
         finally:
-            if self._worker is not None:
-                self._worker.stop()
+            self.worker.stop()
 
     def close(self, stop_timeout_s: float | None = None) -> None:
         """Release the coordinator's process, which exits after its last client, or terminate it and kill it after

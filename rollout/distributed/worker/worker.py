@@ -80,7 +80,7 @@ class EngineWorker:
         self.name = name
         self.lost: Exception | None = None
         self.reconnect_timeout_s = reconnect_timeout_s
-        self._keys = keys
+        self.keys = keys
         self._on_lost = on_lost
         self._follows_version = follows_version
         self._owns_loop = loop is None
@@ -169,7 +169,7 @@ class EngineWorker:
             EngineStateError: stopped, or never started.
         """
         self.address = self.address if address is None else address
-        self._keys = self._keys if keys is None else keys
+        self.keys = self.keys if keys is None else keys
         limit = self.reconnect_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
         while True:
@@ -210,7 +210,7 @@ class EngineWorker:
         dealer = Dealer(
             self.address,
             self.name,
-            keys=self._keys,
+            keys=self.keys,
             on_message=lambda message: self._arrived(link, message),
             on_lost=lambda error: self._arrived(link, error),
         )

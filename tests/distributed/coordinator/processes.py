@@ -59,12 +59,6 @@ def taken_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
-
-
 def wait_for_the_end(pid: int) -> None:
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)

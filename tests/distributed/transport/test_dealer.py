@@ -11,7 +11,6 @@ import threading
 import time
 
 import pytest
-import zmq
 
 from rollout.distributed.protocol import messages as wire
 from rollout.distributed.protocol.fields import LostFramesError
@@ -90,17 +89,6 @@ async def test_a_reply_is_not_missed_when_sending_has_taken_in_its_event():
             time.sleep(0.00002 * (number % 7))
             connection.dealer.send(wire.Abort(number))
             assert await connection.arrived.get() == wire.BarrierDone(number)
-        connection.dealer.close("done")
-
-
-@asynchronous
-async def test_an_ipv6_address_works():
-    try:
-        fake = FakeCoordinator(host="::1")
-    except zmq.ZMQError:
-        pytest.skip("this machine has no IPv6")
-    with fake:
-        connection, _ = await greeted(fake)
         connection.dealer.close("done")
 
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rollout.distributed.coordinator.core.routing import Placement, Router
-from rollout.state import PrefixCachingCoordinatorPolicy
 from tests.distributed.coordinator.core.routers import (
-    BALANCED,
-    FIRST,
     LONGEST,
     PROMPT,
-    ROBIN,
     chosen,
     holds,
     make,
@@ -45,27 +41,6 @@ def test_the_score_weighs_the_match_against_the_free_share(
     for name, blocks in enumerate(matched):
         holds(router, str(name), PROMPT[:blocks])
     assert router.place(PROMPT, 1) == [Placement(expected, 1, matched[int(expected)])]
-
-
-@pytest.mark.parametrize(
-    ("policy", "alpha", "ranks", "size", "wanted"),
-    [
-        (LONGEST, 0.5, 2, 1, True),
-        (FIRST, 0.5, 2, 1, True),
-        (LONGEST, 0.5, 1, 1, False),
-        (LONGEST, 0.5, 1, 2, True),
-        (LONGEST, 0.0, 2, 2, False),
-        (BALANCED, 0.5, 2, 2, False),
-        (ROBIN, 0.5, 2, 2, False),
-    ],
-)
-def test_hashes_are_wanted_only_where_a_decision_depends_on_them(
-    policy: PrefixCachingCoordinatorPolicy, alpha: float, ranks: int, size: int, wanted: bool
-) -> None:
-    router = Router(policy, alpha=alpha, data_parallel_size=size)
-    for name in range(ranks):
-        router.add_rank(str(name), 8)
-    assert router.hashes_wanted() is wanted
 
 
 # --- room and groups --------------------------------------------------------------------------------------------------
