@@ -8,7 +8,6 @@ import resource
 import socket
 import subprocess
 import sys
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,29 +120,6 @@ def test_a_group_can_be_read_again_by_its_place(tmp_path):
         assert journal.read(place) is None
         with pytest.raises(JournalError, match=r"\.journal cannot be read"):
             list(unread)
-
-
-def test_reading_needs_the_memory_of_one_group(tmp_path):
-    size = 400_000
-    with Journal(tmp_path) as journal:
-        for group_id in range(24):
-            journal.append(group(group_id, metadata=bytes(size)))
-        tracemalloc.start()
-        try:
-            assert sum(1 for _ in journal.since(None)) == 24
-            _, peak = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-    assert peak < 8 * size
-
-
-def test_other_entries_of_the_folder_are_left_alone(tmp_path):
-    (tmp_path / "notes.journal").write_text("mine")
-    (tmp_path / "7.txt").write_text("mine")
-    os.mkfifo(tmp_path / "000099-x.journal")
-    with Journal(tmp_path) as journal:
-        fill(journal, range(1))
-    assert ids_in(tmp_path) == [0]
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -429,15 +405,3 @@ def test_after_a_failed_synchronisation_the_journal_is_closed(tmp_path, monkeypa
     with pytest.raises(JournalError, match="is not open"):
         journal.append(group(1))
     Journal(tmp_path).close()
-
-
-def test_files_are_synchronised_by_checkpoint_and_close(tmp_path, monkeypatch):
-    calls, real = [], os.fsync
-    monkeypatch.setattr(module.os, "fsync", lambda file: (calls.append(file), real(file)))
-    journal = Journal(tmp_path)
-    journal.append(group(0))
-    calls.clear()
-    for syncs in (lambda: journal.checkpoint(1), journal.close):
-        syncs()
-        assert calls
-        calls.clear()

@@ -182,17 +182,6 @@ def test_ratios_are_of_the_interval():
     assert [snapshot[f"rollout/{name}"] for name in names] == [0.5, 2.5, 0.75]
 
 
-def test_tokens_per_second_counts_the_generate_phase_only():
-    clock = Clock()
-    recorder = MetricsRecorder(clock)
-    with recorder.phase("generate"):
-        recorder.add("rollout/generated_tokens", 100)
-        clock.now += 4
-    recorder.enter_phase("train")
-    clock.now += 100
-    assert recorder.snapshot()["rollout/tokens_per_second"] == 25
-
-
 def test_a_name_outside_of_the_table_is_refused():
     recorder = MetricsRecorder(Clock())
     for record in (recorder.add, recorder.set, recorder.observe):

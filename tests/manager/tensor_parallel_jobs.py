@@ -28,7 +28,6 @@ from rollout.llm.llm import LLM
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
-from tests.configs import coordinator_config
 from tests.models import VOCAB, make_model
 from tests.ranks import assert_nothing_is_left
 from tests.rollouts import logprob_error, make_rollout, value_error
@@ -360,27 +359,6 @@ def two_groups_generate(rank: int) -> dict[str, Any]:
         ended = [len(each) for each in rollout.as_completed(rollout.submit(of_my_pair(rank), GREEDY))]
         address = rollout.coordinator_address
     return {"first": shown(batch), "more": shown(more), "ended": ended, "address": address}
-
-
-def two_groups_lose_a_member(rank: int) -> Any:
-    """The leader of the second group ends in a forward; the first group gets all samples."""
-    model = split(make_model("llama", vocab_size=VOCABULARY))
-    coordinator = coordinator_config(heartbeat_timeout_s=5.0)
-    rollout = make_rollout(model, control_timeout_s=60.0, coordinator=coordinator)
-    rollout.generate([], GREEDY)
-
-    def end(*_: Any) -> None:
-        os._exit(0)
-
-    if rank == 2:
-        model.model.layers[1].register_forward_pre_hook(end)
-    prompts = [[5, 6, 7 + index] for index in range(8)] if rank < 2 else []
-    if rank < 2:
-        return shown(rollout.generate(prompts, GREEDY))
-    told = said(lambda: rollout.generate(prompts, GREEDY))
-    # Its session with the coordinator would otherwise count as alive until a heartbeat is missed.
-    rollout.close()
-    return told
 
 
 def is_asked(rank: int, folder: str) -> dict[str, Any]:

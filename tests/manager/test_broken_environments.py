@@ -188,17 +188,6 @@ def test_a_manager_closes_while_an_environment_blocks_its_event_loop(model, monk
     gate.set()
 
 
-def test_an_environment_may_generate_with_another_manager(small, frozen):
-    judge = make_rollout(frozen)
-
-    class Judged(Good):
-        def step(self, turn):
-            return StepResult((), float(len(judge.generate([turn.generated_tokens], GREEDY))), done=True)
-
-    assert small.run([None, None], Judged, tokens(4)).rewards.tolist() == [1.0, 1.0]
-    judge.close()
-
-
 def test_a_process_ends_cleanly_while_an_environment_is_still_busy():
     """The interpreter aborted: "terminate called without an active exception", status 134."""
     ended = subprocess.run(

@@ -192,17 +192,6 @@ def test_two_groups_are_two_ranks_of_one_coordinator(nursery):
     assert answers[0]["address"] == answers[2]["address"] is not None
 
 
-def test_samples_of_a_group_that_ends_go_on_in_another(nursery):
-    answers = run_together(nursery, 4, jobs.two_groups_lose_a_member)
-    prompts = [[5, 6, 7 + index] for index in range(8)]
-    with make_rollout(make_model("llama", vocab_size=jobs.VOCABULARY)) as rollout:
-        alone = jobs.shown(rollout.generate(prompts, jobs.GREEDY))
-    for rank in (0, 1):
-        assert_same(answers[rank], alone)
-    assert answers[2] is None
-    assert "tensor-parallel group of ranks 2, 3 has ended" in answers[3]
-
-
 def test_an_llm_of_a_group_is_asked_on_its_first_rank(nursery, folder):
     first, second = run_together(nursery, 2, jobs.is_asked, folder=folder)
     with make_rollout(whole("qwen3")) as rollout:

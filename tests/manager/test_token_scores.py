@@ -95,21 +95,6 @@ def test_scores_of_a_batch_are_its_own_log_probs_while_the_weights_stand(model, 
             assert torch.equal(scores.logprobs, batch.logprobs)
 
 
-def test_a_score_beside_samples_that_hold_every_recurrent_state_lets_them_go_on():
-    model = make_model("falcon_h1")
-    with make_rollout(model, state_slots=2, max_requests=2) as rollout:
-        rollout.submit([[7, 8, 9], [9, 8]], tokens(12))
-        for _ in range(3):
-            rollout.engine.step()
-        assert rollout.engine.stats()["state_slots_used"] == 2
-        assert_equals_forward(model, rollout.score(PROMPTS), PROMPTS)
-        batches = list(rollout.as_completed())
-        assert sum(batch.response_mask.sum().item() for batch in batches) == 24
-        for batch in batches:
-            assert_equals_forward(model, rollout.score(batch), batch.input_ids.tolist())
-        assert_nothing_leaked(rollout)
-
-
 def test_the_routers_of_a_mixture_of_experts_choose_live_although_routes_were_recorded():
     model = make_model("qwen3_moe")
     with make_rollout(model, record_routes=True) as rollout:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
-from tests.adapters import saved_adapter
 from tests.models import make_model
 from tests.rollouts import make_rollout, update, value_error
 
@@ -75,20 +73,6 @@ def test_values_of_earlier_tokens_survive_whatever_cuts_a_request(cut: str) -> N
         torch.testing.assert_close(batch.token_values[..., 0][mask], batch.policy_versions[mask].float())
     assert any(len(batch.policy_versions[batch.response_mask].unique()) > 1 for batch in batches)
     manager.close()
-
-
-def test_requests_of_loaded_adapters_have_values_beside_plain_ones(tmp_path: Path) -> None:
-    model = make_model("qwen3")
-    folder = saved_adapter(make_model("qwen3"), tmp_path)
-    with make_rollout(model, token_values=lambda hidden: hidden) as manager:
-        alone = [manager.generate([PROMPTS[0]], PARAMS.replace(seed=3), progress=False)]
-        manager.engine.load_adapter("one", folder)
-        named = PARAMS.replace(adapter="one", seed=3)
-        alone.append(manager.generate([PROMPTS[0]], named, progress=False))
-        both = manager.generate([PROMPTS[0]] * 2, [named, PARAMS.replace(seed=3)], progress=False)
-    together = torch.cat([both.token_values[3:], both.token_values[:3]])
-    torch.testing.assert_close(torch.cat([each.token_values for each in alone]), together, atol=1e-5, rtol=0)
-    assert not torch.equal(together[:3], together[3:])
 
 
 def test_a_checkpoint_fits_a_manager_with_other_values_or_says_why_not() -> None:

@@ -98,17 +98,6 @@ def test_steps_carry_their_tokens_and_the_kv_pool(step, seen):
     assert sum(each["prefix_tokens_saved"] for each in steps) > 0
 
 
-def test_the_first_step_counts_what_the_samples_of_a_group_share(model, tmp_path):
-    manager = make_rollout(model)
-    manager.generate(PROMPTS[:1], PARAMS)
-    before = manager.engine.stats()["prefill_tokens_saved"]
-    with manager.trace(tmp_path / "one.json"):
-        manager.generate(PROMPTS[1:2], PARAMS)
-    saved = manager.engine.stats()["prefill_tokens_saved"] - before
-    manager.close()
-    assert sum(each["prefix_tokens_saved"] for each in steps_of(tmp_path / "one.json")) == saved == 3 * len(PROMPTS[1])
-
-
 def test_every_sample_has_a_life_without_gaps(seen):
     (engine,) = seen.engines
     assert {(each.request, each.sample) for each in engine.samples} == {(r, s) for r in range(6) for s in range(4)}

@@ -174,15 +174,6 @@ def test_any_bytes_come_out_as_the_tokenizer_decodes_them(name: str, data: list[
     assert "".join(stream(name, ids)) == tokenizer_named(name).decode(ids, skip_special_tokens=True)
 
 
-def test_unfinished_bytes_appear_at_the_end_as_the_tokenizer_shows_them() -> None:
-    assert stream("byte_level", ids_of_bytes("byte_level", b"a\xf0\x9f")) == ["a", "", "", "\ufffd"]
-
-
-def test_bad_bytes_are_held_back_no_longer_than_they_can_change() -> None:
-    pieces = stream("byte_level", ids_of_bytes("byte_level", b"\xff\xff\xff"))
-    assert pieces == ["", "\ufffd", "\ufffd", "\ufffd"]
-
-
 def test_one_bad_byte_spoils_a_run_of_byte_tokens_so_the_run_is_held_back() -> None:
     good, bad = "東".encode(), b"\xff"
     assert stream("byte_fallback", ids_of_bytes("byte_fallback", good)) == ["", "", "", "東"]

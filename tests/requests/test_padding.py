@@ -118,11 +118,6 @@ def test_a_padding_token_that_is_also_bos_or_eos(owner, rows, found):
             unpadded(array, owner)
 
 
-def test_the_first_owner_with_a_padding_token_names_it():
-    with pytest.raises(InvalidRequestError, match="token 2"):
-        unpadded(np.array([[5, 2], [6, 7]]), None, NO_PAD, EOS_PADS)
-
-
 def test_a_mask_of_another_shape_and_one_prompt_instead_of_a_list_are_refused(manager, tokenizer):
     with pytest.raises(InvalidRequestError, match="another shape"):
         manager.generate({"input_ids": [[5, 6], [7]], "attention_mask": [[1, 1], [1, 1]]}, GREEDY)

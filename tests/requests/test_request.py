@@ -243,12 +243,6 @@ def test_block_hashes_are_computed_for_complete_blocks_where_caching_is_on():
     assert request_of(10, enable_prefix_caching=True).precomputed_block_hashes == []
 
 
-def test_block_hashes_that_are_given_are_kept():
-    request = request_of(10, block_size_tokens=4, enable_prefix_caching=True, precomputed_block_hashes=[1, 2])
-    assert request.precomputed_block_hashes == [1, 2]
-    assert DynamicInferenceRequest.deserialize(request.serialize()).precomputed_block_hashes == [1, 2]
-
-
 def test_succeeded_and_failed_follow_the_status():
     assert [request_of(1, status=status).succeeded() for status in Status] == [False, False, False, True, False]
     assert [request_of(1, status=status).failed() for status in Status] == [False, False, False, False, True]

@@ -68,16 +68,6 @@ def test_what_takes_long_is_left_at_the_second_and_cleared_up_after_whatever_is_
     assert done == ["the first waits", "cleared up"]
 
 
-def test_a_second_one_that_has_waited_takes_effect_before_what_takes_long() -> None:
-    done = []
-    with interrupted(), uninterrupted():
-        press()
-        press()
-        with interruptible():
-            done.append("begun")
-    assert not done
-
-
 def test_a_block_inside_another_one_can_shield_what_takes_long_too() -> None:
     done = []
     with interrupted(), uninterrupted(), uninterrupted(wholly=True), interruptible():

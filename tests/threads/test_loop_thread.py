@@ -69,13 +69,6 @@ def test_waiting_for_the_loop_from_the_loop_raises_instead_of_deadlocking(loop):
     assert loop.run_sync(answer(2), DEADLINE_S) == 2
 
 
-def test_start_does_not_wait_and_its_future_is_cancelled_by_close(loop):
-    assert loop.start(answer(4)).result(DEADLINE_S) == 4
-    pending = loop.start(for_ever())
-    loop.close()
-    assert pending.cancelled()
-
-
 def test_close_twice_is_harmless_and_calls_after_it_raise(loop):
     loop.close()
     loop.close()
@@ -137,22 +130,3 @@ loop.run_sync(asyncio.sleep(0), 30)
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
-
-
-def test_calls_of_one_moment_come_in_order_and_one_that_raises_keeps_none_from_its_turn(loop):
-    said, reported = [], []
-
-    async def report_to(seen):
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: seen.append(str(context["exception"])))
-
-    def fail():
-        raise ValueError("a bug of the caller's")
-
-    loop.run_sync(report_to(reported), DEADLINE_S)
-    for number in range(100):
-        loop.call_soon(said.append, number)
-        if number == 50:
-            loop.call_soon(fail)
-    loop.run_sync(answer(None), DEADLINE_S)
-    assert said == list(range(100))
-    assert reported == ["a bug of the caller's"]
