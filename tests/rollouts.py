@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,6 +32,46 @@ def make_rollout(model: PreTrainedModel, tokenizer: Any = None, **options: Any) 
     defaults: dict[str, Any] = {"kv_cache_blocks": 256, "block_size_tokens": 4, "max_requests": 16,
                                 "max_tokens_per_step": 64, "verify_model": False}  # fmt: skip
     return RolloutManager(model, tokenizer, engine_config(**(defaults | options)), **seams)
+
+
+def closed(manager: RolloutManager) -> None:
+    """Close a manager that may have groups in flight."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        manager.close()
+
+
+def batches_of_cut_requests(
+    cut: str,
+    make: Callable[[], RolloutManager],
+    params: Any,
+    short: SamplingParams,
+    step: Callable[[RolloutManager], Any],
+) -> list[RolloutBatch]:
+    """Batches of requests that are in flight over three updates (`step`), and preempted, suspended or restarted.
+
+    Args:
+        cut: "none", "preempted" (by the small pool of `make`), "suspended" or "restarted".
+    """
+    prompts = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 11], [12, 13, 14]]
+    manager = make()
+    batches = [manager.generate(prompts, params, min_groups=None if cut == "none" else 1)]
+    assert cut == "none" or manager.groups_in_flight
+    for _ in range(3):
+        step(manager)
+        if cut == "suspended":
+            manager.suspend("recompute")
+            manager.resume()
+        if cut == "restarted":
+            state = manager.state_dict()
+            closed(manager)
+            manager = make()
+            manager.load_state_dict(state)
+        batches.append(manager.generate(prompts[:1], short, min_groups=1))
+    batches.append(manager.generate([], min_groups=manager.groups_in_flight))
+    assert cut != "preempted" or manager.metrics()["rollout/preemptions"] > 0
+    manager.close()
+    return [batch for batch in batches if len(batch)]
 
 
 def joined_deltas(*parts: SampleDelta) -> SampleDelta:

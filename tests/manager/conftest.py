@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rollout.manager.manager import RolloutManager
 from tests.models import make_model, make_tokenizer
-from tests.rollouts import make_rollout
+from tests.rollouts import closed, make_rollout
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +32,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def rollout(frozen: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Iterator[RolloutManager]:
     manager = make_rollout(frozen, tokenizer)
     yield manager
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        manager.close()
+    closed(manager)
+
+
+@pytest.fixture
+def small(model: PreTrainedModel) -> Iterator[RolloutManager]:
+    manager = make_rollout(model)
+    yield manager
+    closed(manager)

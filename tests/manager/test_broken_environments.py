@@ -7,8 +7,6 @@ import logging
 import subprocess
 import sys
 import threading
-import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +15,6 @@ import pytest
 from rollout.errors import DeadlineError, EngineStateError, RolloutFailedError
 from rollout.manager.episodes import player
 from rollout.manager.episodes.environment import StepResult
-from rollout.manager.manager import RolloutManager
 from tests.rollouts import GREEDY, assert_nothing_leaked, make_rollout, tokens
 
 
@@ -59,15 +56,6 @@ async def without_reward(episode):
 
 async def gym_reward(episode):
     return (await episode.sample([5, 6])), 1.0, True
-
-
-@pytest.fixture
-def small(model) -> Iterator[RolloutManager]:
-    manager = make_rollout(model)
-    yield manager
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        manager.close()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +192,7 @@ EXIT = """
 import asyncio, torch
 from rollout import DeadlineError, SamplingParams
 from tests.models import make_model
-from tests.rollouts import make_rollout
+from tests.rollouts import closed, make_rollout
 
 manager = make_rollout(make_model("qwen3"))
 

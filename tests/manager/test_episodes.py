@@ -8,7 +8,6 @@ import itertools
 import random
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 
@@ -17,12 +16,11 @@ import torch
 
 from rollout.errors import ConfigError, DeadlineError, EngineStateError, InvalidRequestError, RolloutFailedError
 from rollout.manager.episodes.environment import EnvironmentTask, StepResult
-from rollout.manager.manager import RolloutManager
 from rollout.manager.scoring import rewards_differ
 from rollout.sampling_params import SamplingParams
 from tests.engines import BLOCK
 from tests.models import make_model
-from tests.rollouts import assert_nothing_leaked, logprob_error, make_rollout, tokens, update, value_error
+from tests.rollouts import assert_nothing_leaked, closed, logprob_error, make_rollout, tokens, update, value_error
 
 
 class Echo:
@@ -36,15 +34,6 @@ class Echo:
         self.turns += 1
         await asyncio.sleep(0.001)
         return StepResult([9, 10], 1.0, self.turns == 4)
-
-
-@pytest.fixture
-def small(model) -> Iterator[RolloutManager]:
-    manager = make_rollout(model)
-    yield manager
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        manager.close()
 
 
 # --- one completion -------------------------------------------------------------------------------------------------
@@ -417,9 +406,7 @@ def test_every_sampled_token_stands_in_the_batch_once_as_it_was_sampled(seed, na
         of_version.append(copy.deepcopy(model))
         if restarts and round_ == 1:
             state = rollout.state_dict()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                rollout.close()
+            closed(rollout)
             rollout = make_rollout(model, **options)
             rollout.load_state_dict(state)
     expected: list[tuple] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from rollout.errors import ConfigError
 from rollout.manager.episodes.batch import EpisodeBatch
 from rollout.manager.episodes.environment import EnvironmentTask, StepResult
 from rollout.manager.manager import RolloutManager
-from tests.rollouts import make_rollout, tokens, update
+from tests.rollouts import closed, make_rollout, tokens, update
 
 
 class Stop:
@@ -62,12 +61,6 @@ def sampled(batch: EpisodeBatch) -> list[Any]:
     ]
 
 
-def quietly_closed(manager: RolloutManager) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        manager.close()
-
-
 def stopped_at(
     turn: int, manager: RolloutManager, environment: Any, tasks: Any = range(3), **options: Any
 ) -> dict[str, Any]:
@@ -79,7 +72,7 @@ def stopped_at(
         manager.run(tasks, sampling_params=tokens(7), n=2, min_groups=1)
     Stop.turn = None
     state = manager.state_dict()
-    quietly_closed(manager)
+    closed(manager)
     Stop.steps = 0
     return state
 
@@ -182,7 +175,7 @@ def test_what_a_checkpoint_cannot_hold_is_left_out_with_a_warning(
     manager = make_rollout(frozen)
     manager.run([0, 1], play, tokens(3), min_groups=1)
     state = manager.state_dict()
-    quietly_closed(manager)
+    closed(manager)
     assert "1 of 1 groups of episodes are not in this checkpoint" in caplog.text
     with make_rollout(frozen) as manager:
         manager.load_state_dict(state)

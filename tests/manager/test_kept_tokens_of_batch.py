@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -13,10 +12,11 @@ from rollout.engine.training.tree_forward import TreeAttachment
 from rollout.errors import InvalidRequestError
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.batch.columns import KeptSets
+from rollout.manager.manager import RolloutManager
 from rollout.requests.token_columns import KeptTokens
 from rollout.sampling_params import SamplingParams
 from tests.models import make_model
-from tests.rollouts import make_rollout
+from tests.rollouts import batches_of_cut_requests, make_rollout
 
 NUCLEUS = SamplingParams(n=3, max_tokens=12, top_p=0.8, return_kept_tokens=True, ignore_eos=True)
 SHAPED = SamplingParams(
@@ -40,32 +40,12 @@ def test_the_first_steps_ratio_is_one_under_truncation_whatever_cut_a_request(na
     """Prefix hits are in all of them; versions rise between the rounds, with the weights as they were."""
     model = make_model(name, num_hidden_layers=1)
     options: dict[str, Any] = {"kv_cache_blocks": 10} if cut == "preempted" else {}
-    rollout, batches = make_rollout(model, **options), []
     short = NUCLEUS.replace(max_tokens=3)
-    batches.append(rollout.generate(PROMPTS, [short, SHAPED, NUCLEUS], min_groups=None if cut == "none" else 1))
-    assert cut == "none" or rollout.groups_in_flight
-    for _ in range(3):
-        if cut == "suspended":
-            rollout.suspend("recompute")
-            rollout.resume()
-        if cut == "restarted":
-            state = rollout.state_dict()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                rollout.close()
-            rollout = make_rollout(model, **options)
-            rollout.load_state_dict(state)
-        rollout.weights_updated()
-        batches.append(rollout.generate([PROMPTS[0]], short, min_groups=1))
-    if rollout.groups_in_flight:
-        batches.append(rollout.generate([], min_groups=rollout.groups_in_flight))
-    metrics = rollout.metrics()
-    assert cut != "preempted" or metrics["rollout/preemptions"] > 0
-    assert metrics["rollout/kept_tokens_bytes_total"] > 0
+    batches = batches_of_cut_requests(
+        cut, lambda: make_rollout(model, **options), [short, SHAPED, NUCLEUS], short, RolloutManager.weights_updated
+    )
     for each in batches:
-        if len(each):
-            assert largest_error(model, each) < 1e-5
-    rollout.close()
+        assert largest_error(model, each) < 1e-5
 
 
 def test_gradients_over_kept_tokens_are_those_of_the_whole_logits() -> None:

@@ -13,7 +13,7 @@ from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelErr
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from tests.models import make_model
-from tests.rollouts import make_rollout, update, value_error
+from tests.rollouts import batches_of_cut_requests, make_rollout, update, value_error
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 11], [12, 13, 14]]
 PARAMS = SamplingParams(n=3, max_tokens=12, ignore_eos=True)
@@ -49,30 +49,20 @@ def test_values_of_earlier_tokens_survive_whatever_cuts_a_request(cut: str) -> N
     def versioned(hidden: Tensor) -> Tensor:
         return hidden[:, 0] * 0 + version
 
-    manager = make_rollout(model, token_values=versioned, **options)
-    batches = [manager.generate(PROMPTS, [PARAMS.replace(max_tokens=3), PARAMS, PARAMS], min_groups=1, progress=False)]
-    for _ in range(3):
+    def step(manager: RolloutManager) -> None:
+        nonlocal version
         version += 1
         update(model, manager, size=0)
-        if cut == "suspended":
-            manager.suspend("recompute")
-            manager.resume()
-        if cut == "restarted":
-            state = manager.state_dict()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                manager.close()
-            manager = make_rollout(model, token_values=versioned, **options)
-            manager.load_state_dict(state)
-        batches.append(manager.generate([PROMPTS[0]], PARAMS.replace(max_tokens=3), min_groups=1, progress=False))
-    batches = [*filter(len, batches), manager.generate([], min_groups=manager.groups_in_flight, progress=False)]
-    assert cut != "preempted" or manager.metrics()["rollout/preemptions"] > 0
+
+    short = PARAMS.replace(max_tokens=3)
+    batches = batches_of_cut_requests(
+        cut, lambda: make_rollout(model, token_values=versioned, **options), [short, PARAMS, PARAMS], short, step
+    )
     for batch in batches:
         assert batch.token_values is not None
         mask = batch.response_mask
         torch.testing.assert_close(batch.token_values[..., 0][mask], batch.policy_versions[mask].float())
     assert any(len(batch.policy_versions[batch.response_mask].unique()) > 1 for batch in batches)
-    manager.close()
 
 
 def test_a_checkpoint_fits_a_manager_with_other_values_or_says_why_not() -> None:
