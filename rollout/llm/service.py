@@ -182,14 +182,13 @@ class EngineService(JobRequests):
         self.over: Future[None] = Future()
         self._thread: threading.Thread | None = None
         self._closing = threading.Lock()
-        world = World.of_torch()
-        rank = 0 if world is None else world.rank
-        self.world_size = 1 if world is None else world.size
+        world = World.of_torch() or World.alone()
+        self.world_size = world.size
         self._all_joined = False
-        self.is_primary = rank == 0
+        self.is_primary = world.rank == 0
         job = JobCoordinator(coordinator, engine, world)
         self.member = JobMember(
-            engine, job, loop, name=f"rank-{rank:04d}", new_client=self._new_client if self.is_primary else None,
+            engine, job, loop, name=f"rank-{world.rank:04d}", new_client=self._new_client if self.is_primary else None,
             reconnect_timeout_s=RECONNECT_TIMEOUT_S,
         )  # fmt: skip
         try:

@@ -165,7 +165,7 @@ def test_a_folder_is_loaded_and_a_folder_without_a_model_is_named(tmp_path: Path
 
 def job_options(coordinator: CoordinatorConfig, **inference: Any) -> CoordinatorConfig:
     """What the coordinator of a job of one rank is started with."""
-    return _completed(coordinator, make_engine("qwen3", **inference), None)
+    return _completed(coordinator, make_engine("qwen3", **inference), World.alone())
 
 
 def test_an_option_of_the_coordinator_that_contradicts_the_job_is_refused_by_name() -> None:

@@ -28,7 +28,7 @@ class JobCoordinator:
     Args:
         config: the user's options; size, block size and seed are set from the job, as is a loopback host if the ranks are on
             several hosts. `ConfigError` if an option contradicts the job.
-        world: the ranks; None: this process alone.
+        world: the ranks.
 
     Attributes:
         address: of the current coordinator.
@@ -36,18 +36,13 @@ class JobCoordinator:
         handle: process handle, on rank 0.
     """
 
-    def __init__(self, config: CoordinatorConfig, engine: DynamicInferenceEngine, world: World | None) -> None:
+    def __init__(self, config: CoordinatorConfig, engine: DynamicInferenceEngine, world: World) -> None:
         self.address = ""
         self.keys: JobKeys | None = None
         self.handle: CoordinatorHandle | None = None
         self._world = world
         self._config = _completed(config, engine, world)
         self._incarnation = -1
-
-    @property
-    def primary(self) -> bool:
-        """Whether this rank launches the coordinator."""
-        return self._world is None or self._world.rank == 0
 
     def launch_or_learn(self) -> None:
         """Launch the first or the next coordinator on rank 0; wait for its address on the others.
@@ -59,10 +54,11 @@ class JobCoordinator:
         """
         key = self._key(self._incarnation + 1)
         # Let the other ranks fail now instead of at their deadline. This rank may try again later.
-        with nullcontext() if self._world is None or self._incarnation >= 0 else self._world.joining():
-            if self.primary:
+        with nullcontext() if self._incarnation >= 0 else self._world.joining():
+            if self._world.rank == 0:
                 self._launch()
-                self._publish(key)
+                keys = None if self.keys is None else self.keys.client_side().serialize()
+                self._world.publish(key, msgpack.packb([self.address, keys]))
             else:
                 self._learn(key)
         self._incarnation += 1
@@ -75,7 +71,7 @@ class JobCoordinator:
     @property
     def next_is_published(self) -> bool:
         """Whether rank 0 has published a successor."""
-        return self._world is not None and self._world.is_published(self._key(self._incarnation + 1))
+        return self._world.is_published(self._key(self._incarnation + 1))
 
     def _launch(self) -> None:
         config = self._config
@@ -90,16 +86,9 @@ class JobCoordinator:
         elif not (config.insecure or is_loopback(config.host)):
             self.keys = JobKeys.generate()
         self.handle = launch_coordinator(config, self.keys)
-        address = self.handle.address
-        self.address = address if self._world is None else self._world.reachable(address)
-
-    def _publish(self, key: str) -> None:
-        if self._world is not None:
-            keys = None if self.keys is None else self.keys.client_side().serialize()
-            self._world.publish(key, msgpack.packb([self.address, keys]))
+        self.address = self._world.reachable(self.handle.address)
 
     def _learn(self, key: str) -> None:
-        assert self._world is not None
         published = unpack_msgpack(key, self._world.wait_for(key, START_TIMEOUT_S))
         if type(published) is not list or len(published) != 2 or type(published[0]) is not str:
             refuse(key, published, "[address, keys]")
@@ -110,15 +99,15 @@ class JobCoordinator:
         return f"coordinator/{incarnation}"
 
 
-def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world: World | None) -> CoordinatorConfig:
+def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world: World) -> CoordinatorConfig:
     """Return the user's options completed from the job: size, block size, seed, host."""
     host = config.host
-    if world is not None and world.rank == 0 and not world.one_host and is_loopback(host):
+    if world.rank == 0 and not world.one_host and is_loopback(host):
         host = world.address_for_others()
-    size, seed = 1 if world is None else world.size, engine.config.seed
+    seed = engine.config.seed
     block_size = engine.config.advanced.block_size_tokens
     known = [
-        ("data_parallel_size", size, "the number of ranks"),
+        ("data_parallel_size", world.size, "the number of ranks"),
         ("block_size_tokens", block_size, "Advanced.block_size_tokens"),
         # An engine with the default seed takes the coordinator's.
         *([("seed", seed, "InferenceConfig.seed")] if seed != InferenceConfig.seed else []),
@@ -127,11 +116,11 @@ def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world:
         if (said := getattr(config, name)) not in (value, getattr(CoordinatorConfig, name)):
             raise ConfigError(f"CoordinatorConfig.{name}={said}: {where} is {value}; leave it out, or give the same")
     tokenizer = config.tokenizer
-    if tokenizer is None and (world is None or world.rank == 0):
+    if tokenizer is None and world.rank == 0:
         tokenizer = _portable(engine.controller.tokenizer)
     return config.replace(
         tokenizer=tokenizer,
-        data_parallel_size=size,
+        data_parallel_size=world.size,
         block_size_tokens=block_size,
         enable_prefix_caching=config.enable_prefix_caching and engine.config.enable_prefix_caching,
         seed=config.seed if seed == InferenceConfig.seed else seed,

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import distributed_c10d
 
 from rollout.distributed.transport.keys import is_loopback
@@ -58,6 +58,11 @@ class World:
         if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
             return world
         return replace(world, one_host=world._share_a_host())
+
+    @classmethod
+    def alone(cls) -> World:
+        """The world of this process only."""
+        return cls(0, 1, HashStore(), "rollout/alone", one_host=True)
 
     def within(self, ranks: Sequence[int], name: str) -> World:
         """The world of some of its ranks, including this one; its rank is the place in `ranks`.
