@@ -7,25 +7,16 @@ after an interrupted forward.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rollout.engine.weights.base import GatheredWeights
 from rollout.engine.weights.fingerprints import persistent_tensors
 from rollout.engine.weights.tensor_parallel import expert_parallel_mesh, tensor_parallel_mesh
 from rollout.errors import UnsupportedModelError
-
-
-def unmanaged_shard(model: nn.Module, managed: Collection[str]) -> str | None:
-    """Name of the first DTensor parameter that is not in `managed`, or None."""
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "to_local") and name not in managed:
-            return name
-    return None
 
 
 class ShardedWeights(GatheredWeights):
@@ -35,8 +26,7 @@ class ShardedWeights(GatheredWeights):
     the shards throughout. Parameters that are split by tensor parallelism too stay split by it.
 
     Raises:
-        UnsupportedModelError: some parameters are also sharded by something else, or this torch keeps FSDP2's state
-            elsewhere.
+        UnsupportedModelError: some parameters are also sharded by something else.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,10 +40,10 @@ class ShardedWeights(GatheredWeights):
                 units.setdefault(state_of(module), module)
         self._units = list(units.values())
         self._names = {module: name for name, module in model.named_modules()}
-        _check_internals([state_of(unit) for unit in self._units])
-        if (name := unmanaged_shard(model, self._local())) is not None:
+        managed = self._local()
+        if others := [n for n, p in model.named_parameters() if hasattr(p, "to_local") and n not in managed]:
             raise UnsupportedModelError(
-                f"{type(model).__name__}: {name} is a DTensor that FSDP2 does not gather: put all of the model into "
+                f"{type(model).__name__}: {others[0]} is a DTensor that FSDP2 does not gather: put all of the model into "
                 "fully_shard units"
             )
         self.expert_parallel_mesh = expert_parallel_mesh(model)
@@ -61,8 +51,8 @@ class ShardedWeights(GatheredWeights):
 
     @property
     def ready(self) -> bool:
-        """Whether every unit is unsharded; a backward while gathered reshards units."""
-        return super().ready and all(group.is_unsharded for unit in self._units for group in groups_of(state_of(unit)))
+        # A backward while gathered reshards units.
+        return super().ready and all(group.is_unsharded for group in self._groups())
 
     def _gather(self, undo: ExitStack) -> None:
         for unit in self._units:
@@ -71,7 +61,7 @@ class ShardedWeights(GatheredWeights):
         for unit in self._units:
             undo.callback(reshard, unit)
             unit.unshard()
-        for group in (group for unit in self._units for group in groups_of(state_of(unit))):
+        for group in self._groups():
             undo.callback(setattr, group, "post_forward_mesh_info", group.post_forward_mesh_info)
             group.post_forward_mesh_info = None
             _stay_whole_after_state_dict(group, undo)
@@ -85,31 +75,30 @@ class ShardedWeights(GatheredWeights):
     def _local(self) -> dict[str, Tensor | None]:
         """This rank's shard of every parameter of a unit; None under the further names of a tied one."""
         found: dict[str, Tensor | None] = {}
-        for unit in self._units:
-            for group in groups_of(state_of(unit)):
-                for each in group.fsdp_params:
-                    info = each._module_info
-                    found[self._name(info.module, info.param_name)] = each.sharded_param.to_local()
-                    for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                        found.setdefault(self._name(module, name), None)
+        for each, (first, *others) in self._parameters():
+            found[first] = each.sharded_param.to_local()
+            for name in others:
+                found.setdefault(name, None)
         return found
 
     def _gathered_dimensions(self) -> dict[str, frozenset[str]]:
         """Names of the mesh dimensions that each parameter's unit gathers."""
         found: dict[str, frozenset[str]] = {}
-        for unit in self._units:
-            for group in groups_of(state_of(unit)):
-                for each in group.fsdp_params:
-                    mesh, info = each.mesh_info.mesh, each._module_info
-                    names = frozenset(mesh.mesh_dim_names or each.sharded_param.device_mesh.mesh_dim_names or ("tp",))
-                    found[self._name(info.module, info.param_name)] = names
-                    for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                        found[self._name(module, name)] = names
+        for each, names in self._parameters():
+            dimensions = each.mesh_info.mesh.mesh_dim_names or each.sharded_param.device_mesh.mesh_dim_names or ("tp",)
+            found |= dict.fromkeys(names, frozenset(dimensions))
         return found
 
-    def _name(self, module: nn.Module, parameter: str) -> str:
-        prefix = self._names[module]
-        return f"{prefix}.{parameter}" if prefix else parameter
+    def _groups(self) -> Iterator[Any]:
+        for unit in self._units:
+            yield from groups_of(state_of(unit))
+
+    def _parameters(self) -> Iterator[tuple[Any, list[str]]]:
+        """Each of FSDP2's parameters, and its names; a tied one has several."""
+        for each in (each for group in self._groups() for each in group.fsdp_params):
+            info = each._module_info
+            owners = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+            yield each, [f"{self._names[module]}.{name}".removeprefix(".") for module, name in owners]
 
 
 def state_of(unit: Any) -> Any:
@@ -118,32 +107,9 @@ def state_of(unit: Any) -> Any:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """Parameter groups of an FSDP state: a list since torch 2.13, a single one before."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [each for each in (state._fsdp_param_group,) if each is not None]
-    return list(groups)
-
-
-_OF_STATE = ("_lazy_init", "_training_state", "_state_ctx")
-_OF_GROUP = ("post_forward_mesh_info", "_training_state", "fsdp_params", "is_unsharded", "_to_sharded", "reshard")
-_OF_PARAMETER = ("sharded_param", "mesh_info", "_module_info", "_setattr_on_modules")
-
-
-def _check_internals(states: list[Any]) -> None:
-    owners: list[tuple[Any, tuple[str, ...]]] = []
-    for state in states:
-        owners.append((state, _OF_STATE))
-        for group in groups_of(state):
-            owners.append((group, _OF_GROUP))
-            owners += [(each, _OF_PARAMETER) for each in group.fsdp_params]
-    for owner, names in owners:
-        missing = [name for name in names if not hasattr(owner, name)]
-        if missing:
-            raise UnsupportedModelError(
-                f"FSDP2 of torch {torch.__version__} has no {type(owner).__name__}.{missing[0]}: gathering weights for "
-                "rollouts is tried with torch 2.11 to 2.13; install one of these"
-            )
+    """Parameter groups of an FSDP state: a list since torch 2.13, at most one before."""
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [each for each in groups if each is not None]
 
 
 def reshard(unit: Any) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rollout.engine.weights.base import GatheredWeights, Weights
 from rollout.engine.weights.copied import CopiedWeights
-from rollout.engine.weights.fsdp import ShardedWeights, unmanaged_shard
+from rollout.engine.weights.fsdp import ShardedWeights
 from rollout.engine.weights.tensor_parallel import tensor_parallel_mesh
 from rollout.errors import EngineStateError, UnsupportedModelError
 
@@ -65,17 +65,14 @@ def refuse_sharded_since(weights: Weights) -> None:
     """
     if weights.collective or not (dist.is_available() and dist.is_initialized()):
         return
-    model = weights.trained
-    name = None if weights.tensor_parallel_mesh is not None else unmanaged_shard(model, ())
-    name = name or next((n for n, p in model.named_parameters() if hasattr(p, "ds_id")), None)
-    if name is None:
-        # Set by both FSDP versions; the wrapper of FSDP1 may be outside the model.
-        marked = (n for n, m in model.named_modules() if getattr(m, "_is_fsdp_managed_module", False))
-        name = next((n or type(model).__name__ for n in marked), None)
-    if name is not None:
+    model, split = weights.trained, weights.tensor_parallel_mesh is not None
+    shards = [n for n, p in model.named_parameters() if hasattr(p, "ds_id") or (hasattr(p, "to_local") and not split)]
+    # Set by both FSDP versions; the wrapper of FSDP1 may be outside the model.
+    shards += [n or "it" for n, m in model.named_modules() if getattr(m, "_is_fsdp_managed_module", False)]
+    if shards:
         raise EngineStateError(
-            f"{type(model).__name__}: {name} was sharded after the rollout was built, so that every forward would wait for "
-            "the other ranks: build it after fully_shard, accelerator.prepare or the trainer's own wrapping"
+            f"{type(model).__name__}: {shards[0]} was sharded after the rollout was built, so that every forward would wait "
+            "for the other ranks: build it after fully_shard, accelerator.prepare or the trainer's own wrapping"
         )
 
 
