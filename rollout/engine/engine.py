@@ -189,7 +189,6 @@ class DynamicInferenceEngine:
             self.follow_model()
         with self.installation:
             yield
-        self.parts.context.prepare_suspend()
 
     # --- requests -----------------------------------------------------------------------------------------------
 

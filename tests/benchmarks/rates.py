@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from rollout.engine.kernels import cpu_exact, cpu_library
+from rollout.engine.kernels import cpu_library
+from rollout.engine.training import operations
 from tests.benchmarks.common import seconds
 
 LARGE_BUFFER_BYTES = 2**32
@@ -60,7 +61,7 @@ def reads(dtype: torch.dtype, device: torch.device, count: int) -> list[tuple[in
         (size, lambda: linear(vector, matrix)),
     ]
     if _has_kernels(dtype, device):
-        made.append((size, lambda: cpu_exact.linear(vector, matrix, None)))
+        made.append((size, lambda: operations.linear(vector, matrix)))
     return made
 
 
@@ -80,7 +81,7 @@ def products(dtype: torch.dtype, device: torch.device, side: int) -> list[tuple[
         (side**3, lambda: linear(flat, flat)),
     ]
     if _has_kernels(dtype, device):
-        made.append((side**3, lambda: cpu_exact.linear(flat, flat, None)))
+        made.append((side**3, lambda: operations.linear(flat, flat)))
     return made
 
 

@@ -22,11 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-_SOURCES = (
-    "cpu_kernels.cpp", "cpu_attention.h", "cpu_attention_plan.h", "cpu_decode.h", "cpu_delta.h", "cpu_exact.h",
-    "cpu_experts.h", "cpu_forward.h", "cpu_lanes.h", "cpu_linear.h", "cpu_matmul.h", "cpu_prefetch.h", "cpu_rows.h",
-    "cpu_sampling.h", "cpu_team.h", "cpu_tree_attention.h",
-)  # fmt: skip
+_SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 COMPILE_TIMEOUT_S = 600
 """Takes 5 s, and over two minutes if many other processes use the same cores."""
 COMPILERS = ("g++", "c++", "clang++")
@@ -71,22 +67,13 @@ def status() -> Kernels:
 def _load() -> Kernels:
     compiler = _compiler()
     name = f"cpu_kernels-{_key(compiler)}.so"
-    path = next((folder / name for folder in _folders() if (folder / name).exists() and _is_private(folder)), None)
-    if path is not None:
-        try:
-            return Kernels(ctypes.CDLL(str(path)), f"{compiler.version}, cached as {path}")
-        except OSError as exc:
-            # The disk was full while it was written, or the cache was copied partly.
-            _log.warning("%s cannot be loaded and is built again: %s", path, exc)
-            with suppress(OSError):
-                path.unlink()
     for folder in _folders():
         try:
             path = _built_in(folder, name, compiler)
         except OSError as exc:
             _log.info("no place for the CPU kernels in %s: %s", folder, exc)
         else:
-            return Kernels(ctypes.CDLL(str(path)), f"{compiler.version}, compiled into {path}")
+            return Kernels(ctypes.CDLL(str(path)), f"{compiler.version}, in {path}")
     raise RuntimeError(
         f"none of {', '.join(map(str, _folders()))} can be written; set XDG_CACHE_HOME to a folder that can"
     )
@@ -111,21 +98,13 @@ def _compiler() -> _Compiler:
     return _Compiler(path, next(iter(said.splitlines()), path))
 
 
-def tuned_for(machine: str) -> str:
-    """The flag by which GCC and Clang, Apple's too, use every instruction of the processor they run on.
-
-    Args:
-        machine: of `platform.machine()`.
-    """
-    return "-march=native" if machine in ("x86_64", "AMD64", "i686") else "-mcpu=native"
-
-
 def _compile(compiler: _Compiler, target: Path) -> None:
-    source = str(Path(__file__).with_name(_SOURCES[0]))
     failed = ""
     # A compiler may not know the processor it runs on (Clang on a new Arm core); then compile without special instructions.
-    for tuning in ((tuned_for(platform.machine()),), ()):
-        command = [compiler.path, *FLAGS, *tuning, source, "-o", str(target)]
+    # GCC takes -mcpu=native on Arm only, -march=native on x86 only; Clang, Apple's too, accepts the same.
+    native = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
+    for tuning in ((native,), ()):
+        command = [compiler.path, *FLAGS, *tuning, str(_SOURCE), "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
         if not done.returncode:
             return
@@ -137,7 +116,7 @@ def _compile(compiler: _Compiler, target: Path) -> None:
 
 
 def _key(compiler: _Compiler) -> str:
-    parts = [Path(__file__).with_name(name).read_bytes() for name in _SOURCES]
+    parts = [path.read_bytes() for path in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))]
     parts += [each.encode() for each in (compiler.version, _processor(), repr(FLAGS))]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
 
@@ -169,10 +148,12 @@ def _built_in(folder: Path, name: str, compiler: _Compiler) -> Path:
     Raises:
         OSError: the folder cannot be written, or other users can write it.
     """
+    path = folder / name
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _is_private(folder):
         raise PermissionError(f"{folder} belongs to another user, or others can write it")
-    path = folder / name
+    if path.exists():
+        return path
     with _locked(path.with_suffix(".lock")):
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:

@@ -167,10 +167,6 @@ class BlockPool:
 
     # --- suspend and resume -------------------------------------------------------------------------------------
 
-    def prepare_save(self, num_blocks: int) -> None:
-        """Pin host memory for this many blocks in the background, for CUDA; `save` waits for it."""
-        self._host.prepare(num_blocks, partial(torch.cuda.device, self.device))
-
     def save(self, blocks: NDArray[np.int32]) -> int:
         """Copy `blocks` to the host and free the device memory; returns the bytes copied.
 

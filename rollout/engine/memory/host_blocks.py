@@ -8,10 +8,9 @@ on the model's stream, transfers on a stream of their own. A step waits for the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -66,7 +65,6 @@ class HostBlocks:
         self._rows = max(1, limit // self._block_bytes)
         self._chunks: list[Tensor] = []
         """[slots, width] each."""
-        self._growing: Thread | None = None
         self._leaving: tuple[Tensor, Any] | None = None
         """A staging buffer that is still being read, and the event after which it is free."""
 
@@ -80,23 +78,6 @@ class HostBlocks:
         """Bytes of host memory."""
         return sum(each.nbytes for each in self._chunks)
 
-    def prepare(self, num_slots: int, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        """Pin memory for `num_slots` slots in the background, so that `grow` does not take seconds.
-
-        Args:
-            within: entered by the thread that pins.
-        """
-        if not self._pinned or self.num_slots >= num_slots or (self._growing is not None and self._growing.is_alive()):
-            return
-
-        def work() -> None:
-            # `grow` tries again and raises with the reason.
-            with suppress(RuntimeError, MemoryError), within():
-                self._add_chunks(num_slots, num_slots)
-
-        self._growing = Thread(target=work, name="rollout-pin", daemon=True)
-        self._growing.start()
-
     def grow(self, num_slots: int, most: int) -> None:
         """Grow to at least `num_slots` slots.
 
@@ -106,8 +87,6 @@ class HostBlocks:
         Raises:
             HostMemoryError: the host lacks the memory.
         """
-        if self._growing is not None:
-            self._growing.join()
         kept = len(self._chunks)
         try:
             self._add_chunks(num_slots, most)

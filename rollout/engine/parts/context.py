@@ -120,11 +120,6 @@ class DynamicInferenceContext:
             return self.allocator.num_used + self.allocator.num_cached
         return len(self._live_memory())
 
-    def prepare_suspend(self) -> None:
-        """Pin memory for an offload in the background, after the last of several steps, so that no optimizer hook waits."""
-        if self.config.kv_cache_management_mode is KVCacheManagementMode.OFFLOAD and self._mode is None:
-            self.cache.prepare_save(len(self._live_memory(False)))
-
     def suspend(self, mode: KVCacheManagementMode, *, keep_prefix_cache: bool) -> MemoryMove:
         """Keep, offload or drop the KV cache according to `mode`. If it raises, nothing has changed.
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rollout.engine.fused.fused_binding import Bound
-from rollout.engine.kernels import cpu_exact
 from rollout.engine.memory.kv_cache import KVCache
 from rollout.engine.models.model_support import ModelLayout, inspect_model
 from rollout.engine.models.originals import Unfusable, bypassed
 from rollout.engine.training.decoder import logits_of
+from rollout.engine.training.operations import library
 from rollout.engine.training.packing import packing_of
 from rollout.engine.weights.source import weights_of
 from rollout.errors import UnsupportedModelError
@@ -28,7 +28,7 @@ from rollout.errors import UnsupportedModelError
 def why_not_exact(model: nn.Module, layout: ModelLayout, cache: KVCache) -> str | None:
     """Why exact mode does not support a model in its current state; None: it does."""
     try:
-        cpu_exact.library()
+        library()
         _bound(model, layout, cache)
     except (UnsupportedModelError, Unfusable, AttributeError) as exc:
         return str(exc)
@@ -77,7 +77,7 @@ class _ExactForward:
         device = next(model.parameters()).device
         if device.type != "cpu":
             raise UnsupportedModelError(f"exact mode runs on a CPU, and the model is on {device}")
-        cpu_exact.library()
+        library()
         layout = inspect_model(model)
         # With a cache of one token, for the checks that read one.
         self._verified = layout, KVCache(layout.layers, 1, 1, layout.kv_dtype, layout.device)

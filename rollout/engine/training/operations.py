@@ -1,22 +1,57 @@
-"""Differentiable operations over the C++ kernels of exact mode.
+"""Differentiable operations of exact mode: the operations of the fused forward one at a time, with the same C++ and bits.
 
-The forward has the kernels' bits; the backward is torch's, of the same functions, so gradients differ from plain torch's by
-rounding only. Each operation can be differentiated once.
+The backward is torch's, of the same functions, so gradients differ from plain torch's by rounding only. Each operation can
+be differentiated once. All tensors are on the CPU and of one dtype, float32 or bfloat16.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from rollout.engine.kernels import cpu_exact
+from rollout.engine.kernels import cpu_library
+from rollout.engine.kernels.cpu_attention import Attention
 from rollout.engine.training.packing import Packing
+from rollout.errors import UnsupportedModelError
 
 Gradients = tuple[Tensor | None, ...]
+
+
+class _Product(ctypes.Structure):
+    """`Product` in cpu_exact.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("in", "weight", "bias", "places", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "depth", "columns")),
+    )
+
+
+class _RowWise(ctypes.Structure):
+    """`RowWise` in cpu_exact.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("in", "other", "out", "cosines", "sines", "positions")),
+        *((name, ctypes.c_int64) for name in ("rows", "width", "heads")),
+        ("epsilon", ctypes.c_float),
+    )
+
+
+def library() -> ctypes.CDLL:
+    """The compiled library.
+
+    Raises:
+        UnsupportedModelError: it cannot be built here.
+    """
+    found = cpu_library.load()
+    if found is None:
+        raise UnsupportedModelError("exact mode runs on the C++ kernels, which could not be built: install g++")
+    return found
 
 
 def linear(
@@ -52,6 +87,16 @@ def attention(
     return _apply(_Attention, query, key, value, packing, scaling, window)
 
 
+def _call(name: str, call: ctypes.Structure, like: Tensor) -> None:
+    """Run a function of the library on tensors of the dtype of `like`."""
+    bits16, threads = int(like.dtype == torch.bfloat16), torch.get_num_threads()
+    getattr(library(), name)(ctypes.byref(call), ctypes.c_int64(threads), ctypes.c_int(bits16))
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x.detach().contiguous()
+
+
 def _apply(function: type[Function], *arguments: Any) -> Tensor:
     result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
@@ -62,7 +107,13 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, places: Tensor | None, total: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.places = places
-        return cpu_exact.linear(x, weight, bias, places, total)
+        x, weight = _contiguous(x), _contiguous(weight)
+        rows, depth, columns = *x.shape, weight.shape[0]
+        out = x.new_empty(rows, columns) if places is None else x.new_zeros(total, columns)
+        addresses = (None if each is None else each.data_ptr() for each in (bias, places))
+        call = _Product(x.data_ptr(), weight.data_ptr(), *addresses, out.data_ptr(), rows, depth, columns)
+        _call("rollout_linear", call, x)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -85,7 +136,13 @@ class _RMSNorm(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.epsilon = epsilon
-        return cpu_exact.rms_norm(x, weight, epsilon)
+        x = _contiguous(x)
+        out, width = torch.empty_like(x), x.shape[-1]
+        call = _RowWise(
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), None, None, None, x.numel() // width, width, 1, epsilon
+        )
+        _call("rollout_rms_norm", call, x)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -106,7 +163,15 @@ class _Rotate(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor) -> Tensor:
         ctx.tables = cosines, sines, positions
-        return cpu_exact.rotate(x, cosines, sines, positions)
+        x = _contiguous(x)
+        out = torch.empty_like(x)
+        count, heads, width = x.shape
+        call = _RowWise(
+            x.data_ptr(), None, out.data_ptr(), cosines.data_ptr(), sines.data_ptr(), positions.data_ptr(),
+            count * heads, width, heads, 0.0,
+        )  # fmt: skip
+        _call("rollout_rotate", call, x)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -121,7 +186,11 @@ class _SiluTimes(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return cpu_exact.silu_times(gate, up)
+        gate, up = _contiguous(gate), _contiguous(up)
+        out = torch.empty_like(gate)
+        call = _RowWise(gate.data_ptr(), up.data_ptr(), out.data_ptr(), None, None, None, *gate.shape, 1, 0.0)
+        _call("rollout_activate", call, gate)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -135,7 +204,19 @@ class _Attention(Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float, window: int | None
     ) -> Tensor:
-        out, log_sums = cpu_exact.attention(query, key, value, packing.starts, packing.positions, scaling, window)
+        query, key, value = _contiguous(query), _contiguous(key), _contiguous(value)
+        count, heads, width = query.shape
+        out, log_sums = torch.empty_like(query), query.new_empty(count, heads, dtype=torch.float32)
+        # The keys of each sequence are read in place, as blocks of one token.
+        starts = packing.starts
+        lengths = np.diff(starts)
+        tables = np.ascontiguousarray(starts[:-1, None] + np.arange(int(lengths.max(initial=0)), dtype=np.int64))
+        call = Attention(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), starts.ctypes.data,
+            packing.positions.data_ptr(), tables.ctypes.data, len(lengths), tables.shape[1], 1, heads, key.shape[1], width,
+            width, query.stride(0), out.stride(0), window or 0, scaling, 0.0, log_sums.data_ptr(), None,
+        )  # fmt: skip
+        _call("rollout_attention", call, query)
         ctx.save_for_backward(query, key, value, out, log_sums)
         ctx.how = packing, scaling, window
         return out

@@ -84,8 +84,8 @@ def test_the_second_process_takes_the_first_ones_library_and_both_say_what_by(co
     assert first.library is not None
     assert first.library.one() == 1
     assert "compiling the CPU kernels for this processor with g++ 1.0" in caplog.text
-    assert "g++ 1.0, compiled into" in first.described
-    assert "g++ 1.0, cached as" in build().described
+    assert first.described.startswith("g++ 1.0, in /")
+    assert build().described == first.described
     assert len(compiler.calls) == 1
 
 
@@ -117,7 +117,7 @@ def test_a_home_that_cannot_be_written_leaves_the_library_in_a_private_temporary
     assert build().library is not None
     (folder,) = (tmp_path / "tmp").glob("rollout-engine-*")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert "cached as" in build().described
+    assert str(folder) in build().described
 
 
 def test_a_library_in_a_temporary_folder_that_others_can_write_is_not_loaded(compiler, tmp_path, monkeypatch):
@@ -131,19 +131,6 @@ def test_a_library_in_a_temporary_folder_that_others_can_write_is_not_loaded(com
     assert "set XDG_CACHE_HOME" in refused.described
 
 
-def test_a_damaged_library_is_built_again(compiler, tmp_path, monkeypatch):
-    build()
-    (path,) = (tmp_path / "cache").rglob("*.so")
-    # In another folder: the loader knows a library that this process has loaded by its path.
-    damaged = tmp_path / "other" / "rollout-engine" / path.name
-    damaged.parent.mkdir(parents=True)
-    damaged.write_bytes(b"half")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    assert build().library is not None
-    assert damaged.read_bytes() == path.read_bytes()
-    assert len(compiler.calls) == 2
-
-
 def test_a_compiler_that_does_not_know_the_processor_builds_without_its_instructions(compiler):
     compiler.refuse("=native")
     assert build().library is not None
@@ -151,22 +138,11 @@ def test_a_compiler_that_does_not_know_the_processor_builds_without_its_instruct
 
 
 @pytest.mark.parametrize(
-    ("system", "machine", "flag"),
-    [
-        ("Linux", "x86_64", "-march=native"),
-        ("Linux", "aarch64", "-mcpu=native"),
-        ("Darwin", "arm64", "-mcpu=native"),
-        ("Darwin", "x86_64", "-march=native"),
-    ],
+    ("machine", "flag"), [("x86_64", "-march=native"), ("aarch64", "-mcpu=native"), ("arm64", "-mcpu=native")]
 )
-def test_x86_is_tuned_by_march_and_arm_by_mcpu_and_no_flag_is_one_that_apples_clang_refuses(
-    compiler, monkeypatch, system, machine, flag
-):
+def test_x86_is_tuned_by_march_and_arm_by_mcpu(compiler, monkeypatch, machine, flag):
     """Apple's Clang and GCC on aarch64 take -mcpu=native; GCC on x86 refuses it."""
-    monkeypatch.setattr("platform.system", lambda: system)
     monkeypatch.setattr("platform.machine", lambda: machine)
-    if system == "Darwin":
-        monkeypatch.setattr(cpu_library, "CPU_INFO", Path("/no/proc/cpuinfo"))
     assert build().library is not None
     (call,) = compiler.calls
     assert flag in call.split()
@@ -178,12 +154,6 @@ def test_the_reason_names_every_compiler_that_was_looked_for(monkeypatch, tmp_pa
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build().library is None
     assert "there is no C++ compiler (g++, c++, clang++)" in caplog.text
-
-
-def test_every_source_of_the_kernels_is_part_of_the_key():
-    """A header that the key left out could change without a new build."""
-    folder = Path(cpu_library.__file__).parent
-    assert set(cpu_library._SOURCES) == {path.name for path in (*folder.glob("*.h"), *folder.glob("*.cpp"))}
 
 
 def test_the_library_of_this_machine_has_the_kernels():

@@ -6,9 +6,7 @@ shows as a wrong byte for some seed.
 
 from __future__ import annotations
 
-import contextlib
 import random
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -310,7 +308,7 @@ class PinnedMemory:
 
 
 def pinned(width: int = 1) -> HostBlocks:
-    return HostBlocks([width], torch.float32, pinned=True, stage=torch.empty, copies=None)
+    return HostBlocks([width], torch.float32, pinned=True, stage=torch.empty, copies=HostStream())
 
 
 def test_pinned_memory_grows_by_chunks_and_none_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,28 +326,20 @@ def test_pinned_memory_grows_by_chunks_and_none_is_given_up(monkeypatch: pytest.
     assert memory.asked[5:] == [48, 48, 24], "as many blocks as fit into a chunk, and none across two"
 
 
-def test_memory_is_pinned_in_the_background_and_growing_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, gate = PinnedMemory(monkeypatch, room=3 * 64), threading.Event()
-    host = pinned()
-    within = contextlib.contextmanager(lambda: iter([gate.wait()]))
-    host.prepare(2 * 64, within)
-    host.prepare(8 * 64, within)
-    assert memory.asked == [], "no caller waits"
-    threading.Timer(0.05, gate.set).start()
+def test_without_pinned_memory_what_there_was_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, host = PinnedMemory(monkeypatch, room=3 * 64), pinned()
     host.grow(2 * 64, 1000)
-    assert memory.asked == [64, 64]
-    host.prepare(8 * 64)
     with pytest.raises(HostMemoryError, match=r"pinned host memory \(CUDA error: out of memory\)"):
         host.grow(8 * 64, 1000)
     kept = host.num_slots
     assert kept >= 2 * 64
     memory.asked = [kept]
     host.grow(2 * 64, 10**6)
-    assert host.num_slots == kept, "what there was is kept"
+    assert host.num_slots == kept
 
 
 def test_memory_of_a_cpu_doubles_up_to_the_pool() -> None:
-    host = HostBlocks([1], torch.float32, pinned=False, stage=torch.empty, copies=None)
+    host = HostBlocks([1], torch.float32, pinned=False, stage=torch.empty, copies=HostStream())
     found = []
     for slots in (0, 100, 150, 350):
         host.grow(slots, 320)
