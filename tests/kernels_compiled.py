@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from rollout.engine.kernels import triton_paged
+from rollout.engine.kernels.decode_parts import DecodeParts
 from rollout.engine.kernels.triton_paged import TritonPaged
 
 CPU = torch.device("cpu")
@@ -165,13 +166,12 @@ def _attend(paged: TritonPaged, heads: Heads) -> None:
     query = torch.zeros(300, heads.kv_heads * heads.group, heads.dim, dtype=heads.dtype)
     ids = torch.zeros(64, dtype=torch.int32)
     tables = torch.zeros(64, 64, dtype=torch.int32)
-    rules: dict[str, Any] = {
-        "softcap": heads.softcap, "sinks": query[0, :, 0].contiguous() if heads.sinks else None
-    }  # fmt: skip
+    sinks = query[0, :, 0].contiguous() if heads.sinks else None
+    rules: Any = {"scaling": 0.1, "window": heads.window, "softcap": heads.softcap, "sinks": sinks}
     paged.write(keys[0, :4], keys[0, :4], keys, keys, ids[:4])
-    paged.decode(query[:4], keys, keys, tables[:4], ids[:4] + 600, heads.window, 0.1, **rules)
+    paged.decode(query[:4], keys, keys, tables[:4], DecodeParts(ids[:4] + 600, 16), **rules)
     begins = torch.zeros(65, dtype=torch.int32)
-    paged.prefill(query, keys, keys, tables, begins, ids, heads.window, 0.1, **rules)
+    paged.prefill(query, keys, keys, tables, begins, ids, **rules)
 
 
 def _launchers(kernels: Any, told: Callable[[str, Any], None]) -> Any:

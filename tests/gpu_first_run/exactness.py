@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ from transformers import PreTrainedModel
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.kernels import triton_paged
+from rollout.engine.kernels.rows import PagedRows
+from rollout.engine.kernels.torch_paged import TorchPagedAttention
+from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.gpu_first_run.findings import HEAD_DIM, Run, captured, prompts
@@ -18,33 +21,9 @@ from tests.gpu_first_run.memory import poison
 
 BLOCK = 16
 LENGTHS = [3000, 1, 257, 1024, 640, 4095, 256, 16]
-
-
-class Pool:
-    """A bf16 pool of more than 2^31 elements, and sequences at its end."""
-
-    def __init__(self, run: Run, heads: int, kv_heads: int) -> None:
-        device = self.device = run.device
-        self.groups = heads // kv_heads
-        blocks = 2**31 // (BLOCK * kv_heads * HEAD_DIM) + 4096
-        self.keys = torch.empty(blocks, BLOCK, kv_heads, HEAD_DIM, dtype=torch.bfloat16, device=device).normal_()
-        self.values = torch.empty_like(self.keys).normal_()
-        count, width = len(LENGTHS), -(-max(LENGTHS) // BLOCK)
-        table = blocks - 1 - torch.arange(count * width, dtype=torch.int32).view(count, width)
-        # One block of each sequence lies at the other end.
-        table[:, 0] = torch.arange(count)
-        self.table = table.to(device)
-
-    def exact(self, row: int, query: Tensor, last: int, window: int | None = None) -> Tensor:
-        """Attention of one query [H, D] that is at position `last`, in float64."""
-        first = 0 if window is None else max(0, last + 1 - window)
-        seen = torch.arange(first, last + 1, device=self.device)
-        blocks = self.table[row].long()[seen // BLOCK]
-        keys, values = (
-            part[blocks, seen % BLOCK].double().repeat_interleave(self.groups, 1) for part in (self.keys, self.values)
-        )
-        scores = torch.einsum("hd,shd->hs", query.double(), keys) * HEAD_DIM**-0.5
-        return torch.einsum("hs,shd->hd", scores.softmax(-1), values)
+"""Of the sequences that decode."""
+CHUNKS = [(300, 300), (1, 501), (129, 1129)]
+"""Tokens of each chunk, and where it ends."""
 
 
 def kernels(run: Run) -> None:
@@ -53,51 +32,39 @@ def kernels(run: Run) -> None:
     if paged is None:
         raise RuntimeError("the Triton kernels do not load; see the warning above")
     for heads, kv_heads in ((16, 8), (32, 8), (28, 4), (8, 8)):
-        pool = Pool(run, heads, kv_heads)
-        shape = {"heads": heads, "kv_heads": kv_heads}
-        _decode(run, paged, pool, shape)
-        _prefill(run, paged, pool, shape)
-        del pool
+        for window in (None, 300):
+            _step(run, paged, heads, kv_heads, window)
         run.collect()
     poison(run)
 
 
-def _query(pool: Pool, count: int) -> Tensor:
-    heads = pool.keys.shape[2] * pool.groups
-    return torch.randn(count, heads, HEAD_DIM, device=pool.device, dtype=torch.bfloat16)
+def _step(run: Run, paged: triton_paged.TritonPaged, heads: int, kv_heads: int, window: int | None) -> None:
+    """A step over a pool of more than 2^31 elements, whose sequences have blocks at both ends."""
+    blocks = 2**31 // (BLOCK * kv_heads * HEAD_DIM) + 4096
+    shape = blocks, BLOCK, kv_heads, HEAD_DIM
+    pool = [torch.empty(shape, dtype=torch.bfloat16, device=run.device).normal_() for _ in range(2)]
+    counts, ends = (np.array(each) for each in zip(*[(1, length) for length in LENGTHS], *CHUNKS, strict=True))
+    width = -(-int(ends.max()) // BLOCK)
+    tables = blocks - 1 - np.arange(len(ends) * width).reshape(len(ends), width)
+    tables[:, 0] = np.arange(len(ends))
+    positions = np.concatenate([np.arange(end - count, end) for count, end in zip(counts, ends, strict=True)])
+    rows = PagedRows(np.concatenate([[0], np.cumsum(counts)]), positions, tables, BLOCK)
+    query = torch.randn(len(positions), heads, HEAD_DIM, device=run.device, dtype=torch.bfloat16)
 
+    def attend(rows: PagedRows, query: Tensor) -> Tensor:
+        plain = TorchPagedAttention(rows, run.device)
+        return TritonPagedAttention(paged, rows, run.device, plain)(query, *pool, scaling=HEAD_DIM**-0.5, window=window)
 
-def _decode(run: Run, paged: triton_paged.TritonPaged, pool: Pool, shape: dict[str, int]) -> None:
-    query, scale = _query(pool, len(LENGTHS)), HEAD_DIM**-0.5
-    last = torch.tensor(LENGTHS, device=pool.device, dtype=torch.int32) - 1
-    for window in (None, 300):
-        out = paged.decode(query, pool.keys, pool.values, pool.table, last, window, scale)
-        worst, same = 0.0, True
-        for row, length in enumerate(LENGTHS):
-            worst = max(worst, _difference(out[row], pool.exact(row, query[row], length - 1, window)))
-            only = slice(row, row + 1)
-            alone = paged.decode(query[only], pool.keys, pool.values, pool.table[only], last[only], window, scale)
-            same &= torch.equal(alone[0], out[row])
-        run.say("decode", **shape, window=window, worst=worst, ok=worst < 2e-2, same_bits_alone=same)
-
-
-def _prefill(run: Run, paged: triton_paged.TritonPaged, pool: Pool, shape: dict[str, int]) -> None:
-    rows, counts, starts = (0, 3, 5), (300, 1, 129), (0, 500, 1000)
-    query, ends = _query(pool, sum(counts)), np.cumsum((0, *counts))
-    out = paged.prefill(
-        query, pool.keys, pool.values, pool.table[list(rows)].contiguous(),
-        torch.tensor(ends, device=pool.device, dtype=torch.int32),
-        torch.tensor(starts, device=pool.device, dtype=torch.int32), None, HEAD_DIM**-0.5,
-    )  # fmt: skip
-    worst = 0.0
-    for row, start, (begin, end) in zip(rows, starts, pairwise(ends.tolist()), strict=True):
-        for at in range(begin, end, 37):
-            worst = max(worst, _difference(out[at], pool.exact(row, query[at], start + at - begin)))
-    run.say("prefill", **shape, worst=worst, ok=worst < 2e-2)
-
-
-def _difference(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).abs().max())
+    out = attend(rows, query)
+    used, own = np.unique(tables, return_inverse=True)
+    few = TorchPagedAttention(replace(rows, tables=own.reshape(tables.shape)), run.device)
+    held = [part[torch.from_numpy(used).to(run.device)].double() for part in pool]
+    worst = float((out - few(query.double(), *held, scaling=HEAD_DIM**-0.5, window=window)).abs().max())
+    alone = [attend(rows.select(np.array([row]))[0], query[row : row + 1])[0] for row in range(len(LENGTHS))]
+    same = torch.equal(torch.stack(alone), out[: len(LENGTHS)])
+    run.say(
+        "attention", heads=heads, kv_heads=kv_heads, window=window, worst=worst, ok=worst < 2e-2, same_bits_alone=same
+    )
 
 
 def truth(run: Run) -> None:

@@ -55,10 +55,8 @@ class Case:
         """Bytes of K and V a second."""
         batch, context = self.shape["batch"], self.shape["context"]
         parts = DecodeParts(self._last, ROOM * batch * decode_parts.num_splits(context))
-        attend = partial(
-            paged.decode, self._query, self._keys, self._values, self._table, self._last, None, HEAD_DIM**-0.5,
-            parts=parts,
-        )  # fmt: skip
+        scaling = HEAD_DIM**-0.5
+        attend = partial(paged.decode, self._query, self._keys, self._values, self._table, parts, scaling=scaling)
         size = batch * context * self._keys.shape[2] * HEAD_DIM * self._keys.element_size()
         return 2 * size / seconds(self._run, attend, 20 if self._run.cuda else 1)
 

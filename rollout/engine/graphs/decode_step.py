@@ -170,11 +170,7 @@ class TritonDecode:
         if not serves(query, keys, values):
             raise Uncapturable(f"the Triton kernels do not take its heads ({query.dtype}, {tuple(query.shape[1:])})")
         self._paged.write(key, value, keys, values, inputs.slots)
-        out = self._paged.decode(
-            query, keys, values, inputs.tables, inputs.seen, rules.get("window"), rules["scaling"],
-            softcap=rules.get("softcap"), sinks=rules.get("sinks"), parts=inputs.parts,
-        )  # fmt: skip
-        return out.to(dtype)
+        return self._paged.decode(query, keys, values, inputs.tables, inputs.parts, **rules).to(dtype)
 
     @property
     def nbytes(self) -> int:

@@ -42,10 +42,10 @@ class TritonPagedAttention:
         tables[:, : rows.tables.shape[1]] = rows.tables[:, : tables.shape[1]]
         begins = rows.offsets[decodes:] - rows.offsets[decodes]
         arrays = (tables, rows.positions[:decodes], begins, (ends - counts)[decodes:])
-        self._tables, self._positions, self._begins, self._starts = upload_together(
+        self._tables, positions, self._begins, self._starts = upload_together(
             [array.astype(np.int32, copy=False) for array in arrays], device
         )
-        self._parts = DecodeParts(self._positions, num_parts(rows.positions[:decodes]))
+        self._parts = DecodeParts(positions, num_parts(rows.positions[:decodes]))
         self._causal = rows.seen is None
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]) -> Tensor:
@@ -55,24 +55,16 @@ class TritonPagedAttention:
             return self(query.to(key_cache.dtype), key_cache, value_cache, **rules).to(query.dtype)
         if not self._causal or not serves(query, key_cache, value_cache):
             return self._fallback(query, key_cache, value_cache, **rules)
-        window, scaling, softcap, sinks = (
-            rules.get("window"),
-            rules["scaling"],
-            rules.get("softcap"),
-            rules.get("sinks"),
-        )
         decodes, parts = self._decodes, []
         if decodes:
             out = self._paged.decode(
-                query[:decodes], key_cache, value_cache, self._tables[:decodes, : self._width], self._positions,
-                window, scaling, softcap=softcap, sinks=sinks, parts=self._parts,
-            )  # fmt: skip
+                query[:decodes], key_cache, value_cache, self._tables[:decodes, : self._width], self._parts, **rules
+            )
             parts.append(out)
         if decodes < len(query):
             out = self._paged.prefill(
-                query[decodes:], key_cache, value_cache, self._tables[decodes:], self._begins, self._starts, window, scaling,
-                softcap=softcap, sinks=sinks,
-            )  # fmt: skip
+                query[decodes:], key_cache, value_cache, self._tables[decodes:], self._begins, self._starts, **rules
+            )
             parts.append(out)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -18,13 +18,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from rollout.engine.kernels import decode_parts
-from rollout.engine.kernels.decode_parts import DecodeParts, num_splits
+from rollout.engine.kernels.decode_parts import DecodeParts
+from rollout.engine.kernels.torch_paged import Rules
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 MIN_HEAD_DIM, MAX_HEAD_DIM, MAX_GROUP = 16, 512, 64
@@ -62,9 +63,8 @@ class TritonPaged:
 
     K and V caches are any views [num_blocks, block_size, Hkv, D] and [num_blocks, block_size, Hkv, Dv], and queries any [P,
     H, D], with a contiguous last dimension; block tables need contiguous rows; other index tensors are contiguous. Block
-    tables may be int32 or int64, and entries behind a row's last block are never read. `window`: a query attends to the last
-    `window` positions up to its own; None: all. `softcap`: scores become softcap * tanh(scores / softcap). `sinks`: [H]
-    contiguous, of any floating dtype, read when a kernel runs: scores without a value. Sums are always float32.
+    tables may be int32 or int64, and entries behind a row's last block are never read. Sinks are contiguous, of any
+    floating dtype, and read when a kernel runs. Sums are always float32.
     """
 
     def __init__(self, kernels: _Kernels) -> None:
@@ -102,22 +102,15 @@ class TritonPaged:
         key_cache: Tensor,
         value_cache: Tensor,
         table: Tensor,
-        positions: Tensor,
-        window: int | None,
-        scaling: float,
-        *,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        parts: DecodeParts | None = None,
+        parts: DecodeParts,
+        **rules: Unpack[Rules],
     ) -> Tensor:
         """Attention of one query per sequence.
 
         Args:
             query: [B, H, D].
             table: [B, width], block ids.
-            positions: [B] or [B, 1] int32 or int64; the query attends to positions 0 to its own. Negative: a padding row,
-                for which nothing is read.
-            parts: of these positions, made once for all layers; None: they are made here.
+            parts: parts of the keys of each row, made once for all layers; nothing is read for a padding row.
 
         Returns:
             [B, H, Dv] in the dtype of the query; zeros in padding rows.
@@ -127,11 +120,9 @@ class TritonPaged:
         out = query.new_empty(batch, heads, value_dim)
         if not batch:
             return out
-        if parts is None:
-            parts = DecodeParts(positions, batch * num_splits(table.shape[1] * key_cache.shape[1]))
-        listed = parts.of(window=window)
+        listed = parts.of(window=rules.get("window"))
         part_out, part_lse = self._workspace(parts.capacity, heads, value_dim, query.device)
-        call = _Call(query, key_cache, value_cache, table, window, scaling, softcap)
+        call, sinks = _Call(query, key_cache, value_cache, table, rules), rules.get("sinks")
         kv_heads, plan = key_cache.shape[2], call.plan("decode")
         with device_of(query):
             self._kernels.attend_parts[(min(parts.capacity * kv_heads, _programs(query.device)),)](
@@ -154,11 +145,7 @@ class TritonPaged:
         table: Tensor,
         begins: Tensor,
         starts: Tensor,
-        window: int | None,
-        scaling: float,
-        *,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        **rules: Unpack[Rules],
     ) -> Tensor:
         """Attention of chunks of several sequences, whose own K and V are already in the cache.
 
@@ -178,7 +165,7 @@ class TritonPaged:
         """
         out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
         if len(query) and len(starts):
-            call = _Call(query, key_cache, value_cache, table, window, scaling, softcap)
+            call, sinks = _Call(query, key_cache, value_cache, table, rules), rules.get("sinks")
             plan = call.plan("prefill")
             tokens = plan.rows // call.group
             with device_of(query):
@@ -215,9 +202,7 @@ class _Call:
     key_cache: Tensor
     value_cache: Tensor
     table: Tensor
-    window: int | None
-    scaling: float
-    softcap: float | None
+    rules: Rules
 
     @property
     def group(self) -> int:
@@ -229,7 +214,7 @@ class _Call:
     @property
     def scale(self) -> float:
         # The hardware has exp2, so log2(e) is part of the scale; with a cap, so is the 2 of tanh's exp(2x).
-        return self.scaling * _LOG2_E * (1.0 if self.softcap is None else 2.0 / self.softcap)
+        return self.rules["scaling"] * _LOG2_E * 2.0 / (self.rules.get("softcap") or 2.0)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -241,7 +226,7 @@ class _Call:
         dim, value_dim = self.key_cache.shape[3], self.value_cache.shape[3]
         return {
             "kv_heads": self.key_cache.shape[2], "group": self.group, "block_size": self.key_cache.shape[1],
-            "window": self.window or 0, "cap": (self.softcap or 0.0) * _LOG2_E,
+            "window": self.rules.get("window") or 0, "cap": (self.rules.get("softcap") or 0.0) * _LOG2_E,
             "dim": dim, "value_dim": value_dim, "padded_dim": power_of_two(dim), "padded_value_dim": power_of_two(value_dim),
         }  # fmt: skip
 

@@ -68,12 +68,12 @@ class Asked:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int]] = []
 
-    def decode(self, query, keys, values, table, positions, window, scaling, *, softcap, sinks, parts):
-        assert len(table) == len(positions) == len(query)
+    def decode(self, query, keys, values, table, parts, **rules):
+        assert len(table) == len(parts.positions) == len(query)
         self.calls.append(("decode", len(query), table.shape[1]))
         return torch.zeros_like(query)
 
-    def prefill(self, query, keys, values, table, begins, starts, window, scaling, *, softcap, sinks):
+    def prefill(self, query, keys, values, table, begins, starts, **rules):
         assert len(table) == len(starts) == len(begins) - 1
         assert int(begins[-1]) == len(query)
         self.calls.append(("prefill", len(query), table.shape[1]))

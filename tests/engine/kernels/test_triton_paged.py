@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.engine.kernels import decode_parts, triton_paged, triton_trial
-from rollout.engine.kernels.decode_parts import SPLIT, DecodeParts
+from rollout.engine.kernels.decode_parts import SPLIT, DecodeParts, num_splits
 from rollout.engine.kernels.triton_paged import TritonPaged, load, serves
 from rollout.engine.kernels.triton_trial import Heads, tried_out
 from tests.gpu_first_run.findings import Run
@@ -126,15 +127,16 @@ def decode(
     query: Tensor,
     table: Tensor,
     positions: Sequence[int],
-    window: int | None = None,
+    *,
     scaling: float = 0.3,
-    softcap: float | None = None,
-    parts: DecodeParts | None = None,
+    room: int = 0,
+    **rules: Any,
 ) -> Tensor:
-    return paged.decode(
-        query.to(DEVICE), pool.keys.to(DEVICE), pool.values.to(DEVICE), table.to(DEVICE),
-        torch.tensor(positions, device=DEVICE), window, scaling, softcap=softcap, parts=parts,
-    )  # fmt: skip
+    parts = DecodeParts(
+        torch.tensor(positions, device=DEVICE), room or len(positions) * num_splits(table.shape[1] * pool.block_size)
+    )
+    given = (tensor.to(DEVICE) for tensor in (query, pool.keys, pool.values, table))
+    return paged.decode(*given, parts, scaling=scaling, **rules)
 
 
 def check_decode(
@@ -147,7 +149,7 @@ def check_decode(
 ) -> None:
     rows = [pool.row(position + 1, first=position + 1 - (window or position + 1)) for position in positions]
     query = pool.query(len(positions))
-    out = decode(paged, pool, query, pool.table(rows), positions, window, scaling, softcap)
+    out = decode(paged, pool, query, pool.table(rows), positions, window=window, scaling=scaling, softcap=softcap)
     assert out.dtype == pool.dtype
     for row, position in enumerate(positions):
         if position < 0:
@@ -198,7 +200,7 @@ def test_large_scores_do_not_overflow(paged):
     row = pool.row(301)
     query = pool.query(1)
     for softcap in (None, 30.0):
-        out = decode(paged, pool, query, pool.table([row]), [300], None, 300.0, softcap)
+        out = decode(paged, pool, query, pool.table([row]), [300], scaling=300.0, softcap=softcap)
         exact = pool.attention(query[0], row, 300, None, 300.0, softcap)
         # Scores are thousands: float32 holds them to a thousandth, which is what a weight is off by.
         torch.testing.assert_close(out[0].cpu().double(), exact, atol=1e-2, rtol=1e-2)
@@ -238,8 +240,7 @@ def test_bits_depend_neither_on_the_number_of_programs_nor_on_room_in_the_list(p
     expected = decode(paged, pool, query, table, positions)
     for room, programs in ((8, 3), (8, 100), (30, 5)):
         monkeypatch.setattr(triton_paged, "_programs", lambda _, count=programs: count)
-        parts = DecodeParts(torch.tensor(positions, device=DEVICE), room)
-        found = decode(paged, pool, query, table, positions, parts=parts)
+        found = decode(paged, pool, query, table, positions, room=room)
         assert torch.equal(found, expected)
 
 
@@ -259,7 +260,9 @@ def prefill(
 ) -> Tensor:
     begins = torch.tensor([0, *counts]).cumsum(0).int()
     arguments = (query, pool.keys, pool.values, pool.table(rows), begins, torch.tensor(starts))
-    return paged.prefill(*[argument.to(DEVICE) for argument in arguments], window, scaling, softcap=softcap)
+    return paged.prefill(
+        *[argument.to(DEVICE) for argument in arguments], window=window, scaling=scaling, softcap=softcap
+    )
 
 
 def check_prefill(
@@ -339,7 +342,7 @@ def test_prefill_leaves_what_is_behind_the_last_chunk_alone(paged):
     arguments = (
         query, pool.keys, pool.values, pool.table([row, []]), torch.tensor([0, 10, 10]), torch.tensor([0, 0]),
     )  # fmt: skip
-    padded = paged.prefill(*[argument.to(DEVICE) for argument in arguments], None, 0.3)
+    padded = paged.prefill(*[argument.to(DEVICE) for argument in arguments], scaling=0.3)
     assert padded.shape[0] == 12
     assert torch.equal(padded[:10], expected)
 
@@ -377,8 +380,8 @@ def test_a_step_of_no_rows_launches_nothing(paged):
     empty = pool.query(0).to(DEVICE)
     keys, values = pool.keys.to(DEVICE), pool.values.to(DEVICE)
     ids, table = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(0, 4, dtype=torch.int32, device=DEVICE)
-    assert paged.decode(empty, keys, values, table, ids, None, 1.0).shape == (0, 4, 16)
-    assert paged.prefill(empty, keys, values, table, torch.zeros_like(ids), ids, None, 1.0).shape == (0, 4, 16)
+    assert paged.decode(empty, keys, values, table, DecodeParts(ids, 0), scaling=1.0).shape == (0, 4, 16)
+    assert paged.prefill(empty, keys, values, table, torch.zeros_like(ids), ids, scaling=1.0).shape == (0, 4, 16)
     paged.write(keys[0, :0], values[0, :0], keys, values, ids)
     assert keys.isnan().all()
 
@@ -411,7 +414,7 @@ def test_a_captured_decode_follows_its_buffers(paged):
     )
 
     def step() -> Tensor:
-        return paged.decode(query, keys, values, table, where, None, 0.2)
+        return paged.decode(query, keys, values, table, DecodeParts(where, 30), scaling=0.2)
 
     step()
     torch.cuda.synchronize()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rollout.engine.forward.module_forward import _kernel_shapes as kernel_shapes
+from rollout.engine.kernels.decode_parts import DecodeParts
 from rollout.engine.kernels.torch_paged import write_slots
 from rollout.engine.kernels.triton_trial import Heads, tried_out
 from rollout.engine.models.model_support import inspect_model
@@ -32,15 +33,17 @@ class Kernels:
         write_slots(key, value, keys, values, slots)
         keys += self._broken_in("write")
 
-    def decode(self, query: Tensor, keys: Tensor, values: Tensor, table: Tensor, last: Tensor,
-               window: None, scale: float, **_: Any) -> Tensor:  # fmt: skip
-        out = [self._attend(query[row], keys, values, table[row], int(last[row]), scale) for row in range(len(query))]
+    def decode(
+        self, query: Tensor, keys: Tensor, values: Tensor, table: Tensor, parts: DecodeParts, *, scaling: float
+    ) -> Tensor:
+        last = parts.positions.tolist()
+        out = [self._attend(query[row], keys, values, table[row], last[row], scaling) for row in range(len(query))]
         return torch.stack(out) + self._broken_in("decode")
 
     def prefill(self, query: Tensor, keys: Tensor, values: Tensor, table: Tensor, begins: Tensor, starts: Tensor,
-                window: None, scale: float, **_: Any) -> Tensor:  # fmt: skip
+                *, scaling: float) -> Tensor:  # fmt: skip
         rows = [
-            self._attend(query[at], keys, values, table[row], int(starts[row]) + at - int(begins[row]), scale)
+            self._attend(query[at], keys, values, table[row], int(starts[row]) + at - int(begins[row]), scaling)
             for row in range(len(starts)) for at in range(int(begins[row]), int(begins[row + 1]))
         ]  # fmt: skip
         return torch.stack(rows) + self._broken_in("prefill")

@@ -93,7 +93,5 @@ def test_captured_steps_of_any_size_launch_the_same_attention(paged) -> None:
             inputs = state.inputs(count, capacity)
             own = of_heads(count, KV_HEADS)
             paged.write(own, own, keys, values, inputs.slots)
-            paged.decode(
-                of_heads(count, HEADS), keys, values, inputs.tables, inputs.seen, None, 0.1, parts=inputs.parts
-            )
+            paged.decode(of_heads(count, HEADS), keys, values, inputs.tables, inputs.parts, scaling=0.1)
     assert variants(asked) == {"write": 1, "attend_parts": 1, "merge": 1}
