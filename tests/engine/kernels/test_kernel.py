@@ -156,8 +156,8 @@ def test_many_decoding_rows_are_cut_into_tiles_of_bounded_size(monkeypatch: pyte
     assert_close(step.run(kernel=False, scaling=0.3), step.expected(0.3))
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(12, 12), (24, 8), (16, 32), (64, 64), (256, 256)])
-@pytest.mark.parametrize("groups", [1, 3, 5, 8])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(12, 12), (20, 20), (24, 8), (16, 32), (64, 64), (256, 256)])
+@pytest.mark.parametrize("groups", [1, 3, 5, 8, 63, 64])
 def test_any_head_size_and_any_number_of_heads_to_a_group(head_dim: int, value_dim: int, groups: int) -> None:
     step = Step(groups, groups=groups, head_dim=head_dim, value_dim=value_dim)
     for kernel in (False, True):

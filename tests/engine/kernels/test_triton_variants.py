@@ -7,8 +7,11 @@ divides. A kernel that is compiled within a step holds it up for a second, and i
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +24,6 @@ from rollout.engine.kernels.torch_paged import TorchPagedAttention
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.engine.kernels.triton_paged import TritonPaged
 from rollout.engine.memory.buffers import packed
-from tests.triton_launches import recorded
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton"),
@@ -30,6 +32,42 @@ pytestmark = [
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 HEADS, KV_HEADS, DIM, BLOCK, COLUMNS = 4, 2, 16, 16, 64
+
+
+class _Driver:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def recorded() -> Iterator[dict[str, set[str]]]:
+    """Compiled kernels that launches in this block ask for, by name; the launches do nothing."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    asked: dict[str, set[str]] = defaultdict(set)
+
+    def ask(*, key: str, fn: Any, **_: Any) -> bool:
+        asked[fn.name].add(key)
+        return True  # Not to be compiled.
+
+    before, hook = driver._active, knobs.runtime.jit_cache_hook
+    driver.set_active(_Driver())
+    knobs.runtime.jit_cache_hook = ask
+    try:
+        yield asked
+    finally:
+        driver._active, knobs.runtime.jit_cache_hook = before, hook
 
 
 def variants(asked: dict[str, set[str]]) -> dict[str, int]:
