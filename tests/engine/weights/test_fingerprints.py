@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from rollout.config import Advanced, InferenceConfig
 from rollout.engine.weights.fingerprints import SAMPLES, Fingerprints, persistent_tensors, samples_of
 from rollout.errors import EngineStateError, WeightsChangedError
 from rollout.llm.llm import LLM
@@ -213,11 +214,14 @@ def test_generating_with_weights_that_nobody_announced_is_refused_until_they_are
         assert len(list(rollout.as_completed())) == 1
 
 
-def test_an_llm_looks_when_it_begins_to_generate() -> None:
+def test_an_llm_looks_when_it_begins_to_generate_unless_it_is_told_not_to() -> None:
     model = make_model("llama")
-    with LLM(model) as llm:
-        llm.generate(PROMPTS, greedily(2))
+    unchecked = InferenceConfig(kv_cache_blocks=64, advanced=Advanced(weight_fingerprints="off"))
+    with LLM(model) as llm, LLM(model, None, unchecked) as careless:
+        for each in (llm, careless):
+            each.generate(PROMPTS, greedily(2))
         of(model).data.add_(1.0)
+        careless.generate(PROMPTS, greedily(2))
         with pytest.raises(WeightsChangedError, match=UP):
             llm.generate(PROMPTS, greedily(2))
         llm.weights_updated()
@@ -249,14 +253,6 @@ def test_a_checkpoint_may_be_loaded_between_building_and_generating() -> None:
         update(model)
         with pytest.raises(WeightsChangedError):
             rollout.generate(PROMPTS, greedily(2))
-
-
-def test_without_fingerprints_nobody_looks() -> None:
-    model = make_model("llama")
-    with make_rollout(model, weight_fingerprints="off") as rollout:
-        rollout.generate(PROMPTS, greedily(2))
-        of(model).data.add_(1.0)
-        rollout.generate(PROMPTS, greedily(2))
 
 
 def test_a_loaded_state_goes_with_the_weights_that_are_there() -> None:
