@@ -525,22 +525,20 @@ def test_heads_the_kernels_do_not_take_are_refused_by_name() -> None:
 
 
 def test_the_device_has_the_rows_of_a_step_and_padding_which_writes_nothing() -> None:
-    state = DecodeState(8, 16, 4, CPU, groups=2)
+    state = DecodeState(8, 16, 4, CPU)
     addresses = [each.data_ptr() for each in (state.ids, state.positions, state.seen, state.tables)]
-    tables = np.arange(2 * 2 * 3).reshape(2, 2, 3) + 5
-    rows = PagedRows(np.arange(3), np.array([9, 2]), tables[0], 4, others=(tables[1],))
+    rows = PagedRows(np.arange(3), np.array([9, 2]), np.arange(6).reshape(2, 3) + 5, 4)
     for rotary in (None, np.array([40, 41])):
         state.send(np.array([3, 7]), rows, rotary)
         inputs = state.inputs(4)
         assert inputs.ids.tolist() == [3, 7, 0, 0]
         assert inputs.positions.tolist() == [*(rows.positions if rotary is None else rotary), 0, 0]
         assert inputs.seen.tolist() == [9, 2, -1, -1]
-        for (slots, own), group in zip(inputs.groups, rows.groups(), strict=True):
-            assert slots.tolist() == [*group.slots, -1, -1]
-            assert own[:2, :3].tolist() == group.tables.tolist()
+        assert inputs.slots.tolist() == [*rows.slots, -1, -1]
+        assert inputs.tables[:2, :3].tolist() == rows.tables.tolist()
     assert addresses == [each.data_ptr() for each in (state.ids, state.positions, state.seen, state.tables)]
     state.clear()
-    assert state.inputs(4).groups[0][0].tolist() == [-1] * 4
+    assert state.inputs(4).slots.tolist() == [-1] * 4
 
 
 def test_sizes_are_about_ten_and_reach_any_number_of_rows() -> None:
