@@ -29,8 +29,8 @@ CHUNKS = [(300, 300), (1, 501), (129, 1129)]
 def kernels(run: Run) -> None:
     """Real head counts in bf16 against float64, a row alone and among others; and what a failed capture leaves behind."""
     paged = triton_paged.load(run.device)
-    if paged is None:
-        raise RuntimeError("the Triton kernels do not load; see the warning above")
+    if paged is None or not run.cuda:
+        raise RuntimeError("the Triton kernels do not load; they need Triton and a CUDA device")
     for heads, kv_heads in ((16, 8), (32, 8), (28, 4), (8, 8)):
         for window in (None, 300):
             _step(run, paged, heads, kv_heads, window)
