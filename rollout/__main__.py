@@ -2,7 +2,7 @@
 
 Exit codes:
     0     stopped by Ctrl-C or SIGTERM while serving; --help, --version
-    1     failed while serving
+    1     failed while serving, or something that `rollout doctor` tried does not work
     2     could not start with these options
     130   Ctrl-C before serving began, or a second Ctrl-C
 
@@ -18,18 +18,21 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rollout.config import __version__
+from packaging.requirements import Requirement
+
+from rollout.config import InferenceConfig, __version__
 from rollout.errors import ConfigError, RolloutError, UnsupportedModelError, did_you_mean
 from rollout.observe.metric_table import binary_bytes, short_count
 
 if TYPE_CHECKING:
-    from rollout.flags import ServeOptions
+    from rollout.flags import DoctorOptions, ServeOptions
     from rollout.llm.llm import LLM
     from rollout.server.server import Server
 
@@ -38,6 +41,7 @@ HELP = """usage: rollout COMMAND [OPTIONS]
 A rollout engine that samples with the module a training loop steps.
 
   serve MODEL_DIR   serve a model over HTTP with the routes of OpenAI's API; `rollout serve --help` lists the options
+  doctor            say what is installed and works on this machine
   doctor MODEL_DIR  say what the engine will do with a model on this machine; `rollout doctor --help` lists the options
   top ADDRESS       watch a running job by the address of its coordinator (tcp://...)
   --version         print the version
@@ -70,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif command == "serve":
             _serve(rest)
         elif command == "doctor":
-            _doctor(rest)
+            return _doctor(rest)
         elif command == "top":
             from rollout.distributed.client.top import main as top
 
@@ -121,10 +125,12 @@ def _print_requests() -> None:
     requests.propagate = False
 
 
-def _doctor(arguments: Sequence[str]) -> None:
+def _doctor(arguments: Sequence[str]) -> int:
     from rollout.flags import parse_doctor
 
     options, config = parse_doctor(arguments)
+    if options.model_dir is None:
+        return _examine_machine(options, config)
     _check_folder(options.model_dir)
     model, _ = _load(options.model_dir, None, options.dtype, options.device)
     from rollout.engine.engine import DynamicInferenceEngine, inspect
@@ -143,6 +149,86 @@ def _doctor(arguments: Sequence[str]) -> None:
         speed = decode_trial(engine.generate, scheduler, vocabulary, engine.parts.max_sequence_length)
         explanation = replace(explanation, rows=(*explanation.rows, ("speed", speed)))
     print(json.dumps(explanation.as_dict(), indent=2) if options.json else explanation, flush=True)
+    return STOPPED
+
+
+def _examine_machine(options: DoctorOptions, config: InferenceConfig) -> int:
+    """Print what is installed, and try a tiny random model and a coordinator's sockets."""
+    rows, code = [*_installed()], STOPPED
+    for title, work in (("sample", lambda: _sample(options.device, config)), ("sockets", _open_sockets)):
+        try:
+            rows += work()
+        except Exception as exc:  # noqa: BLE001 - the page says what does not work
+            rows.append((title, f"FAILED: {type(exc).__name__}: {_first_line(exc)}"))
+            code = FAILED
+    rows.append(("next", "`rollout doctor MODEL_DIR` says what the engine does with your model"))
+    text = "\n".join(f"{title:<12}{text}" for title, text in rows)
+    print(json.dumps(rows, indent=2) if options.json else text, flush=True)
+    return code
+
+
+def _installed() -> Iterator[tuple[str, str]]:
+    """Packages by the extra that installs them, with their versions, or how to install those that are missing."""
+    wanted = [Requirement(each) for each in metadata.requires("rollout-engine") or ()]
+    core = [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
+    for extra in ("", "serve", "structured", "peft", "trl", "vision", "report", "top"):
+        others = [each for each in wanted if each.marker is not None and each.marker.evaluate({"extra": extra})]
+        found, missing = [], []
+        for each in others if extra else core:
+            try:
+                version = metadata.version(each.name)
+            except metadata.PackageNotFoundError:
+                missing.append(each.name)
+                continue
+            odd = "" if each.specifier.contains(version, prereleases=True) else f" (supported: {each.specifier})"
+            found.append(f"{each.name} {version}{odd}")
+        cure = f"{', '.join(missing)} missing: pip install 'rollout-engine[{extra}]'" if missing else ""
+        yield extra or "installed", "; ".join(filter(None, [", ".join(found), cure]))
+
+
+def _sample(device: str, config: InferenceConfig) -> list[tuple[str, str]]:
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from rollout.engine.engine import DynamicInferenceEngine
+    from rollout.sampling_params import SamplingParams
+
+    _check_device(device)
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    place = device if device != "auto" else "cuda" if gpus else "cpu"
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    tiny = Qwen3Config(vocab_size=256, num_key_value_heads=2, max_position_embeddings=256, **sizes)
+    model = AutoModelForCausalLM.from_config(tiny).to(place).eval()
+    engine, prompt = DynamicInferenceEngine(model, None, config), [5, 6, 7, 8]
+    (ours,) = engine.generate([prompt], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+    theirs = model.generate(torch.tensor([prompt], device=place), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    if prompt + ours.generated_tokens != theirs[0].tolist():
+        raise RuntimeError(
+            f"a greedy sample {ours.generated_tokens} differs from model.generate, {theirs[0, 4:].tolist()}"
+        )
+    page = (line.split(maxsplit=1) for line in str(engine.explain()).splitlines())
+    shown = ("forward", "attention", "sampling", "graphs", "machine", "threads", "compiler", "advice")
+    return [
+        ("devices", ", ".join(gpus) or f"cpu only: torch {torch.__version__} sees no CUDA device"),
+        *((title, text) for title, text in page if title in shown),
+        ("sample", f"8 tokens of a tiny random Qwen3 on {place} equal those of model.generate"),
+    ]
+
+
+def _open_sockets() -> list[tuple[str, str]]:
+    from rollout.config import CoordinatorConfig
+    from rollout.distributed.coordinator.launch import launch_coordinator
+
+    began = time.monotonic()
+    handle = launch_coordinator(CoordinatorConfig())
+    handle.stop(10)
+    return [("sockets", f"a coordinator process listened at {handle.address}; {time.monotonic() - began:.1f} s")]
 
 
 def _wait(server: Server, summary: str) -> int:
@@ -189,16 +275,21 @@ def _start(options: ServeOptions) -> LLM:
     )
 
 
-def _load(folder: str, tokenizer: str | None, dtype: str, device: str) -> tuple[Any, Any]:
+def _check_device(device: str) -> None:
     import torch
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"--device {device}: torch sees no CUDA device; use --device cpu")
+
+
+def _load(folder: str, tokenizer: str | None, dtype: str, device: str) -> tuple[Any, Any]:
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
     from rollout.engine.weights.folder import load_model
 
     disable_progress_bar()
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"--device {device}: torch sees no CUDA device; use --device cpu")
+    _check_device(device)
     try:
         return load_model(folder, tokenizer, dtype=dtype, device=device)
     except RolloutError:

@@ -75,8 +75,8 @@ class ServeOptions:
 class DoctorOptions:
     """Model to examine, and what to print."""
 
-    model_dir: Positional[Annotated[str, arg(metavar="MODEL_DIR")]]
-    """Folder of the model: config.json and *.safetensors."""
+    model_dir: Positional[Annotated[str | None, arg(metavar="[MODEL_DIR]")]] = None
+    """Folder of the model: config.json and *.safetensors. None: say what is installed and works on this machine."""
 
     dtype: Dtype = "auto"
     """Dtype of the weights. auto: the dtype they were saved in."""

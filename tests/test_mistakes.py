@@ -11,11 +11,13 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import json
 import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import rollout
 import trainer_hooks
 from rollout import LLM, DynamicInferenceEngine, InferenceConfig, RolloutManager, SamplingParams
+from rollout.__main__ import main
 from rollout.distributed.transport.keys import JobKeys
 from rollout.distributed.worker.worker import EngineWorker
 from rollout.flags import parse
@@ -380,13 +383,34 @@ def test_the_doctor_compares_the_pool_with_the_longest_sequence(blocks, advised)
     assert bool(said) == advised
 
 
-def test_the_doctor_runs_without_the_extra_serve(tmp_path):
-    make_model("qwen3").save_pretrained(tmp_path)
+def test_the_doctor_examines_a_machine_without_a_model_and_without_the_extra_serve():
     hidden = "fastapi uvicorn prometheus_client jinja2 httptools starlette"
     script = (
         f"import sys; sys.modules.update(dict.fromkeys({hidden.split()!r})); from rollout.__main__ import main; "
-        f"sys.exit(main(['doctor', {str(tmp_path)!r}, '--device', 'cpu', '--no-measure', '--kv-cache-blocks', '64']))"
+        "sys.exit(main(['doctor', '--device', 'cpu', '--kv-cache-blocks', '64']))"
     )
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert "KV cache" in ended.stdout
+    assert "8 tokens of a tiny random Qwen3 on cpu equal those of model.generate" in ended.stdout
+    assert "a coordinator process listened at tcp://127.0.0.1" in ended.stdout
+    assert "%|" not in ended.stderr, "progress bars"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_doctor_says_what_is_missing_and_what_does_not_work(monkeypatch, capsys):
+    def refusing(_: object) -> None:
+        raise OSError("no sockets")
+
+    def without_trl(name: str) -> str:
+        if name == "trl":
+            raise metadata.PackageNotFoundError
+        return "0.1"
+
+    monkeypatch.setattr(metadata, "version", without_trl)
+    monkeypatch.setattr("rollout.distributed.coordinator.launch.launch_coordinator", refusing)
+    assert main(["doctor", "--device", "cuda:99", "--json"]) == 1
+    found = dict(json.loads(capsys.readouterr().out))
+    assert "torch 0.1 (supported: " in found["installed"]
+    assert found["trl"] == "trl missing: pip install 'rollout-engine[trl]'"
+    assert found["sample"].startswith("FAILED: ConfigError: --device cuda:99: torch sees no CUDA device")
+    assert found["sockets"] == "FAILED: OSError: no sockets"
