@@ -18,8 +18,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -155,7 +156,11 @@ def _doctor(arguments: Sequence[str]) -> int:
 def _examine_machine(options: DoctorOptions, config: InferenceConfig) -> int:
     """Print what is installed, and try a tiny random model and a coordinator's sockets."""
     rows, code = [*_installed()], STOPPED
-    for title, work in (("sample", lambda: _sample(options.device, config)), ("sockets", _open_sockets)):
+    trials: dict[str, Callable[[], list[tuple[str, str]]]] = {
+        "sample": partial(_sample, options.device, config),
+        "sockets": _open_sockets,
+    }
+    for title, work in trials.items():
         try:
             rows += work()
         except Exception as exc:  # noqa: BLE001 - the page says what does not work

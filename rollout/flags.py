@@ -99,7 +99,7 @@ class _Doctor:
 
 _ABOUT = f"""Serve a model over HTTP with the routes of OpenAI's API.
 
-Prefer the environment variable {API_KEY}: other users see arguments.
+Prefer the environment variable {API_KEY}: other users can read arguments.
 
 Ctrl-C lets open requests finish, then stops; a second one stops immediately."""
 

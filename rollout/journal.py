@@ -286,8 +286,8 @@ def _locked(folder: Path) -> int:
         owner = os.pread(lock, 200, 0).decode(errors="replace").strip()
         os.close(lock)
         raise EngineStateError(
-            f"{folder} is being written by {owner or 'another process'}: close that journal first, or give this one a "
-            "folder of its own (each rank needs one)"
+            f"{folder} is being written by {owner or 'another process'}: close that journal first, or give this one its "
+            "own folder (each rank needs one)"
         ) from exc
     except BaseException:
         os.close(lock)

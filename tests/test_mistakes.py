@@ -245,7 +245,7 @@ ELSEWHERE = {
     "needs DeepSpeed, a checkpoint or a trainer of TRL": """cannot attach to DeepSpeed's|.pkl out of the folder
         |pass checkpoint=False|Trainer resumes at step|rollout_func already|takes no images back|tools, whose later turns
         |vllm_importance_sampling_mode|recorded routes would have no effect|this trainer trains another
-        |the trainer stands at step|is not a Trainer of transformers|processing_class is a|kept tokens are replayed for text
+        |the trainer is at step|is not a Trainer of transformers|processing_class is a|kept tokens are replayed for text
         |completions are drawn from another distribution""",
     "follows calls in a wrong order inside of a program": """run() before start()|took their samples out of the engine
         |is loaded already|inside a running event loop|is not a trace of this package

@@ -33,8 +33,8 @@ def parameters(optimizer: Any) -> list[nn.Parameter]:
     groups = next((getattr(optimizer, name) for name in _GROUPS if hasattr(optimizer, name)), None)
     if groups is None or "zenflow" in type(optimizer).__module__:
         raise TypeError(
-            f"cannot attach to DeepSpeed's {type(optimizer).__name__}, whose steps cannot be told from outside (those of "
-            "ZeRO-1, -2 and -3, BF16_Optimizer and FP16_Optimizer can): call manager.weights_updated() after every "
+            f"cannot attach to DeepSpeed's {type(optimizer).__name__}, whose steps cannot be observed (attach works with "
+            "ZeRO-1, -2 and -3, BF16_Optimizer and FP16_Optimizer): call manager.weights_updated() after every "
             "engine.step() that was an update, inside `with manager.suspended():`"
         )
     return [parameter for group in groups for parameter in group]

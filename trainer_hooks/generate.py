@@ -310,7 +310,7 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
         )
     own = type(target)._sample
     if own is not GenerationMixin._sample and not hasattr(own, "serves"):
-        raise TypeError(f"{type(target).__name__} samples by a loop of its own, which the engine does not know")
+        raise TypeError(f"{type(target).__name__} has its own sampling loop, which the engine cannot replace")
     if target in _HOOKS:
         raise ValueError("this model is attached already: keep that hook, or detach() it first")
     return GenerateHook(target, manager, fallback)

@@ -95,8 +95,8 @@ def warn_of_shaping(trainer: Any, stacklevel: int, why_not_replayed: str = "") -
         shown = ", ".join(shaping)
         warnings.warn(
             f"{shown}: completions are drawn from another distribution than the one that is trained. Importance weights "
-            "between the two would vanish with the length and stop the learning, so the rollout hands over log-probs of the "
-            "trained one: what is sampled here is trained on as if it were drawn from that, as with TRL's own generation, "
+            "between the two would vanish with the length and stop the learning, so TRL gets log-probs of the trained "
+            "one: what is sampled here is trained on as if it were drawn from that, as with TRL's own generation, "
             "and TRL corrects what the two forwards differ by. To train what is sampled, sample by temperature alone "
             "(top_k=0, top_p=1.0, min_p=None, repetition_penalty=1.0), or use attach() with top_k, top_p or min_p, which "
             f"then replays kept tokens{f' (not so here, {why_not_replayed})' if why_not_replayed else ''}",

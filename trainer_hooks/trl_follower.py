@@ -48,8 +48,8 @@ class Follower(RolloutCallback):
             return
         self._manager.engine.weights_updated(state.global_step)
         warnings.warn(
-            f"the trainer stands at step {state.global_step}, and no state of the rollout is found beside that of the "
-            f"trainer in {', '.join(map(str, self._folders(args, state)))}: the policy version goes on from "
+            f"the trainer is at step {state.global_step}, and there is no state of the rollout next to the trainer's "
+            f"in {', '.join(map(str, self._folders(args, state)))}: the policy version continues from "
             f"{state.global_step}, and random streams start from the seed. If another folder has it, give the trainer "
             "RolloutCallback(manager, resume_from_checkpoint=FOLDER) before attaching",
             stacklevel=2,

@@ -110,8 +110,8 @@ class DynamicInferenceEngine:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a DynamicInferenceEngine cannot be pickled or copied: it holds the KV cache beside the very model that is "
-            "trained; build one where it is needed: DynamicInferenceEngine(model, tokenizer, config)"
+            "a DynamicInferenceEngine cannot be pickled or copied: it owns a KV cache and shares the trained "
+            "model; build one where it is needed: DynamicInferenceEngine(model, tokenizer, config)"
         )
 
     def describe_state(self) -> Iterator[str]:

@@ -71,7 +71,7 @@ class AsyncLLM(LLMRequests):
         if coordinator is not None and (weights.collective or weights.tensor_parallel_mesh is not None):
             raise ConfigError(
                 f"use_coordinator=True, and the weights of {type(model).__name__} are spread over the ranks: leave it out "
-                "(with FSDP every rank runs its own prompts, in a tensor-parallel group the first rank asks)"
+                "(with FSDP every rank runs its own prompts, in a tensor-parallel group the first rank sends requests)"
             )
         if weights.expert_parallel_mesh is not None:
             raise ConfigError(
@@ -220,7 +220,7 @@ class AsyncLLM(LLMRequests):
         if blocking and asyncio._get_running_loop() is not None:
             raise RuntimeError(
                 "serve() inside a running event loop would stop it until the server ends: call "
-                "server = llm.serve(blocking=False), and await asyncio.to_thread(server.wait) where you want to wait"
+                "server = llm.serve(blocking=False), and await asyncio.to_thread(server.wait) to wait for its end"
             )
         return super().serve(config, blocking=blocking)
 

@@ -303,7 +303,7 @@ def options_of_coordinator(
         return None
     if config is not None and (host is not None or port is not None):
         raise ConfigError(
-            "coordinator_host and coordinator_port beside coordinator_config: give them as its fields host and "
+            "coordinator_host and coordinator_port with coordinator_config: give them as its fields host and "
             "inference_coordinator_port"
         )
     chosen = config or CoordinatorConfig()

@@ -227,7 +227,7 @@ class Generation:
             )
         chosen = None if group_ids is None else set(group_ids)
         if chosen is not None and (unknown := chosen.difference(self._rounds.groups)):
-            raise KeyError(f"groups {sorted(unknown)} are not in flight: handed out already, or never submitted")
+            raise KeyError(f"groups {sorted(unknown)} are not in flight: returned already, or never submitted")
         return self._each_completed(chosen, on_error)
 
     def _each_completed(self, chosen: set[int] | None, on_error: OnError) -> Iterator[RolloutBatch]:

@@ -84,7 +84,7 @@ class RolloutManager:
     ) -> None:
         if engine is not None and not (engine.guard.is_of(model) and config is None and token_values is None):
             raise ConfigError(
-                "engine= is of another model, or comes with config= or token_values=: pass its own model, and give those "
+                "engine= is of another model, or is given with config= or token_values=: pass its own model, and give those "
                 "to the engine"
             )
         known = (None,) if engine is None else (None, engine.controller.tokenizer, engine.controller.processor)
@@ -111,7 +111,7 @@ class RolloutManager:
         """Lines for `rollout.threads.diagnosis`."""
         groups = sorted(self._rounds.groups.unfinished)
         yield (
-            f"manager: {len(self._rounds.groups)} groups not handed out, {len(groups)} of them unfinished {groups[:8]}"
+            f"manager: {len(self._rounds.groups)} groups not returned, {len(groups)} of them unfinished {groups[:8]}"
             f"{', closed' if self._rounds.closed else ''}"
         )
 
@@ -228,7 +228,7 @@ class RolloutManager:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a RolloutManager cannot be pickled or copied: it holds the KV cache beside the very model that is trained; "
+            "a RolloutManager cannot be pickled or copied: it owns a KV cache and shares the trained model; "
             "build one where it is to sample (state_dict() carries what is in flight)"
         )
 

@@ -162,8 +162,8 @@ class Rounds:
         """Raises: EngineStateError: other ranks compute every step with this one."""
         if (group := self.engine.peers.everyone) is not None:
             raise EngineStateError(
-                f"{call}() in the {group.name}: it asks environments or rewards on one rank while tokens are sampled, and "
-                "the other members would not hear of it; generate() serves groups"
+                f"{call}() in the {group.name}: it runs environments or rewards on one rank while tokens are sampled, and "
+                "the other members take no part; call generate() in such a group"
             )
 
     def too_old(
@@ -299,9 +299,9 @@ class Rounds:
         given_up = len(self.groups)
         self.loop.groups = GroupLedger()
         if given_up:
-            warn_caller(f"close() gives up {given_up} groups in flight; save state_dict() first to continue them later")
+            warn_caller(f"close() drops {given_up} groups in flight; save state_dict() first to continue them later")
         if episodes:
-            warn_caller(f"close() gives up {episodes} groups of episodes in play")
+            warn_caller(f"close() drops {episodes} groups of episodes in play")
 
 
 def check_on_error(on_error: str) -> None:

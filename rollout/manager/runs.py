@@ -224,7 +224,7 @@ class EpisodeRuns:
             played_by = named.get(name) if environment is None else environment
             if played_by is None:
                 raise ConfigError(
-                    f"{len(player.restored)} groups of episodes of before the restart go on, the first by "
+                    f"{len(player.restored)} groups of episodes from before the restart continue, the first with "
                     f"{name!r}: pass environments={{{name!r}: ...}}, or environment="
                 )
             plays[number] = as_play(played_by, tokenizer, max_turns)

@@ -162,7 +162,7 @@ _TABLE: dict[str, Metric] = {
     "state_slots": _gauge("slots", "recurrent states that can be kept", "states.num_slots", logged=False),
     "state_slots_used": _gauge("slots", "recurrent states of running requests", "states.num_held", logged=False),
     "state_snapshots": _gauge("slots", "recurrent states kept for prefix hits", "states.num_snapshots", logged=False),
-    "state_hits": _counter("requests", "requests that went on from a kept recurrent state", "states.hits"),
+    "state_hits": _counter("requests", "requests that continued from a kept recurrent state", "states.hits"),
     "state_snapshots_evicted": _counter("slots", "kept recurrent states evicted to make room", "states.evictions"),
     "state_device_bytes": _gauge("bytes", "device memory of recurrent states", "state_pool.device_bytes", logged=False),
     "kv_host_bytes": _gauge("bytes", "memory of the KV cache on the host", "cache.host_bytes", logged=False),

@@ -131,7 +131,7 @@ class LoopThread:
 
     def _refuse(self, what: str) -> None:
         if self.inside:
-            raise RuntimeError(f"{what} on {self._name} from that loop itself would wait for ever: await the coroutine")
+            raise RuntimeError(f"{what} on {self._name} from that loop itself would never return: await the coroutine")
         raise RuntimeError(f"{what} on {self._name} after close(): build another LoopThread")
 
     def _serve(self, device: int | None) -> None:

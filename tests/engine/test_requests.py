@@ -57,7 +57,7 @@ def test_a_budget_beyond_the_maximum_length_is_clamped_with_a_warning() -> None:
     ("prompt", "params", "error", "message"),
     [
         ([], greedily(3), InvalidRequestError, "prompt is empty"),
-        ([5, VOCAB], greedily(3), InvalidRequestError, rf"prompt token {VOCAB}: must lie in \[0, {VOCAB}\)"),
+        ([5, VOCAB], greedily(3), InvalidRequestError, rf"prompt token {VOCAB}: must be in \[0, {VOCAB}\)"),
         ([5, -1], greedily(3), InvalidRequestError, "prompt token -1"),
         (token_ids(40), greedily(3), InvalidRequestError, "prompt of 40 tokens.*max_sequence_length=40"),
         (token_ids(41), greedily(0), InvalidRequestError, "prompt of 41 tokens.*max_sequence_length=40"),
@@ -65,7 +65,7 @@ def test_a_budget_beyond_the_maximum_length_is_clamped_with_a_warning() -> None:
         (token_ids(20), greedily(14), InvalidRequestError, "34 tokens need 9 KV blocks and the pool has 8"),
         (token_ids(33), greedily(0), InvalidRequestError, "33 tokens need 9 KV blocks and the pool has 8"),
         (token_ids(5), greedily(3, logit_bias={VOCAB: 1.0}), InvalidRequestError, f"logit_bias of token {VOCAB}"),
-        ([5], greedily(3, stop_token_ids=[3, VOCAB]), InvalidRequestError, f"stop_token_ids of token {VOCAB}: must lie in"),
+        ([5], greedily(3, stop_token_ids=[3, VOCAB]), InvalidRequestError, f"stop_token_ids of token {VOCAB}: must be in"),
         ("text", greedily(3), ValueError, "a text prompt needs a tokenizer"),
         ([{"role": "user", "content": "text"}], greedily(3), ValueError, "chat messages needs a tokenizer"),
         (token_ids(5), greedily(3, stop=["x"]), ValueError, r"stop=\['x'\] needs a tokenizer"),

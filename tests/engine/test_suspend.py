@@ -551,7 +551,7 @@ def test_requests_are_accepted_in_every_state_but_stopped_and_run_in_order() -> 
     assert [record.request_id for record in ended] == [0, 1, 2]
     engine.pause()
     engine.stop()
-    with pytest.raises(EngineStateError, match="stopped: it takes no more work"):
+    with pytest.raises(EngineStateError, match="stopped: it accepts no requests"):
         engine.add_request(token_ids(5, 3), greedily(3))
 
 

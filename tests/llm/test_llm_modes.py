@@ -179,7 +179,7 @@ def test_an_option_of_the_coordinator_that_contradicts_the_job_is_refused_by_nam
     ):
         with pytest.raises(ConfigError, match=f"CoordinatorConfig.{said}"):
             job_options(given, seed=7)
-    with pytest.raises(ConfigError, match="beside coordinator_config"):
+    with pytest.raises(ConfigError, match="with coordinator_config"):
         LLM(
             shared_model("qwen3"), None, options(), use_coordinator=True, coordinator_host="127.0.0.3",
             coordinator_config=CoordinatorConfig(host="127.0.0.2"),

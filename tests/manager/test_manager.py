@@ -90,7 +90,7 @@ def test_an_engine_made_elsewhere_is_used_and_a_foreign_one_refused(frozen, mode
     assert completions(rollout.generate([[5, 6]], GREEDY)) == [greedy(frozen, [5, 6], 6)]
     with pytest.raises(ConfigError, match="of another model"):
         RolloutManager(model, engine=engine)
-    with pytest.raises(ConfigError, match="comes with config="):
+    with pytest.raises(ConfigError, match="is given with config="):
         RolloutManager(frozen, config=InferenceConfig(), engine=engine)
 
 
@@ -235,7 +235,7 @@ def test_a_batch_made_in_inference_mode_can_be_trained_on(fused):
 def test_close_warns_of_what_it_gives_up_and_may_be_repeated(model):
     rollout = make_rollout(model)
     rollout.generate([[5], [6]], [tokens(2), tokens(9)], min_groups=1)
-    with pytest.warns(UserWarning, match=r"close\(\) gives up 1 groups in flight; save state_dict\(\) first") as caught:
+    with pytest.warns(UserWarning, match=r"close\(\) drops 1 groups in flight; save state_dict\(\) first") as caught:
         rollout.close()
     assert caught[0].filename == __file__
     rollout.close()
@@ -276,6 +276,6 @@ def test_a_with_block_closes_in_every_state(model, how):
         if how != "run":
             getattr(rollout, how)()
     assert rollout.engine.state is EngineState.STOPPED
-    with pytest.warns(UserWarning, match="gives up 2 groups") as caught, make_rollout(model) as rollout:
+    with pytest.warns(UserWarning, match="drops 2 groups") as caught, make_rollout(model) as rollout:
         rollout.submit([[5], [6]])
     assert caught[0].filename == __file__

@@ -85,7 +85,7 @@ def test_chosen_groups_come_alone(rollout):
     ids = rollout.submit(["a", "b", "c"], tokens(4))
     assert group_ids(rollout.as_completed([ids[2], ids[0]])) == [ids[0], ids[2]]
     assert rollout.groups_in_flight == 1
-    with pytest.raises(KeyError, match="handed out already"):
+    with pytest.raises(KeyError, match="returned already"):
         rollout.as_completed([ids[0]])
 
 

@@ -69,7 +69,7 @@ def test_a_deadline_error_says_who_holds_the_engine_and_what_waits():
     for part in (
         "engine of Qwen3ForCausalLM: paused, policy version 0",
         "holds: weight update (paused)",
-        "1 running, 1 waiting, 0 ended and not handed out; 1 steps",
+        "1 running, 1 waiting, 0 finished and not returned; 1 steps",
         "last step: 0 decodes, 1 prefills, 6 tokens",
         "request 0 sample 0: ",
         "request 1 sample 0: waiting_in_queue, 5 of at most 14 tokens",
@@ -83,7 +83,7 @@ def test_a_generate_that_ran_out_of_time_names_its_unfinished_groups():
     try:
         with pytest.raises(DeadlineError) as raised:
             manager.generate([token_ids(6)], SamplingParams(max_tokens=400, ignore_eos=True), timeout_s=0.0)
-        assert "manager: 1 groups not handed out, 1 of them unfinished [0]" in raised.value.__notes__[0]
+        assert "manager: 1 groups not returned, 1 of them unfinished [0]" in raised.value.__notes__[0]
         manager.abort([0])
     finally:
         manager.close()

@@ -62,7 +62,7 @@ def test_waiting_for_the_loop_from_the_loop_raises_instead_of_deadlocking(loop):
     async def closing():
         loop.close()
 
-    with pytest.raises(RuntimeError, match=r"run_sync\(\) on rollout-loop from that loop itself would wait for ever"):
+    with pytest.raises(RuntimeError, match=r"run_sync\(\) on rollout-loop from that loop itself would never return"):
         loop.run_sync(nested(), DEADLINE_S)
     with pytest.raises(RuntimeError, match=r"close\(\) on rollout-loop from that loop itself"):
         loop.run_sync(closing(), DEADLINE_S)

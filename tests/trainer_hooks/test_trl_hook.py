@@ -577,7 +577,7 @@ def test_resumed_from_a_checkpoint_without_us_the_version_is_the_trainers_step_a
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     make_run("default", **options).trainer.train()
     run = make_run("attach", **options)
-    with pytest.warns(UserWarning, match=r"stands at step 1, .*checkpoint-1: .* goes on from 1, .* from the seed"):
+    with pytest.warns(UserWarning, match=r"is at step 1, .*checkpoint-1: .* continues from 1, .* from the seed"):
         run.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert run.manager.policy_version == 2
     assert run.metric("rollout/policy_version") == [2]

@@ -78,8 +78,8 @@ class RequestFuture(asyncio.Future[Any]):
                 self._refuse_to_block()
             elif asyncio._get_running_loop() is self.get_loop():
                 raise asyncio.InvalidStateError(
-                    f"request {self.request_id} has not ended, and result() on its own event loop would wait for ever: "
-                    "await it"
+                    f"request {self.request_id} has not ended, and result() on its own event loop would never return: await "
+                    "it"
                 )
             ended = threading.Event()
 

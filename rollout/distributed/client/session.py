@@ -91,7 +91,7 @@ def int32_tokens(prompt: TokenIds) -> bytes:
         raise InvalidRequestError(f"prompt of shape {tokens.shape} and dtype {tokens.dtype}: {_TOKEN_IDS}")
     for bound in (tokens.min(), tokens.max()):
         if not 0 <= bound < 2**31:
-            raise InvalidRequestError(f"prompt token {bound}: must lie in [0, 2**31)")
+            raise InvalidRequestError(f"prompt token {bound}: must be in [0, 2**31)")
     return tokens.astype("<i4", copy=False).tobytes()
 
 

@@ -63,7 +63,7 @@ class ScheduleFile:
         try:
             os.pwrite(self._file, text + closing, self._end)
         except OSError as exc:
-            warning = "schedule_output_path=%r ends after %d requests: %s; serving goes on without it"
+            warning = "schedule_output_path=%r ends after %d requests: %s; serving continues without it"
             _log.warning(warning, self._path, self._count, exc)
             self.close()
         else:

@@ -177,7 +177,7 @@ class World:
                 mine = str(probe.getsockname()[0])
         except OSError as exc:
             raise ConfigError(
-                f"MASTER_ADDR={master!r} does not tell this host's address ({exc}); set CoordinatorConfig(host=...)"
+                f"MASTER_ADDR={master!r} does not give this host's address ({exc}); set CoordinatorConfig(host=...)"
             ) from exc
         if is_loopback(mine):
             raise ConfigError(

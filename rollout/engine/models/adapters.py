@@ -282,8 +282,8 @@ def _updated(forward: Callable[[Tensor], Tensor], path: str, updates: list[_Part
             return (base + layer(x)).to(base.dtype)
         if len(inputs) != positions:
             raise UnsupportedModelError(
-                f"{path} computes {len(inputs)} of {positions} positions, so several adapters cannot be told apart there: "
-                "ask for one adapter at a time, or train it without this layer"
+                f"{path} computes {len(inputs)} of {positions} positions, so it cannot apply several adapters at once: "
+                "use one adapter at a time, or train it without this layer"
             )
         mixed = outputs.index_select(0, index) + layer(inputs.index_select(0, index))
         outputs = outputs.index_copy(0, index, mixed.to(base.dtype))

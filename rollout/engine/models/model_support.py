@@ -191,7 +191,7 @@ def examine(model: nn.Module, max_sequence_length: int | None = None) -> Examine
         what = f"{len(watcher.calls)} layers" + (f", and {len(shapes)} recurrent states" if shapes else "")
         title = f"attention: {what} go through transformers' interfaces"
         check(title, _attention_missing(model, text_config, watcher, names, shapes, recurrent))
-    check("attention: causal, with arguments that the engine knows", _arguments_unknown(names, watcher.calls))
+    check("attention: causal, with supported arguments", _arguments_unknown(names, watcher.calls))
     positions = getattr(text_config, "max_position_embeddings", None)
     calls = [each.asked for each in watcher.calls]
     # FlashAttention gets the window as an argument and no mask.
@@ -356,7 +356,7 @@ def _attention_missing(
         yield f"{name}: attention layer {names[twice]!r} runs twice in one forward; the engine keeps one KV per layer"
     if watcher.lengths - {PROBE_TOKENS}:
         yield (
-            f"{name}: attention sees {max(watcher.lengths)} positions for {PROBE_TOKENS} tokens, so the model prepends "
+            f"{name}: attention gets {max(watcher.lengths)} positions for {PROBE_TOKENS} tokens, so the model prepends "
             "positions (prompt tuning, prefix tuning); use an adapter inside the layers, such as LoRA"
         )
     if states:

@@ -155,15 +155,13 @@ class Family(ABC):
         if unknown := next((name for name in given if name not in self.tensors), None):
             takes = f"{kind} takes {', '.join(self.tensors)} for images"
             raise InvalidRequestError(
-                f"the prompt brings {unknown}: {'video is not served' if 'video' in unknown else takes}"
+                f"the prompt has {unknown}: {'video is not served' if 'video' in unknown else takes}"
             )
         for names, more in ((self.images, self.optional), (self.videos, ())):
             there = [name for name in (*names, *more) if name in given]
             missing = [name for name in names if name not in given]
             if there and missing:
-                raise InvalidRequestError(
-                    f"the prompt brings {there[0]} and no {missing[0]}, which {kind} needs with it"
-                )
+                raise InvalidRequestError(f"the prompt has {there[0]} and no {missing[0]}, which {kind} needs with it")
 
     @abstractmethod
     def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:

@@ -151,7 +151,7 @@ class Vision:
         )
         if found.longest_whole > self._longest_run:
             raise InvalidRequestError(
-                f"an image of {found.longest_whole} tokens that see each other must be computed in one step, and "
+                f"an image of {found.longest_whole} tokens that attend to each other must be computed in one step, and "
                 f"max_tokens_per_step={self._longest_run}; raise it"
             )
         return found

@@ -223,7 +223,7 @@ class EngineControl:
             elif self._controller.takes_images:
                 why = "it takes images"
             elif self._watch.adapted_layers():
-                why = "it has PEFT layers of its own, which would act beside it; build the engine of the base model"
+                why = "it has its own PEFT layers, which would also be applied; build the engine of the base model"
             if why is not None:
                 raise UnsupportedModelError(f"load_adapter() into {type(self._guard.model).__name__}: {why}")
             self._adapters.load(name, folder)

@@ -157,7 +157,7 @@ class TextGenerationController:
             raise InvalidRequestError("the prompt is empty: at least one token is needed (a BOS token will do)")
         if not 0 <= min(tokens) <= max(tokens) < self.layout.vocab_size:
             bad = next(token for token in tokens if not 0 <= token < self.layout.vocab_size)
-            raise InvalidRequestError(f"prompt token {bad}: must lie in [0, {self.layout.vocab_size})")
+            raise InvalidRequestError(f"prompt token {bad}: must be in [0, {self.layout.vocab_size})")
 
     def check_params(self, params: SamplingParams) -> None:
         """Check sampling parameters against the vocabulary and the loaded adapters; compile `structured`.
@@ -170,7 +170,7 @@ class TextGenerationController:
         for name, tokens in named.items():
             bad = next((token for token in tokens if token >= self.layout.vocab_size), None)
             if bad is not None:
-                raise InvalidRequestError(f"{name} of token {bad}: must lie in [0, {self.layout.vocab_size})")
+                raise InvalidRequestError(f"{name} of token {bad}: must be in [0, {self.layout.vocab_size})")
         if params.structured is not None:
             self.runner.constraints.check(params.structured)
         self.runner.adapters.check(params.adapter)

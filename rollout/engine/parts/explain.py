@@ -234,7 +234,7 @@ def _graphs(runner: ModelRunner, config: InferenceConfig, source: WeightSource) 
     if source.tensor_parallel_mesh is not None or source.expert_parallel_mesh is not None:
         return "none: collectives inside a forward are not captured"
     if not source.fixed_addresses:
-        return "none: gathered weights lie at other addresses each time"
+        return "none: gathered weights have other addresses each time"
     if runner.layout.states:
         return "none: a model with recurrent states runs its own forward in every step"
     if runner.values.width:

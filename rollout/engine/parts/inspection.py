@@ -72,7 +72,7 @@ class Inspection:
         raise EngineStateError(
             f"{self._context.scheduler.num_waiting} samples in flight were accepted with other adapters (acting then: "
             f"{'; '.join(map(described, waiting))}) than act now ({described(self._watch.variant())}): leave the "
-            "`with adapter(...)` block or switch back, and they go on; or abort them"
+            "`with adapter(...)` block or switch back, and they continue; or abort them"
         )
 
     @property
@@ -95,8 +95,8 @@ class Inspection:
         unfinished = self._ledger.unfinished()
         running = scheduler.num_active
         yield (
-            f"  samples: {running} running, {len(unfinished) - running} waiting, {len(self._ledger.ended)} ended and not "
-            f"handed out; {self._ledger.counters['steps']} steps; model {'whole' if self._guard.source.ready else 'sharded'}"
+            f"  samples: {running} running, {len(unfinished) - running} waiting, {len(self._ledger.ended)} finished and not "
+            f"returned; {self._ledger.counters['steps']} steps; model {'whole' if self._guard.source.ready else 'sharded'}"
         )
         yield (
             f"  KV blocks: {allocator.num_used} used, {allocator.num_cached} cached, {allocator.num_free} free, of "

@@ -460,7 +460,7 @@ def _wrong_kept_tokens(request: DynamicInferenceRequest, vocabulary: int) -> str
         unwanted = "SamplingParams.return_kept_tokens is False, so later tokens would have none; set it"
         return "" if sets is None else unwanted
     if sets is not None and sets.ids.max(initial=0) >= vocabulary:
-        return f"token {sets.ids.max()}: must lie in [0, {vocabulary})"
+        return f"token {sets.ids.max()}: must be in [0, {vocabulary})"
     return (sets or KeptTokens.of(())).wrong_for(request.generated_tokens) or ""
 
 

@@ -105,7 +105,7 @@ class Lifecycle:
                 "build another"
             ) from cause
         if self.state in (EngineState.STOPPING, EngineState.STOPPED):
-            raise EngineStateError(f"the engine is {self.state.value}: it takes no more work; build another")
+            raise EngineStateError(f"the engine is {self.state.value}: it accepts no requests; build another")
 
     def refuse_unless_running(self) -> None:
         """Raise `EngineStateError`, or `EngineDeadError`, unless the engine is running."""

@@ -97,10 +97,10 @@ def load_model(
     try:
         where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     except RuntimeError as exc:
-        raise ConfigError(f"device={device!r}: must be one that torch knows ({exc})") from exc
+        raise ConfigError(f"device={device!r}: must be a device of torch ({exc})") from exc
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
     if kind != "auto" and not isinstance(kind, torch.dtype):
-        raise ConfigError(f"dtype={dtype!r}: must be 'auto' or a type that torch knows, such as 'bfloat16'")
+        raise ConfigError(f"dtype={dtype!r}: must be 'auto' or a dtype of torch, such as 'bfloat16'")
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     sees = type(config) in AutoModelForImageTextToText._model_mapping
     auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM

@@ -147,7 +147,7 @@ class EpisodePlayer:
         for number in list(numbers):
             group = self._groups.pop(number, None)
             for episode in () if group is None else group.episodes:
-                if self._end(episode, None, "RequestAbortedError: the episode was given up"):
+                if self._end(episode, None, "RequestAbortedError: the episode was dropped"):
                     self._cancel(episode)
                 self._futures.pop(episode, None)
             self.unfinished.discard(number)

@@ -30,7 +30,9 @@ from rollout.server.chat_template.tool_formats import format_of
 
 WITH_IMAGES = "the conversation has images, whose placeholders are expanded again"
 """Reason for not reusing ids."""
-NOT_TOLD = "the text that the chat template writes after this reply cannot be told from it: all is tokenised again"
+NOT_TOLD = (
+    "the text that the chat template writes after this reply cannot be separated from it: everything is tokenised again"
+)
 
 Process = Callable[[str, Sequence[MessageImage]], list[int]]
 

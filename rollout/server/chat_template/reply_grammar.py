@@ -49,7 +49,7 @@ def reply_constraint(
         return None
     if tools and tool_format is not HERMES:
         raise InvalidRequestError(
-            "response_format: with tools of this chat template's format, calls cannot be told from the reply's JSON; set "
+            "response_format: with tools of this chat template's format, calls look like the reply's JSON; set "
             'tool_choice="none", or leave one of them out'
         )
     rules = [_SPACE]

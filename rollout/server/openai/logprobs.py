@@ -152,8 +152,8 @@ def listed_per_position(asked: int | None, vocab_size: int, prompt_tokens: int) 
     count = vocab_size if asked < 0 else min(asked, vocab_size)
     if count * prompt_tokens > MAX_LISTED:
         raise bad_request(
-            f"prompt_logprobs={asked}: {count} tokens at {prompt_tokens} positions are more than {MAX_LISTED} entries; ask "
-            "for fewer, or send fewer prompts in a request",
+            f"prompt_logprobs={asked}: {count} tokens at {prompt_tokens} positions are more than {MAX_LISTED} entries; "
+            "request fewer, or send fewer prompts in a request",
             param="prompt_logprobs",
         )
     return count

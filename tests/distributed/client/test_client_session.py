@@ -51,7 +51,7 @@ def test_token_ids_may_come_as_any_row_of_integers(prompt):
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ([1, -1], "prompt token -1: must lie in [0, 2**31)"),
+        ([1, -1], "prompt token -1: must be in [0, 2**31)"),
         ([1, 2**31], "prompt of type list: must be text, or token ids in [0, 2**31)"),
         ([1, -(2**40)], "prompt of type list"),
         (np.array([2**31]), "prompt token 2147483648"),

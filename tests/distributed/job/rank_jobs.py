@@ -80,7 +80,7 @@ def a_manager(model: PreTrainedModel | None = None, **options: Any) -> Iterator[
         coordinator=coordinator_config(heartbeat_timeout_s=heartbeat, progress_interval=interval),
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="close\\(\\) gives up")
+        warnings.filterwarnings("ignore", message="close\\(\\) drops")
         with rollout:
             yield rollout
     assert_nothing_is_left()

@@ -42,7 +42,7 @@ def cost(message: Submit) -> int:
     return REQUEST_BYTES + prompt + len(message.params) + SAMPLE_BYTES * message.n + known
 
 
-_STOPPING = ("EngineStateError", "the job is stopping: it takes no more work; start another coordinator")
+_STOPPING = ("EngineStateError", "the job is stopping and accepts no requests; start another coordinator")
 
 
 class RequestTable:

@@ -194,7 +194,7 @@ def test_after_stop_nothing_is_taken_and_nobody_is_let_in():
     client = next(iter(job.lines.values()))
     client.submit()
     failure = client.failed("EngineStateError")
-    assert "takes no more work" in failure.text
+    assert "accepts no requests" in failure.text
     with pytest.raises(AssertionError, match="code='stopping'"):
         job.client("late")
 
