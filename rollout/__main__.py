@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. After serving, the process is ended without returning.
 
     Args:
-        arguments: arguments after the program's name. None: those of this process.
+        arguments: arguments after the program's name. None: `sys.argv[1:]`.
 
     Returns:
         The exit code.

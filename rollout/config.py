@@ -115,7 +115,7 @@ class InferenceConfig(Options):
     kv_cache_memory_fraction: float = 0.5
     """Share of the memory free at construction that the KV pool may take, in (0, 1]: device memory, or host memory on a CPU.
     Capped at the blocks that `max_requests` sequences of `max_sequence_length` tokens can use. On a GPU a pool that is
-    suspended around the optimizer can have more, say 0.85: the memory that a step needs besides it is measured and left
+    suspended around the optimizer can have more, say 0.85: the memory that a step also needs is measured and left
     free, and a resume takes what the trainer has left free."""
 
     max_sequence_length: int | None = None
@@ -148,7 +148,7 @@ class InferenceConfig(Options):
     starts again from its prompt. `mask`: it continues, and its stale tokens are masked out of the loss."""
 
     seed: int = 0
-    """Base seed of requests without a seed of their own. In [0, 2**63)."""
+    """Base seed of requests without their own seed. In [0, 2**63)."""
 
     exact: bool = False
     """Sample with log-probs that equal, bit for bit, the trainer's inside `with rollout.exact(model)`, for Llama, Mistral,
@@ -159,8 +159,8 @@ class InferenceConfig(Options):
     `RolloutBatch.routed_experts` and `with rollout.replay(batch, model)`. Steps run without CUDA graphs."""
 
     autocast_dtype: Literal["bfloat16", "float16"] | None = None
-    """Dtype of `torch.autocast` during rollouts: `bfloat16` or `float16`. None: the autocast state around the call, or that
-    of the model's own forward (accelerate)."""
+    """Dtype of `torch.autocast` during rollouts: `bfloat16` or `float16`. None: the autocast state around the call, or
+    the one that the model's own forward sets (accelerate)."""
 
     inference_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Sample from a copy of the weights in this dtype, refreshed after each update: `float32`, `bfloat16` or `float16`.
@@ -272,7 +272,7 @@ class CoordinatorConfig(Options):
     """Consider cached prefixes when routing. False: route as `load_balanced`, unless the policy is `round_robin`."""
 
     block_size_tokens: int = 16
-    """Tokens per block hash, at least 1. Must equal that of every rank's engine."""
+    """Tokens per block hash, at least 1. Must equal every rank's `block_size_tokens`."""
 
     deterministic_mode: bool = False
     """Route by order of arrival and sorted rank names only, independent of timing. Priority does not affect the choice of
@@ -283,7 +283,7 @@ class CoordinatorConfig(Options):
     to `PATH.1`, the next one to `PATH.2`. None: not recorded."""
 
     seed: int = 0
-    """Base seed of requests without a seed of their own, assigned in order of arrival. In [0, 2**63)."""
+    """Base seed of requests without their own seed, assigned in order of arrival. In [0, 2**63)."""
 
     tokenizer: str | None = None
     """Path or content of a `tokenizer.json`, for text prompts and for engines without a tokenizer. None: the tokenizer of

@@ -54,7 +54,7 @@ class AcceleratorAttachment:
     def log(self, step: int, *metrics: Mapping[str, Any]) -> None:
         """Log the rollout's metrics since the previous call, together with `metrics`, to the Accelerator's trackers.
 
-        Call it on every rank whenever the training loop logs. Names are those of `rollout.observe.metric_table`;
+        Call it on every rank whenever the training loop logs. `rollout.observe.metric_table` lists the names;
         accelerate logs the values of the main process, which cover that rank only.
 
         Args:

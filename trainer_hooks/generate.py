@@ -233,7 +233,7 @@ class GenerateHook:
             self._changes.note()
 
     def _logits(self, sequences: Tensor, width: int, given: Mapping[str, Any]) -> list[Tensor]:
-        """Logits [N, V] of every step, equal to those of transformers' loop, from one forward."""
+        """Logits [N, V] of every step, from one forward; they equal transformers' loop's."""
         model: Any = self.model
         mask = given.get("attention_mask")
         mask = torch.ones_like(sequences) if mask is None else mask

@@ -74,7 +74,7 @@ def rows_of(model: nn.Module, input_ids: Tensor, given: Mapping[str, Any], copie
     Args:
         input_ids: [N, T], padded on the left where `attention_mask` is 0.
         given: model arguments that `generate` prepared.
-        copies: adjacent rows that `generate` made of each prompt (`num_return_sequences`).
+        copies: adjacent rows that `generate` made from each prompt (`num_return_sequences`).
 
     Raises:
         NotServed: padding elsewhere, positions of the caller's own, or images that cannot be split into rows.

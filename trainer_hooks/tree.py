@@ -4,7 +4,7 @@
     common prefixes once, every continuation behind them logprobs = batch.logprobs_of(model, packed)   [N, T], like
     batch.logprobs: the loss is defined on the batch's rows
 
-Log-probs and gradients are those of the padded batch; the prompt is computed once for all of its samples. Works with
+Log-probs and gradients equal the padded batch's; the prompt is computed once for all of its samples. Works with
 gradient checkpointing, autocast, DDP, FSDP2 and PEFT, in a loop of one's own, with accelerate, and in the `compute_loss` of
 HF Trainer; TRL's GRPOTrainer: `trainer_hooks.trl.attach(trainer, manager, tree=True)`.
 """

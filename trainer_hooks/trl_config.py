@@ -68,7 +68,7 @@ def _asked(trainer: Any) -> SamplingParams:
     } | {name: value for name in SHAPING if (value := getattr(trainer, name, None)) is not None}
     given = dict(trainer.args.generation_kwargs or {})
     if not given.pop("do_sample", True):
-        # Greedy by top_k=1: at temperature 0, log-probs would be those of temperature 1 instead of the trainer's.
+        # Greedy by top_k=1: at temperature 0 the log-probs would be of temperature 1, not of the trainer's temperature.
         asked |= FILTERS | {"top_k": 1}
     for name, value in given.items():
         known = _RENAMED.get(name, name)

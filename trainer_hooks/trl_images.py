@@ -75,7 +75,7 @@ def images_of_rows(count: int, given: Mapping[str, Any]) -> list[ImageInputs | N
 
     Args:
         count: rows.
-        given: arguments of TRL's log-prob pass besides tokens and mask.
+        given: arguments of TRL's log-prob pass other than tokens and mask.
 
     Raises:
         ValueError: one is not supported; names it.

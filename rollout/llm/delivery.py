@@ -36,9 +36,9 @@ class Group:
     interval: int
     arrival_time: float
     ends_at: float
-    """Its deadline, by `time.monotonic`."""
+    """Deadline of the request, by `time.monotonic`."""
     in_engine: int | None = None
-    """Its request id in the engine; None: not queued yet."""
+    """Request id in the engine; None: not queued yet."""
     ended: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
     steps: int = 0
     """Steps since tokens were last delivered."""

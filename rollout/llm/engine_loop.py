@@ -43,7 +43,7 @@ CLOSED = "the LLM was closed: build another"
 
 
 class EngineLoop:
-    """Steps one engine on a thread of its own, only while it is RUNNING; other threads may control it and call all methods.
+    """Steps one engine on its own thread, only while it is RUNNING; other threads may control it and call all methods.
 
     Attributes:
         over: done when the thread has finished; its exception says why the engine died.

@@ -166,7 +166,7 @@ class EngineService(JobRequests):
     """Client, worker and engine thread of one `LLM`; running from construction on.
 
     Args:
-        coordinator: options of the coordinator, a process of its own for all ranks of the job.
+        coordinator: options of the coordinator, a separate process for all ranks of the job.
 
     Attributes:
         is_primary: whether this rank takes requests.

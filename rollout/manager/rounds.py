@@ -301,7 +301,7 @@ class Rounds:
         if given_up:
             warn_caller(f"close() drops {given_up} groups in flight; save state_dict() first to continue them later")
         if episodes:
-            warn_caller(f"close() drops {episodes} groups of episodes in play")
+            warn_caller(f"close() drops {episodes} groups of episodes in flight")
 
 
 def check_on_error(on_error: str) -> None:

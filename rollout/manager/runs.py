@@ -1,6 +1,6 @@
 """`sample` and `run` of a manager: one completion at a time, and whole episodes.
 
-Environments run on a thread of their own, so that tools overlap with the steps, which the thread that called `run` makes.
+Environments run on their own thread, so that tools overlap with the steps, which the thread that called `run` makes.
 Between two calls of `run`, tools continue and completions wait, because no step is made while the trainer uses the weights.
 """
 
@@ -35,12 +35,12 @@ class PlayGoal:
 
     player: EpisodePlayer
     tasks: Iterator[Any]
-    """Source of tasks while fewer than `most` groups are in play."""
+    """Source of tasks while fewer than `most` groups are in flight."""
     begin: Callable[[Any], None]
     """Starts a group."""
     most: float
     least: int | None
-    """Number of kept groups that must have finished; None: all that are in play."""
+    """Number of kept groups that must have finished; None: all that are in flight."""
     number: int
     keep: Callable[[Sequence[Episode]], bool] | None
     """Whether a finished group counts; otherwise it is dropped. None: every group counts."""
@@ -139,8 +139,8 @@ class EpisodeRuns:
     ) -> EpisodeBatch:
         """Play episodes of many turns, and block until they are done. While one waits for a tool, others are sampled.
 
-        Episodes that are unfinished when it returns or raises stay in play: tools keep running, and completions continue in
-        the next call under the weights of that time. On several ranks, all ranks call it, as for `generate`.
+        Episodes that are unfinished when it returns or raises stay in flight: tools keep running, and completions continue
+        in the next call, under its weights. On several ranks, all ranks call it, as for `generate`.
 
         Args:
             tasks: each becomes a group of n episodes. A list is started at once, an iterator as groups finish.
@@ -149,8 +149,8 @@ class EpisodeRuns:
             sampling_params: of one turn, with n = 1.
             max_turns: upper bound on the turns of an episode, for environments with `reset` and `step`.
             min_groups: return when this many groups have finished, and those that `max_staleness` would make too old. None:
-                wait for all groups, including those that earlier calls left in play.
-            max_groups: maximum number of groups in play, if `tasks` is an iterator. None: `min_groups`.
+                wait for all groups, including those that earlier calls left in flight.
+            max_groups: maximum number of groups in flight, if `tasks` is an iterator. None: `min_groups`.
             keep: called with a finished group; False drops it, and it does not count. See `rewards_differ`.
             max_discarded: number of dropped groups after which every group is kept. None: four times `min_groups`, or all.
             episode_timeout_s: seconds within `run` after which an episode fails with the turns that it has.
@@ -248,7 +248,7 @@ class EpisodeRuns:
 def _room(
     tasks: Iterable[Any], min_groups: int | None, max_groups: int | None, params: SamplingParams, n: int
 ) -> float:
-    """Maximum number of groups in play at once."""
+    """Maximum number of groups in flight at once."""
     if params.n != 1:
         raise ConfigError(f"SamplingParams.n={params.n} in run(): a turn is one completion; n= of run() is of episodes")
     check_count("n", n, optional=False)

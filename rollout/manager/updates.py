@@ -57,7 +57,7 @@ class Updates:
             return self._rounds.release(SUSPEND, PAUSE, UPDATE, DIRECT)
 
     def suspended(self, mode: Mode = None) -> AbstractContextManager[None]:
-        """Take the KV cache off the device for a `with` block; the next `generate` brings it back.
+        """Take the KV cache off the device for a `with` block; the next `generate` restores it.
 
         Cached blocks that no request uses are dropped, because the weights are about to change. `generate` also works after
         an exception in the block.

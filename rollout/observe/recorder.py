@@ -280,7 +280,7 @@ class EngineTap:
     Args:
         clock: the engine's, for its events and steps.
         state: returns the value of its `EngineState`.
-        records: brings the records of its unfinished samples up to date and returns them; called when a trace ends.
+        records: updates the records of its unfinished samples and returns them; called when a trace ends.
     """
 
     def __init__(

@@ -221,7 +221,7 @@ Interval = tuple[str, float, float]
 
 
 class TracedSample(NamedTuple):
-    """One sample; its states are those of `rollout.observe.recorder`."""
+    """One sample; `rollout.observe.recorder` lists its states."""
 
     request: int
     sample: int

@@ -111,7 +111,7 @@ def pieces_of(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
 class CompletionText:
     """Text of one completion, up to the first of its stop strings.
 
-    The stop string that starts earliest counts; of several with the same start, the longest. It may span tokens. A stop
+    The stop string that starts earliest counts; if several start there, the longest. It may span tokens. A stop
     string that was completed while stopping was not allowed does not count later.
     """
 
@@ -230,7 +230,7 @@ class TokenBytes:
         self._bytes: dict[int, bytes] = {}
 
     def of(self, token: int) -> bytes:
-        """Bytes of a token; of a special token, its name; empty for an id without a token."""
+        """Bytes of a token: a special token's name, and nothing for an id without a token."""
         known = self._bytes.get(token)
         if known is None:
             known = self._bytes[token] = self._read(token)

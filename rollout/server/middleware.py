@@ -85,7 +85,7 @@ class Boundary:
 class Auth:
     """Checks the API key. Without one, rejects requests that a browser sends for a page of another site.
 
-    Such a page reaches a server on loopback by a request that needs no preflight, or under a name of its own that resolves
+    Such a page reaches a server on loopback by a request that needs no preflight, or under its own name that resolves
     to this machine.
     """
 

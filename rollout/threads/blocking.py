@@ -3,7 +3,7 @@
 A part is named by its attribute, `"control"`, or by a path of attributes, `"parts.control"`.
 
 class Control:  def load(self, folder): ...                      blocks
-class Async:    load = threaded("control", Control.load)         await it; the caller's loop goes on
+class Async:    load = threaded("control", Control.load)         await it; the caller's loop continues
                 async def pause(self): ...
 class Blocking: load = called("control", Control.load)           on the caller's thread
                 pause = blocking("inner", Async.pause)           on a private loop, by `self._run(coroutine)`

@@ -29,7 +29,7 @@ class LoopThread:
         self._name = name
         self._loop = asyncio.new_event_loop()
         self._closed = False
-        # Also guards `_closed`, so that work handed over before `close` is among the tasks it cancels.
+        # Also guards `_closed`, so that work submitted before `close` is among the tasks it cancels.
         self._handing_over = threading.Lock()
         device = _cuda_device()
         self._thread = threading.Thread(target=self._serve, args=(device,), name=name, daemon=True)

@@ -1,4 +1,4 @@
-"""Tests of episodes in play across `state_dict` and `load_state_dict`."""
+"""Tests of episodes in flight across `state_dict` and `load_state_dict`."""
 
 from __future__ import annotations
 

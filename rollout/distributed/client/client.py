@@ -305,7 +305,7 @@ class InferenceClient:
         await self._answer(self._session.barrier(index, what, policy_version), timeout_s, f"barrier({index})")
 
     def give_up_barrier(self, index: int) -> None:
-        """Let the arrival at barrier `index` match any call of the other members, because this call was given up."""
+        """Let the arrival at barrier `index` match any call of the other members, because this call failed."""
         self._session.give_up_barrier(index)
 
     async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> int:

@@ -70,7 +70,7 @@ class RequestFuture(asyncio.Future[Any]):
             DeadlineError: they did not finish within `timeout_s`; they continue.
             RolloutError: why the request failed.
             asyncio.CancelledError: it was cancelled.
-            RuntimeError, asyncio.InvalidStateError: waiting here would wait for ever, because this thread runs its
+            RuntimeError, asyncio.InvalidStateError: waiting here would never return, because this thread runs its
                 loop.
         """
         if not self.done():

@@ -44,7 +44,7 @@ Prompt = str | TokenIds | Mapping[str, Any]
 
 
 class RequestOptions(TypedDict, total=False):
-    """Options of a group besides its prompt and sampling parameters; all are optional."""
+    """Optional arguments of a group, in addition to its prompt and sampling parameters."""
 
     priority: int
     """Higher runs first. Default 0."""
@@ -235,7 +235,7 @@ class ClientSession:
         return call
 
     def give_up_barrier(self, index: int) -> None:
-        """Report that the call behind the arrival at barrier `index` was given up; the arrival stays registered."""
+        """Report that the call behind the arrival at barrier `index` failed; the arrival stays registered."""
         self._refuse_when_lost()
         self._send(wire.Barrier(index, GIVEN_UP, 0))
 

@@ -1,4 +1,4 @@
-"""Tokenisation and detokenisation in threads of their own, so that they do not block the coordinator's loop.
+"""Tokenisation and detokenisation in their own threads, so that they do not block the coordinator's loop.
 
 Always true: an invalid text or tokenizer fails only the one request; the tokenizer is loaded on the thread of the
 first job.

@@ -152,7 +152,7 @@ class DataParallelBackend:
         try:
             # Samples assigned before the first `generate` belong to the first rank that calls it.
             self._member.start(idle=True)
-            # A rank that began alone would compute all of its own work, because assignments are not moved to ranks that join
+            # A rank that began alone would compute all its work itself, because assignments are not moved to ranks that join
             # later.
             self._calls.meet("RolloutManager()", max(START_TIMEOUT_S, self._timeout_s))
         except BaseException:
@@ -308,7 +308,7 @@ class DataParallelBackend:
         self._member.worker.report_idle()
 
     def local_samples(self, samples_missing: int) -> int:
-        """Number of samples in this rank's engine, including those of other ranks."""
+        """Number of samples in this rank's engine, including samples of other ranks."""
         return sum(self._engine.load)
 
     def try_finish(self) -> bool:

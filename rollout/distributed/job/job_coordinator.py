@@ -129,7 +129,7 @@ def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world:
 
 
 def _portable(tokenizer: Any) -> str | None:
-    """A tokenizer as the content of a `tokenizer.json`. None if it uses Python code of its own."""
+    """A tokenizer as the content of a `tokenizer.json`. None if it uses its own Python code."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     ours = type(tokenizer).__module__.startswith("transformers.")
     return str(backend.to_str()) if ours and hasattr(backend, "to_str") else None

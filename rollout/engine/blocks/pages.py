@@ -84,7 +84,7 @@ class BlockPages:
             raise RuntimeError(f"resize({num_pages}): {len(live)} KV blocks are in use; release some first")
         mapping = np.full(self.num_pages + 1, NO_PAGE, np.int32)
         mapping[live] = np.arange(len(live), dtype=np.int32)
-        # The last entry is that of NO_PAGE.
+        # The last entry belongs to NO_PAGE.
         self.page_of = mapping[self.page_of]
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, len(live) - 1, -1))

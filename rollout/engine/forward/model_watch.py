@@ -37,7 +37,7 @@ FAMILIAR = frozenset({*PACKAGES, "accelerate", "deepspeed", "liger_kernel", "trl
 _KNOWN = FAMILIAR | sys.stdlib_module_names
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _ARGUMENTS = frozenset({"use_cache", "_attn_implementation_internal", "rope_deltas"})
-"""Attributes that the engine's forwards override by an argument or value of their own."""
+"""Attributes that the engine's forwards override by an argument or by their own value."""
 _UNREAD = frozenset(vars(nn.Module())) | _ARGUMENTS | {
     "config", "generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
     "_require_grads_hooks", "_compiled_call_impl",

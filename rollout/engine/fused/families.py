@@ -67,7 +67,7 @@ class Family:
     rotary: RotaryKind | None = RotaryKind.HALVES
     """Kind of rotary embedding. None: learned positions."""
     rotary_by_type: bool = False
-    """Whether layers of different types have rotary tables of their own."""
+    """Whether layers of different types have their own rotary tables."""
     scaled_embedding: bool = False
     window: Literal["none", "config", "attention"] = "none"
     """Owner of a layer's window."""

@@ -269,7 +269,7 @@ class Bound:
         out.window = call.window or 0
 
     def _require_numbers(self, attention: Any, head_dim: int, call: AttentionCall) -> None:
-        """Check that a layer's numbers equal those of the layout."""
+        """Check that a layer's numbers equal the layout's."""
         read, family = self._checks.value, self.family
         require(read(attention, "scaling") == self._scaling, "its attention layers scale their scores differently")
         require(read(attention, "head_dim") == head_dim, "the head size of a layer was changed")

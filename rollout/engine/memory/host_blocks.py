@@ -2,7 +2,7 @@
 
 A slot holds all parts of one block. On CUDA a staging buffer gathers many blocks on the device, and adjacent slots are one
 transfer: copies of many megabytes reach the bandwidth of the bus, copies of single blocks do not. Gathers and scatters run
-on the model's stream, transfers on a stream of their own. A step waits for the blocks it loads, not for offloads.
+on the model's stream, transfers on their own stream. A step waits for the blocks it loads, not for offloads.
 """
 
 from __future__ import annotations

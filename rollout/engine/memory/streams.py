@@ -96,7 +96,7 @@ class StreamOrder:
         self.stream: Callable[[], Stream] = partial(current_stream, device)
 
     def mark(self) -> None:
-        """Let later steps wait for work queued on the caller's stream; an optimizer may run on a stream of its own."""
+        """Let later steps wait for work queued on the caller's stream; an optimizer may run on its own stream."""
         self._marks.append(self.stream().mark())
 
     def follow(self) -> None:

@@ -3,7 +3,7 @@
     y = W x + s · B (A x),   s = alpha / r, or alpha / √r with rsLoRA        (Hu et al. 2021, arXiv:2106.09685)
 
 Only while a forward with adapters runs, the `forward` of the layers concerned is replaced. Always true: sequences without an
-adapter are computed by a forward of their own, exactly as if there were no adapters. All others of a step share one forward.
+adapter are computed by their own forward, exactly as if there were no adapters. All others of a step share one forward.
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """Every configuration object with an attention implementation, except those of vision and audio towers."""
+    """Every configuration object with an attention implementation, except vision and audio towers'."""
     found: dict[int, Any] = {}
     own = getattr(model, "config", None)
     towers = tuple({type(getattr(own, name)) for name in _TOWERS if getattr(own, name, None) is not None})

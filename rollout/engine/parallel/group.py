@@ -1,4 +1,4 @@
-"""Control channel of a tensor-parallel group: messages from its first rank to the others, over a gloo group of its own.
+"""Control channel of a tensor-parallel group: messages from its first rank to the others, over its own gloo group.
 
 Always true: a member that loses the channel raises an `EngineDeadError` that names the group. The first rank sends at least
 one message per control timeout; another member waits for `IDLE_TIMEOUTS` of them, or for `LEAST_TIMEOUT_S` if longer.

@@ -1,4 +1,4 @@
-"""Lock-step forwards of ranks whose layers exchange tokens, each rank with batches of its own.
+"""Lock-step forwards of ranks whose layers exchange tokens, each rank with its own batches.
 
     agree(state)    one number of every rank: whether some rank has a forward to compute
     round()         every rank computes one; the layers that its own step leaves out, it computes without tokens

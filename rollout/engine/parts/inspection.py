@@ -197,7 +197,7 @@ class Inspection:
         return self._lifecycle.state.value
 
     def traced_records(self) -> list[DynamicInferenceRequestRecord]:
-        """Records of the unfinished samples, brought up to date at a step boundary."""
+        """Current records of the unfinished samples, read at a step boundary."""
         with self._lifecycle.lock:
             unfinished = self._ledger.unfinished()
             for sample in unfinished:

@@ -12,7 +12,7 @@ from torch import Tensor
 from rollout.requests.block_hash import GOLDEN, LAST_SHIFT, ROUNDS
 
 SHORT = 2**14
-"""Elements of an operation that torch runs on one thread; it splits those of 2^15."""
+"""Elements of an operation that torch runs on one thread; it splits operations of 2^15 elements."""
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:

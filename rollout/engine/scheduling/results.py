@@ -177,7 +177,7 @@ class StepResults:
             # The drawn token is meaningless and must not reach the record.
             self._queues.table.length[sequence.row] -= 1
             why = "its logits have no finite value; look for NaN or inf in the weights, and for extreme sampling parameters"
-            # If a constraint cannot be followed, the caller is at fault.
+            # A constraint that cannot be followed is the caller's error.
             kind = "InvalidRequestError" if index in sampled.failed else "RequestFailedError"
             sequence.request.error = (
                 f"{kind}: request {sequence.record.request_id} sample {sequence.record.sample_index}: "

@@ -36,7 +36,7 @@ class Scheduler(Queues):
         preemption: takes KV from active sequences.
         planner: chooses the work of a step.
         cost: seconds of a step without prefill.
-        forward: key of the forward settings besides the variant; part of the prefix key only.
+        forward: key of the forward settings other than the variant; part of the prefix key only.
         version: the current policy version.
     """
 

@@ -1,6 +1,6 @@
 """Forward of a Llama-like decoder over the module's own parameters, by the operations of exact mode.
 
-It computes the real tokens only, packed one sequence after the other; the layers are those of `fused_forward`.
+It computes the real tokens only, packed one sequence after the other; with the layers of `fused_forward`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def exact(model: nn.Module) -> Iterator[None]:
     `InferenceConfig(exact=True)`.
 
     A token's logits depend only on the weights, the token and the tokens before it, not on padding, packing, the batch or
-    the number of threads. Gradients are those of the same function, by torch. Logits at padding are 0. `input_ids`,
+    the number of threads. Gradients are torch's, of the same function. Logits at padding are 0. `input_ids`,
     `attention_mask`, `position_ids` and `logits_to_keep` (a number, or columns) have transformers' meaning, except that
     positions count from each sequence's first real token.
 

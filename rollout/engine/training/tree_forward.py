@@ -65,7 +65,7 @@ class _Path:
         end = start + parts[0].shape[2]
         for kept, part in zip(self._kept, parts, strict=True):
             kept[:, :, start:end] = part
-        # Later forwards only write after the end, and autograd is not told about that.
+        # Later forwards only write after the end, and autograd does not notice.
         return tuple(kept.data[:, :, :end] for kept in self._kept)
 
     def take(self, gradients: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ class Weights:
         tensor_parallel_mesh: one-dimensional device mesh of the ranks that hold the other shards of every layer and compute
             each forward together with this one; None: this rank computes alone.
         expert_parallel_mesh: one-dimensional device mesh of the ranks that exchange tokens inside each layer, each with
-            batches of its own; None: no layer does.
+            its own batches; None: no layer does.
     """
 
     collective = False

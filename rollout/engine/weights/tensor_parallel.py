@@ -4,7 +4,7 @@ A parameter is tensor-parallel if it is a DTensor on a dimension that FSDP2 does
 or torch's `parallelize_module` made it. Transformers' meshes show how experts are split:
 
     ep_size == tp_size    the ranks of the tensor-parallel group hold some experts each, and share every batch: one group
-    ep_size > tp_size     ranks with batches of their own exchange tokens inside each layer: an expert-parallel group
+    ep_size > tp_size     ranks with their own batches exchange tokens inside each layer: an expert-parallel group
 """
 
 from __future__ import annotations

@@ -442,7 +442,7 @@ class RolloutBatch:
     def trees(self, max_tokens: int) -> Iterator[PackedTree]:
         """Trees of about equal size, of up to `max_tokens`, for gradient accumulation; every row is in one.
 
-        Groups stay whole: a group above `max_tokens` is a tree of its own. Each tree's groups are in order.
+        Groups stay whole: a group above `max_tokens` is one tree. Each tree's groups are in order.
 
         Raises:
             ValueError: `max_tokens` is below 1.

@@ -101,7 +101,7 @@ class BatchImages:
         )
 
     def inputs(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Arguments of the trainer's forward besides tokens and mask, on the device of the masks.
+        """Further arguments of the trainer's forward (not tokens and mask), on the device of the masks.
 
         Raises:
             ValueError: a placeholder was sampled in one of the rows.

@@ -290,7 +290,7 @@ class _Results:
     def _replayed(
         self, rows: NDArray[np.int64], columns: NDArray[np.int64], logits: Tensor, targets: Tensor, warm: Tensor
     ) -> Tensor:
-        """[K] log-probs over the sets that tokens were drawn from, with every token as a row of its own."""
+        """[K] log-probs over the sets that tokens were drawn from, with every token as its own row."""
         device = logits.device
         counts, ids = torch.zeros(len(rows), 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
         if self._kept is not None:

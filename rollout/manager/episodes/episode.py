@@ -23,7 +23,7 @@ Sample = Callable[[Prompt, SamplingParams], Awaitable[DynamicInferenceRequest]]
 
 
 class Episode:
-    """One play of an environment: what was sampled, turn by turn, and what came of it.
+    """One play of an environment: the sampled turns and their result.
 
     Attributes:
         task: as given to `run`.

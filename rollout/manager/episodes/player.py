@@ -40,7 +40,7 @@ _PLAYING: ContextVar[tuple[EpisodePlayer, ...]] = ContextVar("_PLAYING", default
 
 
 class EpisodePlayer:
-    """The groups in play of one manager.
+    """The groups in flight of one manager.
 
     Args:
         samples: where completions are requested.
@@ -173,7 +173,7 @@ class EpisodePlayer:
         return {"next": self._next_number, "played_s": self._played_s, "groups": portable(groups)}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Take over the decoded result of `save`, while nothing is in play. Its episodes continue with `resume`."""
+        """Take over the decoded result of `save`, while nothing is in flight. Its episodes continue with `resume`."""
         self._next_number = saved["next"]
         for each in saved["groups"]:
             left = max(0.0, each["due"] - saved["played_s"])

@@ -1,4 +1,4 @@
-"""Episodes in play as plain values, for a checkpoint: attributes of `EpisodeGroup` and `Episode`, and their codecs."""
+"""Episodes in flight as plain values, for a checkpoint: attributes of `EpisodeGroup` and `Episode`, and their codecs."""
 
 from __future__ import annotations
 

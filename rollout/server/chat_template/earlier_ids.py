@@ -1,7 +1,7 @@
 """Reuses token ids of earlier replies, and joins them to the ids of the text that the template writes after them.
 
-Ids are reused only if both digests sent with them match: that of the prompt text rendered before the reply (messages, tools
-and template variables), and that of the reply's content and tool calls. The text after a reply is found by rendering the
+Ids are reused only if both digests sent with them match: of the prompt text before the reply (messages, tools and template
+variables), and of the reply's content and tool calls. The text after a reply is found by rendering the
 conversation with a unique random mark in the reply's place.
 """
 

@@ -13,7 +13,7 @@ class PromptTokenizer:
     """Tokenises prompts with length checks.
 
     Args:
-        tokenizer: not shared: a trainer may change padding and truncation of its own.
+        tokenizer: not shared: a trainer may change the padding and truncation of its tokenizer.
         room: returns the current maximum number of tokens of a prompt.
         special: whether the tokenizer adds its special tokens around a text.
     """

@@ -23,7 +23,7 @@ _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", Fin
                    FinishReason.ABORT: "abort"}  # fmt: skip
 
 _CALLERS_FAULT = re.compile(r"InvalidRequestError: (?:request \d+ sample \d+: )?")
-"""Beginning of the error of a sample whose request is at fault, with the engine's own numbers."""
+"""Beginning of the error of a sample whose request is invalid; it has the engine's own numbers."""
 
 
 def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
@@ -72,7 +72,7 @@ def _joined_routes(pieces: list[TextDelta]) -> Routes | None:
 def refuse_failed(finish_reason: str | None, error: str | None, index: int) -> None:
     """Raise if a sample has failed; return if it is unfinished or has a result.
 
-    The `ApiError` is a 500 `sample_failed`, a 400 if the request is at fault, or a 409 if it was aborted."""
+    The `ApiError` is a 500 `sample_failed`, a 400 if the request is invalid, or a 409 if it was aborted."""
     if finish_reason == FinishReason.ABORT:
         cause = f": {error}" if error else ""
         raise ApiError(409, f"choice {index} was aborted{cause}", code="aborted")

@@ -15,7 +15,7 @@ from rollout.distributed.protocol.messages import Message, Refused, Stretch, Upd
 UPDATE_BYTES = 4 << 20
 """Size after which no further stretch is added to an `Update`, which must fit into a frame."""
 SAMPLE_BYTES = 128
-"""Size counted per sample of a stretch besides its buffers and texts; bounds the number of values, too."""
+"""Size counted per sample of a stretch in addition to its buffers and texts; bounds the number of values, too."""
 MAX_ERROR_CHARACTERS = 2000
 """Maximum length of an error text sent to a peer: it may quote megabytes of input."""
 
@@ -58,7 +58,7 @@ class Peers:
         self._put(peer, message)
 
     def refuse(self, identity: bytes, code: str, text: str) -> None:
-        """Queue a `Refused` for a rejected frame; an unknown peer is told that it has no session."""
+        """Queue a `Refused` for a rejected frame; an unknown peer learns that it has no session."""
         peer = self.get(identity)
         if peer is None:
             self._outbox.append((identity, 0, Refused(code, shortened(text), True)))

@@ -49,7 +49,7 @@ class ClientPeer(Peer):
     answered: int = NO_BARRIER
     """Highest barrier that was reported to it as passed."""
     word: Barrier | None = None
-    """Its last `Barrier` message."""
+    """The client's last `Barrier` message."""
     last_request_id: int = -1
     open_bytes: int = 0
     """Memory charged for its open requests."""

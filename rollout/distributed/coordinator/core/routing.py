@@ -96,7 +96,7 @@ class Router:
         alpha: weight of the match in the score, in [0, 1].
         deterministic: decide by the order of calls of `place` and `assigned` and by the sorted names alone. Nothing is
             placed before `data_parallel_size` ranks are connected. Load is the number of samples ever assigned, minus
-            the share that all ranks have in common; hashes are those of past assignments; reports have no effect.
+            the share that all ranks have in common; hashes come from past assignments; reports have no effect.
         data_parallel_size: ranks of the job.
     """
 
@@ -255,7 +255,7 @@ class Router:
         Args:
             name: the rank.
             flushed: whether all earlier hashes were dropped; applied first.
-            removed: evicted hashes; those of open assignments stay expected. Applied second.
+            removed: evicted hashes; hashes of open assignments stay expected. Applied second.
             added: newly cached hashes, of one prompt from its first block on.
         """
         rank = self._ranks[name]
