@@ -2,7 +2,7 @@
 
 Exit codes:
     0     stopped by Ctrl-C or SIGTERM while serving; --help, --version
-    1     failed while serving, or something that `rollout doctor` tried does not work
+    1     failed while serving, or `rollout doctor` found a fault
     2     could not start with these options
     130   Ctrl-C before serving began, or a second Ctrl-C
 

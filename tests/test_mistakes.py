@@ -237,7 +237,7 @@ ELSEWHERE = {
     "needs a GPU, or memory that runs out": "and not as a CUDA graph|the KV cache cannot be offloaded",
     "needs a rare model": """differ from the model's own forward|alora_invocation_tokens
         |had a vocabulary of|build the engine with InferenceConfig(record_routes=True)
-        |that are not the {} of the tree|that is none of the batch
+        |that are not the {} of the tree|tokens that is not in the batch
         |rows have images: train on|needs the model's processor|a placeholder of an image
         |layers that compute attention themselves
         |paths are of text without recorded routes""",

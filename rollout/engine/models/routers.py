@@ -69,7 +69,7 @@ def routers_of(model: nn.Module) -> Routers:
     found = [module for module in model.modules() if kinds and isinstance(module, kinds)]
     if not found:
         raise UnsupportedModelError(
-            f"expert routes: {name} declares no routers (transformers' _can_record_outputs['router_logits']): it is no "
+            f"expert routes: {name} declares no routers (transformers' _can_record_outputs['router_logits']): it is not a "
             "mixture of experts, or one whose routes cannot be recorded; set record_routes=False"
         )
     sizes: set[tuple[Any, Any]] = {

@@ -166,8 +166,8 @@ class _Rows:
                     if self._is_surplus(tokens[sequence]):
                         continue
                     raise ValueError(
-                        f"replay: row {row} of the forward has a sequence of {len(sequence)} tokens that is none of the "
-                        "batch: pass whole rows (prompt and completion) with their attention_mask, or packed with "
+                        f"replay: row {row} of the forward has a sequence of {len(sequence)} tokens that is not in the "
+                        "batch. Pass whole rows (prompt and completion) with their attention_mask, or packed with "
                         "position_ids that start at 0; replay the forward of a tree by replay(packed, model)"
                     )
                 source = found.pop(0) if len(found) > 1 else found[0]
