@@ -100,7 +100,7 @@ def test_a_run_of_which_every_episode_failed_raises_and_the_first_failure_is_log
     (record,) = caplog.records
     assert "later failures by OSError are not logged" in record.message
     assert record.exc_info is not None
-    assert "in flight" in logging.Formatter().formatException(record.exc_info)
+    assert "in play" in logging.Formatter().formatException(record.exc_info)
 
 
 @pytest.mark.parametrize("threaded", [False, True], ids=["coroutine", "thread"])
