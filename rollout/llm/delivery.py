@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollout.distributed.client.futures import Readers, RequestFuture, RequestStream
@@ -81,7 +80,10 @@ class Delivery:
         for record in ended:
             group = self._by_request.get(record.request_id)
             if group is not None:
-                self._guarded(group, lambda group=group, record=record: self._take_ended(group, record))  # type: ignore[misc]
+                try:
+                    self._take_ended(group, record)
+                except Exception as exc:  # noqa: BLE001 - a result that cannot be built harms its group alone
+                    self.fail(group, exc)
         if self._streams:
             self._tell_streams(everything)
         self.readers.flush()
@@ -119,12 +121,6 @@ class Delivery:
             group.begun = True
             group.known[grown.sample_index] = (grown.start + grown.count, grown.prompt_version, grown.num_events)
             stream.take(grown)
-
-    def _guarded(self, group: Group, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except Exception as exc:  # noqa: BLE001 - a result that cannot be built harms its group alone
-            self.fail(group, exc)
 
     def fail(self, group: Group, error: BaseException) -> None:
         """Fail a group, also in the engine."""

@@ -256,19 +256,16 @@ class EngineLoop:
         return taken
 
     def _queue(self, group: Group) -> None:
+        # The engine may serve other callers, too, who use the same number.
+        number = None if group.number in self.engine.parts.ledger.live else group.number
         try:
             group.in_engine = self.engine.add_request(
-                group.tokens, group.params, request_id=self._free_id(group.number), priority=group.priority,
-                arrival_time=group.arrival_time,
-            )  # fmt: skip
+                group.tokens, group.params, request_id=number, priority=group.priority, arrival_time=group.arrival_time
+            )
         except Exception as exc:  # noqa: BLE001 - passed to the waiting caller, whatever it is
             self._delivery.fail(group, exc)
             return
         self._delivery.queued(group)
-
-    def _free_id(self, number: int) -> int | None:
-        # The engine may serve other callers too.
-        return None if number in self.engine.parts.ledger.live else number
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

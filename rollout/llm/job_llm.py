@@ -62,7 +62,7 @@ class JobLLM(LLMRequests):
         except BaseException:
             loop.close()
             raise
-        super().__init__(manager.engine, loop, self._beside, direct=False)
+        super().__init__(manager.engine, loop, self._beside)
 
     def serve(self, config: ServerConfig | None = None, *, blocking: bool = False) -> Server:
         """Serve like `LLM.serve`, in front of all ranks; by default it returns at once, and the training loop continues.

@@ -95,8 +95,7 @@ class AsyncLLM(LLMRequests):
             loop.close()
             raise
         self._control = LLMControl(engine, loop, gathering, self._service)
-        direct = not isinstance(self._service, EngineService)
-        super().__init__(engine, loop, self._service, direct=direct)
+        super().__init__(engine, loop, self._service)
         # Threads that compute while the interpreter shuts down would crash it.
         self._at_exit = partial(_shut_down, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -293,7 +292,7 @@ class LLM:
             coordinator_port=coordinator_port, coordinator_config=coordinator_config,
         )  # fmt: skip
         self.model, self.tokenizer, self.config = inner.model, inner.tokenizer, inner.config
-        self.loop, self.service, self.direct = inner.loop, inner.service, inner.direct
+        self.loop, self.service = inner.loop, inner.service
         self._control = inner.blocking
 
     @takes_options

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rollout.distributed.client.futures import Readers, RequestFuture, RequestStream
 from rollout.distributed.client.text_stream import GroupText
-from rollout.distributed.job.world import World
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, InvalidRequestError, RequestError, RolloutError
 from rollout.requests.prompt import Prompt, normalized
@@ -57,12 +56,11 @@ class LLMRequests:
     Attributes:
         loop: the private event loop on its thread.
         service: computes the requests.
-        direct: whether there is no coordinator process.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread, service: Service, *, direct: bool) -> None:
+    def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread, service: Service) -> None:
         self.model, self.config, self.tokenizer = engine.model, engine.config, engine.controller.tokenizer
-        self._engine, self.loop, self.service, self.direct = engine, loop, service, direct
+        self._engine, self.loop, self.service = engine, loop, service
         self._numbers = count()
         self._server: Server | None = None
 
@@ -276,16 +274,7 @@ class LLMRequests:
             raise RuntimeError(
                 f"this LLM is served already, at {self._server.url}; stop that server first: server.close()"
             )
-        try:
-            self._server = Server(self, config).start()
-        except ConfigError as exc:
-            world = World.of_torch() if self.direct else None
-            if world is None:
-                raise
-            raise ConfigError(
-                f"rank {world.rank} of {world.size}: {exc}. Without a coordinator every rank serves its own engine: give "
-                f"each its own port (ServerConfig.port + rank), or set use_coordinator=True, where rank 0 serves all"
-            ) from exc
+        self._server = Server(self, config).start()
         if blocking:
             self._server.wait()
         return self._server

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from rollout.server.chat_template.conversation import Conversation
 
 T = TypeVar("T")
-
-_log = logging.getLogger(__name__)
 
 TURN_S = 0.005
 """Seconds after which work on one reply yields to other replies."""

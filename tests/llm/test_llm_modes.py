@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rollout.config import CoordinatorConfig, ServerConfig
+from rollout.config import CoordinatorConfig
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.job.job_coordinator import _completed
-from rollout.distributed.job.world import World
 from rollout.engine.weights.folder import load_model
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, EngineStateError, InvalidRequestError
 from rollout.llm.llm import LLM, AsyncLLM
@@ -204,17 +203,6 @@ def test_an_async_llm_with_a_coordinator_may_be_asked_on_its_private_loop() -> N
         asyncio.run(llm.close())
     assert flushed > 0
     assert (state, version) == (EngineState.SUSPENDED, 1)
-
-
-def test_several_ranks_that_serve_without_a_coordinator_are_told_that_each_needs_its_own_port(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with blocking() as first, blocking() as second:
-        server = first.serve(ServerConfig(port=0), blocking=False)
-        monkeypatch.setattr(World, "of_torch", lambda: World(1, 2, None, "", one_host=True))  # type: ignore[arg-type]
-        taken = ServerConfig(port=int(server.url.rpartition(":")[2]))
-        with pytest.raises(ConfigError, match=r"rank 1 of 2: .*its own port.*use_coordinator=True"):
-            second.serve(taken, blocking=False)
 
 
 class Joining:

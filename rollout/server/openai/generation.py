@@ -255,7 +255,9 @@ class Reply:
                                 refuse_failed(delta.finish_reason, delta.error, choice)
                                 ended.add(choice)
                             if delta.restarted and choice in begun:
-                                raise _restarted(choice)
+                                restarted = f"choice {choice} was restarted after a part of it had been sent"
+                                cure = "discard what came, and send the request again"
+                                raise ApiError(503, f"{restarted}: {cure}", code="restarted")
                             begun.add(choice)
                             yield choice, delta
             except RequestAbortedError:
@@ -281,11 +283,3 @@ class Reply:
 async def _close(streams: Sequence[Any]) -> None:
     for stream in streams:
         await stream.aclose()
-
-
-def _restarted(choice: int) -> ApiError:
-    return ApiError(
-        503,
-        f"choice {choice} was restarted after a part of it had been sent: discard what came, and send the request again",
-        code="restarted",
-    )
