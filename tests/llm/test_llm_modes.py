@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from rollout.config import CoordinatorConfig
 from rollout.distributed.client.client import InferenceClient
 from rollout.distributed.job.job_coordinator import _completed
+from rollout.distributed.job.world import World
 from rollout.engine.weights.folder import load_model
 from rollout.errors import ConfigError, ConnectionLostError, DeadlineError, EngineStateError, InvalidRequestError
 from rollout.llm.llm import LLM, AsyncLLM
