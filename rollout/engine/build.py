@@ -248,7 +248,7 @@ def _runner(
         layout.device,
         int(config.advanced.image_cache_memory_gb * 1024**3),
         min(config.step_tokens, longest),
-        together=None if peers.leader is None else peers.leader.encode,
+        together=peers.together.encode,
     )
     if config.exact and (weights.collective or weights.tensor_parallel_mesh is not None):
         raise UnsupportedModelError(

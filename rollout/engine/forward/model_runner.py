@@ -169,7 +169,7 @@ class ModelRunner:
         self, step: ScheduledStep, rows: PagedRows, table: SequenceTable
     ) -> tuple[PagedRows, StepImages | None]:
         """The rows of a step with their image masks, and the changes that images make to its forward. None: no images."""
-        pictured = any(each.images is not None for each in step.prefills)
+        pictured = any(each.images.items for each in step.prefills)
         with self.installation.forward() if pictured else nullcontext():
             images = self.vision.of_step(step, table, rows.offsets, rows.positions)
         return rows if images is None else replace(rows, seen=images.seen), images

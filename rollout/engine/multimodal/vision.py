@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rollout.engine.multimodal.families import FAMILIES, family_of
 from rollout.engine.multimodal.family import ImageItem, StepImages
-from rollout.engine.scheduling.sequences import PromptImages, SequenceTable, image_keys, is_video
+from rollout.engine.scheduling.sequences import NO_IMAGES, PromptImages, SequenceTable, image_keys, is_video
 from rollout.engine.scheduling.step import ScheduledStep
 from rollout.errors import EngineDeadError, InvalidRequestError
 from rollout.requests.images import ImageInputs
@@ -87,8 +87,7 @@ class Vision:
     Args:
         cache_bytes: bytes of the embeddings that are kept.
         longest_run: maximum positions that a step can compute at once.
-        together: encodes an item by the given function while the other members of a tensor-parallel group do so too; None:
-            this rank is alone, or not the first.
+        together: encodes an item by the given function while the other members of a tensor-parallel group do so too.
     """
 
     def __init__(
@@ -98,13 +97,13 @@ class Vision:
         cache_bytes: int,
         longest_run: int,
         *,
-        together: Callable[[ImageItem, Encode], Embeddings] | None = None,
+        together: Callable[[ImageItem, Encode], Embeddings],
     ) -> None:
         self._model = model
         self._device = device
         self._longest_run = longest_run
         # If every rank has the whole tower, the first rank runs it alone.
-        self._together = together if together is not None and _has_split_tower(model) else None
+        self._together, self._is_split = together, _has_split_tower(model)
         config: Any = model.config
         self.image_token: int | None = getattr(config, "image_token_id", None)
         self.video_token: int | None = getattr(config, "video_token_id", None)
@@ -115,8 +114,8 @@ class Vision:
 
     # --- admission ----------------------------------------------------------------------------------------------
 
-    def read(self, tokens: Sequence[int], images: ImageInputs | None) -> PromptImages | None:
-        """The images of a prompt; None: it has no images.
+    def read(self, tokens: Sequence[int], images: ImageInputs | None) -> PromptImages:
+        """The images of a prompt.
 
         Args:
             tokens: the original prompt, without sampled tokens.
@@ -126,7 +125,7 @@ class Vision:
         """
         if self.family is None:
             if images is None:
-                return None
+                return NO_IMAGES
             served = ", ".join(kind for family in FAMILIES for kind in family.types)
             kind = getattr(self._model.config, "model_type", "?")
             raise InvalidRequestError(
@@ -136,7 +135,7 @@ class Vision:
         array = np.asarray(tokens, np.int64)
         kinds = np.where(array == self.image_token, 1, np.where(array == self.video_token, VIDEO, 0))
         if images is None and not kinds.any():
-            return None
+            return NO_IMAGES
         items, places = self._placed([] if images is None else self.family.items(images), kinds)
         assert images is not None, "placeholders without images were refused"
         positions = self.family.positions(torch.from_numpy(array), torch.from_numpy(kinds), images)
@@ -209,7 +208,7 @@ class Vision:
         pictured = [
             (entry, sequence.images, sequence.record.request_id)
             for entry, sequence in enumerate(step.prefills, step.num_decodes)
-            if sequence.images is not None
+            if sequence.images.items
         ]
         if not pictured and not shifts.any():
             return None
@@ -253,7 +252,7 @@ class Vision:
         return self.family.encode(item, self._device)
 
     def _encode(self, item: ImageItem) -> Embeddings:
-        made = self.encode(item) if self._together is None else self._together(item, self.encode)
+        made = self._together(item, self.encode) if self._is_split else self.encode(item)
         if len(made[0]) != item.count:
             raise RuntimeError(
                 f"{type(self._model).__name__}.get_image_features gave {len(made[0])} embeddings for an image of "

@@ -88,6 +88,10 @@ class Together:
         """
         return compute(work)
 
+    def encode(self, item: ImageItem, compute: Callable[[ImageItem], list[Tensor]]) -> list[Tensor]:
+        """Compute an image's embeddings by a vision tower that is split over the ranks; raises as `run` does."""
+        return compute(item)
+
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Let the other ranks fill these blocks with zeros before the next forward."""
 
@@ -145,7 +149,6 @@ class Leader(Together):
         return self._together(partial(compute, work))
 
     def encode(self, item: ImageItem, compute: Callable[[ImageItem], list[Tensor]]) -> list[Tensor]:
-        """Run a split vision tower on an item together with the others; raises as `run` does."""
         self._send(ENCODE, ITEM.encode(item))
         return self._together(partial(compute, item))
 

@@ -151,7 +151,7 @@ class Intake:
             self._check(tokens, params)
         except InvalidRequestError as exc:
             raise exc.at() from exc
-        if pictured is not None and isinstance(tokens, ImagePrompt):
+        if isinstance(tokens, ImagePrompt):
             tokens.keyed = pictured.keyed(tokens).tobytes()
         return tokens
 
@@ -313,8 +313,8 @@ class Intake:
         self._ledger.accept(fresh)
         return True
 
-    def images(self, number: int, tokens: list[int]) -> PromptImages | None:
-        """The images of a prompt; None: it has none.
+    def images(self, number: int, tokens: list[int]) -> PromptImages:
+        """The images of a prompt.
 
         Raises:
             InvalidRequestError: they do not fit the prompt or the model.
@@ -361,7 +361,7 @@ class Intake:
         self.order += 1
 
     def _request(
-        self, images: ImageInputs | None, pictured: PromptImages | None, tokens: list[int], **fields: Any
+        self, images: ImageInputs | None, pictured: PromptImages, tokens: list[int], **fields: Any
     ) -> DynamicInferenceRequest:
         """A request for this engine, of the class that its images need."""
         fields |= {
@@ -369,7 +369,7 @@ class Intake:
             "block_size_tokens": self._config.advanced.block_size_tokens,
             "enable_prefix_caching": self._config.enable_prefix_caching,
         }
-        if images is None or pictured is None:
+        if images is None:
             return DynamicInferenceRequest(**fields)
         counts = [item.count for item in pictured.items]
         tile = math.gcd(*counts)
@@ -382,7 +382,7 @@ class Intake:
             decoder_seq_length=len(tokens),
         )
 
-    def _sample(self, record: DynamicInferenceRequestRecord, order: int, images: PromptImages | None) -> Sample:
+    def _sample(self, record: DynamicInferenceRequestRecord, order: int, images: PromptImages) -> Sample:
         """Build the scheduler's sequence for the last segment of a record."""
         request, first = record[-1], record[0].sampling_params
         params, length = request.sampling_params, len(request.prompt_tokens)
@@ -390,13 +390,11 @@ class Intake:
         if text is not None:
             for position, token in enumerate(request.prompt_tokens[request.original_prompt_length :], 1):
                 text.push(token, may_stop=position > first.min_tokens)
-        tokens = np.asarray(request.prompt_tokens, np.int32)
-        if images is not None:
-            tokens = images.keyed(request.prompt_tokens)
-            if request.enable_prefix_caching:
-                request.precomputed_block_hashes = compute_block_hashes_batched(
-                    tokens, self._config.advanced.block_size_tokens, params.prefix_share
-                )
+        tokens = images.keyed(request.prompt_tokens)
+        if images.items and request.enable_prefix_caching:
+            request.precomputed_block_hashes = compute_block_hashes_batched(
+                tokens, self._config.advanced.block_size_tokens, params.prefix_share
+            )
         return Sample(
             record=record,
             order=order,

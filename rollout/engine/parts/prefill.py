@@ -93,10 +93,9 @@ class Prefill:
         try:
             self._intake.clamped(index, tokens, wanted.params)
             # Placeholders without images would be scored as if they were text.
-            images = self._intake.images(index, tokens)
+            return self._intake.images(index, tokens).longest_whole
         except InvalidRequestError as exc:
             raise InvalidRequestError(f"sequence {index}: {exc}") from exc
-        return 0 if images is None else images.longest_whole
 
     def _scheduler(self, longest_whole: int) -> Scheduler:
         """An empty scheduler over the engine's blocks and prefix cache."""

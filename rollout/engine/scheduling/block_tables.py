@@ -122,7 +122,7 @@ class BlockTables:
         table.chain[row] = hashes[count - 1] if count else chain_root(sequence.request.sampling_params.prefix_share)
         # The last token is always computed, because its logits are needed.
         start = table.computed[row] = min(count * size, len(sequence.tokens) - 1)
-        count = sequence.fitting(start, min(budget, len(sequence.tokens) - start))
+        count = sequence.images.fitting(start, min(budget, len(sequence.tokens) - start))
         need = -(-(start + count) // size) - len(found)
         if count and allocator.can_allocate(need + headroom) and self.reserve(row, count):
             allocator.index.count_refused(hashes[len(found) :])
@@ -141,7 +141,7 @@ class BlockTables:
         if not blocks:
             return True
         start = min((len(found) + len(blocks)) * size, len(sequence.tokens) - 1)
-        count = sequence.fitting(start, min(budget, len(sequence.tokens) - start))
+        count = sequence.images.fitting(start, min(budget, len(sequence.tokens) - start))
         need = -(-(start + count) // size) - len(found)
         if not self.allocator.can_allocate(need + headroom):
             return False

@@ -54,7 +54,7 @@ class StepPlanner:
             if not sequence.active:
                 continue
             start = int(queues.table.computed[sequence.row])
-            count = sequence.fitting(start, min(budget, int(queues.table.length[sequence.row]) - start))
+            count = sequence.images.fitting(start, min(budget, int(queues.table.length[sequence.row]) - start))
             count = queues.blocks.cut(sequence, count)
             if not count or not self._reserve(sequence, count):
                 break
@@ -159,7 +159,7 @@ class StepPlanner:
                 cached = table.computed.item(sequence.row)
                 sequence.request.num_cached_tokens = cached
                 queues.counters["prefill_tokens_saved"] += cached
-                count = sequence.fitting(cached, min(budget, len(sequence.tokens) - cached))
+                count = sequence.images.fitting(cached, min(budget, len(sequence.tokens) - cached))
                 return queues.blocks.cut(sequence, count)
         table.remove(sequence)
         return 0

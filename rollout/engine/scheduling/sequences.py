@@ -51,7 +51,7 @@ _one_run = lru_cache(maxsize=64)(VersionSpans.of_run)
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
-    """The images of one prompt, shared by its samples. No tensors.
+    """The images of one prompt, shared by its samples. No tensors. `NO_IMAGES`: a prompt of text.
 
     In the arrays of the scheduler a *key*, a negative number computed from the image's content, replaces each placeholder,
     so that block hashes, comparisons of cached blocks and forks tell images apart like tokens.
@@ -90,7 +90,7 @@ class PromptImages:
         return array
 
     def fitting(self, start: int, count: int) -> int:
-        """Maximum positions, up to `count`, of a chunk from `start` that does not end inside a run."""
+        """Maximum positions, up to `count`, of a chunk from `start` that does not end inside a run; 0: a run is longer."""
         for first, stop in self.whole:
             if first < start + count < stop:
                 return max(0, first - start)
@@ -110,6 +110,9 @@ class PromptImages:
         for first, end in self.whole:
             last[max(0, first - start) : max(0, end - start)] = end - 1
         return last
+
+
+NO_IMAGES = PromptImages((), np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
 def image_keys(digests: list[bytes], counts: list[int], videos: list[bool]) -> IntArray:
@@ -159,7 +162,7 @@ class Sequence:
     enough."""
     wants_prompt_logprobs: bool = False
     """Whether prompt log-probs are still to be computed, so its whole prompt must be prefilled."""
-    images: PromptImages | None = None
+    images: PromptImages = NO_IMAGES
     """The images of its prompt."""
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
@@ -195,12 +198,8 @@ class Sequence:
 
     def set_prompt(self, tokens: list[int], block_size: int) -> None:
         """Make `tokens`, which start with the current prompt, the prompt of the live segment."""
-        self.tokens = np.asarray(tokens, np.int32) if self.images is None else self.images.keyed(tokens)
+        self.tokens = self.images.keyed(tokens)
         self.hashes = compute_block_hashes_batched(self.tokens, block_size, self.request.sampling_params.prefix_share)
-
-    def fitting(self, start: int, count: int) -> int:
-        """The most positions, at most `count`, of a prefill chunk from `start`; 0: an image that is not cut is larger."""
-        return count if self.images is None else self.images.fitting(start, count)
 
 
 rank = attrgetter("rank")
@@ -289,7 +288,7 @@ class SequenceTable:
         self.state[row], self.trail[row] = NO_SLOT, NO_BLOCK
         self.origin[row] = sequence.request.original_prompt_length
         self.max_length[row], self.min_length[row] = sequence.max_length, sequence.min_length
-        self.position_shift[row] = 0 if sequence.images is None else sequence.images.shift
+        self.position_shift[row] = sequence.images.shift
         self.blocks[row] = NO_BLOCK
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
