@@ -130,11 +130,7 @@ class GroupJournal:
     # --- writing ------------------------------------------------------------------------------------------------
 
     def write(self, results: Iterable[DynamicInferenceRequest], groups: GroupLedger) -> None:
-        """Append the groups that these results complete.
-
-        Raises:
-            JournalError: the disk is full, say; the next call tries again.
-        """
+        """Append the groups that these results complete; after a `JournalError` the next call tries again."""
         if self._journal is None:
             return
         for group_id in dict.fromkeys(result.request_id for result in results):

@@ -293,12 +293,7 @@ def _error_of(name: str, message: str) -> BaseException:
 
 
 def loop_of(engine: DynamicInferenceEngine, world: World | None, *parts: Any) -> RunLoop:
-    """The loop of a manager, for this rank's place in its group or for a rank without one.
-
-    Args:
-        world: the job's ranks.
-        parts: arguments of `RunLoop`.
-    """
+    """The loop of a manager, for this rank's place in its group or for a rank without one; `parts` are of `RunLoop`."""
     if engine.peers.lockstep is not None:
         return LockstepLoop(*parts)
     if engine.peers.group is None:

@@ -54,12 +54,9 @@ class StalenessPacer:
         self._version = version
 
     def too_old(self, groups: Groups, staleness: Iterable[tuple[int | None, int]], version: int) -> set[int]:
-        """Return ids of unfinished groups that may not be left in flight.
+        """Return ids of unfinished groups that may not be left in flight under this policy version.
 
-        Args:
-            groups: their returned samples count too, because they are returned with the last one.
-            staleness: (group id, updates since its oldest token was sampled) of samples that have not returned.
-            version: the policy version.
+        Their received samples count too. `staleness` is (group id, updates since its oldest token) of the other samples.
         """
         if self.max_staleness is None:
             return set()

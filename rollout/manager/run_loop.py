@@ -103,17 +103,9 @@ class GroupGoal:
 
 
 class RunLoop:
-    """The loop of one manager.
-
-    Args:
-        ensure_running: releases holds on the engine, or raises.
-        clock: seconds that never run backwards.
+    """The loop of one manager, with its groups, their journal, and the completions that are requested one at a time.
 
     Attributes:
-        groups: submitted and not yet returned.
-        journal: where groups that have ended are written.
-        lengths: completion lengths per prompt.
-        samples: completions that are requested one at a time; every step computes them too.
         gathering: gathers sharded weights for the length of a run.
         attended: whether other ranks make each of its runs too, also one that finds nothing to do.
     """

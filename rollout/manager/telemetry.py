@@ -64,18 +64,10 @@ class _Summary:
     def statistics(self) -> Iterator[tuple[Statistic, float]]:
         if not self._count:
             return
+        plain = {"mean": self._sum / self._count, "max": self._max, "nonzero_share": self._nonzero / self._count}
         for stat in self._stats:
-            match stat:
-                case "mean":
-                    yield stat, self._sum / self._count
-                case "p50":
-                    yield stat, float(np.percentile(self._newest, 50))
-                case "p99":
-                    yield stat, float(np.percentile(self._newest, 99))
-                case "max":
-                    yield stat, self._max
-                case "nonzero_share":
-                    yield stat, self._nonzero / self._count
+            percentile = stat.removeprefix("p")
+            yield stat, float(np.percentile(self._newest, int(percentile))) if percentile.isdigit() else plain[stat]
 
 
 class MetricsRecorder:

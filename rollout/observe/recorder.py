@@ -214,15 +214,7 @@ class EngineLog:
 
 
 class TraceRecorder:
-    """Rows of one process.
-
-    Args:
-        clock: seconds since the epoch, for everything except the engines, which have their own.
-
-    Attributes:
-        started, ended: seconds; `ended` is 0 until `finish`.
-        spans: of the trainer and the job.
-    """
+    """Rows of one process: a log per engine, and spans of the trainer and the job, in seconds since the epoch."""
 
     def __init__(self, clock: Callable[[], float] = time.time, destination: str = "") -> None:
         self.clock = clock

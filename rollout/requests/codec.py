@@ -67,14 +67,7 @@ def refuse(what: str, value: object, rule: str) -> NoReturn:
 
 
 def unpack_msgpack(what: str, packed: bytes | memoryview, **options: Any) -> Any:
-    """Unpack one msgpack value.
-
-    Args:
-        options: of `msgpack.unpackb`.
-
-    Raises:
-        SerializationError: invalid msgpack, or an option's limit is exceeded; the message begins with `what`.
-    """
+    """Unpack one msgpack value with options of `msgpack.unpackb`; a `SerializationError` begins with `what`."""
     try:
         return msgpack.unpackb(packed, **options)
     # All msgpack errors that a complete buffer can cause are ValueErrors; a list as a map key is a TypeError.
@@ -85,11 +78,7 @@ def unpack_msgpack(what: str, packed: bytes | memoryview, **options: Any) -> Any
 
 
 def unpack_joined(what: str, packed: bytes) -> list[Any]:
-    """Unpack msgpack values that were packed one after another.
-
-    Raises:
-        SerializationError: no value, invalid msgpack, or a last value that is cut off; the message begins with `what`.
-    """
+    """Unpack msgpack values that were packed one after another, at least one; a `SerializationError` begins with `what`."""
     reader = msgpack.Unpacker(max_buffer_size=max(1, len(packed)))
     reader.feed(packed)
     values: list[Any] = []

@@ -143,11 +143,7 @@ class SampleDelta:
         return [] if self.top_n is None else unpack_top_n(self.top_n)
 
     def route_rows(self, positions: int) -> Routes | None:
-        """Expert routes [positions, layers, k]; None: not recorded.
-
-        Raises:
-            SerializationError: malformed, or a wrong number of positions.
-        """
+        """Expert routes [positions, layers, k]; None: not recorded. Raises `SerializationError` if malformed."""
         if self.routes is None:
             return None
         first, routes = unpack_routes(self.routes)
@@ -157,11 +153,7 @@ class SampleDelta:
         return routes
 
     def kept_tokens(self) -> KeptTokens | None:
-        """Set that each token was drawn from; None if they were not requested.
-
-        Raises:
-            SerializationError: malformed, or not the sets of these tokens.
-        """
+        """Set that each token was drawn from; None: not requested. Raises `SerializationError` if malformed."""
         if self.kept is None:
             return None
         sets = unpack_kept(self.kept)
@@ -170,11 +162,7 @@ class SampleDelta:
         return sets
 
     def value_rows(self) -> NDArray[np.float32] | None:
-        """float32 [count, k] values of the tokens; None: there are none.
-
-        Raises:
-            SerializationError: not k for each token.
-        """
+        """float32 [count, k] values of the tokens; None: there are none. Raises `SerializationError` if malformed."""
         if self.values is None:
             return None
         if not self.count or not self.values or len(self.values) % (TOKEN_BYTES * self.count):

@@ -206,7 +206,7 @@ def plain_messages(
 
     Args:
         shown: keys that the template may read; None: all keys.
-        images: called with every image; content with images stays a list of parts, for templates of vision models. None:
+        images: gets every image; content with images stays a list of parts, for templates of vision models. None:
             images are rejected.
 
     Raises:

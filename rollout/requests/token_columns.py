@@ -166,11 +166,7 @@ the routes of all positions, which replace the earlier ones.
 
 
 def check_routes(name: str, routes: Any, positions: int) -> None:
-    """Raise for routes that are not integers [positions, layers, k].
-
-    Raises:
-        SerializationError: gives their dtype and shape.
-    """
+    """Raise `SerializationError` for routes that are not integers [positions, layers, k]."""
     if routes.ndim != 3 or routes.dtype.kind not in "iu" or len(routes) != positions:
         refuse(name, f"{routes.dtype} {list(routes.shape)}", f"integers [{positions}, layers, k]")
 

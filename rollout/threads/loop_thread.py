@@ -73,14 +73,7 @@ class LoopThread:
             self._refuse(what)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop without waiting for it; from any thread.
-
-        Returns:
-            Its future, which is cancelled if the loop is closed first.
-
-        Raises:
-            RuntimeError: the loop is closed.
-        """
+        """Start a coroutine on the loop from any thread; its future is cancelled if the loop is closed first."""
         with self._handing_over:
             if self._closed:
                 coroutine.close()
@@ -88,25 +81,14 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Call `function(*args)` in the loop's next iteration; from any thread.
-
-        Raises:
-            RuntimeError: the loop is closed.
-        """
+        """Call `function(*args)` in the loop's next iteration; from any thread."""
         with self._handing_over:
             if self._closed:
                 self._refuse("call_soon()")
             self._loop.call_soon_threadsafe(function, *args)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Cancel all tasks of the loop and stop its thread. Idempotent.
-
-        Args:
-            timeout_s: longest wait for the thread; None: no limit.
-
-        Raises:
-            RuntimeError: called on the loop itself, which would deadlock.
-        """
+        """Cancel all tasks of the loop and stop its thread, within `timeout_s` if that is not None. Idempotent."""
         self.refuse_inside("close()")
         with self._handing_over:
             if not self._closed:

@@ -24,6 +24,7 @@ from transformers.distributed import DistributedConfig
 
 from rollout.config import Advanced, InferenceConfig
 from rollout.errors import RolloutError
+from rollout.journal import Journal
 from rollout.llm.llm import LLM
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
@@ -359,6 +360,23 @@ def two_groups_generate(rank: int) -> dict[str, Any]:
         ended = [len(each) for each in rollout.as_completed(rollout.submit(of_my_pair(rank), GREEDY))]
         address = rollout.coordinator_address
     return {"first": shown(batch), "more": shown(more), "ended": ended, "address": address}
+
+
+def journals(rank: int, folder: str, disk: str) -> dict[str, Any]:
+    """A group with a journal on every rank that is asked the same before and after its processes' end."""
+    model, told = load(folder), []
+    state: dict[str, Any] | None = None
+    for _ in range(2):
+        journal = Journal(f"{disk}/rank-{rank}")
+        with make_rollout(model, journal=journal) as rollout:
+            if state is not None:
+                rollout.load_state_dict(state)
+            else:
+                state = of_first_rank(rollout.state_dict())
+            batch = rollout.generate(PROMPTS, DRAWN)
+            told.append(shown(batch) | {"computed": rollout.metrics()["rollout/generated_tokens"]})
+        journal.close()
+    return {"told": told, "files": len(os.listdir(f"{disk}/rank-{rank}"))}
 
 
 def is_asked(rank: int, folder: str) -> dict[str, Any]:

@@ -192,6 +192,17 @@ def test_two_groups_are_two_ranks_of_one_coordinator(nursery):
     assert answers[0]["address"] == answers[2]["address"] is not None
 
 
+def test_a_groups_journal_is_its_first_ranks_and_nothing_is_computed_again(nursery, folder, tmp_path):
+    first, second = run_together(nursery, 2, jobs.journals, folder=folder, disk=str(tmp_path))
+    for answer in (first, second):
+        before, again = ({key: each[key] for key in each if key != "computed"} for each in answer["told"])
+        assert_same(again, before)
+    computed = [each["computed"] for each in first["told"]]
+    assert computed[0] > 0
+    assert computed[1] == 0
+    assert first["files"] > second["files"]
+
+
 def test_an_llm_of_a_group_is_asked_on_its_first_rank(nursery, folder):
     first, second = run_together(nursery, 2, jobs.is_asked, folder=folder)
     with make_rollout(whole("qwen3")) as rollout:

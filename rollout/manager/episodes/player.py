@@ -42,12 +42,6 @@ _PLAYING: ContextVar[tuple[EpisodePlayer, ...]] = ContextVar("_PLAYING", default
 class EpisodePlayer:
     """The groups in flight of one manager.
 
-    Args:
-        samples: where completions are requested.
-        check: token ids of a prompt, or raises.
-        seed: base of the turns' seeds.
-        clock: seconds that never run backwards.
-
     Attributes:
         unfinished: ids of groups with unfinished episodes.
         restored: groups from before a restart, id → name of the environment, until `resume` starts their unfinished

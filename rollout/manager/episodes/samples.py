@@ -41,11 +41,7 @@ class OpenSample:
 
 
 class OpenSamples:
-    """The open completions of one manager.
-
-    Args:
-        wake: interrupts the backend's `wait`.
-    """
+    """The open completions of one manager; `wake` interrupts the backend's `wait`."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
