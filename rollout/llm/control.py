@@ -19,7 +19,7 @@ from rollout.distributed.job.meeting import Gathering
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.parts.holds import BLOCK, UPDATE, HoldLevel
 from rollout.errors import ConfigError, ControlError, EngineStateError
-from rollout.llm.requests import Service
+from rollout.llm.engine_loop import EngineLoop
 from rollout.llm.service import EngineService
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.batch.scores import Scorer, Sequences, TokenScores
@@ -38,11 +38,15 @@ class LLMControl:
 
     Args:
         gathering: gathers sharded weights.
-        service: an `EngineService` in a job with a coordinator.
+        service: an `EngineService` if there is a coordinator.
     """
 
     def __init__(
-        self, engine: DynamicInferenceEngine, loop: LoopThread, gathering: Gathering, service: Service
+        self,
+        engine: DynamicInferenceEngine,
+        loop: LoopThread,
+        gathering: Gathering,
+        service: EngineLoop | EngineService,
     ) -> None:
         self.engine = engine
         self._loop, self._gathering, self._service = loop, gathering, service
@@ -54,18 +58,6 @@ class LLMControl:
     def model(self) -> nn.Module:
         """The module that samples."""
         return self.engine.model
-
-    @property
-    def is_primary(self) -> bool:
-        """Whether this rank takes requests."""
-        if (group := self.engine.peers.group) is not None:
-            return group.leads
-        return self._job is None or self._job.is_primary
-
-    @property
-    def world_size(self) -> int:
-        """Number of engines that compute for this LLM."""
-        return 1 if self._job is None else self._job.world_size
 
     def admit(self, what: str) -> None:
         """Raise if this call cannot be served here: not the primary rank, or weights changed without an update.
@@ -96,7 +88,7 @@ class LLMControl:
         """
         if self._job is None:
             raise RuntimeError(_PAUSE_IS_DIRECT.format(what))
-        if self.is_primary:
+        if self._service.is_primary:
             await asyncio.wrap_future(self._job.control(lambda client: getattr(client, f"{what}_engines")(*arguments)))
         else:
             await asyncio.to_thread(self.engine.wait_until, state, arguments[-1])
@@ -205,7 +197,7 @@ class LLMControl:
             RuntimeError: not the primary rank.
         """
         self.refuse_in_group("load_weights")
-        if self._job is None or self.world_size == 1:
+        if self._job is None or self._service.world_size == 1:
             with self._long_call("load_weights"), self.suspended():
                 self.engine.load_weights(folder)
                 return self.weights_updated(version)
@@ -216,7 +208,7 @@ class LLMControl:
         if chosen < present:
             raise ConfigError(f"load_weights(version={version}): the policy version is {present} and only rises")
         running = self.engine.state is EngineState.RUNNING
-        size = self.world_size
+        size = self._service.world_size
         return self._job.control_all(
             lambda client: _load_everywhere(client, size, lambda: client.load_weights(str(folder)), chosen, running)
         ).result()
@@ -243,13 +235,13 @@ class LLMControl:
             replaced = name in self.engine.adapters.folders
             if replaced and not replace:
                 raise ConfigError(f"adapter {name!r} is loaded already: unload it first, or pass replace=True")
-            if self._job is None or self.world_size == 1:
+            if self._job is None or self._service.world_size == 1:
                 with self._long_call("load_lora_adapter"), self.engine.locked():
                     self.engine.load_adapter(name, folder)
                     return self.weights_updated() if replaced else self.engine.policy_version
             self._loop.refuse_inside("load_lora_adapter()")
             SamplingParams(adapter=name)
-            present, size, state = self.engine.policy_version, self.world_size, self.engine.state
+            present, size, state = self.engine.policy_version, self._service.world_size, self.engine.state
             running = state is EngineState.RUNNING
             version = present + 1 if replaced else None
             self._job.control_all(
@@ -285,7 +277,7 @@ class LLMControl:
 
     def refuse_unless_primary(self, what: str) -> None:
         """Raise `RuntimeError` on a rank that is not primary."""
-        if not self.is_primary:
+        if not self._service.is_primary:
             raise RuntimeError(
                 f"{what}() on a rank that is not primary: with a coordinator rank 0 asks, in a tensor-parallel group its "
                 "first rank, and the others compute; call wait_for_shutdown() here, or build the LLM without use_coordinator"

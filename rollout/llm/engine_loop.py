@@ -47,7 +47,11 @@ class EngineLoop:
 
     Attributes:
         over: done when the thread has finished; its exception says why the engine died.
-        readers: wakes the readers of streams."""
+        readers: wakes the readers of streams.
+        is_primary: whether this rank takes requests.
+        world_size: number of engines that compute them."""
+
+    is_primary, world_size = True, 1
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self.engine = engine
@@ -307,6 +311,8 @@ class EngineLoop:
 
 class FollowerLoop(EngineLoop):
     """Follows the first rank until it shuts down; takes no requests."""
+
+    is_primary = False
 
     def _compute(self) -> None:
         self.engine.parts.stepper.follow()

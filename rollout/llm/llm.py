@@ -207,12 +207,12 @@ class AsyncLLM(LLMRequests):
     def is_primary_rank(self) -> bool:
         """Whether this rank takes requests: every rank in direct mode, rank 0 with a coordinator, the first rank of a
         tensor-parallel group."""
-        return self._control.is_primary
+        return self._service.is_primary
 
     @property
     def world_size(self) -> int:
         """Number of engines that compute for this LLM: 1 in direct mode, every rank's with a coordinator."""
-        return self._control.world_size
+        return self._service.world_size
 
     def serve(self, config: ServerConfig | None = None, *, blocking: bool = True) -> Server:
         """Serve like `LLM.serve`; raises `RuntimeError` if it would block a running event loop."""

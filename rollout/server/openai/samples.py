@@ -19,8 +19,10 @@ from rollout.state import FinishReason
 
 # `stale`: cut off by `max_staleness` with the policy `partial`, like a length limit. `abort`: a control call aborted the
 # stream.
-_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.STALE: "length",
-                   FinishReason.ABORT: "abort"}  # fmt: skip
+_FINISH_REASONS: dict[str | None, str | None] = {
+    None: None, FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.STALE: "length",
+    FinishReason.ABORT: "abort",
+}  # fmt: skip
 
 _CALLERS_FAULT = re.compile(r"InvalidRequestError: (?:request \d+ sample \d+: )?")
 """Beginning of the error of a sample whose request is invalid; it has the engine's own numbers."""
@@ -76,7 +78,7 @@ def refuse_failed(finish_reason: str | None, error: str | None, index: int) -> N
     if finish_reason == FinishReason.ABORT:
         cause = f": {error}" if error else ""
         raise ApiError(409, f"choice {index} was aborted{cause}", code="aborted")
-    if finish_reason is None or (finish_reason in _FINISH_REASONS and not error):
+    if finish_reason in _FINISH_REASONS and not error:
         return
     if blamed := _CALLERS_FAULT.match(error or ""):
         raise ApiError(400, f"choice {index}: {str(error)[blamed.end() :]}", code="sample_failed")
@@ -85,7 +87,7 @@ def refuse_failed(finish_reason: str | None, error: str | None, index: int) -> N
 
 def finish_reason(delta: TextDelta) -> str | None:
     """OpenAI's finish reason of the sample; None while it is unfinished."""
-    return None if delta.finish_reason is None else _FINISH_REASONS[FinishReason(delta.finish_reason)]
+    return _FINISH_REASONS[delta.finish_reason]
 
 
 def rollout(delta: TextDelta, policy_version: int, prompt_token_ids: list[int] | None = None) -> dict[str, Any]:
