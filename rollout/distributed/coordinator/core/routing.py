@@ -1,6 +1,6 @@
 """Routing: scores every rank by cached prefix and free slots, and picks one for a group.
 
-    score(rank) = α · matched leading blocks / blocks asked + (1 - α) · max(0, slots - load) / slots
+    score(rank) = α · matched leading blocks / blocks asked + (1 - α) · (slots - load) / slots
 
 A rank has `max_requests` slots. Ties go to the rank that was assigned something last, then to the lowest name. A rank is a
 candidate for a group of n while it has *room*: load + min(n, slots) <= slots + max(1, slots // 8). Without a candidate the
@@ -17,7 +17,6 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
-from math import gcd
 from typing import NamedTuple
 
 from rollout.state import PrefixCachingCoordinatorPolicy
@@ -50,8 +49,8 @@ class _Rank:
     limit: int
     """Maximum number of samples assigned at a time: a few more than its slots, so that one is ready when a slot is freed."""
     load: int = 0
-    """Number of assigned samples that have not ended. In deterministic mode: the samples ever assigned, minus the share that
-    all ranks have in common."""
+    """Number of assigned samples that have not ended. In deterministic mode: the samples ever assigned, of which only the
+    differences between ranks matter."""
     stamp: int = -1
     """Increases with every assignment of the router; -1: it was never assigned anything."""
     expected: dict[int, int] = field(default_factory=dict)
@@ -60,8 +59,8 @@ class _Rank:
     """Least recently used first."""
 
     def free(self, more: int = 0) -> float:
-        """Free share of its slots after `more` further samples, in [0, 1]."""
-        return max(0, self.max_requests - self.load - more) / self.max_requests
+        """Free share of its slots after `more` further samples; negative if it has more samples than slots."""
+        return (self.max_requests - self.load - more) / self.max_requests
 
     def has_room(self, samples: int) -> bool:
         return self.load + min(samples, self.max_requests) <= self.limit
@@ -95,8 +94,8 @@ class Router:
             the next name. The last two keep no hashes.
         alpha: weight of the match in the score, in [0, 1].
         deterministic: decide by the order of calls of `place` and `assigned` and by the sorted names alone. Nothing is
-            placed before `data_parallel_size` ranks are connected. Load is the number of samples ever assigned, minus
-            the share that all ranks have in common; hashes come from past assignments; reports have no effect.
+            placed before `data_parallel_size` ranks are connected. Load is the number of samples ever assigned; hashes
+            come from past assignments; reports have no effect.
         data_parallel_size: ranks of the job.
     """
 
@@ -137,6 +136,9 @@ class Router:
     def add_rank(self, name: str, max_requests: int) -> None:
         """Add a rank with an empty cache."""
         rank = _Rank(name, max_requests, max_requests + max(1, max_requests // LOOKAHEAD_SHARE))
+        if self._deterministic:
+            # A rank that joins late must not get all work until it has been assigned as much as the others.
+            rank.load = int(max_requests * min((1 - each.free() for each in self._ranks.values()), default=0))
         self._ranks = dict(sorted([*self._ranks.items(), (name, rank)]))
         self.complete = self.complete or len(self._ranks) >= self._data_parallel_size
 
@@ -167,12 +169,8 @@ class Router:
         """
         if not self.complete:
             return []
-        if self._deterministic:
-            self._subtract_common_load()
         allowed = [rank for rank in self._ranks.values() if rank.name not in exclude]
-        candidates = [rank for rank in allowed if rank.has_room(samples)]
-        if self._deterministic:
-            candidates = candidates or allowed
+        candidates = [rank for rank in allowed if self._deterministic or rank.has_room(samples)]
         if not candidates:
             return []
         if self._policy is PrefixCachingCoordinatorPolicy.LOAD_BALANCED:
@@ -209,13 +207,6 @@ class Router:
         if not self._by_prefix:
             return ()
         return hashes[:1] if self._first_only else hashes
-
-    def _subtract_common_load(self) -> None:
-        """Subtract the load that all ranks have in proportion to their slots: only the difference matters."""
-        unit = gcd(*(rank.max_requests for rank in self._ranks.values()))
-        common = min((rank.load // (rank.max_requests // unit) for rank in self._ranks.values()), default=0)
-        for rank in self._ranks.values():
-            rank.load -= common * (rank.max_requests // unit)
 
     # --- events -------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ Replay one failing seed: ROLLOUT_ROUTING_SEED=1234 pytest tests/distributed/coor
 
 from __future__ import annotations
 
-import math
 import os
 import random
 from collections.abc import Collection, Sequence
@@ -57,16 +56,11 @@ class Plain:
         return next((depth for depth, each in enumerate(asked) if each not in held), len(asked))
 
     def load(self, name: str) -> int:
-        if not self.deterministic:
-            return self.ranks[name].pending
-        slots = [rank.slots for rank in self.ranks.values()]
-        unit = math.gcd(*slots)
-        floors = min(rank.total // (rank.slots // unit) for rank in self.ranks.values())
-        return self.ranks[name].total - floors * (self.ranks[name].slots // unit)
+        return self.ranks[name].total if self.deterministic else self.ranks[name].pending
 
     def free(self, name: str, more: int = 0) -> float:
         slots = self.ranks[name].slots
-        return max(0, slots - self.load(name) - more) / slots
+        return (slots - self.load(name) - more) / slots
 
     def place(self, hashes: Sequence[int], samples: int, exclude: Collection[str]) -> list[Placement]:
         names = sorted(name for name in self.ranks if name not in exclude)
@@ -75,7 +69,7 @@ class Plain:
             slots = self.ranks[name].slots
             return self.load(name) + min(samples, slots) <= slots + max(1, slots // 8)
 
-        candidates = list(filter(has_room, names)) or (names if self.deterministic else [])
+        candidates = names if self.deterministic else list(filter(has_room, names))
         if not candidates:
             return []
         if self.policy is BALANCED:
