@@ -229,7 +229,6 @@ class Journal:
             raise JournalError(f"{self.folder} is not open in process {os.getpid()}: closed, or opened before a fork")
 
     def _names(self) -> list[SegmentName]:
-        """Names of the files, oldest first; other entries of the folder are ignored."""
         found = []
         with os.scandir(self.folder) as entries:
             for entry in entries:

@@ -511,7 +511,6 @@ def one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int
 
 
 def _must_be(given: object) -> str:
-    """How to write these sampling parameters, for a message."""
     # A GenerationConfig of transformers has a method for its non-default fields, and is greedy by default.
     known = given if isinstance(given, Mapping) else getattr(given, "to_diff_dict", dict)()
     names = SamplingParams.__dataclass_fields__

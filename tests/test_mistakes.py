@@ -391,7 +391,7 @@ def test_the_doctor_examines_a_machine_without_a_model_and_without_the_extra_ser
     )
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert "8 tokens of a tiny random Qwen3 on cpu equal those of model.generate" in ended.stdout
+    assert "a tiny random Qwen3 on cpu: 8 greedy tokens equal those of model.generate" in ended.stdout
     assert "a coordinator process listened at tcp://127.0.0.1" in ended.stdout
     assert "%|" not in ended.stderr, "progress bars"
 

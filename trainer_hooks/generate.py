@@ -166,7 +166,6 @@ class GenerateHook:
         stop: StopStringCriteria | None,
         config: GenerationConfig,
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Completions of the rows, and their log-probs."""
         if stop is None:
             return self._generate(rows, [params] * len(rows))
         # Transformers' criterion decides, because it also checks the prompt and special tokens. The engine's stop strings

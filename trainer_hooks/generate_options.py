@@ -138,7 +138,6 @@ def _stopping(criteria: Iterable[Any], vocab: int) -> tuple[int, tuple[int, ...]
 def _process(
     options: dict[str, Any], processors: Sequence[Any], eos: set[int], width: int, padding: Tensor, vocab: int
 ) -> None:
-    """Add the effect of logits processors to `options`."""
     sampled = "temperature" not in options
     types = [type(each) for each in processors]
     stages = [STAGES.get(each, -1) for each in types]

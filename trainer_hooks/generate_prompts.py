@@ -98,7 +98,6 @@ def rows_of(model: nn.Module, input_ids: Tensor, given: Mapping[str, Any], copie
 def _check_positions(
     model: Any, input_ids: Tensor, mask: Tensor | None, given: Mapping[str, Any], before: Mapping[str, Any], copies: int
 ) -> None:
-    """Check that positions equal those that `generate` computes."""
     positions = given.get("position_ids")
     if positions is None:
         return

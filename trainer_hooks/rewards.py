@@ -146,7 +146,6 @@ class _Worker:
 
 
 def _serve(pipe: Any, reward: Callable[..., Sequence[float]]) -> None:
-    """Answer calls in a separate process."""
     pipe.send(None)
     while True:
         try:

@@ -61,7 +61,6 @@ def sampling_params(trainer: Any, *, replay: bool = False) -> SamplingParams:
 
 
 def _asked(trainer: Any) -> SamplingParams:
-    """Sampling options of GRPOConfig for one completion."""
     asked = {
         "temperature": trainer.temperature,
         "max_tokens": trainer.max_completion_length,

@@ -63,7 +63,6 @@ def environment_play(factory: Callable[[], Any], tokenizer: Any, max_turns: int 
 
 
 async def _result(tools: Mapping[str, Callable[..., Any]], call: Mapping[str, Any]) -> dict[str, Any]:
-    """The message that answers a call."""
     try:
         if call["name"] not in tools:
             raise ValueError(f"Tool {call['name']} not found.")

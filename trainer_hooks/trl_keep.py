@@ -161,7 +161,6 @@ def check_keep(trainer: Any) -> None:
 
 
 def _rows(scored: dict[str, Any], rows: list[int]) -> dict[str, Any]:
-    """Rows of TRL's data of a generation."""
     index = torch.tensor(rows, dtype=torch.long)
     return {
         name: value[index.to(value.device)] if isinstance(value, Tensor) and value.dim()

@@ -241,7 +241,6 @@ def _runner(
     states: StatePool,
     context: DynamicInferenceContext,
 ) -> ModelRunner:
-    """Build the runner of the model's forward over the KV cache."""
     peers, weights = base.peers, base.guard.source
     vision = Vision(
         model,
@@ -338,7 +337,6 @@ def _assemble(
     context: DynamicInferenceContext,
     controller: TextGenerationController,
 ) -> EngineParts:
-    """Assemble bookkeeping, steps and control over the memory and the runner."""
     scheduler, clock, lifecycle, tap = context.scheduler, base.clock, base.lifecycle, base.tap
     watch = ModelWatch(model, controller.layout, controller.runner.installation, base.autocast)
     # Raises for adapters that cannot be sampled.
@@ -375,7 +373,6 @@ def _keep_host_blocks(cache: KVCache, peers: Peers, gib: float) -> None:
 
 
 def _pool_memory(base: EngineBase, device: torch.device) -> PoolMemory:
-    """Memory of one pool."""
     if base.allocate is not zeros:
         return PoolMemory(base.allocate)
     return pool_memory(device, virtual=base.config.advanced.virtual_memory)

@@ -240,7 +240,6 @@ class DynamicInferenceEngine:
         self.lifecycle.lock.ask()
 
     def _step(self, *, ahead: bool) -> None:
-        """Make a step; finished records stay in the ledger."""
         refuse_inside_forward()
         lifecycle = self.lifecycle
         with uninterrupted(), lifecycle.lock:

@@ -227,7 +227,6 @@ class EngineLoop:
                         return
 
     def _apply(self) -> None:
-        """Apply everything that has arrived since the last step boundary."""
         for late in self._late_groups():
             number = late.number
             self._delivery.fail(late, RequestTimeoutError(f"request {number}: its timeout_s has passed", number))

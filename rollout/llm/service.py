@@ -269,7 +269,6 @@ class EngineService(JobRequests):
 
 
 async def _end_job(client: InferenceClient) -> None:
-    """Stop every engine."""
     try:
         if client.lost is None:
             await client.pause_engines(SHUTDOWN_TIMEOUT_S)

@@ -284,7 +284,6 @@ class FollowerLoop(RunLoop):
 
 
 def _error_of(name: str, message: str) -> BaseException:
-    """Return the error that the first rank raised."""
     if name == "KeyboardInterrupt":
         return KeyboardInterrupt()
     kind = getattr(errors, name, None)

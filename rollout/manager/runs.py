@@ -248,7 +248,6 @@ class EpisodeRuns:
 def _room(
     tasks: Iterable[Any], min_groups: int | None, max_groups: int | None, params: SamplingParams, n: int
 ) -> float:
-    """Maximum number of groups in flight at once."""
     if params.n != 1:
         raise ConfigError(f"SamplingParams.n={params.n} in run(): a turn is one completion; n= of run() is of episodes")
     check_count("n", n, optional=False)

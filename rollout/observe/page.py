@@ -52,7 +52,6 @@ def report(
 
 
 def _last_trace(folder: Path) -> Path | None:
-    """The last trace in a run's folder."""
     patterns = ("*.json.gz", "step*.json", "traces/*.json.gz", "traces/step*.json")
     found = [path for pattern in patterns for path in folder.glob(pattern)]
     return max(found, key=lambda path: (path.name.partition(".")[0], path.stat().st_mtime), default=None)

@@ -51,7 +51,6 @@ _CODECS: dict[str, Codec] = {
 
 @cache
 def _codecs(kind: Any) -> dict[str, Codec]:
-    """Codec of every field of a kind of request."""
     types = {each.name: str(each.type) for each in fields(kind)}
     codecs = {name: _CODECS[written.removesuffix(" | None")] for name, written in types.items()}
     return {name: optional(each) if types[name].endswith(" | None") else each for name, each in codecs.items()}

@@ -147,7 +147,6 @@ def add_watching_routes(app: FastAPI, serving: Serving) -> None:
 
 
 def _health(llm: Any) -> tuple[str, bool]:
-    """State of the engine, and whether it answers."""
     try:
         llm.refuse_when_over()
     except EngineDeadError:
@@ -208,7 +207,6 @@ def _conversation(llm: Any, template: str | None) -> Conversation | None:
 
 
 def _own_name(model: Any) -> str:
-    """Name or path that the model was loaded from, else its class name."""
     return getattr(getattr(model, "config", None), "_name_or_path", None) or type(model).__name__
 
 

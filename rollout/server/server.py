@@ -110,7 +110,6 @@ class Server:
             await over
 
     async def _end(self, life: Future[None]) -> None:
-        """Stop uvicorn and wait for it. Cancellation (a second Ctrl-C) closes all connections immediately."""
         self._uvicorn.stopping.set()
         await asyncio.wrap_future(life)
 

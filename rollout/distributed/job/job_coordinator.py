@@ -100,7 +100,6 @@ class JobCoordinator:
 
 
 def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world: World) -> CoordinatorConfig:
-    """Return the user's options completed from the job: size, block size, seed, host."""
     host = config.host
     if world.rank == 0 and not world.one_host and is_loopback(host):
         host = world.address_for_others()

@@ -246,7 +246,6 @@ class EngineWorker:
         return link
 
     def _drop(self, link: Link, reason: str, quietly: bool = False) -> None:
-        """End a session on this side. The caller holds the engine's lock."""
         link.session.lost()
         if not link.cut:
             link.cut = True

@@ -132,7 +132,6 @@ class BlockAllocator:
         return blocks
 
     def _evict(self) -> None:
-        """Free the least recently used cached block."""
         if not self._lru:
             raise RuntimeError("allocate(): too few blocks are free or evictable; ask can_allocate() first")
         oldest = next(iter(self._lru))

@@ -264,7 +264,6 @@ class _Same:
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:
-    """`model.modules()` in another order, without names."""
     found = {model: None}
     for module in (order := [model]):
         for each in module._modules.values():

@@ -216,7 +216,6 @@ class Bound:
     # --- a layer --------------------------------------------------------------------------------------------------
 
     def _fill(self, out: Layer, layer: Any, index: int, cache: KVCache) -> None:
-        """Write the addresses of one decoder layer into `out`."""
         family, names = self.family, self.family.names
         require(is_of(layer, f"{family.name}{names.layer}"), "a layer is of another class")
         norms = [name for name in family.norms if name is not None]
@@ -269,7 +268,6 @@ class Bound:
         out.window = call.window or 0
 
     def _require_numbers(self, attention: Any, head_dim: int, call: AttentionCall) -> None:
-        """Check that a layer's numbers equal the layout's."""
         read, family = self._checks.value, self.family
         require(read(attention, "scaling") == self._scaling, "its attention layers scale their scores differently")
         require(read(attention, "head_dim") == head_dim, "the head size of a layer was changed")
@@ -313,7 +311,6 @@ def _delta_width(layer: Layer) -> int:
 
 
 def _require_known_attention(config: Any, layout: ModelLayout) -> None:
-    """Raise for attention variants that the C++ forward does not compute."""
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         require(

@@ -253,7 +253,6 @@ class GraphedDecode:
         _log.info("no CUDA graph of a decode step, until another attempt %d steps later: %s", RETRY_STEPS, why)
 
     def _run(self, state: DecodeState, rows: int) -> None:
-        """Run the forward of so many rows and keep its logits."""
         # Earlier casts are of the weights at that time.
         torch.clear_autocast_cache()
         inputs = state.inputs(rows, self._parts)
@@ -291,6 +290,5 @@ def _least_parts(layout: ModelLayout, rows: int) -> int:
 
 
 def _row_sizes(most: int) -> list[int]:
-    """Rows of the graphs for steps of up to `most` rows."""
     sizes = [*SIZES, *range(SIZES[-1] + 128, most + 128, 128)]
     return sizes[: 1 + next(place for place, size in enumerate(sizes) if size >= most)]

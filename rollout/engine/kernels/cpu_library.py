@@ -122,7 +122,6 @@ def _key(compiler: _Compiler) -> str:
 
 
 def _folders() -> list[Path]:
-    """Possible folders of the library, in order of preference."""
     folders = []
     # Without HOME and a passwd entry there is no home folder.
     with suppress(RuntimeError):

@@ -116,7 +116,6 @@ class TorchPagedAttention:
 
 
 def _tiles(rows: PagedRows, device: torch.device) -> list[_Tile]:
-    """Cut a step into tiles."""
     counts, ends, tiles, first = rows.counts, rows.ends, list[_Tile](), 0
     while first < len(rows):
         behind, longest = first + 1, int(ends[first])

@@ -27,7 +27,6 @@ _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 
 
 def _struct(**fields: Any) -> type[Structure]:
-    """A C struct of these fields."""
     return type("Struct", (Structure,), {"_fields_": tuple(fields.items())})
 
 

@@ -184,7 +184,6 @@ class HostBlocks:
             begin = end
 
     def _in_place(self, blocks: Tensor, slots: Slots) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of slots, and their blocks."""
         views = self._views(slots)
         return zip(views, blocks.split_with_sizes([len(each) for each in views]), strict=True)
 

@@ -418,7 +418,6 @@ def has_global_hooks() -> bool:
 
 
 def _innermost(model: nn.Module, exc: BaseException) -> str:
-    """Name of the innermost module in whose code an exception was raised."""
     names = {module: name for name, module in model.named_modules()}
     found, trace = type(model).__name__, exc.__traceback__
     while trace is not None:

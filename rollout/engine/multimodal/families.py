@@ -175,7 +175,6 @@ class PooledFamily(Family):
 
 
 def _first(config: Any, *names: str, default: int = 0) -> int:
-    """The first of these attributes that is in a configuration."""
     return next((int(value) for name in names if (value := getattr(config, name, None)) is not None), default)
 
 

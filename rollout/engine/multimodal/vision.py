@@ -238,7 +238,6 @@ class Vision:
         return StepImages(np.concatenate([*index, np.zeros(0, np.int64)]), joined, rotary, seen)
 
     def _embeddings(self, items: tuple[ImageItem, ...], low: int, high: int) -> Iterator[list[Tensor]]:
-        """Embeddings `low` to `high` of a prompt's items."""
         first = 0
         for item in items:
             begin, end = max(low - first, 0), min(high - first, item.count)

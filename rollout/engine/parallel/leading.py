@@ -53,7 +53,6 @@ class ForwardWork:
 
 
 def _record(kind: type, **fields: Codec) -> Codec:
-    """Codec of a dataclass."""
     return Codec(
         lambda value: codec.encode_fields(value, fields),
         lambda plain: kind(**codec.decode_fields(kind.__name__, plain, fields)),

@@ -252,7 +252,6 @@ class DynamicInferenceContext:
         return self.allocator.pages.resize(self.cache.num_blocks)
 
     def _materialize(self, most: int, least: int) -> None:
-        """Allocate a pool of `most` blocks, or of nearly as many as fit."""
         size = most
         while (refused := self._take(size, least)) is not None:
             if size <= least:
@@ -347,7 +346,6 @@ def pool_size(
 
 
 def _budget(config: InferenceConfig, device: torch.device) -> float:
-    """Bytes for the KV blocks and the recurrent states together."""
     if config.kv_cache_memory_gb is not None:
         return config.kv_cache_memory_gb * 2**30
     return config.kv_cache_memory_fraction * _free_bytes(device)

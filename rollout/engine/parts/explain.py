@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 
 from rollout.config import InferenceConfig
 from rollout.engine.forward.model_runner import ModelRunner
@@ -27,6 +28,7 @@ from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.training.exact import why_not_exact
 from rollout.engine.weights.base import Weights as WeightSource
 from rollout.observe.metric_table import binary_bytes, short_count
+from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
 LENGTH = 512
@@ -117,6 +119,23 @@ def decode_trial(
     # The first call also pays for lazy initialisation.
     speed = count * TOKENS / max(seconds(1 + TOKENS) - seconds(1), 1e-9)
     return f"decode of {count} sequences of {PROMPT + TOKENS // 2} tokens: {speed:,.0f} tokens/s"
+
+
+def greedy_trial(
+    generate: Callable[[Sequence[list[int]], SamplingParams], list[DynamicInferenceRequest]], model: PreTrainedModel
+) -> str:
+    """Compare greedy tokens with `model.generate`, and return the result in words.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    prompt, greedily = [5, 6, 7, 8], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    ours = generate([prompt], greedily)[0].generated_tokens
+    ids = torch.tensor([prompt], device=model.device)
+    theirs = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 4:].tolist()
+    if ours != theirs:
+        raise RuntimeError(f"a greedy sample {ours} differs from model.generate, {theirs}")
+    return "8 greedy tokens equal those of model.generate"
 
 
 # --- the model ------------------------------------------------------------------------------------------------------------
@@ -260,12 +279,10 @@ def _exact(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -
 
 
 def _pool_tokens(scheduler: Scheduler) -> int:
-    """Tokens that fit the pool."""
     return scheduler.allocator.num_blocks * scheduler.allocator.block_size
 
 
 def _full_sequences(scheduler: Scheduler, length: int) -> int:
-    """Number of sequences of `length` tokens that fit the pool together."""
     return scheduler.allocator.num_blocks // -(-length // scheduler.allocator.block_size)
 
 
@@ -311,7 +328,6 @@ def _machine_rows() -> Iterator[tuple[str, str]]:
 
 
 def _ranks_here() -> int:
-    """Processes of this job on this machine."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(ranks)) if ranks.isdecimal() else 1
 

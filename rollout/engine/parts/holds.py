@@ -162,7 +162,6 @@ class Holds:
         return max(self._asked.values(), default=HoldLevel.RUNNING)
 
     def _note_direct(self) -> None:
-        """Record the level that the engine's own verbs have led to since the last change."""
         if (standing := _LEVELS.get(self._engine.state)) is None:
             return
         named = max((level for holder, level in self._asked.items() if holder != DIRECT), default=HoldLevel.RUNNING)

@@ -98,7 +98,6 @@ class Prefill:
             raise InvalidRequestError(f"sequence {index}: {exc}") from exc
 
     def _scheduler(self, longest_whole: int) -> Scheduler:
-        """An empty scheduler over the engine's blocks and prefix cache."""
         vocabulary = self._runner.layout.vocab_size
         # Logits at an image's positions are not needed.
         most = max(1, longest_whole, min(self._config.step_tokens, LOGITS_BYTES // (4 * vocabulary)))

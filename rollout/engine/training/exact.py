@@ -121,7 +121,6 @@ class _ExactForward:
             )
 
     def _bind(self) -> None:
-        """Verify the module in its state without the replaced forward."""
         model, layout = self._model, self._verified[0]
         installed = vars(model).pop("forward", None) if isinstance(vars(model).get("forward"), _ExactForward) else None
         try:

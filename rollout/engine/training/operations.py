@@ -88,7 +88,6 @@ def attention(
 
 
 def _call(name: str, call: ctypes.Structure, like: Tensor) -> None:
-    """Run a function of the library on tensors of the dtype of `like`."""
     bits16, threads = int(like.dtype == torch.bfloat16), torch.get_num_threads()
     getattr(library(), name)(ctypes.byref(call), ctypes.c_int64(threads), ctypes.c_int(bits16))
 

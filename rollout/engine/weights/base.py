@@ -85,5 +85,4 @@ class GatheredWeights(Weights):
         self.release()
 
     def _gather(self, undo: ExitStack) -> None:
-        """Gather, and register the undo."""
         raise NotImplementedError

@@ -137,7 +137,6 @@ def _joined(rows: list[Named]) -> Tensor:
 
 
 def _rows(parts: dict[_Kind, _Part]) -> dict[str, Any]:
-    """Map name to (dtype, shape, bytes), independent of the device."""
     found: dict[str, Any] = {}
     for rows, values in parts.values():
         data, start = values.cpu().numpy().tobytes(), 0

@@ -94,7 +94,6 @@ class ShardedWeights(GatheredWeights):
             yield from groups_of(state_of(unit))
 
     def _parameters(self) -> Iterator[tuple[Any, list[str]]]:
-        """Each of FSDP2's parameters, and its names; a tied one has several."""
         for each in (each for group in self._groups() for each in group.fsdp_params):
             info = each._module_info
             owners = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]

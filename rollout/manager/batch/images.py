@@ -238,7 +238,6 @@ def _last_columns(kinds: Tensor) -> Tensor:
 
 
 def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether they are the very same tensors, as for the samples of a prompt."""
     return one.keys() == other.keys() and all(value is other[name] for name, value in one.items())
 
 

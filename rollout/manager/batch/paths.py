@@ -158,7 +158,6 @@ def _keys(path: list[_Span], ends: NDArray[np.int64], depths: NDArray[np.int64])
 
 
 def _of_rows(stack: list[_Segment], rows: Tensor, shape: torch.Size) -> LogitScores:
-    """Values of rows, from the segments of their path."""
     columns = shape[1]
     number = torch.full((shape[0],), -1, device=rows.device)
     number[rows] = torch.arange(len(rows), device=rows.device)

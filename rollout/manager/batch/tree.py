@@ -167,7 +167,6 @@ def pack_tree(
 
 
 def _routes(routed_experts: Tensor, width: int) -> NDArray[np.int16]:
-    """[N, width, layers, k]."""
     if routed_experts.ndim != 4 or routed_experts.shape[1] < width:
         raise ValueError(
             f"routed_experts of shape {tuple(routed_experts.shape)}: must be [N, at least {width}, layers, k] for rows of "

@@ -84,7 +84,6 @@ def forced_call(tools: Tools, known: ToolFormat) -> StructuredOutput:
 
 
 def _rules_of_calls(tools: Tools) -> list[str]:
-    """Rules of the text after the marker of a call."""
     rules = []
     for place, tool in enumerate(tools):
         function = tool["function"]

@@ -162,7 +162,6 @@ class ToolCallParser:
         return taken
 
     def _give(self, length: int) -> None:
-        """Emit the first `length` characters of the buffer as content."""
         self._content += self._buffer[:length]
         self._buffer = self._buffer[length:]
 

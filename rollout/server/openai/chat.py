@@ -55,7 +55,6 @@ def add_chat_routes(app: FastAPI, serving: Serving) -> None:
 
 
 def _prepared(serving: Serving, body: ChatRequest) -> ChatChoices:
-    """Render the prompt and build the readers of its replies."""
     conversation, tools = serving.conversation, body.shown_tools
     if conversation is None:
         raise bad_request("the model has no tokenizer: send token ids to /v1/completions", param="messages")
@@ -107,7 +106,6 @@ class ChatChoices:
         self.asked = [(prompt.token_ids, params)]
 
     def _of_prompt(self) -> dict[str, Any]:
-        """Fields of `rollout` that describe the prompt."""
         prompt = self._rendered
         return {
             "prompt_token_ids": prompt.token_ids,

@@ -52,7 +52,6 @@ def add_completion_routes(app: FastAPI, serving: Serving) -> None:
 
 
 def _asked(serving: Serving, body: CompletionRequest, reader: PromptTokenizer | None) -> list[calls.Asked]:
-    """Return (token ids, sampling parameters) of every prompt."""
     asked: list[calls.Asked] = []
     positions = 0
     # Validation is expensive for large parameters, and most prompts share them.
@@ -90,8 +89,6 @@ def _token_ids(reader: PromptTokenizer | None, prompt: str | list[int]) -> list[
 
 
 class _Completions:
-    """Choices of completions."""
-
     def __init__(self, serving: Serving, body: CompletionRequest, asked: list[calls.Asked]) -> None:
         self._tokenizer = serving.llm.tokenizer
         self._body = body

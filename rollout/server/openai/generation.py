@@ -199,7 +199,6 @@ class Reply:
         yield DONE
 
     def _shown(self, index: int, delta: TextDelta) -> TextDelta:
-        """The delta, its text with special tokens if the request asks for them."""
         if not self.body.shows_special_tokens or (tokenizer := self.serving.llm.tokenizer) is None:
             return delta
         if index not in self._texts:
@@ -225,7 +224,6 @@ class Reply:
         return streams
 
     async def _samples(self) -> list[Group]:
-        """Submit every prompt and return the finished samples of each."""
         streams = await self._begin(growing=False)
         with self.serving.computing(self.name, [stream.request_id for stream in streams]):
             try:

@@ -157,8 +157,6 @@ def _params(serving: Serving, body: GenerateRequest) -> SamplingParams:
 
 
 class _TokenChoices:
-    """Choices of token ids."""
-
     def __init__(self, body: GenerateRequest, names: TokenIdNames, params: SamplingParams) -> None:
         self._body = body
         self._names = names

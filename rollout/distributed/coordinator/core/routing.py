@@ -203,7 +203,6 @@ class Router:
         return [Placement(candidates[index].name, count, matches[index]) for index, count in counts.items()]
 
     def _asked(self, hashes: Sequence[int]) -> Sequence[int]:
-        """Return the hashes that the policy uses."""
         if not self._by_prefix:
             return ()
         return hashes[:1] if self._first_only else hashes
