@@ -85,6 +85,8 @@ def test_rows_with_a_sampled_placeholder_are_named() -> None:
     assert "pixel_values" in batch.model_inputs(slice(0, 2))
     with pytest.raises(ValueError, match=r"rows \[2, 3\]: a placeholder .* \(token 90, or 91 of a video\) was sampled"):
         batch.model_inputs()
+    with pytest.raises(ValueError, match=r"rows \[2, 3\]: a placeholder"):
+        batch.tree()
 
 
 def test_a_checkpoint_holds_the_images_of_what_is_in_flight_and_of_what_has_ended() -> None:

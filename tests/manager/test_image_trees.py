@@ -79,13 +79,6 @@ def test_a_tree_of_text_rows_of_a_batch_with_images_holds_no_image() -> None:
     torch.testing.assert_close(logprobs, padded_logprobs(model, batch)[3:6].detach(), rtol=0, atol=1e-5)
 
 
-def test_rows_with_a_sampled_placeholder_are_named() -> None:
-    name = "gemma3"
-    batch = batch_of(name, make_vision_model(name), picture_prompt(name, [2, "a"]), logit_bias={IMAGE: 100.0})
-    with pytest.raises(ValueError, match=r"rows \[0, 1, 2\]: a placeholder .* was sampled"):
-        batch.tree()
-
-
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_vision_model_with_recurrent_layers_is_refused_when_attaching(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match="recurrent layers"):

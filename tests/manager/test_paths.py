@@ -17,7 +17,7 @@ from tests.engines import at_random, make_engine, token_ids
 from tests.manager.test_batch import build, request
 from tests.manager.test_tree import pack
 from tests.models import CONFIGS, make_model
-from tests.trees import distance, in_float64, make_batch, padded_logprobs
+from tests.trees import distance, in_float64, make_batch, padded_logprobs, tree_logprobs
 
 
 def weights(batch: RolloutBatch) -> torch.Tensor:
@@ -29,10 +29,10 @@ def gradient(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([each.grad.flatten().double() for each in model.parameters() if each.grad is not None])
 
 
-def padded(model: torch.nn.Module, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def outcome(model, batch: RolloutBatch, logprobs_of=padded_logprobs) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and the gradient of a loss that squares a row as a whole."""
     model.zero_grad()
-    logprobs = padded_logprobs(model, batch)
+    logprobs = logprobs_of(model, batch)
     ((logprobs * weights(batch).to(logprobs)).sum(1) ** 2).sum().backward()
     return logprobs.detach(), gradient(model)
 
@@ -49,20 +49,26 @@ def by_paths(model: torch.nn.Module, batch: RolloutBatch, limit: int) -> tuple[t
 
 
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - set(NOT_IN_TREES)))
-def test_log_probs_and_gradients_are_those_of_the_padded_batch(name):
+def test_log_probs_and_gradients_of_a_tree_and_of_its_paths_are_those_of_the_padded_batch(name):
     model, batch = model_of(name), make_batch()
-    right = padded(in_float64(model), batch)
+    right_model = in_float64(model)
+    right = outcome(right_model, batch, padded_logprobs)
+    rounding = distance(outcome(model, batch, padded_logprobs)[1], right[1])
     with TreeAttachment(model):
-        found = by_paths(model, batch, 9)
-    assert distance(found[0], right[0]) < 1e-6
-    assert distance(found[1], right[1]) < 1e-5
+        tree, paths = outcome(model, batch, tree_logprobs), by_paths(model, batch, 9)
+    for found in (tree, paths):
+        assert distance(found[0], right[0]) < 1e-6
+        assert distance(found[1], right[1]) < 1e-5
+    assert distance(tree[1], right[1]) < 3 * rounding
+    with TreeAttachment(right_model):
+        assert distance(outcome(right_model, batch, tree_logprobs)[1], right[1]) < 1e-6
     assert not tree_forward._paths
 
 
 @pytest.mark.parametrize("split", ["trees", "packs"])
 def test_gradients_accumulated_over_parts_are_those_of_the_whole_batch(split):
     model, batch = make_model("qwen3", num_hidden_layers=2), make_batch()
-    right = padded(in_float64(model), batch)[1]
+    right = outcome(in_float64(model), batch)[1]
     with TreeAttachment(model):
         model.zero_grad()
         parts = list(getattr(batch, split)(40))
@@ -91,7 +97,7 @@ def test_every_row_is_read_in_the_distribution_it_was_drawn_from():
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_any_limit_gives_the_same_gradients_with_checkpointing_too(limit, checkpointed):
     model, batch = make_model("gemma3", num_hidden_layers=2), make_batch(seed=3)
-    right = padded(in_float64(model), batch)
+    right = outcome(in_float64(model), batch)
     if checkpointed:
         model.gradient_checkpointing_enable()
     with TreeAttachment(model.train()):

@@ -95,24 +95,6 @@ def test_scores_of_a_batch_are_its_own_log_probs_while_the_weights_stand(model, 
             assert torch.equal(scores.logprobs, batch.logprobs)
 
 
-def test_the_routers_of_a_mixture_of_experts_choose_live_although_routes_were_recorded():
-    model = make_model("qwen3_moe")
-    with make_rollout(model, record_routes=True) as rollout:
-        batch = rollout.generate(PROMPTS[:3], tokens(9, n=2))
-        torch.testing.assert_close(rollout.score(batch).logprobs, batch.logprobs, atol=1e-5, rtol=0)
-        update(model, rollout, size=0.05)
-        scores = rollout.score(batch)
-        with torch.no_grad():
-            live = trainer_logprobs_of(model, batch)[batch.response_mask]
-            with package.replay(batch, model):
-                replayed = trainer_logprobs_of(model, batch)[batch.response_mask]
-                torch.testing.assert_close(rollout.score(batch).logprobs, scores.logprobs, atol=1e-5, rtol=0)
-        assert (live - replayed).abs().max() > 1e-3
-        torch.testing.assert_close(scores.logprobs[batch.response_mask], live, atol=1e-5, rtol=0)
-        torch.testing.assert_close(rollout.score(batch).logprobs, scores.logprobs, atol=1e-5, rtol=0)
-        assert_nothing_leaked(rollout)
-
-
 def test_prompts_are_computed_once_and_only_what_is_scored_behind_them(model):
     with make_rollout(model, max_tokens_per_step=64) as rollout:
         batch = rollout.generate([list(range(3, 43))], tokens(8, n=8))
