@@ -249,7 +249,7 @@ def _runner(
         min(config.step_tokens, longest),
         together=peers.together.encode,
     )
-    if config.exact and (weights.collective or weights.tensor_parallel_mesh is not None):
+    if config.exact and weights.spread:
         raise UnsupportedModelError(
             f"InferenceConfig.exact=True: the weights of {type(model).__name__} are spread over the ranks (FSDP, "
             "ZeRO-3, tensor parallelism); exact mode serves whole weights (one rank, or DDP)"

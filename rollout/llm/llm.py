@@ -68,7 +68,7 @@ class AsyncLLM(LLMRequests):
         if not isinstance(model, nn.Module):
             model, tokenizer = load_model(model, tokenizer)
         weights = weights_of(model)
-        if coordinator is not None and (weights.collective or weights.tensor_parallel_mesh is not None):
+        if coordinator is not None and weights.spread:
             raise ConfigError(
                 f"use_coordinator=True, and the weights of {type(model).__name__} are spread over the ranks: leave it out "
                 "(with FSDP every rank runs its own prompts, in a tensor-parallel group the first rank sends requests)"

@@ -187,7 +187,7 @@ class EngineControl:
         """
         with self._lifecycle.locked():
             self._lifecycle.refuse_when_stopped()
-            if self._guard.source.collective or self._guard.source.tensor_parallel_mesh is not None:
+            if self._guard.source.spread:
                 raise EngineStateError(
                     f"load_weights() into {type(self._guard.model).__name__}, whose weights are spread over the ranks: load "
                     "them there as the trainer does (for example with torch.distributed.checkpoint), and call "
@@ -214,7 +214,7 @@ class EngineControl:
         with self._lifecycle.locked():
             self._lifecycle.refuse_when_stopped()
             runner, why = self._controller.runner, None
-            if self._guard.source.collective or self._guard.source.tensor_parallel_mesh is not None:
+            if self._guard.source.spread:
                 why = "its weights are spread over the ranks"
             elif runner.exact:
                 why = "exact mode runs the fused forward only, which has no adapters (InferenceConfig.exact)"

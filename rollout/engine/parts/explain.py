@@ -267,7 +267,7 @@ def _graphs(runner: ModelRunner, config: InferenceConfig, source: WeightSource) 
 def _exact(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -> str:
     if config.exact:
         return f"on: {_EXACT}, in the trainer's forward inside rollout.exact(model) and in every step here"
-    if source.collective or source.tensor_parallel_mesh is not None:
+    if source.spread:
         return "off, and refused: the weights are spread over the ranks"
     if not runner.cache.on_device:
         return "off; known when the engine is resumed"

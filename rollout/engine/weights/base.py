@@ -33,6 +33,11 @@ class Weights:
         self.tensor_parallel_mesh = tensor_parallel_mesh
 
     @property
+    def spread(self) -> bool:
+        """Whether the ranks hold parts of the weights."""
+        return self.collective or self.tensor_parallel_mesh is not None
+
+    @property
     def ready(self) -> bool:
         """Whether `sampled` holds whole, current weights."""
         return True
