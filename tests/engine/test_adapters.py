@@ -188,7 +188,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(folders: di
 
 @pytest.mark.parametrize(("model", "options", "why"), [
     ("qwen3", {"exact": True}, "exact mode"), ("falcon_h1", {}, "recurrent layers"),
-    ("adapted", {}, "PEFT layers of its own"),
+    ("adapted", {}, "its own PEFT layers"),
 ])  # fmt: skip
 def test_models_whose_requests_cannot_name_adapters_are_named(
     folders: dict[str, str], model: str, options: dict[str, Any], why: str
