@@ -10,11 +10,9 @@ Without communication between ranks: each rank saves and loads its own file when
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 
@@ -22,7 +20,10 @@ from rollout.requests.codec import INT, decode_fields
 from rollout.state import Mode
 from trainer_hooks import optimizer as optimizer_hook
 from trainer_hooks.optimizer import Attachment
-from trainer_hooks.rank_state import RankFile, SavedRollout
+from trainer_hooks.rank_state import RankFile
+
+if TYPE_CHECKING:
+    from rollout import RolloutManager
 
 
 class AcceleratorAttachment:
@@ -37,7 +38,7 @@ class AcceleratorAttachment:
     def __init__(
         self,
         accelerator: Accelerator,
-        manager: SavedRollout,
+        manager: RolloutManager,
         optimizers: tuple[Attachment, ...],
         checkpoint: bool,
     ) -> None:
@@ -51,29 +52,6 @@ class AcceleratorAttachment:
         """Number of steps that changed the weights since the attachment, over all optimizers."""
         return sum(each.steps for each in self.optimizers)
 
-    def log(self, step: int, *metrics: Mapping[str, Any]) -> None:
-        """Log the rollout's metrics since the previous call, together with `metrics`, to the Accelerator's trackers.
-
-        Call it on every rank whenever the training loop logs. `rollout.observe.metric_table` lists the names;
-        accelerate logs the values of the main process, which cover that rank only.
-
-        Args:
-            step: the trainer's step, used as the axis.
-            metrics: numbers, numpy or torch scalars by name.
-
-        Raises:
-            ValueError: a name occurs twice.
-        """
-        point: dict[str, Any] = {}
-        for part in (self.manager.metrics(), *metrics):
-            for name, value in part.items():
-                if name in point:
-                    raise ValueError(
-                        f"{name} comes twice in step {step}: every name is logged once; rename one of the two"
-                    )
-                point[name] = value.item() if hasattr(value, "item") else value
-        self.accelerator.log(point, step=step)
-
     def detach(self) -> None:
         """Remove the hooks, and the rollout from `save_state` and `load_state`. Idempotent."""
         for each in self.optimizers:
@@ -84,15 +62,13 @@ class AcceleratorAttachment:
     def __enter__(self) -> AcceleratorAttachment:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.detach()
 
 
 def attach(
     accelerator: Accelerator,
-    manager: SavedRollout,
+    manager: RolloutManager,
     *,
     mode: Mode = None,
     checkpoint: bool = True,
@@ -105,7 +81,7 @@ def attach(
 
     Changes: adds the hooks of `trainer_hooks.optimizer` to each torch optimizer that steps parameters of `manager.model`.
     A critic's optimizer is not changed; two optimizers of the policy raise the version twice per round. Accumulated
-    micro-batches and steps skipped by a GradScaler do not count. Nothing is logged unless `log` is called.
+    micro-batches and steps skipped by a GradScaler do not count.
 
     With `checkpoint`, `accelerator.save_state` also writes `custom_checkpoint_<i>.pkl` (how many ranks, and the policy
     version; `<i>` counts the registered objects) and `custom_checkpoint_<i>_rank_<r>_of_<n>.msgpack` on every rank (its
@@ -143,7 +119,7 @@ def attach(
     return attachment
 
 
-def _optimizers_of(accelerator: Accelerator, manager: SavedRollout) -> list[Any]:
+def _optimizers_of(accelerator: Accelerator, manager: RolloutManager) -> list[Any]:
     # accelerate has no public list of prepared objects.
     prepared = list(accelerator._optimizers)
     if not prepared:
@@ -170,7 +146,7 @@ class _Saved:
     called after the weights have been loaded, reads this rank's file.
     """
 
-    def __init__(self, accelerator: Accelerator, manager: SavedRollout) -> None:
+    def __init__(self, accelerator: Accelerator, manager: RolloutManager) -> None:
         self._accelerator = accelerator
         self._rollout = manager
         self._folder = ""

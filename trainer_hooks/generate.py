@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
-from types import TracebackType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -105,9 +104,7 @@ class GenerateHook:
     def __enter__(self) -> GenerateHook:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.detach()
 
     # --- inside -------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ closures need no handling: torch calls the hooks of the optimizer that really st
 from __future__ import annotations
 
 import inspect
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -69,9 +68,7 @@ class Attachment:
     def __enter__(self) -> Attachment:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.detach()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

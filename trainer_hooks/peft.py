@@ -15,28 +15,20 @@ then silently misses gradients).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-
-class AdaptedRollout(Protocol):
-    """Interface of a rollout with adapters; `RolloutManager` and `DynamicInferenceEngine` implement it."""
-
-    @property
-    def model(self) -> nn.Module:
-        """Module that samples, including its adapters."""
-
-    def adapter_switch(self, what: str | None) -> AbstractContextManager[None]:
-        """Context in which the active adapters may be changed; its exit is a barrier of all ranks, named `what`."""
+if TYPE_CHECKING:
+    from rollout import DynamicInferenceEngine, RolloutManager
 
 
 @contextmanager
-def adapter(manager: AdaptedRollout, name: str | None) -> Iterator[None]:
+def adapter(manager: RolloutManager | DynamicInferenceEngine, name: str | None) -> Iterator[None]:
     """Context in which the adapter `name` is active, in the trainer's forward and in `manager.generate`.
 
     Requires adapters inside the model's layers (LoRA, DoRA, IA3, `modules_to_save` and the like), none of them merged. Sets

@@ -9,29 +9,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from rollout.requests.codec import INT, Codec, decode_fields, refuse, unpack_msgpack
-from trainer_hooks.optimizer import Rollout
 
-
-class SavedRollout(Rollout, Protocol):
-    """Interface of a rollout that integrations log and save; `RolloutManager` implements it."""
-
-    @property
-    def policy_version(self) -> int:
-        """Number of weight updates so far."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics since the previous call, by name."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all requests in flight as plain data."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the requests saved by `state_dict`."""
+if TYPE_CHECKING:
+    from rollout import RolloutManager
 
 
 @dataclass(frozen=True)
@@ -62,7 +47,7 @@ class RankFile:
         """Whether the folder contains a state file of any rank of a job of any size."""
         return bool(self._all())
 
-    def write(self, manager: SavedRollout) -> None:
+    def write(self, manager: RolloutManager) -> None:
         """Save the rollout's state without disturbing it; remove files with this stem from jobs of another size."""
         fields = {"policy_version": manager.policy_version, "state": manager.state_dict()}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +61,7 @@ class RankFile:
             if not other.stem.endswith(f"_of_{self.size}"):
                 other.unlink(missing_ok=True)
 
-    def load(self, manager: SavedRollout, policy_version: int | None = None) -> None:
+    def load(self, manager: RolloutManager, policy_version: int | None = None) -> None:
         """Restore the state saved by `write`. The model must already hold the weights of the checkpoint.
 
         Args:
@@ -89,7 +74,12 @@ class RankFile:
             EngineStateError, ConfigError, InvalidRequestError: see `RolloutManager.load_state_dict`.
         """
         if not self.path.exists():
-            raise FileNotFoundError(self._what_is_missing())
+            there = [path.name for path in self._all()] or "no state of a rollout"
+            raise FileNotFoundError(
+                f"{self.folder} has no {self.path.name}; it holds {there}. Every rank saves its own file: start as many "
+                f"ranks as saved it, take another checkpoint, or {self.without} to begin with nothing in flight and policy "
+                "version 0"
+            )
         name = str(self.path)
         fields = decode_fields(name, unpack_msgpack(name, self.path.read_bytes()), _FIELDS)
         if policy_version is not None and fields["policy_version"] != policy_version:
@@ -103,25 +93,6 @@ class RankFile:
 
     def _all(self) -> list[Path]:
         return sorted(self.folder.glob(f"{self.stem}_rank_*_of_*.msgpack"))
-
-    def _what_is_missing(self) -> str:
-        there = self._all()
-        sizes = sorted({int(path.stem.rpartition("_")[2]) for path in there})
-        if not there:
-            return (
-                f"{self.folder} holds no state of a rollout ({self.path.name}): it was saved without this hook, or "
-                f"saving was interrupted; take another checkpoint, or {self.without} to begin with nothing in flight and "
-                "policy version 0"
-            )
-        if self.size not in sizes:
-            return (
-                f"{self.folder} holds what {sizes} ranks had in flight, and this job has {self.size}: start as many "
-                f"ranks again, or {self.without} to begin with nothing in flight and policy version 0"
-            )
-        return (
-            f"{self.folder} has no {self.path.name}, only {[path.name for path in there]}: every rank saves its own, so "
-            "all of them must save, and find the same folder (or their own copy of it) again"
-        )
 
 
 def _decode_dict(plain: Any) -> dict[str, Any]:

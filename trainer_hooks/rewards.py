@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any
 
 from rollout import ConfigError
@@ -85,9 +84,7 @@ class RewardPool:
     def __enter__(self) -> RewardPool:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _call(self, count: int, args: tuple[Any, ...], columns: dict[str, Any]) -> Rewards:

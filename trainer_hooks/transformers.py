@@ -15,8 +15,7 @@ import json
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -25,7 +24,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from rollout.observe.metric_table import LOGGED, unknown_name
 from rollout.state import Mode
 from trainer_hooks.optimizer import Attachment, attach
-from trainer_hooks.rank_state import RankFile, SavedRollout
+from trainer_hooks.rank_state import RankFile
+
+if TYPE_CHECKING:
+    from rollout import RolloutManager
 
 STEM = "rollout"
 """Prefix of the rollout's files in a checkpoint folder."""
@@ -71,7 +73,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(
         self,
-        manager: SavedRollout,
+        manager: RolloutManager,
         *,
         mode: Mode = None,
         log: bool | Collection[str] = True,
@@ -95,9 +97,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
     def __enter__(self) -> RolloutCallback:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.detach()
 
     # --- events -------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def _identity(state: TrainerState) -> str:
     return json.dumps([state.global_step, state.epoch, state.total_flos, state.log_history], sort_keys=True)
 
 
-def _check_trains(model: nn.Module | None, manager: SavedRollout) -> None:
+def _check_trains(model: nn.Module | None, manager: RolloutManager) -> None:
     trained = set() if model is None else {id(parameter) for parameter in model.parameters()}
     if trained.isdisjoint(id(parameter) for parameter in manager.model.parameters()):
         raise ValueError(

@@ -5,7 +5,6 @@
     attach(trainer, manager, keep=rewards_differ)           ... and groups of equal rewards are replaced (DAPO)
     attach(trainer, manager, replay=False)                  ... and truncated sampling is trained on as if it were whole
     attach(another_trainer, manager)                        its model.generate runs on the engine (`trl_generate`)
-    GRPOTrainer(..., rollout_func=rollout_func(manager))    TRL's own interface: log-probs are passed, without correction
 
     a generation      a prompt's group is one request of n samples; KV memory is released afterwards
     a step            (torch's hooks) raises the policy version if the weights were updated
@@ -22,7 +21,6 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -38,8 +36,6 @@ from trainer_hooks.trl_config import (
     check_rewards,
     check_trainer,
     correction_mode,
-    refuse_routes,
-    refuse_tools,
     sampling_params,
     warn_of_shaping,
 )
@@ -75,12 +71,9 @@ class TrlAttachment:
         self._replays_kept = False
         self._generated: GeneratedRows | None = None
         self._full: FullBatches | None = None
-        self._undo = ExitStack()
-        try:
-            self._follower = follow(trainer, manager, mode, log, checkpoint, self._undo)
-        except BaseException:
-            self._undo.close()
-            raise
+        with ExitStack() as undo:
+            self._follower = follow(trainer, manager, mode, log, checkpoint, undo)
+            self._undo = undo.pop_all()
         if on_error == "mask":
             self._put(_calculate_rewards=self._without_failed(trainer._calculate_rewards))
 
@@ -101,9 +94,7 @@ class TrlAttachment:
     def __enter__(self) -> TrlAttachment:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.detach()
 
     # --- what TRL asks of its generation object -----------------------------------------------------------------
@@ -175,20 +166,14 @@ class TrlAttachment:
     # --- what TRL asks of a rollout_func ------------------------------------------------------------------------
 
     def roll_out(self, prompts: list[Any]) -> dict[str, Any]:
-        """Complete the dataset's prompts, texts or chats, each once.
-
-        Returns:
-            `prompt_ids`, `completion_ids`, `logprobs`; and if rows failed, `env_mask`, which excludes them from the loss.
+        """Complete the dataset's prompts, texts or chats, each once; `env_mask` excludes failed rows from the loss.
 
         Raises:
             ValueError: the prompts contain images.
-            RolloutFailedError: see `generate`.
         """
         prompt_ids, images, _ = self.trainer._tokenize_prompts(prompts)
         if images is not None:
-            raise ValueError(
-                "TRL takes no images back from a rollout_func: use attach(trainer, manager, on_error='raise')"
-            )
+            raise ValueError("on_error='mask': TRL takes no images back from a rollout_func; use on_error='raise'")
         completions, logprobs = self.sample(prompt_ids)
         output = {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs}
         if any(self._failed):
@@ -295,29 +280,21 @@ def attach(
     log-probs of RLOO and SDPO are the rollout's if that is exact: in float32, without autocast. The following is about
     GRPOTrainer.
 
-    Requires: a GRPOTrainer of TRL 1.16 with `use_vllm=False`, and a rollout of its model: `RolloutManager(trainer.model,
-    tokenizer, ...)`. Call it before `train()`, or in a callback's `on_train_begin`; on several ranks, on each of them. The
-    trainer may distribute the weights by DDP or FSDP2 when training begins.
+    Requires: a GRPOTrainer of TRL 1.16 with `use_vllm=False`, and a manager of its model: `RolloutManager(trainer.model,
+    tokenizer, ...)`. Call it before `train()`, or in a callback's `on_train_begin`; on several ranks, on each of them.
 
-    Changes: `manager` takes the place of the trainer's vLLM. So GRPOConfig's `vllm_importance_sampling_*` options apply
-    (the correction is on by default), the metrics `sampling/*` are logged, `off_policy_mask_threshold` compares with the
-    sampling log-probs, TRL's tool loop and `evaluate()` generate with the rollout, and `rollout/logprob_diff` is measured.
-    A callback attaches the optimizer when training begins, detaches it at the end, and adds `rollout/*` to every training
-    log (reporters may add their usual prefix). With `on_error="mask"` the trainer's `rollout_func` and
-    `_calculate_rewards` are replaced too.
+    Changes: `manager` takes the place of the trainer's vLLM, so GRPOConfig's `vllm_importance_sampling_*` options apply (the
+    correction is on by default) and the metrics `sampling/*` are logged. TRL's tool loop and `evaluate()` generate with it
+    too. A callback attaches the optimizer when training begins, detaches it at the end, and adds `rollout/*` to every
+    training log; if the trainer already has a `RolloutCallback(manager, ...)`, that callback is used.
 
-    Sampling follows `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `max_completion_length` and
-    `generation_kwargs` of GRPOConfig. If `top_k`, `top_p` or `min_p` truncate it, the log-probs of rollout and trainer are
-    of the truncated distribution (`replay`). If something else makes the sampling distribution differ from the trained one,
-    a warning is issued, and log-probs are of the trained distribution (see `sampling_params`). `loss_type="vespo"` is
-    corrected per token, with a warning if GRPOConfig requests another mode. Random streams derive from
-    `InferenceConfig.seed`. Completions end with the trainer's `eos_token_ids`.
+    Sampling follows GRPOConfig and ends with the trainer's `eos_token_ids`; random streams derive from
+    `InferenceConfig.seed`. If the sampling distribution differs from the trained one and is not replayed, a warning is
+    issued, and log-probs are of the trained distribution (see `sampling_params`).
 
-    With `checkpoint`, the trainer's checkpoints contain the policy version and the random streams, in
-    `rollout_rank_<r>_of_<n>.msgpack`. A rollout with policy version 0 restores them from the checkpoint that
-    `train(resume_from_checkpoint=...)` takes from `args.output_dir`; if it has none, a warning is issued and the version
-    continues from the trainer's step. If the trainer already has a `RolloutCallback(manager, ...)` of
-    `trainer_hooks.transformers`, that callback is used for hooks, logs and checkpoints.
+    With `checkpoint`, the trainer's checkpoints contain the policy version and the random streams. A manager with policy
+    version 0 restores them when `train(resume_from_checkpoint=...)` finds them; otherwise a warning is issued and the
+    version continues from the trainer's step.
 
     Args:
         trainer: GRPOTrainer, before training.
@@ -357,17 +334,12 @@ def attach(
         others = {"on_error": on_error if on_error != "raise" else "", "tree": tree, "replay": replay, "keep": keep}
         return attach_trainer(trainer, manager, mode, log, checkpoint, fallback, **others)
     if getattr(trainer, "rollout_func", None) is not None:
-        raise ValueError(
-            "this trainer has a rollout_func already: build it without, and attach(trainer, manager); or keep "
-            "rollout_func=rollout_func(manager), and do not attach"
-        )
+        raise ValueError("this trainer has a rollout_func already: build it without, and attach(trainer, manager)")
     if isinstance(getattr(trainer, "vllm_generation", None), TrlAttachment):
         raise ValueError("this trainer is attached to a rollout already: keep that attachment, or detach() it first")
     check_trainer(trainer, manager.model)
-    check_choices(trainer, manager.config, mode, on_error)
+    check_choices(trainer, mode, on_error)
     check_rewards(trainer)
-    if on_error == "mask":
-        refuse_tools(trainer)
     if tree:
         check_tree(trainer)
     if keep is not None:
@@ -385,42 +357,3 @@ def attach(
     if why_not is not None:
         warn_of_shaping(trainer, stacklevel=2, why_not_replayed=why_not)
     return attachment
-
-
-def rollout_func(
-    manager: RolloutManager,
-    *,
-    mode: Mode = None,
-    on_error: OnError = "raise",
-    log: Log = True,
-    checkpoint: bool = True,
-) -> Callable[[list[Any], Any], dict[str, Any]]:
-    """Return a `rollout_func` for GRPOTrainer that generates with `manager`.
-
-    Same requirements and effects as `attach`, from the trainer's first generation on, except that TRL uses the log-probs of
-    a `rollout_func` only for `off_policy_mask_threshold` and does not correct the loss. Tools raise, because TRL would
-    generate their later turns itself.
-
-    Args:
-        manager: manager that samples with the very module given to the trainer.
-        mode, on_error, log, checkpoint: see `attach`.
-
-    Returns:
-        The function for GRPOTrainer. It raises as `attach` does, and `ValueError` for prompts with images.
-    """
-    tied: list[TrlAttachment] = []
-
-    def generate(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        if not tied or tied[0].trainer is not trainer:
-            check_trainer(trainer, manager.model)
-            check_choices(trainer, manager.config, mode, on_error)
-            refuse_tools(trainer)
-            refuse_routes(manager.config)
-            warn_of_shaping(trainer, stacklevel=2)
-            attachment = TrlAttachment(trainer, manager, mode, on_error, log, checkpoint)
-            for other in tied:
-                other.detach()
-            tied[:] = [attachment]
-        return tied[0].roll_out(prompts)
-
-    return generate

@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from rollout.config import InferenceConfig
 from rollout.errors import ConfigError
 from rollout.sampling_params import FILTERS, SHAPING, SamplingParams
-from rollout.state import KVCacheManagementMode
+from rollout.state import KVCacheManagementMode, Mode
 from trainer_hooks.rewards import NOT_PASSED, RewardPool
 from trainer_hooks.trl_images import placeholders
 
@@ -127,32 +126,6 @@ def check_rewards(trainer: Any) -> None:
                 ) from None
 
 
-def refuse_tools(trainer: Any) -> None:
-    """Raise if the trainer has tools: they are supported only by `attach` with on_error='raise'.
-
-    Raises:
-        ValueError: the trainer has tools.
-    """
-    if trainer.tools:
-        raise ValueError(
-            f"this trainer has {len(trainer.tools)} tools, whose later turns do not go through a rollout_func: use "
-            "attach(trainer, manager) with on_error='raise'"
-        )
-
-
-def refuse_routes(config: InferenceConfig) -> None:
-    """Raise if the rollout records routes: they are replayed only by `attach`.
-
-    Raises:
-        ConfigError: it does.
-    """
-    if config.record_routes:
-        raise ConfigError(
-            "InferenceConfig.record_routes=True: with a rollout_func TRL routes the tokens of its log-probs live, so that "
-            "recorded routes would have no effect; use attach(trainer, manager), or set it to False"
-        )
-
-
 def check_trainer(trainer: Any, model: nn.Module) -> None:
     """Check that `trainer` is a GRPOTrainer that trains `model` and uses no other generation backend.
 
@@ -180,19 +153,21 @@ def check_trainer(trainer: Any, model: nn.Module) -> None:
         )
 
 
-def check_choices(
-    trainer: Any, config: InferenceConfig, mode: KVCacheManagementMode | str | None, on_error: str
-) -> None:
-    """Check the integration's options, the rollout's, and GRPOConfig's sampling options.
+def check_choices(trainer: Any, mode: Mode, on_error: str) -> None:
+    """Check the integration's options, and GRPOConfig's sampling options.
 
     Raises:
         ConfigError: an option is unknown or unsupported; the message names it.
+        ValueError: the trainer has tools, with `on_error="mask"`.
     """
-    modes = [member.value for member in KVCacheManagementMode]
-    if mode is not None and mode not in modes:
-        raise ConfigError(f"mode={mode!r}: must be None or one of {', '.join(map(repr, modes))}")
+    KVCacheManagementMode.parse(mode)
     if on_error not in ("raise", "mask"):
         raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'mask'")
+    if on_error == "mask" and trainer.tools:
+        raise ValueError(
+            f"on_error='mask': this trainer has {len(trainer.tools)} tools, whose later turns TRL would generate "
+            "itself; use on_error='raise'"
+        )
     sampling_params(trainer)
 
 

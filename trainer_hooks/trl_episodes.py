@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rollout import SamplingParams
+from rollout import ConfigError, SamplingParams
 from rollout.manager.episodes.environment import EnvironmentFactory, Play
 from rollout.manager.manager import RolloutManager
-from trainer_hooks.trl_config import refuse_routes
 
 
 def episode_rollout_func(
@@ -33,7 +32,11 @@ def episode_rollout_func(
     Raises:
         ConfigError: the manager records expert routes, which TRL would not replay.
     """
-    refuse_routes(manager.config)
+    if manager.config.record_routes:
+        raise ConfigError(
+            "InferenceConfig.record_routes=True: with a rollout_func TRL routes the tokens of its log-probs live, so that "
+            "recorded routes would have no effect; set it to False"
+        )
 
     def play(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         batch = manager.run(prompts, environment, sampling_params, **{"on_error": "mask"} | options)

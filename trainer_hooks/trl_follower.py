@@ -22,7 +22,6 @@ class Follower(RolloutCallback):
 
     def __init__(self, manager: RolloutManager, mode: Mode, log: Log, checkpoint: bool) -> None:
         super().__init__(manager, mode=mode, log=log, checkpoint=checkpoint)
-        self._manager = manager
         self._latest: Attachment | None = None
 
     @property
@@ -46,7 +45,7 @@ class Follower(RolloutCallback):
         if file is not None and file.saved_by_anybody:
             file.load(self.manager)
             return
-        self._manager.engine.weights_updated(state.global_step)
+        self.manager.engine.weights_updated(state.global_step)
         warnings.warn(
             f"the trainer is at step {state.global_step}, and there is no state of the rollout next to the trainer's "
             f"in {', '.join(map(str, self._folders(args, state)))}: the policy version continues from "

@@ -8,7 +8,6 @@ completions a second time before they train; in float32 they get the rollout's i
 from __future__ import annotations
 
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -60,9 +59,7 @@ class TrlGenerateAttachment:
     def __enter__(self) -> TrlGenerateAttachment:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.detach()
 
     # --- log-probs of what was sampled --------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from tests.benchmarks.common import parse, quiet_transformers, save, settle
 from tests.benchmarks.field import Measured, Rules, alternate
 from tests.benchmarks.ledger import Cell, Key, Ledger
 from tests.benchmarks.subject import Subject, make_subject
-from trainer_hooks.trl import attach, rollout_func
+from trainer_hooks.trl import attach
 
 PEERS = ("ours", "ours, corrected", "generate", "cb")
 CASES = ("even", "tail")
@@ -115,10 +115,9 @@ class TrlStep:
         trainer = GRPOTrainer(
             subject.model, score, args=self._config(peer, seed), train_dataset=self._prompts(subject.vocab),
             processing_class=tokenizer, callbacks=[clock],
-            rollout_func=rollout_func(rollout) if rollout is not None and peer == "ours" else None,
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
-        if rollout is not None and peer != "ours":
+        if rollout is not None:
             attach(trainer, rollout)
         trainer._generate = timed(trainer._generate, generating, self._device)
         trainer.train()
@@ -147,7 +146,7 @@ class TrlStep:
             report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, max_steps=options.steps + 1,
             per_device_train_batch_size=samples, num_generations=options.group, learning_rate=1e-6,
             max_completion_length=options.new_tokens, gradient_checkpointing=False,
-            use_transformers_continuous_batching=peer == "cb",
+            vllm_importance_sampling_correction=peer != "ours", use_transformers_continuous_batching=peer == "cb",
             # Its default takes half of the memory for the cache, anew in every step.
             transformers_continuous_batching_config={"num_blocks": blocks} if peer == "cb" else None,
         )  # fmt: skip

@@ -11,7 +11,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.tracking import GeneralTracker
 from torch import nn
 
 from tests.distributed.job.rank_jobs import Sample
@@ -150,44 +149,6 @@ def test_after_detach_nothing_of_it_is_left(accelerator_of, tmp_path):
     assert manager.told == []
     assert not list(tmp_path.glob("custom_checkpoint*"))
     attach(accelerator, manager)
-
-
-# --- logging ----------------------------------------------------------------------------------------------------------
-
-
-class Listening(GeneralTracker):
-    """A tracker that remembers."""
-
-    name = "listening"
-    requires_logging_directory = False
-
-    def __init__(self) -> None:
-        self.points: list[tuple[int | None, dict[str, Any]]] = []
-        super().__init__()
-
-    @property
-    def tracker(self) -> list[Any]:
-        return self.points
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        pass
-
-    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        self.points.append((step, values))
-
-
-def test_metrics_go_to_the_trackers_at_the_trainers_step_under_their_own_names(accelerator_of):
-    tracker_of = Listening()
-    accelerator = accelerator_of(log_with=tracker_of)
-    accelerator.init_trackers("project")
-    model = a_model()
-    prepared, optimizer = accelerator.prepare(model, sgd(model))
-    attachment = attach(accelerator, FakeRollout(model))
-    micro_step(accelerator, prepared, optimizer)
-    attachment.log(17, {"train/loss": torch.tensor(0.5)}, {"train/reward": 1})
-    assert tracker_of.points == [(17, {"rollout/policy_version": 1.0, "train/loss": 0.5, "train/reward": 1})]
-    with pytest.raises(ValueError, match=r"rollout/policy_version comes twice in step 18.*rename"):
-        attachment.log(18, {"rollout/policy_version": 2})
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

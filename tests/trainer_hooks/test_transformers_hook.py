@@ -216,7 +216,7 @@ def test_a_checkpoint_without_a_rollout_is_refused_unless_none_is_wanted(uninter
     folder, _ = uninterrupted
     copy_of(folder, tmp_path, "checkpoint-2")
     (tmp_path / "checkpoint-2" / "rollout_rank_0_of_1.msgpack").unlink()
-    with pytest.raises(FileNotFoundError, match=r"holds no state of a rollout.*checkpoint=False"):
+    with pytest.raises(FileNotFoundError, match=r"it holds no state of a rollout.*checkpoint=False"):
         run(tmp_path, resume=True)
     assert run(tmp_path, resume=True, stop_at=3, checkpoint=False)["versions"] == [1]
     assert not list(tmp_path.glob("*/rollout_rank*"))

@@ -22,7 +22,7 @@ from tests.ranks import run_together
 from tests.rollouts import assert_nothing_leaked, make_rollout
 from tests.routers import LowestExperts
 from trainer_hooks.optimizer import attach as attach_optimizer
-from trainer_hooks.trl import attach, rollout_func
+from trainer_hooks.trl import attach
 from trainer_hooks.trl_config import sampling_params
 from trainer_hooks.trl_episodes import episode_rollout_func
 
@@ -93,7 +93,7 @@ Maker = Callable[..., Run]
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Iterator[Maker]:
-    """`make_run("default" | "rollout_func" | "attach", on_error=..., engine={...}, **options of GRPOConfig)`."""
+    """`make_run("default" | "attach", on_error=..., engine={...}, **options of GRPOConfig)`."""
     made: list[RolloutManager] = []
 
     def make(
@@ -118,7 +118,6 @@ def make_run(tmp_path: Path) -> Iterator[Maker]:
         made.append(manager)
         trainer = trl.GRPOTrainer(
             model, marker, args=config, train_dataset=data, eval_dataset=data, processing_class=tokenizer,
-            rollout_func=rollout_func(manager, on_error=on_error) if kind == "rollout_func" else None,
         )  # fmt: skip
         if kind == "attach":
             attach(trainer, manager, on_error=on_error, replay=replay)
@@ -175,10 +174,9 @@ class BrokenForward:
 # --- the same as TRL's own generation ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["rollout_func", "attach"])
-def test_greedy_completions_loss_and_gradient_norm_are_the_default_paths(make_run, kind):
+def test_greedy_completions_loss_and_gradient_norm_are_the_default_paths(make_run):
     options = {"generation_kwargs": {"do_sample": False}, "entropy_coef": 0.1, "learning_rate": 0.3}
-    default, ours = make_run("default", **options), make_run(kind, **options)
+    default, ours = make_run("default", **options), make_run("attach", **options)
     for run in (default, ours):
         run.trainer.train()
     assert ours.marker.prompts == default.marker.prompts
@@ -189,11 +187,10 @@ def test_greedy_completions_loss_and_gradient_norm_are_the_default_paths(make_ru
     assert min(default.metric("grad_norm")) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["rollout_func", "attach"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_same_samples_give_the_default_paths_loss_and_gradient_norm(make_run, kind, masked):
+def test_the_same_samples_give_the_default_paths_loss_and_gradient_norm(make_run, masked):
     options = {"mask_truncated_completions": masked, "temperature": 0.8, "max_completion_length": 6}
-    ours, default = make_run(kind, **options), make_run("default", **options)
+    ours, default = make_run("attach", **options), make_run("default", **options)
     for run in (ours, default):
         end_more_often(run.model)
     ours.trainer.train()
@@ -415,8 +412,6 @@ def test_recorded_routes_that_could_not_be_replayed_are_refused(make_run):
     attach(run.trainer, run.manager, replay=True).detach()
     assert vars(run.trainer) == before
     with pytest.raises(ConfigError, match="record_routes=True: with a rollout_func TRL routes"):
-        rollout_func(run.manager)(["abc"], run.trainer)
-    with pytest.raises(ConfigError, match="record_routes=True: with a rollout_func TRL routes"):
         episode_rollout_func(run.manager, print)
 
 
@@ -454,7 +449,6 @@ def test_under_bfloat16_autocast_we_sample_under_it_too(make_run):
 # --- versions, memory, logs -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["rollout_func", "attach"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -464,8 +458,8 @@ def test_under_bfloat16_autocast_we_sample_under_it_too(make_run):
     ],
     ids=["accumulation", "iterations", "steps_per_generation"],
 )
-def test_the_version_is_the_number_of_optimizer_steps_and_the_cache_is_away_while_training(make_run, kind, options):
-    run = make_run(kind, **options)
+def test_the_version_is_the_number_of_optimizer_steps_and_the_cache_is_away_while_training(make_run, options):
+    run = make_run("attach", **options)
     spy, sampled = Spy(run.manager), []
     run.trainer.add_callback(spy)
     generate = run.manager.generate
@@ -501,13 +495,12 @@ def test_evaluation_generates_here_too_before_and_while_training(make_run):
 def test_conversations_are_templated_as_trl_does(make_run):
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     options = {"prompts": chats, "generation_kwargs": {"do_sample": False}, "max_steps": 1}
-    for kind in ("rollout_func", "attach"):
-        default, ours = make_run("default", **options), make_run(kind, **options)
-        for run in (default, ours):
-            run.trainer.train()
-        assert ours.marker.ids == default.marker.ids
-        assert ours.marker.completions == default.marker.completions
-        assert ours.marker.completions[0][0][0]["role"] == "assistant"
+    default, ours = make_run("default", **options), make_run("attach", **options)
+    for run in (default, ours):
+        run.trainer.train()
+    assert ours.marker.ids == default.marker.ids
+    assert ours.marker.completions == default.marker.completions
+    assert ours.marker.completions[0][0][0]["role"] == "assistant"
 
 
 def test_a_later_turn_of_trls_tool_loop_comes_here_too(make_run):
@@ -559,12 +552,11 @@ def test_a_callback_of_ones_own_that_follows_the_optimizer_is_left_to_it(make_ru
     assert run.manager.policy_version == 2
 
 
-@pytest.mark.parametrize("kind", ["rollout_func", "attach"])
-def test_a_resumed_training_goes_on_with_version_and_random_streams(make_run, tmp_path, kind):
+def test_a_resumed_training_goes_on_with_version_and_random_streams(make_run, tmp_path):
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    through = make_run(kind, **options)
+    through = make_run("attach", **options)
     through.trainer.train()
-    resumed = make_run(kind, **options)
+    resumed = make_run("attach", **options)
     resumed.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert resumed.marker.ids == through.marker.ids[1:]
     assert resumed.manager.policy_version == 2
@@ -623,9 +615,8 @@ def test_a_trainer_that_shards_its_model_by_fsdp2_when_it_begins_is_followed(nur
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["rollout_func", "attach"])
-def test_a_failed_completion_stops_the_training_by_default(make_run, kind):
-    run = make_run(kind)
+def test_a_failed_completion_stops_the_training_by_default(make_run):
+    run = make_run("attach")
     BrokenForward(run.manager, {3})
     with pytest.raises(RolloutFailedError, match="broken layer"):
         run.trainer.train()
@@ -633,9 +624,8 @@ def test_a_failed_completion_stops_the_training_by_default(make_run, kind):
     assert run.manager.policy_version == 0
 
 
-@pytest.mark.parametrize("kind", ["rollout_func", "attach"])
-def test_a_masked_failure_is_out_of_the_loss_and_out_of_its_groups_baseline(make_run, kind):
-    run = make_run(kind, on_error="mask", max_steps=1, num_generations=8, per_device_train_batch_size=16)
+def test_a_masked_failure_is_out_of_the_loss_and_out_of_its_groups_baseline(make_run):
+    run = make_run("attach", on_error="mask", max_steps=1, num_generations=8, per_device_train_batch_size=16)
     end_more_often(run.model)
     BrokenForward(run.manager, {9})
     kept: dict[str, Any] = {}
@@ -657,16 +647,15 @@ def test_a_masked_failure_is_out_of_the_loss_and_out_of_its_groups_baseline(make
 
 
 def test_what_cannot_be_attached_is_refused_by_name(make_run):
-    run, other = make_run("default"), make_run("rollout_func")
+    run, other = make_run("default"), make_run("default")
+    other.trainer.rollout_func = print
     with pytest.raises(TypeError, match="Run is not a Trainer"):
         attach(run, run.manager)
-    with pytest.raises(TypeError, match="Run has no rollout_func, use_vllm"):
-        rollout_func(run.manager)(PROMPTS, run)
     with pytest.raises(ValueError, match=r"trains another Qwen3ForCausalLM .*RolloutManager\(trainer.model"):
         attach(run.trainer, other.manager)
     with pytest.raises(ValueError, match="has a rollout_func already"):
         attach(other.trainer, other.manager)
-    with pytest.raises(ConfigError, match="mode='fast': must be None or one of 'persist'"):
+    with pytest.raises(ConfigError, match=r"mode='fast'.*'persist', 'offload', 'recompute'"):
         attach(run.trainer, run.manager, mode="fast")
     with pytest.raises(ConfigError, match="on_error='skip'"):
         attach(run.trainer, run.manager, on_error="skip")
@@ -693,8 +682,6 @@ def test_two_generators_are_one_too_many(make_run, name, value, message):
     setattr(run.trainer, name, value)
     with pytest.raises(ValueError, match=message):
         attach(run.trainer, run.manager)
-    with pytest.raises(ValueError, match=message):
-        rollout_func(run.manager)(PROMPTS, run.trainer)
 
 
 def test_tools_are_refused_where_their_turns_would_not_come_here(make_run):
@@ -702,8 +689,6 @@ def test_tools_are_refused_where_their_turns_would_not_come_here(make_run):
     run.trainer.tools = [print]
     with pytest.raises(ValueError, match="has 1 tools"):
         attach(run.trainer, run.manager, on_error="mask")
-    with pytest.raises(ValueError, match="has 1 tools"):
-        rollout_func(run.manager)(PROMPTS, run.trainer)
 
 
 def test_vespo_is_corrected_by_token_whatever_grpo_config_says(make_run):

@@ -16,7 +16,7 @@ from rollout.config import Advanced, InferenceConfig
 from rollout.errors import ConfigError
 from rollout.manager.manager import RolloutManager
 from tests.vision_models import IMAGE, VIDEO, make_processor, make_qwen_processor, make_vision_model
-from trainer_hooks.trl import attach, rollout_func
+from trainer_hooks.trl import attach
 from trainer_hooks.trl_config import sampling_params
 from trainer_hooks.trl_images import images_of_rows, prompt_groups
 
@@ -46,7 +46,7 @@ def make_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ma
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     made: list[RolloutManager] = []
 
-    def make(name: str, with_func: bool = False, **options: Any) -> tuple[Any, RolloutManager]:
+    def make(name: str, **options: Any) -> tuple[Any, RolloutManager]:
         model, processor = make_vision_model(name), PROCESSORS[name]()
         processor.tokenizer.padding_side = "left"  # as TRL loads it
         processor.chat_template = processor.chat_template or processor.tokenizer.chat_template
@@ -68,7 +68,6 @@ def make_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ma
         ]
         trainer = trl.GRPOTrainer(
             model, reward, args=config, train_dataset=datasets.Dataset.from_list(rows), processing_class=processor,
-            rollout_func=rollout_func(manager) if with_func else None,
         )  # fmt: skip
         return trainer, manager
 
@@ -132,8 +131,9 @@ def test_what_images_are_not_trained_with_is_refused_by_name(make_trainer) -> No
     trainer, manager = make_trainer("gemma3", top_p=0.5)
     with pytest.raises(ConfigError, match=r"replay=True with a processor: .* set top_k=0, top_p=1.0"):
         attach(trainer, manager, replay=True)
-    trainer, _ = make_trainer("gemma3", with_func=True)
-    with pytest.raises(ValueError, match="takes no images back from a rollout_func: use attach"):
+    trainer, manager = make_trainer("gemma3")
+    attach(trainer, manager, on_error="mask")
+    with pytest.raises(ValueError, match="takes no images back from a rollout_func; use on_error='raise'"):
         trainer.train()
 
 
