@@ -23,27 +23,29 @@ def _as_launched(rank: int) -> None:
     )  # fmt: skip
 
 
-def _engine(stage: int, **options: Any) -> Any:
+def engine(rank: int, stage: int, **options: Any) -> Any:
+    """DeepSpeed's engine of a small model, with SGD."""
     import deepspeed
 
+    _as_launched(rank)
     model = make_model("llama")
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
         "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     } | options  # fmt: skip
-    engine, *_ = deepspeed.initialize(
+    made, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config, dist_init_required=False
     )
-    return engine
+    return made
 
 
-def _round(engine: Any, rank: int, manager: RolloutManager, scale: float = 1.0) -> list[int]:
+def _round(stepped: Any, rank: int, manager: RolloutManager, scale: float = 1.0) -> list[int]:
     """Two micro-batches; the version after each."""
     seen = []
     for micro in range(2):
-        engine.backward(loss_of(engine, rank, micro) * scale)
-        engine.step()
+        stepped.backward(loss_of(stepped, rank, micro) * scale)
+        stepped.step()
         seen.append(manager.policy_version)
     return seen
 
@@ -83,18 +85,17 @@ def is_prepared(rank: int) -> dict[str, Any]:
 
 def is_stepped(rank: int, stage: int) -> dict[str, Any]:
     """A round, one whose gradients overflow, and another; what is sampled afterwards, beside one process's model."""
-    _as_launched(rank)
-    engine = _engine(stage)
-    with a_manager(engine if stage == 3 else engine.module) as manager:
-        attachment = attach(engine, manager)
-        versions = _round(engine, rank, manager)
+    stepped = engine(rank, stage)
+    with a_manager(stepped if stage == 3 else stepped.module) as manager:
+        attachment = attach(stepped, manager)
+        versions = _round(stepped, rank, manager)
         alone = make_model("llama")
         torch.stack([loss_of(alone, each, micro) for each in range(2) for micro in range(2)]).mean().backward()
         torch.optim.SGD(alone.parameters(), lr=0.1).step()
         right = tokens(manager.generate([[5, 6, 7]], GREEDY)) == [greedy(alone, [5, 6, 7], 6)]
-        versions += _round(engine, rank, manager, scale=float("inf"))
-        skipped = bool(engine.skipped_steps)
+        versions += _round(stepped, rank, manager, scale=float("inf"))
+        skipped = bool(stepped.skipped_steps)
         steps = attachment.steps
         attachment.detach()
-        versions += _round(engine, rank, manager)
+        versions += _round(stepped, rank, manager)
     return {"versions": versions, "right": right, "skipped": skipped, "steps": steps}

@@ -26,7 +26,9 @@ from transformers import (
 from rollout.errors import ConfigError
 from rollout.state import EngineState
 from tests.models import VOCAB, make_model, make_tokenizer
+from tests.ranks import run_together
 from tests.rollouts import assert_nothing_leaked, make_rollout, update
+from tests.trainer_hooks import generate_jobs
 from tests.vision_models import NO_MARKS, make_vision_model, picture_prompt, trainer_inputs
 from trainer_hooks.generate import GenerateHook, attach
 
@@ -365,6 +367,15 @@ def test_wrappers_reach_the_hook(attached):
         assert torch.equal(wrapped.generate(**batch(), max_new_tokens=NEW, do_sample=False), base)
     assert torch.equal(torch.compile(wrapped, backend="eager").generate(**batch(), max_new_tokens=NEW), expected)
     assert hook.served == 3
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2", "ZeRO-3"])
+def test_ranks_with_a_wrapped_model_generate_together_and_follow_its_steps(nursery, wrapper):
+    if wrapper == "ZeRO-3":
+        pytest.importorskip("deepspeed")
+    for answer in run_together(nursery, 2, generate_jobs.generates, wrapper=wrapper):
+        assert answer == {"equal": [True] * 3, "version": 2, "served": 3}
 
 
 def test_mistakes_are_told():

@@ -604,11 +604,13 @@ def test_the_engine_does_not_see_the_forward_that_trl_trains_by(make_run):
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_a_trainer_that_shards_its_model_by_fsdp2_when_it_begins_is_followed(nursery, tmp_path):
-    answers = run_together(nursery, 2, trl_jobs.trains_sharded, folder=str(tmp_path))
-    for answer in answers:
-        assert (answer["version"], answer["sharded"]) == (2, True)
-        assert max(answer["rollout/logprob_diff_max"]) < 1e-5
+@pytest.mark.parametrize(("algorithm", "sharded"), [("GRPO", True), ("RLOO", True), ("RLOO", False)])
+def test_two_ranks_are_followed_under_ddp_and_under_fsdp2_that_shards_when_training_begins(
+    nursery, tmp_path, algorithm, sharded
+):
+    for answer in run_together(nursery, 2, trl_jobs.trains, folder=str(tmp_path), algorithm=algorithm, sharded=sharded):
+        assert (answer["version"], answer["steps"], answer["sharded"]) == (2, 2, sharded)
+        assert answer["difference"] < 1e-5
         assert min(answer["grad_norm"]) > 1e-3
 
 

@@ -1,4 +1,4 @@
-"""Job of `test_trl_hook`: a GRPOTrainer that shards its model by FSDP2 when training begins."""
+"""Job of `test_trl_hook`: a trainer of TRL on two ranks, by DDP, or by FSDP2 that shards when training begins."""
 
 from __future__ import annotations
 
@@ -31,27 +31,32 @@ def _sharding(create: Any) -> Any:
     return create_accelerator_and_postprocess
 
 
-def trains_sharded(rank: int, folder: str) -> dict[str, Any]:
-    """The README's two lines, and FSDP2 after them."""
+def trains(rank: int, folder: str, algorithm: str, sharded: bool) -> dict[str, Any]:
+    """The README's two lines, and the wrapper after them."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", TRL_EXPERIMENTAL_SILENCE="1"
     )
-    Trainer.create_accelerator_and_postprocess = _sharding(Trainer.create_accelerator_and_postprocess)
+    if sharded:
+        Trainer.create_accelerator_and_postprocess = _sharding(Trainer.create_accelerator_and_postprocess)
     model, tokenizer = make_model("llama"), make_tokenizer()
-    config = trl.GRPOConfig(
+    config = getattr(trl, f"{algorithm}Config")(
         output_dir=folder, use_cpu=True, ddp_backend="gloo", bf16=False, report_to=[], save_strategy="no", disable_tqdm=True,
         logging_steps=1, max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=6,
-        learning_rate=0.02, optim="sgd", gradient_checkpointing=False,
+        learning_rate=0.02, optim="sgd", gradient_checkpointing=False, beta=0.0,
     )  # fmt: skip
     data = datasets.Dataset.from_list([{"prompt": prompt} for prompt in ("abc", "hello", "xy", "12345")])
-    trainer = trl.GRPOTrainer(
+    trainer = getattr(trl, f"{algorithm}Trainer")(
         model, lambda completion_ids, **_: [float(ids[0] % 5) for ids in completion_ids],
         args=config, train_dataset=data, processing_class=tokenizer,
     )  # fmt: skip
     with make_rollout(trainer.model, tokenizer) as manager:
-        attach(trainer, manager)
+        attachment = attach(trainer, manager, fallback="raise")
         trainer.train()
-        version, sharded = manager.policy_version, any(isinstance(each, DTensor) for each in model.parameters())
-    names = ("rollout/logprob_diff_max", "grad_norm")
-    logged = {name: [log[name] for log in trainer.state.log_history if name in log] for name in names}
-    return {"version": version, "sharded": sharded} | logged
+        version = manager.policy_version
+    return {
+        "version": version,
+        "steps": attachment.steps,
+        "sharded": any(isinstance(each, DTensor) for each in model.parameters()),
+        "grad_norm": [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log],
+        "difference": max((log.get("rollout/logprob_diff_max", 0.0) for log in trainer.state.log_history), default=0.0),
+    }
