@@ -77,23 +77,20 @@ def attach(
 
     Requires: `accelerator.prepare` has been called with the optimizer, and `manager` was constructed with the module given
     to it (DDP and mixed precision keep its parameters; FSDP2 replaces them inside the same module). On several ranks,
-    construct the rollout after `prepare`, because `Accelerator()` creates the process group.
+    construct the manager after `prepare`, because `Accelerator()` creates the process group.
 
     Changes: adds the hooks of `trainer_hooks.optimizer` to each torch optimizer that steps parameters of `manager.model`.
-    A critic's optimizer is not changed; two optimizers of the policy raise the version twice per round. Accumulated
-    micro-batches and steps skipped by a GradScaler do not count.
+    Two optimizers of the policy raise the version twice per round.
 
-    With `checkpoint`, `accelerator.save_state` also writes `custom_checkpoint_<i>.pkl` (how many ranks, and the policy
-    version; `<i>` counts the registered objects) and `custom_checkpoint_<i>_rank_<r>_of_<n>.msgpack` on every rank (its
-    requests in flight, with tokens, versions and random streams). Call it between two `generate` calls. `load_state`
-    needs as many registered objects as were saved, in the same order, and a fresh rollout; it loads this one after the
-    weights.
+    With `checkpoint`, `accelerator.save_state` also writes `custom_checkpoint_<i>.pkl` and
+    `custom_checkpoint_<i>_rank_<r>_of_<n>.msgpack` on every rank (its requests in flight). Call it between two `generate`
+    calls. `load_state` needs as many registered objects as were saved, in the same order, and a fresh manager.
 
     Args:
         accelerator: Accelerator whose optimizers are hooked.
         manager: manager that samples with the weights they step.
         mode: handling of the KV cache at each step. None: as the rollout is configured.
-        checkpoint: include the rollout in `save_state` and `load_state`.
+        checkpoint: include the manager in `save_state` and `load_state`.
 
     Returns:
         The attachment; `detach()` removes the hooks.
@@ -122,18 +119,13 @@ def attach(
 def _optimizers_of(accelerator: Accelerator, manager: RolloutManager) -> list[Any]:
     # accelerate has no public list of prepared objects.
     prepared = list(accelerator._optimizers)
-    if not prepared:
-        raise ValueError(
-            "this Accelerator has prepared no optimizer yet: call accelerator.prepare(model, optimizer) first, then "
-            "attach(accelerator, manager)"
-        )
     ours = {id(parameter) for parameter in manager.model.parameters()}
     found = [each for each in prepared if not ours.isdisjoint(optimizer_hook.stepped_parameters(each))]
     if not found:
         raise ValueError(
             f"none of the {len(prepared)} optimizers that this Accelerator has prepared steps a parameter of the "
-            f"{type(manager.model).__name__} that samples: build the rollout of the very module that was given to "
-            "accelerator.prepare with its optimizer, not of a copy of it"
+            f"{type(manager.model).__name__} that samples: call accelerator.prepare(model, optimizer) first, and build the "
+            "manager of that very module, not of a copy of it"
         )
     return found
 

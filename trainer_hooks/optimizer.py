@@ -92,16 +92,13 @@ def attach(optimizer: object, manager: Rollout, *, mode: Mode = None) -> Attachm
     """Hook `optimizer` so that every step suspends `manager` before it and raises the policy version after it.
 
     Requires a torch optimizer, or a wrapper with one as `.optimizer` (accelerate's `AcceleratedOptimizer`), that holds
-    parameters of `manager.model`. Adds one step pre-hook and one post-hook to the innermost torch optimizer and changes
-    nothing else. Attach after `accelerator.prepare` or sharding, when the optimizer holds its final parameters. With
-    DeepSpeed, pass its engine or its optimizer (`deepspeed.initialize` returns both): the optimizer's `step` is replaced,
-    and counts when `engine.step()` really updates.
+    parameters of `manager.model`. Attach after `accelerator.prepare` or sharding, when the optimizer holds its final
+    parameters. With DeepSpeed, pass its engine or its optimizer (`deepspeed.initialize` returns both).
 
-    Steps that do not count: a step of a torch optimizer without gradients, which changes nothing; a step skipped by
-    `GradScaler`, even inside a fused optimizer (`found_inf`; reading it synchronises with the device). A step that raises
-    does not count either (call `manager.weights_updated()` if it may have changed weights), nor does the empty step with
-    which `torch.distributed.checkpoint` initialises optimizer state. A step with learning rate 0 counts, so the version
-    equals the trainer's step during a warm-up. Two optimizers on one model raise the version twice per round.
+    Steps that do not count: a step of a torch optimizer without gradients, a step skipped by `GradScaler` (reading
+    `found_inf` of a fused optimizer synchronises with the device), a step that raises (call `manager.weights_updated()` if
+    it may have changed weights), and the empty step by which `torch.distributed.checkpoint` initialises optimizer state. A
+    step with learning rate 0 counts. Two optimizers on one model raise the version twice per round.
 
     Args:
         optimizer: optimizer, wrapper or DeepSpeed engine whose steps count.

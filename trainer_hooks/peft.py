@@ -7,9 +7,8 @@
         reference = batch.logprobs_of(model)
 
 The engine reads the active adapters from the model, however they were switched, and separates the prefix cache by adapter.
-Compared with PEFT's own switches, `adapter` takes effect between two engine steps, synchronises the ranks, restores the
-exact previous state, and never changes `requires_grad` (PEFT's `set_adapter` and `disable_adapter` do, and an optimizer
-then silently misses gradients).
+Unlike PEFT's own switches, `adapter` synchronises the ranks and never changes `requires_grad`, without which an optimizer
+silently misses gradients.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -43,21 +42,19 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         Trainer shards the model by FSDP2, `manager` must be a RolloutManager, which adapts at its next `generate`; other
         ways of sharding raise there.
 
-    Changes: adds the hooks of `trainer_hooks.optimizer` to the Trainer's torch optimizer during training. The policy
-    version counts optimizer steps: one per accumulated batch, none for a step skipped by a GradScaler (`global_step`
-    counts those too). Loading weights by `load_best_model_at_end` raises the version by one.
+    Changes: hooks the Trainer's torch optimizer during training (`trainer_hooks.optimizer`). Loading weights by
+    `load_best_model_at_end` raises the version by one.
 
-    With `log`, metrics since the Trainer's previous log (one per `global_step`, evaluation logs excluded) are added to
+    With `log`, metrics since the Trainer's previous log of a training loss are added to
     `state.log_history`, to the `logs` given to later callbacks, and, if the Trainer reports to wandb, to the run of this
-    process under their own names on the Trainer's axis. Other reporters are called before user callbacks: for them, use
-    `trainer.callback_handler.callbacks.insert(0, callback)`. Metrics come from the main process.
+    process under their own names. Other reporters are called before user callbacks: for them, use
+    `trainer.callback_handler.callbacks.insert(0, callback)`. Metrics are those of the main process.
 
-    With `checkpoint`, every rank adds `rollout_rank_<r>_of_<n>.msgpack` to the Trainer's checkpoint folder: its
-    requests in flight, with tokens, versions and random streams. `train(resume_from_checkpoint=...)` restores them; it
-    requires a new rollout and the same number of ranks.
+    With `checkpoint`, every rank adds `rollout_rank_<r>_of_<n>.msgpack` to the Trainer's checkpoint folder: its requests in
+    flight. `train(resume_from_checkpoint=...)` restores them; it requires a new manager and the same number of ranks.
 
-    After an exception in training the Trainer calls no callback: the hooks stay and keep counting correctly until the
-    next `train()` replaces them, `detach()`, or the end of a `with callback:` block around `train()`.
+    After an exception in training the Trainer calls no callback: the hooks stay until the next `train()`, `detach()`, or the
+    end of a `with callback:` block around `train()`.
 
     Args:
         manager: manager that samples with the weights that the Trainer trains.
@@ -86,7 +83,6 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         self._log = _checked(log)
         self._checkpoint = checkpoint
         self._resume_from = resume_from_checkpoint
-        self._logged_at = -1
 
     def detach(self) -> None:
         """Remove the hooks from the optimizer. Idempotent."""
@@ -107,22 +103,16 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: nn.Module | None = None,
         optimizer: object = None,
         **kwargs: Any,
     ) -> None:
         """Attach to the Trainer's optimizer; if the Trainer resumes, restore the rollout from its checkpoint.
 
         Raises:
-            TypeError: the Trainer has no torch optimizer.
-            ConfigError: `mode` is not a `KVCacheManagementMode`.
-            ValueError: the Trainer trains another model than `manager.model`; its optimizer is already attached to this
-                rollout; or the checkpoint folder is not found.
-            FileNotFoundError, SerializationError, EngineStateError: the checkpoint's state cannot be loaded; see
-                `RankFile.load`. Nothing is attached then.
+            TypeError, ConfigError, ValueError: see `trainer_hooks.optimizer.attach`; or the checkpoint folder is not found.
+            FileNotFoundError, SerializationError, EngineStateError: see `RankFile.load`. Nothing is attached then.
         """
         self.detach()
-        _check_trains(model, self.manager)
         attachment = attach(optimizer, self.manager, mode=self._mode)
         try:
             if self._checkpoint and state.global_step > 0:
@@ -130,7 +120,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         except BaseException:
             attachment.detach()
             raise
-        self.attachment, self._logged_at = attachment, -1
+        self.attachment = attachment
 
     def on_log(
         self,
@@ -141,11 +131,8 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Add the metrics since the previous log; see the class."""
-        if not self._log or self.attachment is None or self._logged_at == state.global_step:
+        if not self._log or self.attachment is None or logs is None or "loss" not in logs:
             return
-        if any(name.startswith("eval_") for name in logs or ()):
-            return
-        self._logged_at = state.global_step
         metrics = self._join(logs, state)
         if state.is_world_process_zero and "wandb" in args.report_to:
             # The Trainer's own callback would rename them to train/rollout/...
@@ -168,13 +155,12 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _join(self, logs: dict[str, Any] | None, state: TrainerState) -> dict[str, float]:
+    def _join(self, logs: dict[str, Any], state: TrainerState) -> dict[str, float]:
         """Add the selected metrics to a log and to its entry in the history; return them."""
         metrics = self.manager.metrics()
         if isinstance(self._log, frozenset):
             metrics = {name: value for name, value in metrics.items() if name in self._log}
-        if logs is not None:
-            logs.update(metrics)
+        logs.update(metrics)
         if state.log_history:
             state.log_history[-1].update(metrics)
         return metrics
@@ -225,13 +211,3 @@ def _is_checkpoint_of(folder: Path, state: TrainerState) -> bool:
 def _identity(state: TrainerState) -> str:
     # As text, because a loss that was NaN is not equal to itself.
     return json.dumps([state.global_step, state.epoch, state.total_flos, state.log_history], sort_keys=True)
-
-
-def _check_trains(model: nn.Module | None, manager: RolloutManager) -> None:
-    trained = set() if model is None else {id(parameter) for parameter in model.parameters()}
-    if trained.isdisjoint(id(parameter) for parameter in manager.model.parameters()):
-        raise ValueError(
-            f"the {type(model).__name__} that this Trainer trains and the {type(manager.model).__name__} that samples "
-            "have no parameter in common: build the rollout of the very model given to the Trainer, not of a copy or a "
-            "second load of it"
-        )

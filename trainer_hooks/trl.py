@@ -111,18 +111,8 @@ class TrlAttachment:
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float | None]]], list[list[list[int]]]]:
         """Complete every prompt once, in order; adjacent equal prompts form one group.
 
-        Args:
-            prompts: token ids.
-            images: of each prompt; None: none has any.
-            num_generations: ignored; TRL has already repeated every prompt this often.
-            profiler: context entered around sampling.
-
-        Returns:
-            Prompts, completions, log-probs and token ids, the last two with one entry per token.
-
-        Raises:
-            InvalidRequestError: images do not fit the model or the placeholders of their prompt.
-            RolloutFailedError: a completion has failed.
+        TRL has already repeated every prompt `num_generations` times. Returns prompts, completions, log-probs and token ids,
+        the last two with a list of one entry per token.
         """
         with profiler or nullcontext():
             completions, logprobs = self.sample(prompts, images)

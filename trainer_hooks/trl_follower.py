@@ -72,5 +72,5 @@ def follow(trainer: Any, manager: RolloutManager, mode: Mode, log: Log, checkpoi
     undo.callback(unfollow)
     if trainer.optimizer is not None:
         state = trainer.state if trainer.is_in_train else TrainerState()
-        follower.on_train_begin(trainer.args, state, trainer.control, model=trainer.model, optimizer=trainer.optimizer)
+        follower.on_train_begin(trainer.args, state, trainer.control, optimizer=trainer.optimizer)
     return follower

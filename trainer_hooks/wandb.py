@@ -6,13 +6,10 @@ uploads it later.
 
 from __future__ import annotations
 
-import netrc
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,10 +38,10 @@ class WandbLogger:
         directory: parent of the folder `wandb` with the run's files. None: the current directory.
         name: name of the run. None: chosen by wandb.
         mode: "online", "offline" or "disabled". None: WANDB_MODE if set and not empty; else online if the user is logged
-            in (WANDB_API_KEY, netrc, wandb's settings), else offline.
+            in, else offline.
 
     Raises:
-        ValueError: `mode` is unknown, or it is "online" without a login.
+        ValueError: `mode` is "online" without a login.
     """
 
     def __init__(
@@ -167,42 +164,18 @@ class WandbLogger:
     def __enter__(self) -> WandbLogger:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.finish(exit_code=0 if exc is None else 1)
+    def __exit__(self, *exc: object) -> None:
+        self.finish(exit_code=0 if exc[0] is None else 1)
 
-    def _choose_mode(self, mode: str | None) -> Literal["online", "offline", "disabled"]:
-        chosen = mode if mode is not None else os.environ.get("WANDB_MODE") or None
-        if chosen == "disabled":
-            return "disabled"
-        if chosen == "offline":
-            return "offline"
+    def _choose_mode(self, mode: str | None) -> str:
+        chosen = mode or os.environ.get("WANDB_MODE") or None
         if chosen not in (None, "online"):
-            raise ValueError(f"mode={chosen!r}: must be 'online', 'offline', 'disabled' or None")
-        if self._logged_in():
+            return chosen
+        if self._wandb.login(prompt=False, verify=False):
             return "online"
         if chosen is None:
             return "offline"
         raise ValueError("mode='online', but there is no login: run `wandb login` first, or use mode='offline'")
-
-    def _logged_in(self) -> bool:
-        if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-            return True
-        settings = self._wandb.setup().settings
-        return bool(settings.api_key) or _in_netrc(urlsplit(settings.base_url).netloc)
-
-
-def _in_netrc(host: str) -> bool:
-    named = os.environ.get("NETRC")
-    files = [Path(named)] if named else [Path("~/.netrc"), Path("~/_netrc")]
-    for file in files:
-        try:
-            if netrc.netrc(file.expanduser()).authenticators(host):
-                return True
-        except (OSError, netrc.NetrcParseError):
-            continue
-    return False
 
 
 def _numbers(values: Any) -> NDArray[np.float64]:
