@@ -167,7 +167,7 @@ class WandbLogger:
     def __exit__(self, *exc: object) -> None:
         self.finish(exit_code=0 if exc[0] is None else 1)
 
-    def _choose_mode(self, mode: str | None) -> str:
+    def _choose_mode(self, mode: str | None) -> Any:
         chosen = mode or os.environ.get("WANDB_MODE") or None
         if chosen not in (None, "online"):
             return chosen

@@ -127,11 +127,3 @@ def is_sharded(rank: int, folder: str) -> dict[str, Any]:
     saved, manager.in_flight = manager.policy_version, "nothing"
     accelerator.load_state(folder)
     return {"saved": saved, "loaded": manager.policy_version, "in_flight": manager.in_flight, "steps": attachment.steps}
-
-
-def saves_only(rank: int, folder: str) -> None:
-    accelerator = as_launched(rank)
-    model = a_model()
-    accelerator.prepare(model, sgd(model))
-    attach(accelerator, FakeRollout(model))
-    accelerator.save_state(folder)

@@ -17,6 +17,8 @@ from trainer_hooks.trl_episodes import episode_reward, episode_rollout_func
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
+from tests.trainer_hooks.trl_jobs import OPTIONS, logged  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 
@@ -60,14 +62,11 @@ def test_an_edited_history_is_refused_since_trl_takes_one_row_per_prompt() -> No
         episode_rollout_func(manager, play, tokens(3))(["ab"], None)
 
 
-def test_grpo_trainer_trains_on_episodes_of_the_newest_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+def test_grpo_trainer_trains_on_episodes_of_the_newest_policy(tmp_path: Path) -> None:
     model, tokenizer = make_model("qwen3", num_hidden_layers=1), make_tokenizer()
     config = trl.GRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], save_strategy="no", disable_tqdm=True,
-        logging_steps=1, max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=16,
-        learning_rate=0.02, optim="sgd", lr_scheduler_type="constant",
-    )  # fmt: skip
+        **OPTIONS, output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=16
+    )
     with make_rollout(model, tokenizer) as manager:
         seen: list[int] = []
 
@@ -84,7 +83,4 @@ def test_grpo_trainer_trains_on_episodes_of_the_newest_policy(tmp_path: Path, mo
         trainer.train()
         assert seen == [0, 1]
         assert any(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-        assert [entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry] == [
-            6.0,
-            6.0,
-        ]
+        assert logged(trainer, "completions/mean_length") == [6.0, 6.0]

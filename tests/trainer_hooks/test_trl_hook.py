@@ -17,7 +17,7 @@ from rollout.errors import ConfigError, RolloutFailedError
 from rollout.manager.manager import RolloutManager
 from rollout.manager.scoring import rewards_differ
 from rollout.state import EngineState
-from tests.models import make_model, make_tokenizer
+from tests.models import make_model
 from tests.ranks import run_together
 from tests.rollouts import assert_nothing_leaked, make_rollout
 from tests.routers import LowestExperts
@@ -30,17 +30,11 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 from tests.trainer_hooks import trl_jobs  # noqa: E402
+from tests.trainer_hooks.trl_jobs import OPTIONS, PROMPTS, chat_tokenizer, logged  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
-PROMPTS = ["abc", "hello there", "xy", "12345"]
-CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 GROUP = 4
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
 @dataclass
@@ -85,7 +79,7 @@ class Run:
 
     def metric(self, name: str) -> list[float]:
         """Its values in the trainer's log."""
-        return [entry[name] for entry in self.trainer.state.log_history if name in entry]
+        return logged(self.trainer, name)
 
 
 Maker = Callable[..., Run]
@@ -100,19 +94,12 @@ def make_run(tmp_path: Path) -> Iterator[Maker]:
         kind: str, *, on_error: Any = "raise", prompts: Any = PROMPTS, engine: Any = None, replay: Any = None,
         architecture: str = "qwen3", **options: Any,
     ) -> Run:  # fmt: skip
-        model, tokenizer, marker = make_model(architecture, num_hidden_layers=1), make_tokenizer(), Marker()
+        model, tokenizer, marker = make_model(architecture, num_hidden_layers=1), chat_tokenizer(), Marker()
         if architecture == "qwen3":
             # As long as there are layers: else it cannot be saved.
             model.config.layer_types = model.config.layer_types[:1]
-        tokenizer.chat_template = CHAT_TEMPLATE
-        config = trl.GRPOConfig(
-            **{
-                "output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no",
-                "disable_tqdm": True, "logging_steps": 1, "max_steps": 2, "per_device_train_batch_size": 2 * GROUP,
-                "num_generations": GROUP, "max_completion_length": 10, "learning_rate": 0.02, "optim": "sgd",
-                "lr_scheduler_type": "constant", "max_grad_norm": 100.0,
-            } | options
-        )  # fmt: skip
+        rows = {"per_device_train_batch_size": 2 * GROUP, "num_generations": GROUP, "max_completion_length": 10}
+        config = trl.GRPOConfig(output_dir=str(tmp_path), **(OPTIONS | rows | options))
         data = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
         manager = make_rollout(model, tokenizer, **(engine or {}))
         made.append(manager)

@@ -23,6 +23,8 @@ from trainer_hooks.trl_images import images_of_rows, prompt_groups
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
+from tests.trainer_hooks.trl_jobs import OPTIONS, logged  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.*:FutureWarning", "ignore::UserWarning:transformers"
 )
@@ -41,9 +43,8 @@ MakeTrainer = Callable[..., tuple[Any, RolloutManager]]
 
 
 @pytest.fixture
-def make_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeTrainer]:
+def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
     """A GRPOTrainer of a tiny vision model, on one prompt with two images, and a rollout of its model."""
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     made: list[RolloutManager] = []
 
     def make(name: str, **options: Any) -> tuple[Any, RolloutManager]:
@@ -54,30 +55,20 @@ def make_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ma
             model, processor, InferenceConfig(kv_cache_blocks=64, advanced=Advanced(block_size_tokens=4))
         )
         made.append(manager)
-        config = trl.GRPOConfig(
-            **{
-                "output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no",
-                "disable_tqdm": True, "logging_steps": 1, "max_steps": 2, "per_device_train_batch_size": 2 * GROUP,
-                "num_generations": GROUP, "max_completion_length": 6, "learning_rate": 0.02, "optim": "sgd",
-                "lr_scheduler_type": "constant", "max_grad_norm": 100.0,
-            } | options
-        )  # fmt: skip
-        rows = [
+        rows = {"per_device_train_batch_size": 2 * GROUP, "num_generations": GROUP, "max_completion_length": 6}
+        config = trl.GRPOConfig(output_dir=str(tmp_path), **(OPTIONS | rows | options))
+        examples = [
             {"prompt": [{"role": "user", "content": "see"}], "images": [PICTURES[0]]},
             {"prompt": [{"role": "user", "content": "both"}], "images": PICTURES},
         ]
         trainer = trl.GRPOTrainer(
-            model, reward, args=config, train_dataset=datasets.Dataset.from_list(rows), processing_class=processor,
+            model, reward, args=config, train_dataset=datasets.Dataset.from_list(examples), processing_class=processor,
         )  # fmt: skip
         return trainer, manager
 
     yield make
     for manager in made:
         manager.close()
-
-
-def logged(trainer: Any, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 @pytest.mark.parametrize("name", PROCESSORS)

@@ -22,24 +22,14 @@ from trainer_hooks.trl_generate import TrlGenerateAttachment
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
+from tests.trainer_hooks.trl_jobs import OPTIONS, PROMPTS, chat_tokenizer, logged  # noqa: E402
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning:trl"),
 ]
 
-PROMPTS = ["abc", "hello there", "xy", "12345"]
-CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 STEPS = 3
-COMMON = {
-    "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1,
-    "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 0.02, "optim": "sgd", "max_grad_norm": 100.0,
-    "lr_scheduler_type": "constant",
-}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
 def reward(completions: list[str], **others: Any) -> list[float]:
@@ -160,12 +150,12 @@ class Make:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tokenizer = make_tokenizer()
-        self.tokenizer.chat_template = CHAT_TEMPLATE
+        self.tokenizer = chat_tokenizer()
         self.tokenizer.padding_side = "left"
 
     def __call__(self, config: Any, **options: Any) -> Any:
-        return config(**{"output_dir": str(self.folder)} | COMMON | options)
+        more = {"output_dir": str(self.folder), "max_steps": STEPS, "per_device_train_batch_size": 4}
+        return config(**OPTIONS | more | options)
 
 
 @pytest.fixture
@@ -223,9 +213,7 @@ def test_greedy_training_is_the_same_as_without_the_hook(name, make_trainer):
         if attached:
             attach(trainer, manager, fallback="raise")
         trainer.train()
-        found.append([
-            [entry[each] for entry in trainer.state.log_history if each in entry] for each in ("loss", "grad_norm")
-        ])  # fmt: skip
+        found.append([logged(trainer, each) for each in ("loss", "grad_norm")])
     (loss, norm), (our_loss, our_norm) = found
     assert our_loss == pytest.approx(loss, rel=1e-3, abs=1e-6)
     assert our_norm == pytest.approx(norm, rel=1e-3, abs=1e-6)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +16,7 @@ from rollout.manager.telemetry import MetricsRecorder
 from rollout.observe.metric_table import LOGGED, METRICS, Kind
 from rollout.observe.page import AGES
 from rollout.requests.request import DynamicInferenceRequest
-from rollout.requests.spans import VersionSpans
 from rollout.state import FinishReason, Status
-from tests.models import make_tokenizer
 from tests.trainer_hooks.wandb_runs import point, read_run
 from trainer_hooks.wandb import SAMPLE_COLUMNS, WandbLogger
 
@@ -95,58 +91,16 @@ def sample_batch() -> RolloutBatch:
     )
 
 
-def test_samples_reach_the_run_as_a_table_and_a_histogram(quiet):
-    with WandbLogger("laws", directory=quiet) as logger:
-        logger.samples(3, sample_batch(), torch.arange(6.0), rows=2)
-    (logged,) = (point(history) for history in read_run(quiet)["history"])
-    assert set(logged) == {"train/step", "samples/table", "samples/completion_length"}
-    table, _ = logged_table(quiet)
-    assert tuple(table["columns"]) == SAMPLE_COLUMNS
-    assert [row[:-1] for row in table["data"]] == [[3, "10", 0.0, 1, "stop", 1.0], [3, "text 5", 5.0, 6, "stop", 1.0]]
-    assert sum(logged["samples/completion_length"]["values"]) == 6
-
-
-def logged_table(directory: Path) -> tuple[dict[str, Any], list[str]]:
-    """The one table of an offline run, and the HTML in its last column."""
-    (artifact,) = read_run(directory)["artifact"]
-    files = {entry.path: Path(entry.local_path).read_text() for entry in artifact.manifest.contents}
-    table = json.loads(files["samples/table.table.json"])
-    return table, [files[row[-1]["path"]] for row in table["data"]]
-
-
-def test_the_tokens_of_each_version_stand_on_the_ground_of_their_age(quiet):
-    tokenizer = make_tokenizer()
-    sample = DynamicInferenceRequest(
-        request_id=0,
-        sample_index=0,
-        prompt_tokens=[5],
-        generated_tokens=tokenizer.encode("a<b>&", add_special_tokens=False),
-        generated_log_probs=[-1.0] * 5,
-        policy_spans=VersionSpans([(2, 3), (8, 2), (9, 1)]),
-        status=Status.COMPLETED,
-        finish_reason=FinishReason.STOP,
-        policy_version=9,
-    )
-    batch = RolloutBatch.from_requests([sample], policy_version=9, pad_token_id=0)
-    with WandbLogger("laws", directory=quiet) as logger:
-        logger.samples(3, batch, [0.5], tokenizer=tokenizer)
-    table, (shown,) = logged_table(quiet)
-    spans = re.findall(r'<span style="background:(#\w{6})" title="(.*?)">(.*?)</span>', shown)
-    assert spans == [
-        (AGES[-1], "version 2, 7 updates ago, 2 tokens", "a&lt;"),
-        (AGES[1], "version 8, 1 update ago, 2 tokens", "b&gt;"),
-        (AGES[0], "version 9, 0 updates ago, 1 token", "&amp;"),
-    ]
-    (row,) = table["data"]
-    assert row[SAMPLE_COLUMNS.index("mean_staleness")] == (2 * 7 + 2 * 1) / 5
-
-
 def test_the_table_shows_samples_from_the_worst_to_the_best(fake):
     logger = WandbLogger("p")
     logger.samples(1, sample_batch(), [5, 4, 3, 2, 1, 0], rows=3)
     table = logger.run.points[0]["samples/table"]
     assert [row["reward"] for row in table] == [0, 2, 5]
     assert [row["length"] for row in table] == [6, 4, 1]
+    assert table[0] | {"by_version": ""} == dict(
+        zip(SAMPLE_COLUMNS, (1, "text 5", 0.0, 6, "stop", 1.0, ""), strict=True)
+    )
+    assert f'background:{AGES[1]}" title="version 1, 1 update ago, 6 tokens"' in table[0]["by_version"]
     assert logger.run.points[0]["samples/completion_length"] == [1, 2, 3, 4, 5, 6]
 
 

@@ -1,4 +1,4 @@
-"""Job of `test_trl_hook`: a trainer of TRL on two ranks, by DDP, or by FSDP2 that shards when training begins."""
+"""Small trainers of TRL for the tests, and the job of `test_trl_hook` on two ranks: DDP, or FSDP2 when training begins."""
 
 from __future__ import annotations
 
@@ -11,11 +11,33 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
-from transformers import Trainer
+from transformers import PreTrainedTokenizerFast, Trainer
 
 from tests.models import make_model, make_tokenizer
 from tests.rollouts import make_rollout
 from trainer_hooks.trl import attach
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+PROMPTS = ["abc", "hello there", "xy", "12345"]
+OPTIONS: dict[str, Any] = {
+    "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1,
+    "max_steps": 2, "learning_rate": 0.02, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 100.0,
+}  # fmt: skip
+"""Of every configuration."""
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """`make_tokenizer` with a chat template."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    return tokenizer
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    """Values of a metric in the trainer's log."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 def _sharding(create: Any) -> Any:
@@ -33,18 +55,15 @@ def _sharding(create: Any) -> Any:
 
 def trains(rank: int, folder: str, algorithm: str, sharded: bool) -> dict[str, Any]:
     """The README's two lines, and the wrapper after them."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", TRL_EXPERIMENTAL_SILENCE="1"
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     if sharded:
         Trainer.create_accelerator_and_postprocess = _sharding(Trainer.create_accelerator_and_postprocess)
     model, tokenizer = make_model("llama"), make_tokenizer()
     config = getattr(trl, f"{algorithm}Config")(
-        output_dir=folder, use_cpu=True, ddp_backend="gloo", bf16=False, report_to=[], save_strategy="no", disable_tqdm=True,
-        logging_steps=1, max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=6,
-        learning_rate=0.02, optim="sgd", gradient_checkpointing=False, beta=0.0,
+        **OPTIONS, output_dir=folder, ddp_backend="gloo", per_device_train_batch_size=4, num_generations=4,
+        max_completion_length=6, gradient_checkpointing=False, beta=0.0,
     )  # fmt: skip
-    data = datasets.Dataset.from_list([{"prompt": prompt} for prompt in ("abc", "hello", "xy", "12345")])
+    data = datasets.Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
     trainer = getattr(trl, f"{algorithm}Trainer")(
         model, lambda completion_ids, **_: [float(ids[0] % 5) for ids in completion_ids],
         args=config, train_dataset=data, processing_class=tokenizer,
@@ -57,6 +76,6 @@ def trains(rank: int, folder: str, algorithm: str, sharded: bool) -> dict[str, A
         "version": version,
         "steps": attachment.steps,
         "sharded": any(isinstance(each, DTensor) for each in model.parameters()),
-        "grad_norm": [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log],
-        "difference": max((log.get("rollout/logprob_diff_max", 0.0) for log in trainer.state.log_history), default=0.0),
+        "grad_norm": logged(trainer, "grad_norm"),
+        "difference": max(logged(trainer, "rollout/logprob_diff_max"), default=0.0),
     }
