@@ -48,7 +48,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
     With `log`, metrics since the Trainer's previous log of a training loss are added to
     `state.log_history`, to the `logs` given to later callbacks, and, if the Trainer reports to wandb, to the run of this
     process under their own names. Other reporters are called before user callbacks: for them, use
-    `trainer.callback_handler.callbacks.insert(0, callback)`. Metrics are those of the main process.
+    `trainer.callback_handler.callbacks.insert(0, callback)`. Metrics come from the main process.
 
     With `checkpoint`, every rank adds `rollout_rank_<r>_of_<n>.msgpack` to the Trainer's checkpoint folder: its requests in
     flight. `train(resume_from_checkpoint=...)` restores them; it requires a new manager and the same number of ranks.
