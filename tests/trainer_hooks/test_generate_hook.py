@@ -159,7 +159,7 @@ def test_sampled_tokens_follow_transformers_distribution(options, attached):
     tokens = model.generate(**prompt, max_new_tokens=2, num_return_sequences=draws, **options)[:, 3:]
     assert tokens.shape == (draws, 2)
     _check_draws(tokens[:, 0], first)
-    # After the likeliest first token, of transformers' loop once more.
+    # After the most likely first token, transformers' loop once more.
     likeliest = int(first.argmax())
     follows = torch.cat([prompt["input_ids"], torch.tensor([[likeliest]])], dim=1)
     options["min_new_tokens"] = 1

@@ -394,7 +394,7 @@ def test_a_deepspeed_optimizer_that_cannot_be_followed_is_refused_by_name_with_t
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_deepspeed_engines_of_every_stage_count_the_steps_they_made(nursery):
-    """What `FakeZero` stands for; also through accelerate."""
+    """The engines that `FakeZero` replaces; also through accelerate."""
     pytest.importorskip("deepspeed")
     for stage in (1, 2, 3):
         for answer in run_together(nursery, 2, deepspeed_jobs.is_stepped, stage=stage):

@@ -111,7 +111,7 @@ def _a2po(make: Make, **options: Any) -> Any:
 
 
 def _byte_level(chat_template: str) -> PreTrainedTokenizerFast:
-    """Of characters, as `make_tokenizer`, in the form that GOLD requires."""
+    """A tokenizer of characters, like `make_tokenizer`, in the form that GOLD requires."""
     names = ["<pad>", "<s>", "</s>", "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}", *map(chr, range(33, 123))]
     tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {
     "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1,
     "max_steps": 2, "learning_rate": 0.02, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 100.0,
 }  # fmt: skip
-"""Of every configuration."""
+"""Options of every configuration."""
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
