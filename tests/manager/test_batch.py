@@ -134,6 +134,9 @@ def test_groups_are_slices_of_the_rows():
 @pytest.mark.parametrize("policy", ["offload", "recompute"])
 def test_a_merged_record_carries_the_version_of_every_token(policy):
     batch = build(interrupted(policy), request(6), policy_version=2)
+    completion = list(range(10, 18))
+    assert batch.input_ids[0].tolist() == [1, 2, 3, 4, *completion]
+    torch.testing.assert_close(batch.logprobs[0, 4:], -torch.tensor(completion) / 100)
     assert batch.policy_versions[0].tolist() == [0] * 7 + [1] * 3 + [2] * 2
     assert batch.policy_staleness[0].tolist() == [2] * 7 + [1] * 3 + [0] * 2
     assert batch.kv_staleness[0].tolist() == ([0] * 12 if policy == "recompute" else [2] * 6 + [1] * 3 + [0] * 3)
@@ -141,21 +144,6 @@ def test_a_merged_record_carries_the_version_of_every_token(policy):
     assert batch.policy_staleness[1].tolist() == [2] * 5 + [0] * 7
     assert batch.kv_versions[1].tolist() == [0] * 5 + [-1] * 7
     assert batch.kv_staleness[1].tolist() == [2] * 5 + [0] * 7
-
-
-@pytest.mark.parametrize("policy", ["offload", "recompute"])
-def test_tokens_and_log_probs_of_all_segments_are_in_the_row(policy):
-    batch = build(interrupted(policy), policy_version=2)
-    completion = list(range(10, 18))
-    assert batch.input_ids[0].tolist() == [1, 2, 3, 4, *completion]
-    torch.testing.assert_close(batch.logprobs[0, 4:], -torch.tensor(completion) / 100)
-
-
-def test_versions_that_passed_since_a_request_ended_count():
-    early = request(0, policy_version=1)
-    late = request(1, policy_version=4)
-    batch = build(early, late, policy_version=4)
-    assert batch.policy_staleness.tolist() == [[3] * 5, [0] * 5]
 
 
 def test_tokens_too_stale_leave_the_response_mask_and_nothing_else():

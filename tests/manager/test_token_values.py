@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from rollout.errors import ConfigError, UnsupportedModelError
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
 from tests.models import make_model
@@ -65,47 +64,28 @@ def test_values_of_earlier_tokens_survive_whatever_cuts_a_request(cut: str) -> N
     assert any(len(batch.policy_versions[batch.response_mask].unique()) > 1 for batch in batches)
 
 
-def test_a_checkpoint_fits_a_manager_with_other_values_or_says_why_not() -> None:
+UNFIT = [
+    (nn.Linear(7, 1), r"token_values raised .* hidden states \[2, 48\] of torch.float32"),
+    (lambda hidden: hidden.mean(0, keepdim=True), r"token_values returned shape \[1, 48\]"),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), UNFIT)
+def test_functions_that_give_no_values_are_refused_at_construction(function: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_rollout(make_model("qwen3", num_hidden_layers=1), token_values=function)
+
+
+@pytest.mark.parametrize(("head", "message"), [
+    (None, r"get_output_embeddings\(\) is None"), (nn.Linear(48, 97), "does not call the module"),
+])  # fmt: skip
+def test_models_whose_head_is_not_run_are_refused_at_construction(head: nn.Module | None, message: str) -> None:
     model = make_model("qwen3", num_hidden_layers=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with make_rollout(model, token_values=lambda hidden: hidden[:, :2]) as manager:
-            manager.generate(PROMPTS, [PARAMS.replace(max_tokens=3), PARAMS, PARAMS], min_groups=1, progress=False)
-            state = manager.state_dict()
-        with (
-            make_rollout(model, token_values=lambda hidden: hidden[:, 0]) as manager,
-            pytest.raises(InvalidRequestError, match=r"must be \(\d+, 1\)"),
-        ):
-            manager.load_state_dict(state)
-        with make_rollout(model) as manager:
-            manager.load_state_dict(state)
-            state = manager.state_dict()
-            assert manager.generate([], min_groups=manager.groups_in_flight, progress=False).token_values is None
-        with make_rollout(model, token_values=lambda hidden: hidden[:, 0]) as manager:
-            manager.load_state_dict(state)
-            values = manager.generate([], min_groups=manager.groups_in_flight, progress=False).token_values
-            assert values is not None
-            assert values.isnan().any()
-
-
-def built(model: nn.Module, function: Any) -> RolloutManager:
-    return make_rollout(model, token_values=function)
-
-
-def test_functions_and_models_that_give_no_values_are_refused_at_construction() -> None:
-    model = make_model("qwen3", num_hidden_layers=1)
-    with pytest.raises(ConfigError, match=r"token_values raised .* hidden states \[2, 48\] of torch.float32"):
-        built(model, nn.Linear(7, 1))
-    with pytest.raises(ConfigError, match=r"token_values returned shape \[1, 48\]"):
-        built(model, lambda hidden: hidden.mean(0, keepdim=True))
-    with pytest.raises(ConfigError, match="give those to the engine"):
-        RolloutManager(model, engine=built(model, None).engine, token_values=nn.Linear(48, 1))
-    model.get_output_embeddings = lambda: None
-    with pytest.raises(UnsupportedModelError, match=r"get_output_embeddings\(\) is None"):
-        built(model, nn.Linear(48, 1))
-    model.get_output_embeddings = lambda: nn.Linear(48, 97)
-    with pytest.raises(UnsupportedModelError, match="does not call the module"):
-        built(model, nn.Linear(48, 1))
+    with pytest.raises(ConfigError, match="give those to the engine"), make_rollout(model) as manager:
+        RolloutManager(model, engine=manager.engine, token_values=nn.Linear(48, 1))
+    model.get_output_embeddings = lambda: head
+    with pytest.raises(UnsupportedModelError, match=message):
+        make_rollout(model, token_values=nn.Linear(48, 1))
 
 
 def test_a_function_that_fails_in_a_step_fails_its_requests_and_no_more() -> None:

@@ -1,55 +1,26 @@
-"""Tests of prefix-tree packing: every prefix once, for rows, groups, turns and both paddings; log-probs of rows."""
+"""Tests of prefix-tree packing: every prefix once, for rows, groups, turns and both paddings."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from rollout.manager.batch import tree
 from rollout.manager.batch.batch import equal_parts
 from rollout.manager.batch.tree import PackedTree, pack_tree
 from tests.manager.test_batch import build, failed, request
 
-VOCAB = 11
 
-
-class Fixed(nn.Module):
-    """A forward of L tokens whose logits are given."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.logits = torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(0))
-        self.config = SimpleNamespace(get_text_config=SimpleNamespace)
-        self.head = nn.Linear(VOCAB, VOCAB, bias=False)
-        nn.init.eye_(self.head.weight)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-    def forward(self, **_inputs: Any) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.head(self.logits[None]))
-
-
-@pytest.fixture(autouse=True)
-def attached(monkeypatch):
-    monkeypatch.setattr(tree, "is_attached", lambda: True)
-
-
-def pack(rows: list[list[int]], left: bool = False, wanted_from: int = 1) -> PackedTree:
-    """Rows padded on a side; everything from token `wanted_from` on is wanted."""
+def pack(rows: list[list[int]], left: bool = False) -> PackedTree:
+    """Rows padded on a side; all tokens but the first are wanted."""
     width = max(map(len, rows), default=0)
     ids, real, wanted = (torch.zeros(len(rows), width, dtype=kind) for kind in (torch.long, torch.bool, torch.bool))
     for row, tokens in enumerate(rows):
         start = width - len(tokens) if left else 0
         ids[row, start : start + len(tokens)] = torch.tensor(tokens)
         real[row, start : start + len(tokens)] = True
-        wanted[row, start + wanted_from : start + len(tokens)] = True
+        wanted[row, start + 1 : start + len(tokens)] = True
     return pack_tree(ids, real, wanted)
 
 
@@ -74,29 +45,10 @@ def test_a_tree_holds_every_prefix_once_and_a_token_attends_to_its_own_prefix(ro
     positions = packed.position_ids[0].tolist()
     assert positions == [len(each) - 1 for each in paths]
     assert packed.attention_mask[0, 0, 1].tolist() == positions
-    for row, nodes in zip(rows, packed.nodes.tolist(), strict=True):
-        nodes = [node for node in nodes if node >= 0]
+    for row, every, before in zip(rows, packed.nodes, packed.predictors, strict=True):
+        nodes = every[every >= 0].tolist()
         assert [paths[node] for node in nodes] == [tuple(row[: end + 1]) for end in range(len(row))]
-
-
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=6), st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_log_probs_and_entropies_of_rows_come_from_the_token_before(rows, left):
-    packed = pack(rows, left)
-    model = Fixed(len(packed))
-    distribution = (model.logits / 0.7).log_softmax(-1)
-    found = packed.scores_of(model, 0.7, entropy=True)
-    logprobs, entropies = found.logprobs, found.entropies
-    for row, tokens in enumerate(rows):
-        nodes = [node for node in packed.nodes[row].tolist() if node >= 0]
-        first = packed.nodes.shape[1] - len(tokens) if left else 0
-        wanted = torch.zeros_like(logprobs[row]), torch.zeros_like(entropies[row])
-        for index in range(1, len(tokens)):
-            before = distribution[nodes[index - 1]]
-            wanted[0][first + index] = before[tokens[index]]
-            wanted[1][first + index] = -(before.exp() * before).sum()
-        torch.testing.assert_close(logprobs[row], wanted[0])
-        torch.testing.assert_close(entropies[row], wanted[1])
+        assert before[every >= 0][1:].tolist() == nodes[:-1]
 
 
 def test_a_batch_packs_each_prompt_once_and_the_turns_of_a_conversation_too():
@@ -114,9 +66,6 @@ def test_a_batch_packs_each_prompt_once_and_the_turns_of_a_conversation_too():
         packed.wanted.tolist()
         == (batch.attention_mask.bool() & (torch.arange(8) >= batch.prompt_lengths[:, None])).tolist()
     )
-    logprobs = packed.logprobs_of(Fixed(len(packed)))
-    assert logprobs.shape == batch.logprobs.shape
-    assert ((logprobs != 0) == (batch.logprobs != 0)).all()
 
 
 def test_part_of_a_batch_keeps_the_numbers_of_its_rows():
