@@ -338,12 +338,9 @@ def test_the_gradient_of_the_geometric_ratio_is_gspos():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: reverse_kl(torch.ones(1, 2, 4), torch.ones(1, 2), torch.ones(1, 2) > 0), "must be twice [N, T, k]"),
         (
-            lambda: reverse_kl(torch.ones(1, 2, 4), torch.ones(1, 2), torch.ones(1, 2) > 0),
-            "must be twice [N, T, k]",
-        ),
-        (
-            lambda: reverse_kl(torch.ones(1, 3, 1), torch.ones(1, 3, 1), torch.ones(1, 2) > 0),
+            lambda: reverse_kl(*torch.ones(2, 1, 3, 1), torch.ones(1, 2) > 0),
             "logprobs[..., 0] has shape [1, 3], mask [1, 2]",
         ),
         (lambda: group_advantages(torch.ones(2, 2), torch.ones(4).long()), "rewards have shape [2, 2]: must be [N]"),

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -406,24 +405,6 @@ def test_a_rollout_that_could_not_be_exact_fails_by_name_and_the_next_one_runs()
         engine.generate([token_ids(5)], at_random(3))
     handle.remove()
     assert len(engine.generate([token_ids(5)], at_random(3))[0].generated_tokens) == 3
-
-
-@pytest.mark.parametrize("params", [
-    {}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.9, "temperature": 1.3}, {"logit_bias": {5: 2.0}},
-    {"repetition_penalty": 1.2}, {"logprobs_mode": "raw", "temperature": 0.5}, {"logprobs": 3},
-], ids=str)  # fmt: skip
-def test_the_tokens_are_those_of_the_plain_mode(params: dict[str, Any]) -> None:
-    found = []
-    for exactly in (False, True):
-        engine = make_engine("qwen3", exact=exactly)
-        found.append(engine.generate([token_ids(6), token_ids(9)], SamplingParams(max_tokens=10, seed=3, **params)))
-    for plain, ours in zip(*found, strict=True):
-        assert plain.generated_tokens == ours.generated_tokens
-        np.testing.assert_allclose(plain.generated_log_probs, ours.generated_log_probs, atol=2e-6)
-        for token, logprob, top in zip(
-            ours.generated_tokens, ours.generated_log_probs, ours.generated_top_n_logprobs, strict=False
-        ):
-            assert dict(top).get(token, logprob) == logprob
 
 
 def test_ddp_is_served_and_sharded_weights_are_refused(tmp_path: Any) -> None:
