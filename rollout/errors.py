@@ -321,7 +321,6 @@ def is_number(value: object) -> bool:
 
 
 def is_text(value: object) -> bool:
-    """Whether a value is a string that is not empty."""
     return isinstance(value, str) and bool(value)
 
 
@@ -331,7 +330,6 @@ def or_none(rule: Rule) -> Rule:
 
 
 def one_of(*choices: str | None) -> Rule:
-    """Return the rule that allows only these values."""
     return lambda value: value in choices, f"one of {', '.join(map(repr, choices))}"
 
 

@@ -56,7 +56,6 @@ class LLMControl:
 
     @property
     def model(self) -> nn.Module:
-        """The module that samples."""
         return self.engine.model
 
     def admit(self, what: str) -> None:
@@ -202,16 +201,11 @@ class LLMControl:
                 self.engine.load_weights(folder)
                 return self.weights_updated(version)
         self.refuse_unless_primary("load_weights")
-        self._loop.refuse_inside("load_weights()")
         present = self.engine.policy_version
         chosen = present + 1 if version is None else version
         if chosen < present:
             raise ConfigError(f"load_weights(version={version}): the policy version is {present} and only rises")
-        running = self.engine.state is EngineState.RUNNING
-        size = self._service.world_size
-        return self._job.control_all(
-            lambda client: _load_everywhere(client, size, lambda: client.load_weights(str(folder)), chosen, running)
-        ).result()
+        return self._load_everywhere("load_weights", lambda client: client.load_weights(str(folder)), chosen)
 
     def load_lora_adapter(self, name: str, folder: str | PathLike[str], *, replace: bool = False) -> int:
         """Load a LoRA adapter saved by PEFT on every rank, for `SamplingParams.adapter`; returns the policy version.
@@ -239,15 +233,13 @@ class LLMControl:
                 with self._long_call("load_lora_adapter"), self.engine.locked():
                     self.engine.load_adapter(name, folder)
                     return self.weights_updated() if replaced else self.engine.policy_version
-            self._loop.refuse_inside("load_lora_adapter()")
             SamplingParams(adapter=name)
-            present, size, state = self.engine.policy_version, self._service.world_size, self.engine.state
-            running = state is EngineState.RUNNING
-            version = present + 1 if replaced else None
-            self._job.control_all(
-                lambda client: _load_adapter_everywhere(client, size, name, str(folder), version, running)
-            ).result()
-            return present if version is None else version
+            return self._load_everywhere(
+                "load_lora_adapter",
+                lambda client: client.load_adapter(name, str(folder)),
+                self.engine.policy_version + replaced,
+                undo=lambda client: client.unload_adapter(name),
+            )
 
     def unload_lora_adapter(self, name: str) -> int:
         """Unload an adapter on every rank; returns the number of its samples, which fail with `RequestAbortedError`.
@@ -264,6 +256,39 @@ class LLMControl:
                 return self.engine.unload_adapter(name)
             self._loop.refuse_inside("unload_lora_adapter()")
             return self._job.control(lambda client: client.unload_adapter(name)).result()
+
+    def _load_everywhere(
+        self,
+        what: str,
+        load: Callable[[InferenceClient], Awaitable[None]],
+        version: int,
+        undo: Callable[[InferenceClient], Awaitable[object]] | None = None,
+    ) -> int:
+        """Load on every rank, and announce the version; if only some ranks have loaded, `undo` it there."""
+        self._loop.refuse_inside(f"{what}()")
+        assert self._job is not None
+        running, size = self.engine.state is EngineState.RUNNING, self._job.world_size
+
+        async def everywhere(client: InferenceClient) -> int:
+            if running:
+                await client.pause_engines()
+            try:
+                try:
+                    await load(client)
+                except ControlError as exc:
+                    if len(exc.engines) < size:
+                        if undo is not None:
+                            await undo(client)
+                        # Ranks that have loaded must not use cached KV of before.
+                        await client.set_policy_version(version)
+                    raise
+                await client.set_policy_version(version)
+            finally:
+                if running:
+                    await client.unpause_engines()
+            return version
+
+        return self._job.control_all(everywhere).result()
 
     # --- which rank ---------------------------------------------------------------------------------------------------
 
@@ -282,40 +307,3 @@ class LLMControl:
                 f"{what}() on a rank that is not primary: with a coordinator rank 0 asks, in a tensor-parallel group its "
                 "first rank, and the others compute; call wait_for_shutdown() here, or build the LLM without use_coordinator"
             )
-
-
-async def _load_adapter_everywhere(
-    client: InferenceClient, size: int, name: str, folder: str, version: int | None, running: bool
-) -> None:
-    def load() -> Awaitable[None]:
-        return client.load_adapter(name, folder)
-
-    try:
-        if version is None:
-            await load()
-        else:
-            await _load_everywhere(client, size, load, version, running)
-    except ControlError as exc:
-        if len(exc.engines) < size:
-            await client.unload_adapter(name)
-        raise
-
-
-async def _load_everywhere(
-    client: InferenceClient, size: int, load: Callable[[], Awaitable[None]], version: int, running: bool
-) -> int:
-    if running:
-        await client.pause_engines()
-    try:
-        try:
-            await load()
-        except ControlError as exc:
-            if len(exc.engines) < size:
-                # The others have new weights, so cached KV of the old ones must not be used.
-                await client.set_policy_version(version)
-            raise
-        await client.set_policy_version(version)
-    finally:
-        if running:
-            await client.unpause_engines()
-    return version

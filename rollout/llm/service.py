@@ -64,7 +64,6 @@ class JobRequests:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
         return self._closed
 
     # --- requests ---------------------------------------------------------------------------------------------------

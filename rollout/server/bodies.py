@@ -115,6 +115,5 @@ async def off_the_loop(request: Request, size: int, work: Callable[[], T]) -> T:
 
 
 def documented_body(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
-    """Return the `openapi_extra` of a route whose body is parsed by `body_of`."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}

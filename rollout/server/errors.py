@@ -78,7 +78,6 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's category of the status."""
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def body(self) -> dict[str, dict[str, str | None]]:
@@ -103,12 +102,10 @@ def _cut(text: str, most: int) -> str:
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return a 400: the request can never be served."""
     return ApiError(400, message, param=param, code=code)
 
 
 def shutting_down() -> ApiError:
-    """Return a 503: the server is shutting down."""
     message = "the server is shutting down: send the request elsewhere"
     return ApiError(503, message, code="shutting_down", headers=_LATER)
 

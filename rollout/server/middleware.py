@@ -140,14 +140,12 @@ def _request_id(scope: Scope) -> str:
 
 
 def _line(scope: Scope) -> str:
-    """Client, method and path as sent, without the query, for the request log."""
     client = "-" if scope.get("client") is None else "{}:{}".format(*scope["client"])
     path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:LOGGED_PATH]
     return f"{client} {scope['method']} {path}"
 
 
 def _name(host: str) -> str:
-    """Host name or address of a `Host` header, without its port."""
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 

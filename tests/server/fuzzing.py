@@ -30,14 +30,11 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from rollout import LLM, Advanced, InferenceConfig, ServerConfig
+from rollout import ServerConfig
 from rollout.server.app import build_app
-from tests.engines import BLOCK
-from tests.models import make_model
-from tests.server.chat_templates import byte_level
+from tests.server.real import small_llm, tiny
 
 KEY = "sk-fuzz"
-TOKENIZER = byte_level("qwen2.5")
 # A request of many samples takes its time, and one to a paused engine all there is: then it is a 408.
 CONFIG = ServerConfig(port=0, api_key=KEY, admin=True, served_model_name="m", request_timeout_s=0.5)
 EXAMPLES = int(os.environ.get("ROLLOUT_FUZZ_EXAMPLES", "0"))
@@ -66,17 +63,8 @@ def description() -> schemathesis.BaseSchema:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Of a server over a model so small that many samples of it cost little."""
-    model = make_model(
-        "qwen3", vocab_size=len(TOKENIZER), num_hidden_layers=1, hidden_size=16, intermediate_size=16,
-        max_position_embeddings=256, num_attention_heads=1, num_key_value_heads=1,
-    )  # fmt: skip
-    config = InferenceConfig(
-        kv_cache_blocks=512,
-        max_requests=64,
-        max_tokens_per_step=256,
-        advanced=Advanced(block_size_tokens=BLOCK, verify_model=False),
-    )
-    with LLM(model, TOKENIZER, config, use_coordinator=True) as llm:
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    with small_llm(tiny(max_position_embeddings=256, **small), use_coordinator=True) as llm:
         yield llm.serve(CONFIG, blocking=False).url
         assert llm.num_open == 0, "the server has left requests open"
 

@@ -36,7 +36,6 @@ _OTHER_REPLY = "its content or its calls are not those of the reply"
 
 
 def text_digest(text: str) -> str:
-    """Return the digest of a prompt's text."""
     return blake2b(_bytes(text), digest_size=DIGEST_BYTES).hexdigest()
 
 

@@ -18,12 +18,10 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def marks_reasoning(template: str) -> bool:
-    """Whether a chat template writes reasoning between the tags."""
     return CLOSE in template
 
 
 def opens_reasoning(prompt: str) -> bool:
-    """Whether a prompt's text ends inside an open reasoning."""
     return prompt.rstrip().endswith(OPEN)
 
 
@@ -58,7 +56,6 @@ class ReplyReader:
         return thought, text, found
 
     def digest(self) -> str:
-        """Return the digest of the content and the calls so far."""
         return self._digest.hexdigest()
 
 

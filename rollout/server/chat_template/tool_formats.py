@@ -61,7 +61,6 @@ class ToolFormat:
     """Pattern of each of a call's `parameters`: name and value."""
 
     def opening(self, function: str) -> str:
-        """Return the beginning of a forced call of a function."""
         return self.named.replace("NAME", json.dumps(function)).replace("BARE", function)
 
     def calls(self, text: str, schemas: Schemas) -> list[Call]:

@@ -195,7 +195,6 @@ class TemplateFields(Body):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """Tools with the fields that were sent."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
     def rendered_by(self, conversation: Conversation, messages: list[Message]) -> RenderedPrompt:
@@ -210,7 +209,6 @@ class TemplateFields(Body):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Additional variables of the chat template."""
         return self.chat_template_kwargs
 
 

@@ -101,7 +101,6 @@ def params_of(serving: Serving, body: RequestFields, options: SamplingFields, **
 
 
 def texts_for(serving: Serving, body: SamplingBody) -> TokenTexts:
-    """Return the texts of tokens in the log-probs of a reply."""
     texts: TokenTexts = TokenIdNames(serving.llm.tokenizer) if body.return_tokens_as_token_ids else serving.texts
     return texts
 

@@ -40,7 +40,6 @@ INT32 = 2**31 - 1
 
 
 def one_or_many(value: Any) -> str:
-    """Return the union tag of a value: `Many` for a list, else `One`."""
     return "Many" if isinstance(value, list) else "One"
 
 
@@ -123,17 +122,14 @@ class RequestFields(Body):
 
     @property
     def samples(self) -> int:
-        """Samples per prompt."""
         raise NotImplementedError
 
     @property
     def shows_special_tokens(self) -> bool:
-        """Whether the text of the reply has special tokens."""
         return False
 
     @property
     def constraint_field(self) -> str:
-        """Name of the field that defines a constraint on the text."""
         return "structured_outputs"
 
     @property
@@ -266,7 +262,6 @@ class CompletionRequest(SamplingBody):
 
     @property
     def prompts(self) -> list[str] | list[TokenIds]:
-        """Prompts as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt

@@ -37,7 +37,6 @@ def encode(value: Any) -> bytes:
 
 
 def event(value: Any) -> bytes:
-    """Encode one server-sent event."""
     return b"data: " + encode(value) + b"\n\n"
 
 
