@@ -27,7 +27,7 @@ class Group:
 
     size: int
     prompt: Hashable
-    """Key of its prompt in the `LengthBook`."""
+    """Key of its prompt in the `LengthBook`; 0 after a restart."""
     key: bytes
     """Key in the journal."""
     results: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class GroupLedger:
         """Ids of groups whose samples have all finished, in order of submission."""
         return [each for each in self._groups if each not in self.unfinished]
 
-    def add(self, group_id: int, size: int, prompt: Hashable = None, key: bytes = b"") -> None:
+    def add(self, group_id: int, size: int, prompt: Hashable = 0, key: bytes = b"") -> None:
         """Add an accepted group of `size` samples."""
         self._groups[group_id] = Group(size, prompt, key)
         self.unfinished.add(group_id)

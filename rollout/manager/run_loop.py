@@ -260,7 +260,6 @@ class RunLoop:
                 taken.append(result)
         for result in taken:
             self._metrics.result(result)
-            key = self.groups[result.request_id].prompt
-            if result.error is None and key is not None:
-                self.lengths.observe(key, len(result.generated_tokens))
+            if result.error is None:
+                self.lengths.observe(self.groups[result.request_id].prompt, len(result.generated_tokens))
         self.journal.write(taken, self.groups)

@@ -248,10 +248,16 @@ class ReadTrace(NamedTuple):
 
 def read(path: str | os.PathLike[str]) -> ReadTrace:
     """Read a trace file; `ConfigError` names one that is missing, damaged or not a trace of this package."""
-    trace = _load(path)
+    try:
+        data = Path(path).read_bytes()
+        trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except (OSError, ValueError, EOFError) as exc:
+        raise ConfigError(f"{str(path)!r}: cannot be read as a trace: {exc}") from exc
     engines: dict[int, TracedEngine] = defaultdict(TracedEngine)
     states: dict[tuple[int, int], list[Interval]] = defaultdict(list)
     try:
+        if trace["otherData"]["format"] != FORMAT:
+            raise KeyError(FORMAT)
         for event in trace["traceEvents"]:
             engine, args, start = engines[event["pid"]], event.get("args", {}), event.get("ts", 0.0) / 1e6
             end, track = start + event.get("dur", 0.0) / 1e6, (event["pid"], event.get("tid", 0))
@@ -267,16 +273,6 @@ def read(path: str | os.PathLike[str]) -> ReadTrace:
                     engine.controls.append((control, start, end))
         return ReadTrace(float(trace["otherData"]["duration_s"]), tuple(engines[pid] for pid in sorted(engines)))
     except (KeyError, TypeError, AttributeError) as exc:
-        raise ConfigError(f"{str(path)!r}: damaged trace: {type(exc).__name__}: {exc}") from exc
-
-
-def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        data = Path(path).read_bytes()
-        trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    except (OSError, ValueError, EOFError) as exc:
-        raise ConfigError(f"{str(path)!r}: cannot be read as a trace: {exc}") from exc
-    about = trace.get("otherData") if isinstance(trace, dict) else None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise ConfigError(f"{str(path)!r}: is not a trace of this package ({FORMAT}); rollout.trace() writes them")
-    return dict(trace)
+        raise ConfigError(
+            f"{str(path)!r}: is not a trace of this package ({FORMAT}), which rollout.trace() writes, or damaged ({exc})"
+        ) from exc

@@ -24,15 +24,9 @@ from rollout.requests.token_columns import KeptTokens
 from rollout.sampling_params import FILTERS
 from rollout.state import FinishReason, Status
 
-
-@dataclass(frozen=True, slots=True)
-class EpisodeRow:
-    """One row of a batch."""
-
-    request: DynamicInferenceRequest
-    """The turns as one request: the first prompt, and everything after it as its completion."""
-    sampled: NDArray[np.bool_]
-    """bool [G]: tokens of the completion that were sampled in this row."""
+EpisodeRow = tuple[DynamicInferenceRequest, NDArray[np.bool_]]
+"""A row: its turns as one request, with everything after the first prompt as the completion; bool [G]: which tokens of the
+completion were sampled in this row."""
 
 
 def rows_of(episode: Episode) -> list[EpisodeRow]:
@@ -105,7 +99,7 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
         finish_reason=last.finish_reason if episode.error is None else FinishReason.ERROR,
         error=episode.error,
     )
-    return EpisodeRow(request, sampled[start:])
+    return request, sampled[start:]
 
 
 def _kept_tokens(turns: Sequence[DynamicInferenceRequest], completion: list[int]) -> KeptTokens | None:
@@ -138,7 +132,7 @@ def _empty(episode: Episode) -> EpisodeRow:
         status=Status.COMPLETED if episode.error is None else Status.FAILED,
         finish_reason=FinishReason.STOP if episode.error is None else FinishReason.ERROR, error=episode.error,
     )  # fmt: skip
-    return EpisodeRow(request, np.zeros(0, dtype=np.bool_))
+    return request, np.zeros(0, dtype=np.bool_)
 
 
 def _spans(versions: NDArray[np.int64]) -> VersionSpans:
@@ -184,12 +178,12 @@ class EpisodeBatch(RolloutBatch):
             device, options: as in `from_requests`.
         """
         rows = [(index, row) for index, episode in enumerate(episodes) for row in rows_of(episode)]
-        requests = [replace(row.request, generated_text=detokenize(row.request.generated_tokens)) for _, row in rows]
+        requests = [replace(row, generated_text=detokenize(row.generated_tokens)) for _, (row, _) in rows]
         rewards = [float("nan") if each.reward is None or each.error is not None else each.reward for each in episodes]
         return cls.from_requests(
             requests,
             device=device,
-            sampled=[row.sampled for _, row in rows],
+            sampled=[sampled for _, (_, sampled) in rows],
             episodes=tuple(episodes),
             episode_ids=torch.tensor([index for index, _ in rows], dtype=torch.int64, device=device),
             rewards=torch.tensor(rewards, dtype=torch.float32, device=device),

@@ -18,8 +18,6 @@ Check = Callable[[Prompt, SamplingParams], list[int]]
 """Token ids of a prompt, or raises."""
 Ask = Callable[[Prompt, SamplingParams, Callable[[DynamicInferenceRequest], None]], Awaitable[DynamicInferenceRequest]]
 """(prompt, parameters, callback on the stepping thread with the result) → the finished request."""
-Sample = Callable[[Prompt, SamplingParams], Awaitable[DynamicInferenceRequest]]
-"""`Episode.sample`, whose completions are turns of the episode, or `RolloutManager.sample`."""
 
 
 class Episode:
