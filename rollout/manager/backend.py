@@ -26,21 +26,13 @@ class Backend(Protocol):
         """Id of the next group."""
 
     def submit(self, group_id: int, prompt: Prompt, params: SamplingParams, metadata: Any) -> None:
-        """Queue a group under an id that has not been used.
-
-        Raises:
-            InvalidRequestError: it can never be served; nothing was queued.
-        """
+        """Queue a group under an unused id; after an `InvalidRequestError` (it can never be served) nothing was queued."""
 
     def reserve_group_ids(self, until: int) -> None:
         """Make `next_group_id` at least `until`."""
 
     def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
-        """Continue saved samples where they stopped: all of them, or none.
-
-        Raises:
-            InvalidRequestError: one can never be served here.
-        """
+        """Continue saved samples where they stopped: all, or none (`InvalidRequestError`) if one can never be served."""
 
     def abort(self, group_id: int) -> None:
         """Abort a group: here at once, on other ranks soon. Unknown ids are ignored."""

@@ -144,11 +144,7 @@ class GroupJournal:
             del self._unwritten[0]
 
     def checkpoint(self, version: int) -> str:
-        """Begin a new journal file for a checkpoint of this policy version; returns its mark, "" without a journal.
-
-        Raises:
-            JournalError: no new file can be made; the journal is unchanged.
-        """
+        """Begin a new journal file for a checkpoint of this policy version; returns its mark, "" without a journal."""
         if self._journal is None:
             return ""
         mark = self._journal.checkpoint(version)
@@ -159,11 +155,7 @@ class GroupJournal:
     # --- after a restart ----------------------------------------------------------------------------------------
 
     def restore(self, mark: str, version: int) -> None:
-        """Continue from a checkpoint, given its mark and its policy version.
-
-        Raises:
-            ConfigError: the journal does not have it.
-        """
+        """Continue from a checkpoint of this mark and policy version; `ConfigError` if the journal does not have it."""
         by_id: dict[int, Place] = {}
         by_key: defaultdict[bytes, deque[Place]] = defaultdict(deque)
         if self._journal is not None and mark:

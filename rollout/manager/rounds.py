@@ -110,11 +110,7 @@ class Rounds:
 
     @contextmanager
     def turn(self, call: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Context manager for this thread's turn at the engine, for a blocking method of this name.
-
-        Raises:
-            EngineStateError: called by an environment, whose thread must not wait.
-        """
+        """This thread's turn at the engine, for a blocking method of this name. An environment must not call it."""
         self.player.refuse_inside(call)
         with self.engine.turns.taken(timeout_s), self.loop.call():
             yield
@@ -180,11 +176,7 @@ class Rounds:
     # --- holds --------------------------------------------------------------------------------------------------------
 
     def ensure_running(self) -> None:
-        """Release the holds of `make_way`. The coordinator may still hold the engine.
-
-        Raises:
-            EngineStateError: closed, stopped explicitly, or inside `suspended`; names the cure.
-        """
+        """Release the holds of `make_way`, or raise `EngineStateError`. The coordinator may still hold the engine."""
         holds = self.engine.holds
         if self.closed:
             raise EngineStateError("generating after close(): build another RolloutManager")

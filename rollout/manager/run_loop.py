@@ -210,11 +210,7 @@ class RunLoop:
             self.groups.take(sample)
 
     def take_ended(self) -> None:
-        """Record the samples that have finished between two steps.
-
-        Raises:
-            JournalError: a group cannot be written; the next call tries again.
-        """
+        """Record the samples that have finished between two steps; after a `JournalError` the next call tries again."""
         with uninterrupted(), self._engine.locked():
             self._take(self._backend.take_ended())
 

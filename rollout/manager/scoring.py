@@ -147,11 +147,7 @@ class ScoredGoal:
 
 
 def rewards_of(requests: Sequence[DynamicInferenceRequest], reward: Reward) -> list[float | None]:
-    """Rewards of a group's samples; None of those that failed.
-
-    Raises:
-        ValueError: the number of rewards is wrong, or one is not a finite number.
-    """
+    """Rewards of a group's samples, None for failed ones; `ValueError` unless they are one finite number each."""
     sound = [request for request in requests if request.error is None]
     try:
         told = reward(sound) if sound else []

@@ -105,11 +105,7 @@ def _times_base(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def integer_array(name: str, values: Any, dimensions: int = 1) -> NDArray[np.int64]:
-    """`values` (nested sequences, a numpy array or a torch tensor) as a contiguous int64 array.
-
-    Raises:
-        ConfigError: they are not integers (bools are refused) of `dimensions` dimensions.
-    """
+    """Contiguous int64 array of nested sequences, an array or a tensor; `ConfigError` unless integers of `dimensions`."""
     rule = f"must be integers of {dimensions} dimension(s)"
     try:
         array = np.asarray(values.cpu() if hasattr(values, "cpu") else values)

@@ -112,11 +112,7 @@ def processed_prompt(inputs: Mapping[str, Any]) -> list[int]:
 
 
 def as_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The values (tensors, arrays, nested lists) as tensors without a graph, under their names.
-
-    Raises:
-        InvalidRequestError: one is none of these; names it.
-    """
+    """Tensors without a graph of values by name; `InvalidRequestError` names one that is no tensor, array or list."""
     import torch
 
     tensors = {}

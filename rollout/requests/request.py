@@ -418,11 +418,7 @@ def told_once(requests: Iterable[DynamicInferenceRequest]) -> dict[str, Any]:
 
 
 def results_of(told: Mapping[str, Any]) -> list[DynamicInferenceRequest]:
-    """The inverse of `told_once`; requests that shared images share them again.
-
-    Raises:
-        SerializationError: a request or its images are malformed.
-    """
+    """The inverse of `told_once`; requests that shared images share them again."""
     images = [codec.TENSORS.decode(each) for each in told["images"]]
     results = []
     for plain, place in told["results"]:

@@ -206,11 +206,7 @@ def pack_routes(first: int, routes: Routes) -> bytes:
 
 
 def unpack_routes(packed: bytes) -> tuple[int, Routes]:
-    """(first position, routes) of the result of `pack_routes`, or of several joined.
-
-    Raises:
-        SerializationError: malformed, or positions are missing.
-    """
+    """(first position, routes) of the result of `pack_routes`, or of several joined; `SerializationError` if malformed."""
     parts: list[tuple[int, Routes]] = []
     for value in unpack_joined("routes", packed):
         if type(value) is not list or len(value) != 2 or type(value[0]) is not int or value[0] < 0:

@@ -62,11 +62,7 @@ class EnvironmentTask:
 
 
 def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: int) -> Play:
-    """Return a coroutine function that plays an environment; a coroutine function is returned unchanged.
-
-    Raises:
-        TypeError: neither a coroutine function nor a factory of environments.
-    """
+    """Return a coroutine function that plays an environment; `TypeError` if it is neither one nor a factory."""
     name = name_of(environment)
     if _is_play(environment):
         check_call(f"environment={name}", environment, 1, "write `async def play(episode): ... return reward`")
@@ -105,11 +101,7 @@ def name_of(environment: EnvironmentFactory | Play) -> str:
 
 
 def check_call(what: str, function: Any, arguments: int, cure: str) -> None:
-    """Check that a callable takes this many positional arguments.
-
-    Raises:
-        TypeError: it does not, as far as its signature can be read.
-    """
+    """Raise `TypeError` if a callable, as far as its signature can be read, does not take this many arguments."""
     with suppress(ValueError):
         signature = inspect.signature(function)
         try:
