@@ -112,7 +112,7 @@ def processed_prompt(inputs: Mapping[str, Any]) -> list[int]:
 
 
 def as_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors without a graph of values by name; `InvalidRequestError` names one that is no tensor, array or list."""
+    """Tensors without a graph of values by name; `InvalidRequestError` names a value of another kind."""
     import torch
 
     tensors = {}
