@@ -107,7 +107,6 @@ class Bound:
         self.model = self._model(model, norm, head.weight, positions)
 
     def _model(self, model: Any, norm: Norm, head: int, positions: int | None) -> Model:
-        """Values that all layers share."""
         family, layout = self.family, self._layout
         require(len(self._parts.epsilons) == 1, "its norms have several epsilons")
         require(len(self._parts.activations) == 1, "its layers have several activations")

@@ -244,7 +244,6 @@ class GraphedDecode:
         )  # fmt: skip
 
     def _fail(self, why: str, *, for_good: bool) -> None:
-        """Wait before the next attempt, or stop capturing."""
         self._failed += 1
         if for_good or self._failed == MAX_FAILED:
             self.give_up(why)

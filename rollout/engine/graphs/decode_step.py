@@ -132,7 +132,6 @@ class CapturedBatch:
         scaling: float | None,
         arguments: dict[str, Any],
     ) -> Tensor:
-        """Attention of one layer by the graph's kernels; see `AttentionBatch`."""
         out = self._kernels(
             self._layout.layer_of[module], self._inputs, *(part[0].transpose(0, 1) for part in (query, key, value)),
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -178,5 +177,4 @@ class TritonDecode:
         return self._paged.nbytes
 
     def release(self) -> None:
-        """Free the workspace."""
         self._paged.clear()

@@ -49,7 +49,6 @@ class CpuPagedAttention:
         """Tasks of the last call; sequences that read their common blocks together are one task."""
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]) -> Tensor:
-        """Attention output of every position; see `torch_paged.PagedAttention`."""
         if self._rows.seen is not None or not serves(query, key_cache, value_cache):
             return self._fallback(query, key_cache, value_cache, **rules)
         sinks = rules.get("sinks")

@@ -49,7 +49,6 @@ class TritonPagedAttention:
         self._causal = rows.seen is None
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]) -> Tensor:
-        """Attention output of every position; see `torch_paged.PagedAttention`."""
         if query.dtype != key_cache.dtype:
             # The engine was not built under the current autocast.
             return self(query.to(key_cache.dtype), key_cache, value_cache, **rules).to(query.dtype)
@@ -80,5 +79,4 @@ def num_parts(positions: NDArray[np.int64]) -> int:
 
 
 def _leading(flags: NDArray[np.bool_]) -> int:
-    """Number of true values before the first false one."""
     return int(np.append(flags, False).argmin())

@@ -1,6 +1,7 @@
 """Device code of paged attention, in Triton's language: attention by chunks and by parts, `merge` and the cache write.
 
-Imported by `triton_paged`, which compiles and launches these functions, and only once Triton is needed.
+K and V are read where they are: position j of a sequence is slot j % block_size of block table[j // block_size]. Strides
+count elements. `constexpr` arguments are compiled in. Imported by `triton_paged`, and only once Triton is needed.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ def _tile(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Attention of [rows] queries at `query + places` over keys `start` to `stop` of one sequence; all of one KV head.
+    """Attention of `rows` queries of one KV head over keys `start` to `stop` of one sequence, by online softmax.
 
-    `position`: of each query, negative: no query. `target`: place of its output in out [., Dv], and of its log-sum-exp in
-    lse if `parted`. `sunk`: the sinks [H] are one more score.
+    query + places: address of each query [D]; position: its position in the sequence, negative for a row without a query.
+    target: index of its output in out [., Dv] and, if `parted`, of its log-sum-exp in lse.
+    sunk: whether the sink of each head is one more score. scale: includes log2(e), because the hardware has exp2, not exp.
     """
     live = position >= 0
     visible = 0
@@ -52,7 +54,7 @@ def _tile(
     oldest = tl.min(tl.where(live, position, tl.max(position, 0)), 0)
     if window > 0:
         visible = oldest + 1 - window
-        # Only whole iterations are skipped, so the others are the same for any tile.
+        # Iterations are skipped whole: the remaining ones add the same keys in the same order in every tile.
         low = start + tl.maximum(visible - start, 0) // span * span
 
     dims = tl.arange(0, padded_dim)
@@ -61,7 +63,7 @@ def _tile(
     peak = tl.full((rows,), float("-inf"), tl.float32)
     total = tl.zeros((rows,), tl.float32)
     if sunk:
-        # One more score of a row, as a binary logarithm like the others; its value is zero.
+        # The sink counts in the softmax and adds nothing to the output. The factor is log2(e), as in `scale`.
         peak = tl.where(live, tl.load(sinks + head).to(tl.float32) * 1.4426950408889634, peak)
         total = tl.where(live, 1.0, total)
     sums = tl.zeros((rows, padded_value_dim), tl.float32)
@@ -74,8 +76,8 @@ def _tile(
         k = tl.load(keys + key_places[None, :] + dims[:, None], mask=inside[None, :] & (dims[:, None] < dim), other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         if cap > 0.0:
-            # cap * tanh(x), where exp2(scores) is exp(2x). Near 0 that form loses precision, so a polynomial is used (Cephes
-            # tanhf).
+            # cap * tanh(x): exp2(scores) is exp(2x), since `scale` includes 2 / cap. Near 0 the difference of two numbers
+            # close to 1 would lose precision, so there a polynomial replaces it (tanhf of the Cephes library).
             x = scores * 0.34657359028
             z = x * x
             near = -5.70498872745e-3 * z + 2.06390887954e-2
@@ -87,7 +89,7 @@ def _tile(
             seen = seen & (key[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
-        # For a row without a visible key so far, -inf minus -inf would be NaN.
+        # A row without a visible key so far has a peak of -inf, and -inf minus -inf would be NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - base[:, None])
         fading = tl.exp2(peak - base)
@@ -104,7 +106,7 @@ def _tile(
     divisor = tl.where(total == 0.0, 1.0, total)
     sums = sums / divisor[:, None]
     if parted:
-        # Natural log: ln 2 times the binary one.
+        # `merge` uses natural logarithms: the binary one times ln 2.
         tl.store(lse + target, (peak + tl.log2(divisor)) * 0.6931471805599453, mask=live)
     tl.store(
         out + target[:, None] * value_dim + value_dims[None, :],
@@ -150,6 +152,7 @@ def attend_chunks(
     """Up to `tokens` queries of one chunk, over all keys; one KV head. Grid: tiles x KV heads; surplus tiles do nothing."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
+    # The chunk of this tile: the last one whose tiles begin at or before it (see `TritonPaged.prefill`).
     row = tile * 0
     behind = row + num_rows
     while behind - row > 1:
@@ -163,6 +166,7 @@ def attend_chunks(
     if first >= end:
         return
 
+    # A line of the matrix product is one query head of the group, of one token.
     line = tl.arange(0, rows)
     index = first + line // group
     head = kv_head * group + line % group

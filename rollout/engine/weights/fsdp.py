@@ -82,7 +82,6 @@ class ShardedWeights(GatheredWeights):
         return found
 
     def _gathered_dimensions(self) -> dict[str, frozenset[str]]:
-        """Names of the mesh dimensions that each parameter's unit gathers."""
         found: dict[str, frozenset[str]] = {}
         for each, names in self._parameters():
             dimensions = each.mesh_info.mesh.mesh_dim_names or each.sharded_param.device_mesh.mesh_dim_names or ("tp",)
