@@ -61,7 +61,6 @@ class HostBlocks:
         self._pinned = pinned
         self._stage = stage
         self._copies = copies
-        self._at_once = isinstance(copies, HostStream)
         self._rows = max(1, limit // self._block_bytes)
         self._chunks: list[Tensor] = []
         """[slots, width] each."""
@@ -115,7 +114,7 @@ class HostBlocks:
             parts: [number of blocks, width] each.
             blocks: [n] int64, on the device.
         """
-        if self._at_once:
+        if isinstance(self._copies, HostStream):
             for rows, some in self._in_place(blocks, slots):
                 self._gather(parts, some, rows)
             return
@@ -128,7 +127,7 @@ class HostBlocks:
 
     def load(self, compute: Stream, parts: Sequence[Tensor], blocks: Tensor, slots: Slots) -> None:
         """Copy slots to distinct blocks of the device, before any later work of `compute`; arguments as in `offload`."""
-        if self._at_once:
+        if isinstance(self._copies, HostStream):
             for rows, some in self._in_place(blocks, slots):
                 self._scatter(parts, some, rows)
             return

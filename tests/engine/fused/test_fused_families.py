@@ -19,33 +19,23 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from rollout.engine.kernels import cpu_library
-from tests.engine.fused.test_fused_forward import assert_as_close_to_exact, assert_equal, fused, logits, own_logits
+from tests.engine.fused.test_fused_forward import (
+    FUSED,
+    assert_as_close_to_exact,
+    assert_equal,
+    fused,
+    logits,
+    own_logits,
+)
 from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, token_ids
 from tests.models import make_model
 from tests.vision_models import make_vision_model
 
 pytestmark = pytest.mark.skipif(cpu_library.load() is None, reason="no C++ compiler")
 
-FAMILIES = [
-    "qwen3",
-    "llama",
-    "qwen2",
-    "mistral",
-    "gemma2",
-    "gemma3",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "glm",
-    "glm4",
-    "qwen3_moe",
-    "mixtral",
-    "gpt2",
-]
 HYBRID = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
-FAMILIES += HYBRID
 EXPERTS = ["qwen3_moe", "mixtral", "qwen3_next", "qwen3_5_moe"]
-families = pytest.mark.parametrize("name", FAMILIES)
+families = pytest.mark.parametrize("name", FUSED)
 
 
 def trained(name: str, **changes: Any) -> Any:

@@ -114,7 +114,6 @@ def test_a_pool_that_is_copied_out_and_in_has_the_same_bytes(widths, rows, limit
     compute = queues.compute
     if not streams:
         host._copies = compute = HostStream()
-        host._at_once = True
     host.offload(compute, parts, torch.from_numpy(blocks), range(rows))
     host.finish()
     for part, old in enumerate(before):
