@@ -58,10 +58,6 @@ class Weights:
         """Name and local part of every parameter and persistent buffer of `trained`; tied ones under each name."""
         return [(name, local_part(tensor)) for name, tensor in persistent_tensors(self.trained)]
 
-    def stale(self) -> list[str]:
-        """Names of tensors in `sampled` that differ from `trained` although `ready`; non-empty only for a copy."""
-        return []
-
 
 class GatheredWeights(Weights):
     """Weights that are sharded over the ranks, but whole between `gather` and `release`."""

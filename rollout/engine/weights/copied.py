@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from rollout.engine.weights.base import Weights
-from rollout.engine.weights.fingerprints import samples_of
 from rollout.errors import UnsupportedModelError
 
 
@@ -80,22 +79,6 @@ class CopiedWeights(Weights):
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         return self._source.tensors()
-
-    @torch.no_grad()
-    def stale(self) -> list[str]:
-        # Comparing sharded weights would need a collective call.
-        if not self.ready or self.collective:
-            return []
-        theirs = dict(self.trained.named_parameters())
-        found = []
-        for name, own in self._copied.items():
-            same = name in theirs and theirs[name].shape == own.shape
-            pairs = (
-                zip(samples_of([(name, theirs[name])], 0), samples_of([(name, own)], 0), strict=True) if same else ()
-            )
-            if not same or not all(torch.equal(one.to(own), other) for (_, one), (_, other) in pairs):
-                found.append(name)
-        return found
 
 
 def _is_plain(value: Any) -> bool:

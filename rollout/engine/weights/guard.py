@@ -128,20 +128,17 @@ class WeightsGuard:
             return
         with self._locked():
             if not self._are_known:
+                if not self.source.collective:
+                    # The construction may have filled a copy, to verify the model, before a checkpoint was loaded.
+                    self.source.changed()
                 self._take_fingerprints()
-            changed, stale = self._fingerprints.changed(), self.source.stale()
+            changed = self._fingerprints.changed()
         if changed:
             raise WeightsChangedError(
                 f"{_some(changed)} changed since policy version {version} without a step of an attached optimizer: "
                 f"{ANNOUNCE}, or undo the change; "
                 "InferenceConfig(advanced=Advanced(weight_fingerprints='off')) checks nothing",
                 tuple(changed),
-            )
-        if stale:
-            raise WeightsChangedError(
-                f"the copy that samples is not what the trainer has, at policy version {version}: "
-                f"{_some(stale)}; {ANNOUNCE}, which copies again",
-                tuple(stale),
             )
 
     def refuse_scattered(self) -> None:
