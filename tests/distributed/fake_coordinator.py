@@ -36,22 +36,19 @@ _numbers = itertools.count()
 class FakeCoordinator:
     """`answer(self, peer, message)` runs in the thread for each message that is no heartbeat."""
 
-    def __init__(self, answer: Answer = lambda *_: None, *, host: str = "127.0.0.1", greet: bool = True) -> None:
+    def __init__(self, answer: Answer = lambda *_: None, *, greet: bool = True) -> None:
         self.heard: queue.Queue[tuple[bytes, int, Message]] = queue.Queue()
         self.heartbeats = 0
-        self.messages = 0
         self.peers: list[bytes] = []
         self._answer, self._greet = answer, greet
         self._sequencers: dict[bytes, Sequencer] = {}
         self._orders: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
         context = zmq.Context.instance()
         self._router = context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.IPV6, int(":" in host))
         # A ROUTER drops what a full queue does not take.
         self._router.sndhwm = 0
         self._router.linger = 0
-        port = self._router.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
-        self.address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        self.address = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
         # Not its address: libzmq may still hold the endpoint of one that lay there before.
         endpoint = f"inproc://fake-{next(_numbers)}"
         self._inside, self._outside = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
@@ -94,7 +91,6 @@ class FakeCoordinator:
                 self._router.send_multipart(order)
             if self._router in ready:
                 peer, *frames = self._router.recv_multipart()
-                self.messages += 1
                 for frame in frames:
                     self._take(peer, *decode(frame))
 
