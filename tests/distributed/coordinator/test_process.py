@@ -107,15 +107,6 @@ def test_the_entrypoint_sends_its_address_and_sets_the_event():
         process.join(PATIENCE_S)
 
 
-def test_it_serves_in_a_thread_and_stops():
-    with in_a_thread() as address:
-        client = connect(address)
-        with echo_rank(address):
-            client.say(submit(0))
-            answer(client, 0)
-    assert "stopped" in client.hear(Disconnect).reason
-
-
 @starts_processes
 def test_a_port_that_is_taken_is_an_error_and_never_another_port():
     with taken_port() as port:

@@ -44,15 +44,6 @@ from tests.distributed.raw_peers import (
 # --- text ---------------------------------------------------------------------------------------------------------------
 
 
-def test_text_becomes_tokens_that_a_rank_gets_and_a_client_hears():
-    with in_a_thread(tokenizer=lowercase_tokenizer()) as address:
-        client, rank = connect(address), register(address, "rank")
-        client.say(submit(0, "ab c"))
-        assigned, accepted = rank.hear(wire.Assign), client.hear(wire.Accepted)
-        assert accepted.prompt == assigned.prompt
-        assert np.frombuffer(accepted.prompt, "<i4").tolist() == [2, 3, 28, 4]
-
-
 def test_completions_become_text_without_special_tokens_where_the_engine_gave_none():
     with in_a_thread(tokenizer=lowercase_tokenizer()) as address:
         client, rank = connect(address), register(address, "rank")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.distributed.protocol.outcome import Outcome, outcome, pack, unpack
+from rollout.distributed.protocol.outcome import Outcome, pack, unpack
 from rollout.distributed.protocol.stretch import PartialGroup, stretch_of
 from rollout.errors import SerializationError
 from rollout.requests.delta import growth
@@ -158,19 +158,6 @@ def test_growth_is_what_lies_behind_what_is_known(known: int) -> None:
     assert row.ttft == (None if known else 0.5)
 
 
-def test_a_stretch_of_a_record_holds_all_that_is_known_of_it() -> None:
-    record = record_of_three_segments()
-    stretch, merged = stretch_of(record), record.merge()
-    stretch.check()
-    (delta,) = stretch.deltas()
-    assert (delta.sample_index, delta.start, delta.count) == (2, 0, 5)
-    assert delta.token_list() == merged.generated_tokens
-    assert delta.log_prob_list() == merged.generated_log_probs
-    assert stretch.versions == [[1, 1, 3, 2, 1, 4, 1]]
-    assert delta.ttft == 0.5
-    assert delta.top_n_rows() == merged.generated_top_n_logprobs
-
-
 def test_what_happened_to_a_sample_stays_with_it_where_it_goes_on() -> None:
     record = record_of_three_segments()
     for number, segment in enumerate(record):
@@ -185,33 +172,3 @@ def test_what_happened_to_a_sample_stays_with_it_where_it_goes_on() -> None:
     known.take(stretch_of(record))
     known.take(afresh)
     assert known.deltas([2])[2].events == 2 * pack_events(elsewhere.events)
-
-
-def test_an_outcome_says_of_a_record_what_merging_it_would() -> None:
-    record = record_of_three_segments()
-    live, merged = record[-1], record.merge()
-    live.finish_reason, live.stop_reason, live.error = FinishReason.STOP, "\n", None
-    record.latency = 2.0
-    for segment, log_probs in zip(record, (None, [-1.0, -2.0, -3.0, -4.0], None), strict=True):
-        segment.prompt_log_probs = log_probs
-    live.policy_spans.extend_to(8, 4)
-    ended = outcome(record)
-    merged = record.merge()
-    assert ended == Outcome(
-        "stop",
-        "\n",
-        None,
-        4,
-        merged.policy_spans,
-        merged.kv_spans,
-        merged.tpot,
-        merged.ttft,
-        2.0,
-        merged.num_cached_tokens,
-        merged.prompt_log_probs,
-        None,
-        9,
-        77,
-    )
-    assert ended.prompt_log_probs == [-1.0, -2.0]
-    assert unpack(pack(ended)) == ended

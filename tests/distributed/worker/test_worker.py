@@ -277,21 +277,6 @@ def test_a_worker_whose_name_another_process_has_taken_does_not_take_it_back() -
         worker.stop()
 
 
-def test_a_worker_goes_over_to_another_coordinator() -> None:
-    with Coordinator(policy_version=4) as other, serving(run=False) as (coordinator, worker):
-        coordinator.tell(assign(token_ids(7), greedily(20)))
-        assert worker.wait_for_work(DEADLINE_S)
-        worker.reconnect(other.address, timeout_s=DEADLINE_S)
-        assert coordinator.hear(wire.Disconnect) == wire.Disconnect("it reconnects")
-        assert other.hear(wire.EngineMoved) == wire.EngineMoved("running", 4)
-        assert not worker.engine.has_unfinished
-        other.tell(assign(token_ids(7), greedily(2)))
-        assert worker.wait_for_work(DEADLINE_S)
-        while worker.step():
-            pass
-        assert put_together(other.hear_stretches(1))[0].versions == [4, 4]
-
-
 def test_a_stop_interrupts_the_search_for_a_coordinator() -> None:
     with Coordinator() as coordinator:
         worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0", reconnect_timeout_s=1000)

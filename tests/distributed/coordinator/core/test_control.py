@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.distributed.protocol.messages import Control, EngineMoved
+from rollout.distributed.protocol.messages import Control
 from tests.distributed.coordinator.job import Job
 
 
@@ -130,23 +130,6 @@ def test_an_engine_that_could_not_is_named_with_its_reason_once_all_have_answere
     done = client.answered()
     assert (done.error, done.engines) == ("ControlError", ["b"])
     assert done.text == "pause: b: MemoryError: too little"
-
-
-@pytest.mark.parametrize("state", ["running", "paused", "suspended"])
-def test_a_late_rank_is_told_state_and_version_and_gets_no_work_before_it_is_there(state):
-    job = in_state(state)
-    client = job.client()
-    for rank in ranks_of(job):
-        job.core.unreachable(rank.identity, "gone", job.now)
-    client.call("set_version", 7)
-    assert client.answered().error is None
-    client.submit()
-    late = job.rank("late", ready=False)
-    assert late.quiet()
-    assert not job.core.status()["ranks"][0]["ready"]
-    late.say(EngineMoved(state, 7))
-    assert late.assigned().prompt
-    assert job.core.peers.by_name["late"].policy_version == 7
 
 
 def test_when_stopped_what_waits_in_the_queue_fails_at_once_and_what_runs_when_the_engines_have_stopped():

@@ -135,20 +135,3 @@ def test_no_error_repeats_megabytes():
 
 
 # --- control calls ------------------------------------------------------------------------------------------------------
-
-
-def test_calls_of_a_caller_that_has_left_are_forgotten_but_for_a_stop():
-    """They were kept and walked in every turn: 100,000 of them slowed the coordinator to 50 ms a round trip for ever."""
-    job = Job()
-    caller, stopper, mute = job.client(), job.client("stopper"), job.rank()
-    for _ in range(10):
-        caller.call("set_version", 1, timeout_s=1e6)
-    stopper.call("pause", timeout_s=1e6)
-    stopper.call("stop", timeout_s=20.0)
-    for client in (caller, stopper):
-        client.say(wire.Disconnect())
-    (left,) = job.core.control._calls.values()
-    assert (left.signal, job.core.control.stopped) == ("stop", False)
-    assert not mute.quiet()
-    job.wait(21)
-    assert job.core.control.stopped

@@ -172,29 +172,6 @@ def test_every_decision_is_told_with_what_was_found():
 # --- weights of the asker, and ranks that rest ----------------------------------------------------------------------------
 
 
-def test_a_rank_with_older_weights_than_the_asker_computes_nothing_for_it():
-    """Ranks update one after the other: the first asked before the second had heard that the round before was over."""
-    job = Job(data_parallel_size=2)
-    first, second = job.client("rank-0", member=True), job.client("rank-1", member=True)
-    a, b = job.rank("rank-0"), job.rank("rank-1")
-    for member in (first, second):
-        member.say(wire.Barrier(0, "generate()", 0))
-    first.hear(wire.BarrierDone)
-    # The second one's BarrierDone is still on its way: it is in generate, and steps whatever it has.
-    a.say(wire.EngineMoved("running", 1))
-    first.submit((1, 2), min_policy_version=1)
-    first.submit((3, 4), min_policy_version=1)
-    assert a.assigned().request_id == 0
-    assert b.quiet()
-    assert [rank["assigned_samples"] for rank in job.core.status()["ranks"]] == [1, 1]
-    second.hear(wire.BarrierDone)
-    b.say(wire.EngineMoved("running", 1))
-    held = b.assigned()
-    assert held.request_id == 1
-    b.finish(held, version=1)
-    assert first.stretches()[0].versions == [[1, 1, 1]]
-
-
 def test_what_is_held_for_a_rank_that_stays_behind_goes_to_one_that_has_the_weights():
     job = Job(heartbeat_timeout_s=30.0)
     client = job.client()
@@ -285,27 +262,3 @@ def test_a_rank_that_is_ahead_computes_nothing_for_a_member_that_catches_up():
     own.say(wire.EngineMoved("running", 5))
     client.submit(min_policy_version=5)
     assert ahead.assigned().request_id == 3
-
-
-def test_a_rank_that_moves_ahead_gives_back_what_it_computes_for_a_member_that_catches_up():
-    job = Job(data_parallel_size=2)
-    client, _ = left_behind(job)
-    moves = member_rank(job, "b2", 3)
-    client.submit(min_policy_version=3)
-    assert moves.assigned().request_id == 0
-    own = member_rank(job, "a", 3)
-    moves.say(wire.EngineMoved("running", 4))
-    assert moves.hear(wire.Cancel).request_id == 0
-    assert own.assigned().request_id == 0
-
-
-def test_a_request_fails_by_name_if_all_ranks_stay_ahead_of_its_asker():
-    job = Job(data_parallel_size=2, no_rank_timeout_s=20.0)
-    client, ahead = left_behind(job)
-    client.submit(min_policy_version=3)
-    job.wait(25.0)
-    assert "no rank has had policy version 3" in client.failed("RequestTimeoutError").text
-    client.submit(min_policy_version=3)
-    assert ahead.quiet()
-    client.say(wire.Barrier(1, "generate()", 5))
-    assert ahead.assigned().request_id == 1
