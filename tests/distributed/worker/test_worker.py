@@ -210,15 +210,12 @@ def test_samples_that_an_update_ends_are_told_without_another_step() -> None:
 
 
 def test_stopping_a_worker_tells_what_it_has_and_leaves() -> None:
-    with Coordinator() as coordinator:
-        worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0")
-        worker.start(DEADLINE_S)
+    with serving(run=False) as (coordinator, worker):
         coordinator.tell(assign(token_ids(7), greedily(20), interval=10))
         assert worker.wait_for_work(DEADLINE_S)
         worker.step()
         worker.step()
         worker.stop()
-        coordinator.hear(wire.EngineMoved)
         stretches: list[wire.Stretch] = []
         while isinstance(message := coordinator.hear(), wire.Progress):
             stretches += message.stretches
@@ -250,41 +247,31 @@ def test_a_session_that_is_over_ends_its_samples_and_another_one_begins() -> Non
         assert worker.lost is None
 
 
-def test_a_run_that_finds_no_coordinator_any_more_says_so() -> None:
-    with Coordinator() as coordinator:
-        worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0", reconnect_timeout_s=0.2)
-        worker.start(DEADLINE_S)
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        (wire.Disconnect("going home"), "within 0.2 s"),
+        (wire.Refused("replaced", "another process is 'rank-0'", True), "another process is 'rank-0'"),
+    ],
+    ids=["no coordinator any more", "another process took its name"],
+)
+def test_a_run_that_cannot_go_on_says_why(ending: wire.Message, words: str) -> None:
+    with serving(run=False, reconnect_timeout_s=0.2) as (coordinator, worker):
         running = Running(worker)
         coordinator.ack = None
-        coordinator.tell(wire.Disconnect("going home"))
+        coordinator.tell(ending)
         running.ends()
         assert isinstance(running.error, ConnectionLostError)
-        assert "within 0.2 s" in str(running.error)
+        assert words in str(running.error)
         assert coordinator.address in str(running.error)
-        worker.stop()
-
-
-def test_a_worker_whose_name_another_process_has_taken_does_not_take_it_back() -> None:
-    with Coordinator() as coordinator:
-        worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0")
-        worker.start(DEADLINE_S)
-        running = Running(worker)
-        coordinator.tell(wire.Refused("replaced", "another process has registered as 'rank-0'", True))
-        running.ends()
-        assert isinstance(running.error, ConnectionLostError)
-        assert "another process has registered as 'rank-0'" in str(running.error)
-        assert len(coordinator.ranks) == 1
-        worker.stop()
+        assert (len(coordinator.ranks) == 1) is isinstance(ending, wire.Refused), "it takes no name back"
 
 
 def test_a_stop_interrupts_the_search_for_a_coordinator() -> None:
-    with Coordinator() as coordinator:
-        worker = EngineWorker(make_engine("qwen3"), coordinator.address, name="rank-0", reconnect_timeout_s=1000)
-        worker.start(DEADLINE_S)
+    with serving(run=False, reconnect_timeout_s=1000) as (coordinator, worker):
         running = Running(worker)
         coordinator.ack = None
         coordinator.tell(wire.Disconnect("going home"))
-        coordinator.hear(wire.Register)
         coordinator.hear(wire.Register)
         worker.stop()
         running.ends()
@@ -292,15 +279,11 @@ def test_a_stop_interrupts_the_search_for_a_coordinator() -> None:
 
 
 def test_a_dead_engine_leaves_at_once_so_that_others_go_on_with_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine("qwen3")
-    with Coordinator() as coordinator:
-        worker = EngineWorker(engine, coordinator.address, name="rank-0")
-        worker.start(DEADLINE_S)
+    def fail(step: object) -> None:
+        raise ValueError("the device is gone")
 
-        def fail(step: object) -> None:
-            raise ValueError("the device is gone")
-
-        monkeypatch.setattr(engine.controller.runner, "execute", fail)
+    with serving(run=False) as (coordinator, worker):
+        monkeypatch.setattr(worker.engine.controller.runner, "execute", fail)
         coordinator.tell(*(assign(token_ids(30, n), greedily(4), attempt=n, request_id=n) for n in range(8)))
         with pytest.raises(EngineDeadError, match="the device is gone"):
             worker.run()
@@ -308,7 +291,6 @@ def test_a_dead_engine_leaves_at_once_so_that_others_go_on_with_its_requests(mon
         assert isinstance(left, wire.Disconnect)
         assert "the device is gone" in left.reason
         assert isinstance(worker.lost, EngineDeadError)
-        worker.stop()
 
 
 def test_an_engine_that_cannot_follow_leaves_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
