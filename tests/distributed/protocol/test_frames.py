@@ -50,6 +50,7 @@ VALUES = {
     "bytes": st.binary(),
     "little-endian int32 in bytes": buffers(4),
     "little-endian int64 in bytes": buffers(8),
+    "pairs of little-endian float32 in bytes": buffers(8),
     "a string, or little-endian int32 in bytes": st.text() | buffers(4),
     "a list of integers in [0, 2**63)": st.lists(counts, max_size=4),
     "a control signal": st.sampled_from([*map(str, ControlSignal), SET_VERSION]),
