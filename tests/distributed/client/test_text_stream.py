@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from rollout.distributed.client.group import OpenGroup
 from rollout.distributed.client.text_stream import GroupText, TextDelta
@@ -22,34 +20,15 @@ from rollout.requests.detokenizer import CompletionText
 from rollout.requests.spans import VersionSpans
 from rollout.requests.token_columns import pack_top_n
 from rollout.sampling_params import SamplingParams
+from tests.requests import test_detokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
-CORPUS = [
-    "the cat sat on the mat",
-    "naïve café, 東京 and 🙂🙃",
-    " spaces  here",
-    "line\nbreak\n\nend.",
-    "don't stop. Why?",
-] * 4
 PROMPT = [5, 6, 7]
-SPECIAL = ["<pad>", "<bos>", "<eos>"]
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-@cache
-def byte_level() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )  # fmt: skip
+byte_level = cache(test_detokenizer.byte_level)
 
 
 @cache
