@@ -101,21 +101,13 @@ def test_every_field_is_a_flag_of_its_type(table):
     ]
 
 
-def test_exact_mode_and_the_host_tier_are_flags():
-    assert read("--exact").engine.exact is True
-    assert read().engine.exact is False
-    assert read("--kv-cache-host-memory-gb", "2").engine.kv_cache_host_memory_gb == 2.0
-
-
-def test_no_two_flags_have_one_name():
+def test_flags_have_names_of_their_own_in_every_spelling():
     names = [field.name for table in FLAT for field in dataclasses.fields(table)]
     assert len(names) == len(set(names))
     assert "coordinator" not in names
-
-
-def test_underscores_and_an_equals_sign_are_read_as_well():
-    assert read("--max_requests=3").engine.max_requests == 3
-    assert read("--max-staleness", "None").engine.max_staleness is None
+    engine = read("--max_requests=3", "--max-staleness", "None", "--kv-cache-host-memory-gb", "2").engine
+    assert (engine.max_requests, engine.max_staleness, engine.kv_cache_host_memory_gb) == (3, None, 2.0)
+    assert (read("--exact").engine.exact, engine.exact) == (True, False)
 
 
 def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str) -> str:
@@ -220,17 +212,11 @@ def test_an_option_of_a_coordinator_that_is_not_there_is_refused(capsys):
 # --- commands -----------------------------------------------------------------------------------------------------------
 
 
-def test_rollout_alone_prints_help_and_its_version_when_asked(capsys):
-    assert command_line.main([]) == command_line.main(["--help"]) == 0
-    out = capsys.readouterr().out
-    assert out == command_line.HELP * 2
-    assert command_line.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"rollout-engine {__version__}\n"
-
-
-def test_an_unknown_command_is_refused_with_the_right_one(capsys):
-    assert "'sevre': no such command; did you mean serve?" in refusal(capsys, "sevre")
-    assert "'x': no such command; see --help" in refusal(capsys, "x")
+def test_a_command_is_needed_and_the_right_one_suggested(capsys):
+    assert command_line.main([]) == command_line.main(["--help"]) == command_line.main(["--version"]) == 0
+    assert capsys.readouterr().out == command_line.HELP * 2 + f"rollout-engine {__version__}\n"
+    for wrong, cure in (("sevre", "did you mean serve?"), ("docter", "did you mean doctor?"), ("x", "see --help")):
+        assert f"{wrong!r}: no such command; {cure}" in refusal(capsys, wrong)
 
 
 def test_a_missing_extra_is_named_with_its_installation(monkeypatch, capsys):
@@ -477,4 +463,3 @@ def test_the_doctor_refuses_what_it_has_no_use_for_and_models_that_are_none(caps
     shown = capsys.readouterr()
     assert "MISSING  MptForCausalLM: 0 of 2 layers go through" in shown.out
     assert "the engine does not serve it; see above" in shown.err
-    assert "did you mean doctor?" in refusal(capsys, "docter")

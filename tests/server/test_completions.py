@@ -195,21 +195,16 @@ def test_a_stream_adds_up_to_the_reply(client: OpenAI):
     assert chunks[-1].usage.completion_tokens == len(whole.rollout["token_ids"])
 
 
-def test_what_waited_together_is_one_delta_per_sample():
+def test_what_waited_together_is_one_delta_per_sample_and_a_restart_makes_the_rest_void():
+    begun, more = TextDelta(0, "old", [1], [-1.0], [0]), TextDelta(0, "w", [3], [-1.0], [1])
+    (delta,) = merged([begun, TextDelta(0, "ne", [2], [-1.0], [1], restarted=True), more])
+    assert (delta.text, delta.token_ids, delta.restarted) == ("new", [2, 3], True)
     one, two = spoken(TOKENIZER, "abc", top=[(5, -1.0)]), spoken(TOKENIZER, "de", sample=1, version=4)
     first, second = merged([one[0], two[0], *one[1:], two[1]])
     assert (first.text, first.token_ids, first.log_probs) == ("abc", ids("a") + ids("b") + ids("c"), [-0.5] * 3)
     assert first.top_log_probs == [[(5, -1.0)]] * 3
     assert first.finish_reason == "stop"
     assert (second.sample_index, second.text, second.policy_versions, second.finish_reason) == (1, "de", [4, 4], None)
-
-
-def test_what_a_restart_makes_void_is_not_sent_when_it_still_waits():
-    begun = TextDelta(0, "old", [1], [-1.0], [0])
-    afresh = TextDelta(0, "ne", [2], [-1.0], [1], restarted=True)
-    more = TextDelta(0, "w", [3], [-1.0], [1])
-    (delta,) = merged([begun, afresh, more])
-    assert (delta.text, delta.token_ids, delta.restarted) == ("new", [2, 3], True)
 
 
 class Listed:

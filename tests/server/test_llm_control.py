@@ -26,17 +26,12 @@ def admin():
         yield llm, client
 
 
-def test_without_being_switched_on_nothing_of_it_is_there():
+def test_the_routes_are_there_and_described_only_if_switched_on(admin):
     with served() as (llm, server):
         for path in PATHS:
             error_of(httpx.post(f"{server.url}/{path}", json={}), 404)
         assert not llm.calls
-
-
-def test_it_is_described_when_it_is_there(admin):
-    _, client = admin
-    paths = client.get("/openapi.json").json()["paths"]
-    assert {f"/{path}" for path in PATHS} <= set(paths)
+    assert {f"/{path}" for path in PATHS} <= set(admin[1].get("/openapi.json").json()["paths"])
 
 
 def test_the_lifecycle_moves_and_every_answer_says_where_it_is(admin):
