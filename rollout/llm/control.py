@@ -279,7 +279,7 @@ class LLMControl:
                     if len(exc.engines) < size:
                         if undo is not None:
                             await undo(client)
-                        # Ranks that have loaded must not use cached KV of before.
+                        # Ranks that have loaded must not use KV of the old weights.
                         await client.set_policy_version(version)
                     raise
                 await client.set_policy_version(version)
