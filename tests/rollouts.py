@@ -192,14 +192,6 @@ class Every:
         return True
 
 
-def state_of(model: PreTrainedModel) -> tuple[Any, ...]:
-    return (
-        model.config._attn_implementation,
-        *[module.training for module in model.modules()],
-        torch.is_grad_enabled(),
-    )
-
-
 class Clock:
     """Time goes on when told."""
 

@@ -82,24 +82,18 @@ def test_the_pad_token_is_the_tokenizers_or_the_models(tokenizer):
     assert batch.input_ids[0, -2:].tolist() == [96, 96]
 
 
-def test_an_engine_made_elsewhere_is_used_and_a_foreign_one_refused(frozen, model):
-    engine = DynamicInferenceEngine(
-        frozen, config=InferenceConfig(kv_cache_blocks=32, advanced=Advanced(verify_model=False))
-    )
-    rollout = RolloutManager(frozen, engine=engine)
-    assert completions(rollout.generate([[5, 6]], GREEDY)) == [greedy(frozen, [5, 6], 6)]
-    with pytest.raises(ConfigError, match="of another model"):
-        RolloutManager(model, engine=engine)
-    with pytest.raises(ConfigError, match="is given with config="):
-        RolloutManager(frozen, config=InferenceConfig(), engine=engine)
-
-
-def test_what_an_engine_made_elsewhere_would_not_heed_is_refused(frozen, tokenizer):
+def test_an_engine_made_elsewhere_is_used_and_one_of_other_parts_refused(frozen, model, tokenizer):
     config = InferenceConfig(kv_cache_blocks=32, advanced=Advanced(verify_model=False))
-    with pytest.raises(ConfigError, match="tokenizer= is not the one of engine="):
-        RolloutManager(frozen, tokenizer, engine=DynamicInferenceEngine(frozen, config=config))
-    engine = DynamicInferenceEngine(frozen, tokenizer, config)
-    assert RolloutManager(frozen, engine=engine).generate(["a"], GREEDY).pad_token_id == tokenizer.pad_token_id
+    bare, whole = (DynamicInferenceEngine(frozen, each, config) for each in (None, tokenizer))
+    assert completions(RolloutManager(frozen, engine=bare).generate([[5, 6]], GREEDY)) == [greedy(frozen, [5, 6], 6)]
+    assert RolloutManager(frozen, engine=whole).generate(["a"], GREEDY).pad_token_id == tokenizer.pad_token_id
+    for arguments, options, words in (
+        ((model,), {}, "of another model"),
+        ((frozen,), {"config": InferenceConfig()}, "is given with config="),
+        ((frozen, tokenizer), {}, "tokenizer= is not the one of engine="),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            RolloutManager(*arguments, engine=bare, **options)
     with pytest.raises(ConfigError, match="coordinator='tcp://host:5000': must be a CoordinatorConfig, True or False"):
         RolloutManager(frozen, config=config, coordinator="tcp://host:5000")
 

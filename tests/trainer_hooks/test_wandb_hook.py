@@ -13,10 +13,11 @@ import torch
 
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.telemetry import MetricsRecorder
-from rollout.observe.metric_table import LOGGED, METRICS, Kind
+from rollout.observe.metric_table import LOGGED
 from rollout.observe.page import AGES
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.state import FinishReason, Status
+from tests.test_metrics import Clock, fill
 from tests.trainer_hooks.wandb_runs import point, read_run
 from trainer_hooks.wandb import SAMPLE_COLUMNS, WandbLogger
 
@@ -37,19 +38,9 @@ def quiet(monkeypatch, tmp_path):
 
 
 def recorded_everything() -> dict[str, float]:
-    clock = iter(range(1000))
-    recorder = MetricsRecorder(lambda: float(next(clock)))
-    for name, metric in METRICS.items():
-        if not metric.logged:
-            continue
-        if metric.kind is Kind.COUNTER:
-            recorder.add(name, 2)
-        elif metric.kind is Kind.GAUGE:
-            recorder.set(name, 3)
-        elif metric.kind is Kind.SUMMARY:
-            recorder.observe(name, [1.0, 2.0])
-    for phase in ("generate", "suspend", "train", "resume"):
-        recorder.enter_phase(phase)
+    clock = Clock()
+    recorder = MetricsRecorder(clock)
+    fill(recorder, clock)
     return recorder.snapshot()
 
 
