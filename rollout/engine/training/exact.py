@@ -40,10 +40,10 @@ def exact(model: nn.Module) -> Iterator[None]:
     """Context manager in which `model(...)` computes the same logits, bit for bit, as an engine with
     `InferenceConfig(exact=True)`.
 
-    A token's logits depend only on the weights, the token and the tokens before it, not on padding, packing, the batch or
+    A token's logits depend only on the weights, the token and the tokens before it, not on padding, the batch or
     the number of threads. Gradients are torch's, of the same function. Logits at padding are 0. `input_ids`,
-    `attention_mask`, `position_ids` and `logits_to_keep` (a number, or columns) have transformers' meaning, except that
-    positions count from each sequence's first real token.
+    `attention_mask` and `logits_to_keep` (a number, or columns) have transformers' meaning; positions count from each row's
+    first real token.
 
     Args:
         model: a Llama, Mistral, Qwen2 or Qwen3 …ForCausalLM on a CPU, float32 or bfloat16, also in DDP.
@@ -88,7 +88,6 @@ class _ExactForward:
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         **others: Any,
     ) -> CausalLMOutputWithPast:
@@ -99,10 +98,10 @@ class _ExactForward:
         if refused or input_ids is None:
             raise UnsupportedModelError(
                 f"exact: forward({', '.join(refused) or 'without input_ids'}): it takes input_ids [B, T], attention_mask, "
-                "position_ids and logits_to_keep; leave `with rollout.exact(model)` for anything else"
+                "and logits_to_keep; leave `with rollout.exact(model)` for anything else"
             )
         self._verify()
-        packing = packing_of(input_ids, attention_mask, position_ids)
+        packing = packing_of(input_ids, attention_mask)
         return CausalLMOutputWithPast(logits=logits_of(self._model, self._windows, input_ids, packing, logits_to_keep))
 
     def _verify(self) -> None:

@@ -1,4 +1,4 @@
-"""Real tokens of a padded or packed batch, sequence after sequence."""
+"""Real tokens of a padded batch, sequence after sequence."""
 
 from __future__ import annotations
 
@@ -52,60 +52,37 @@ class Packing:
             yield torch.from_numpy(places).to(device), torch.from_numpy(real).to(device)
 
 
-def packing_of(ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Packing:
-    """Find the sequences of a batch: rows without their padding or, without a mask, pieces that start where positions
-    restart.
-
-    Transformers reads a batch in the same way.
+def packing_of(ids: Tensor, attention_mask: Tensor | None) -> Packing:
+    """Find the sequences of a batch: its rows without their padding.
 
     Args:
         ids: [B, T].
         attention_mask: [B, T], 0 where padding; None: no padding.
-        position_ids: [B, T] or [1, T]; None: counted from each row's first real token.
 
     Raises:
-        UnsupportedModelError: padding inside a row, positions with gaps, or a mask next to packed rows.
+        UnsupportedModelError: padding inside a row, or a mask of another shape.
     """
-    batch, width = ids.shape
-    real = _real(ids, attention_mask)
-    inside = real[:, 1:] & real[:, :-1]
-    first = real.clone()
-    first[:, 1:] &= ~real[:, :-1]
-    if attention_mask is not None and bool((first.sum(1) > 1).any()):
-        row = int((first.sum(1) > 1).nonzero()[0])
+    real = torch.ones_like(ids, dtype=torch.bool)
+    if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.shape != ids.shape:
+            shown = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+            raise UnsupportedModelError(
+                f"exact: attention_mask is {shown}: must be [{ids.shape[0]}, {ids.shape[1]}] with 0 where padding; other "
+                "masks than causal ones are not served"
+            )
+        real = attention_mask.bool()
+    gaps = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] > 1 if ids.shape[1] else real.any(1)
+    if bool(gaps.any()):
         raise UnsupportedModelError(
-            f"exact: attention_mask has padding between the tokens of row {row}: pad on the left or on the right"
+            f"exact: attention_mask has padding between the tokens of row {int(gaps.nonzero()[0])}: pad on the left or on "
+            "the right"
         )
-    if position_ids is not None:
-        if position_ids.ndim != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != width:
-            raise UnsupportedModelError(
-                f"exact: position_ids of shape {tuple(position_ids.shape)}: must be [{batch}, {width}] or [1, {width}]"
-            )
-        restarts = (position_ids.diff(dim=1) != 1).expand(batch, -1) & inside
-        if attention_mask is not None and bool(restarts.any()):
-            raise UnsupportedModelError(
-                "exact: position_ids jump inside a row that has an attention_mask: for packed rows pass position_ids that "
-                "restart at every sequence, and no attention_mask"
-            )
-        first[:, 1:] |= restarts
     flat = real.flatten()
     tokens = flat.nonzero().flatten()
-    rows = torch.where(flat, flat.cumsum(0) - 1, -1).view(batch, width)
-    begins = first.flatten()[tokens].nonzero().flatten()
-    starts = np.append(begins.cpu().numpy(), len(tokens)).astype(np.int64)
+    rows = torch.where(flat, flat.cumsum(0) - 1, -1).view(ids.shape)
+    lengths = real.sum(1).cpu().numpy()
+    starts = np.append(0, np.cumsum(lengths[lengths > 0])).astype(np.int64)
     counted = np.arange(len(tokens)) - np.repeat(starts[:-1], np.diff(starts))
     return Packing(
         None if len(tokens) == flat.numel() else tokens, rows, starts, torch.from_numpy(counted).to(ids.device)
     )
-
-
-def _real(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    if attention_mask is None:
-        return torch.ones_like(ids, dtype=torch.bool)
-    if not isinstance(attention_mask, Tensor) or attention_mask.shape != ids.shape:
-        shown = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-        raise UnsupportedModelError(
-            f"exact: attention_mask is {shown}: must be [{ids.shape[0]}, {ids.shape[1]}] with 0 where padding; other masks "
-            "than causal ones are not served"
-        )
-    return attention_mask.bool()
