@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from rollout.engine.engine import DynamicInferenceEngine
-from rollout.errors import EngineStateError
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import EngineState
 from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids
@@ -110,11 +109,3 @@ def test_one_that_cannot_be_admitted_fails_with_what_runs_and_stops_no_engine() 
         assert "reshape" in str(done[number, 0].error)
     assert engine.state is EngineState.RUNNING
     assert_greedy("qwen3", engine.generate([token_ids(9)], greedily(4))[0])
-
-
-def test_samples_that_are_in_no_queue_are_named_and_not_laid_to_adapters() -> None:
-    engine = make_engine("qwen3")
-    engine.add_request(token_ids(4), greedily(2))
-    engine.context.scheduler.waiting.pop()
-    with pytest.raises(EngineStateError, match=r"requests \[0\] are unfinished and in no queue"):
-        engine.inspection.refuse_when_nothing_can_run()

@@ -49,6 +49,16 @@ def assert_as_generate(
     torch.testing.assert_close(torch.tensor(request.generated_log_probs), expected, rtol=0, atol=1e-5)
 
 
+def served(
+    engine: DynamicInferenceEngine, name: str, parts: Sequence[int | str], model: Any = None
+) -> DynamicInferenceRequest:
+    """The request of a prompt that is served alone, which is as `generate` gives it."""
+    number = engine.add_request(picture_prompt(name, parts), likeliest())
+    done = finish(engine)[number, 0]
+    assert_as_generate(name, parts, done, model)
+    return done
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("budget", [64, 8])
 def test_images_text_and_both_in_one_batch_are_sampled_as_generate_samples_them(name: str, budget: int) -> None:
@@ -92,12 +102,9 @@ def test_videos_beside_images_and_text_are_sampled_as_generate_samples_them(name
 def test_a_video_at_another_speed_is_another_prompt() -> None:
     name = "qwen2_5_vl"
     engine = make_engine(shared_vision_model(name))
-    cached = []
-    for parts in ((3, "clip", 4), (3, "clip@2", 4), (3, "clip", 4)):
-        number = engine.add_request(picture_prompt(name, parts), likeliest())
-        done = finish(engine)[number, 0]
-        assert_as_generate(name, parts, done)
-        cached.append(done.num_cached_tokens)
+    cached = [
+        served(engine, name, parts).num_cached_tokens for parts in ((3, "clip", 4), (3, "clip@2", 4), (3, "clip", 4))
+    ]
     assert cached[0] == 0
     assert cached[1] == 4
     assert cached[2] > 16
@@ -107,12 +114,9 @@ def test_a_video_at_another_speed_is_another_prompt() -> None:
 def test_a_cached_prefix_is_found_by_the_content_of_its_images(name: str) -> None:
     """Prompts that differ only in an image share the blocks before it; one with the same images shares all of them."""
     engine = make_engine(shared_vision_model(name))
-    cached = []
-    for parts in (PARTS, (3, "a", 5, "d", 4), PARTS, (*PARTS, "c")):
-        number = engine.add_request(picture_prompt(name, parts), likeliest())
-        done = finish(engine)[number, 0]
-        assert_as_generate(name, parts, done)
-        cached.append(done.num_cached_tokens)
+    cached = [
+        served(engine, name, parts).num_cached_tokens for parts in (PARTS, (3, "a", 5, "d", 4), PARTS, (*PARTS, "c"))
+    ]
     prompt = len(picture_prompt(name, PARTS)["input_ids"][0])
     first_image = len(picture_prompt(name, PARTS[:2])["input_ids"][0])
     assert cached[0] == 0
@@ -124,12 +128,7 @@ def test_a_cached_prefix_is_found_by_the_content_of_its_images(name: str) -> Non
 def test_a_recurrent_state_kept_at_the_end_of_a_prompt_is_found_by_the_content_of_its_images() -> None:
     name = "qwen3_5"
     engine = make_engine(shared_vision_model(name))
-    cached = []
-    for parts in (PARTS, (3, "a", 5, "d", 4), (*PARTS, 5, "c")):
-        number = engine.add_request(picture_prompt(name, parts), likeliest())
-        done = finish(engine)[number, 0]
-        assert_as_generate(name, parts, done)
-        cached.append(done.num_cached_tokens)
+    cached = [served(engine, name, parts).num_cached_tokens for parts in (PARTS, (3, "a", 5, "d", 4), (*PARTS, 5, "c"))]
     prompt = len(picture_prompt(name, PARTS)["input_ids"][0])
     assert cached == [0, 0, prompt // 4 * 4]
 
@@ -166,15 +165,13 @@ def test_after_an_update_the_tower_runs_again_and_no_earlier_prefix_is_served(na
     model = make_vision_model(name)
     engine = make_engine(model)
     for _ in range(2):
-        number = engine.add_request(picture_prompt(name, PARTS), likeliest())
-        assert_as_generate(name, PARTS, finish(engine)[number, 0], model)
+        served(engine, name, PARTS, model)
     assert engine.stats()["images_encoded"] == 2
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     engine.weights_updated()
-    number = engine.add_request(picture_prompt(name, PARTS), likeliest())
-    assert_as_generate(name, PARTS, finish(engine)[number, 0], model)
+    served(engine, name, PARTS, model)
     assert engine.stats()["images_encoded"] == 4
 
 
@@ -221,8 +218,7 @@ def test_the_cache_of_embeddings_is_bounded_and_an_image_that_fell_out_is_encode
     name = "qwen3_vl"
     engine = make_engine(shared_vision_model(name), image_cache_memory_gb=5000 / 1024**3, enable_prefix_caching=False)
     for parts in ((2, "a"), (2, "b"), (2, "a"), (2, "a")):
-        number = engine.add_request(picture_prompt(name, parts), likeliest())
-        assert_as_generate(name, parts, finish(engine)[number, 0])
+        served(engine, name, parts)
         assert 0 < engine.stats()["image_cache_bytes"] <= 5000
     assert engine.stats()["images_encoded"] == 3
     assert engine.stats()["images_reused"] == 1
@@ -251,10 +247,10 @@ QWEN = picture_prompt("qwen2_5_vl", PARTS)
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "no image": ("qwen2_5_vl", {"input_ids": QWEN["input_ids"]}, r"10 placeholders \(token 90\), and its images become 0"),
     "no grid": (
-        "qwen2_5_vl", _without("image_grid_thw", QWEN), "brings pixel_values and no image_grid_thw, which Qwen2_5_VLForCond",
+        "qwen2_5_vl", _without("image_grid_thw", QWEN), "has pixel_values and no image_grid_thw, which Qwen2_5_VLForCond",
     ),
     "another model's processor": (
-        "gemma3", QWEN, "brings image_grid_thw: Gemma3ForConditionalGeneration takes pixel_values for images",
+        "gemma3", QWEN, "has image_grid_thw: Gemma3ForConditionalGeneration takes pixel_values for images",
     ),
     "pixels of another shape": (
         "qwen2_5_vl", QWEN | {"pixel_values": torch.zeros(5, 96)}, r"pixel_values of shape \[5, 96\]: image_grid_thw=",
@@ -276,7 +272,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a video without its speed": (
         "qwen2_5_vl",
         _without("second_per_grid_ts", picture_prompt("qwen2_5_vl", ["clip"])),
-        "brings pixel_values_videos and no second_per_grid_ts",
+        "has pixel_values_videos and no second_per_grid_ts",
     ),
     "frames without their times": (
         "qwen3_vl",
@@ -362,5 +358,7 @@ def test_padding_is_taken_off_and_a_processed_text_is_a_text() -> None:
 
 def test_an_image_that_sees_itself_in_both_directions_must_fit_one_step() -> None:
     engine = make_engine(shared_vision_model("gemma3"), max_tokens_per_step=3, max_requests=3)
-    with pytest.raises(InvalidRequestError, match=r"4 tokens that see each other .* max_tokens_per_step=3; raise it"):
+    with pytest.raises(
+        InvalidRequestError, match=r"4 tokens that attend to each other .* max_tokens_per_step=3; raise it"
+    ):
         engine.add_request(picture_prompt("gemma3", PARTS), likeliest())
