@@ -59,6 +59,8 @@ class EpisodePlayer:
         self._groups: dict[int, EpisodeGroup] = {}
         self._futures: dict[Episode, Future[None]] = {}
         self._played_s = 0.0
+        self._due: dict[int, float] = {}
+        """Group id → playing time at which its episodes must have finished, of groups with a deadline."""
         self._looked_at: float | None = None
         self._loop: LoopThread | None = None
         # Guards the end of an episode, which its own coroutine and its deadline may both attempt.
@@ -96,6 +98,8 @@ class EpisodePlayer:
         episodes = [Episode(task, number, index, params, seed, ask, self._check) for index in range(n)]
         due = math.inf if timeout_s is None else self._played_s + timeout_s
         group = self._groups[number] = EpisodeGroup(number, episodes, environment, params, due, set(range(n)))
+        if due < math.inf:
+            self._due[number] = due
         self.unfinished.add(number)
         return group
 
@@ -109,13 +113,14 @@ class EpisodePlayer:
                 self._futures[episode] = self._loop.start(self._play(episode, play))
 
     def look_at_the_clock(self) -> None:
-        """Fail the episodes whose time is over. Time counts only between `resume_clock` and `stop_clock`."""
+        """Fail the episodes whose time is over. Time counts from the first call to `stop_clock`."""
         now = self._clock()
         if self._looked_at is not None:
             self._played_s += now - self._looked_at
         self._looked_at = now
-        for group in [self._groups[number] for number in list(self.unfinished)]:
-            for late in group.episodes if group.due <= self._played_s else ():
+        for number in [number for number, due in self._due.items() if due <= self._played_s]:
+            del self._due[number]
+            for late in self._groups[number].episodes:
                 if self._end(late, None, "RequestTimeoutError: the episode's episode_timeout_s has passed"):
                     self._cancel(late)
 
@@ -140,6 +145,7 @@ class EpisodePlayer:
         """Forget groups and abandon their unfinished episodes."""
         for number in list(numbers):
             group = self._groups.pop(number, None)
+            self._due.pop(number, None)
             for episode in () if group is None else group.episodes:
                 if self._end(episode, None, "RequestAbortedError: the episode was dropped"):
                     self._cancel(episode)
