@@ -345,8 +345,8 @@ class SamplingParams(NamedOptions):
     cache_salt: str | None = _option(
         None, _or_none(_text(rf"(?s:[^\ud800-\udfff]{{0,{MAX_SALT}}})", f"a text of at most {MAX_SALT} characters"))
     )
-    """Name of a share of the prefix cache, of at most 1024 characters: KV is reused only among requests with the same salt,
-    so the time of a reply reveals nothing about others' prompts. None: the share without a name."""
+    """Name of a share of the prefix cache, at most 1024 characters long: KV is reused only among requests with the same
+    salt, so the time of a reply reveals nothing about others' prompts. None: the share without a name."""
 
     adapter: str | None = _option(
         None,
@@ -409,7 +409,7 @@ class SamplingParams(NamedOptions):
         return any(getattr(self, name) != off for name, off in FILTERS.items())
 
     def shaping(self, names: Iterable[str] | None = None) -> list[str]:
-        """Options that make the distribution sampled from differ from softmax(logits / temperature), as `name=value`.
+        """Options with which the sampling distribution differs from softmax(logits / temperature), as `name=value`.
 
         Args:
             names: the options to check; None: all.
@@ -468,11 +468,11 @@ def _defaults(role: str) -> dict[str, Any]:
 
 
 FILTERS = _defaults(FILTER)
-"""Option → value that turns it off, of options that restrict the tokens that can be drawn."""
+"""Option → value that turns it off, for options that restrict the tokens that can be drawn."""
 PENALTIES = _defaults(PENALTY)
-"""Option → value that turns it off, of options that change logits by the generated tokens."""
+"""Option → value that turns it off, for options that change logits by the generated tokens."""
 SHAPING = FILTERS | PENALTIES | {"logit_bias": None, "min_tokens": 0, "structured": None}
-"""Option → value that turns it off, of options that make the distribution differ from softmax(logits / temperature)."""
+"""Option → value that turns it off, for options that make the distribution differ from softmax(logits / temperature)."""
 MIRRORED = [
     (name, option["stored"] or option["host"], option["stored"] is not None)
     for name, option in _OPTIONS

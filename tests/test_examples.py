@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -14,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout import Advanced, InferenceConfig, RolloutManager
 from rollout.observe.metric_table import LOGGED
 from tests.distributed.job.nursery import Nursery
 from tests.example_runs import fork_example, run_example
@@ -156,29 +156,9 @@ def test_the_model_that_no_engine_knows_is_inspected_sampled_and_trained(nursery
     assert float(re.findall(r"reward (\d\.\d+)", out)[-1]) > 0.6, out
 
 
-@pytest.fixture(name="ppo")
-def _ppo(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def test_the_advantages_of_ppo_are_the_discounted_sums_of_surprises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    return importlib.import_module("ppo")
-
-
-def test_values_that_ppo_samples_are_those_of_its_own_forward(ppo) -> None:  # type: ignore[no-untyped-def]
-    subject = ppo.ActorCritic(ppo.make_model().cpu())
-    torch.nn.init.normal_(subject.value_head.weight, std=0.1)
-    config = InferenceConfig(kv_cache_blocks=64, advanced=Advanced(verify_model=False))
-    with RolloutManager(subject.policy, None, config, token_values=subject.value_head) as manager:
-        batch = manager.generate(ppo.draw(2), n=3, max_tokens=8, progress=False)
-    assert batch.token_values is not None
-    mask = batch.response_mask
-    with torch.no_grad():
-        logprobs, values = subject(batch.input_ids, batch.attention_mask)
-    torch.testing.assert_close(batch.token_values[..., 0][mask], values[mask], atol=1e-5, rtol=0)
-    torch.testing.assert_close(batch.logprobs[mask], logprobs[mask], atol=1e-5, rtol=0)
-
-
-def test_the_advantages_of_ppo_are_the_discounted_sums_of_surprises(  # type: ignore[no-untyped-def]
-    ppo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ppo = importlib.import_module("ppo")
     monkeypatch.setattr(ppo, "GAMMA", 0.9)
     torch.manual_seed(0)
     values, scores = torch.randn(3, 9), torch.tensor([1.0, 0.0, 0.5])

@@ -128,7 +128,7 @@ def attach_trainer(
     """Let a trainer other than GRPOTrainer generate with `manager`. See `trainer_hooks.trl.attach`.
 
     Args:
-        others: option → value, of options only for GRPOTrainer.
+        others: options only for GRPOTrainer, with their values.
 
     Raises:
         TypeError: `trainer` is not a Trainer.

@@ -20,7 +20,7 @@ from rollout.requests.images import ImageInputs
 Prompt = list[int] | dict[str, Any]
 
 _TENSORS = ("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes", "pixel_attention_mask")
-"""Tensors of images that TRL passes to a forward: of patches, of images, or (except the last) of rows."""
+"""Tensors of images that TRL passes to a forward, one per patch, per image or (except the last) per row."""
 
 
 def is_vision(trainer: Any) -> bool:

@@ -259,8 +259,8 @@ def substitute(logprobs: Tensor, exact: Tensor, mask: Tensor) -> Tensor:
     forwards; it is 1 until the weights change. It is not computed as that sum, which would round.
 
     Args:
-        logprobs: floating [N, T], of the trainer's forward, which is differentiated.
-        exact: floating [N, T], of the same weights; no gradient flows to it.
+        logprobs: floating [N, T] from the trainer's forward, which is differentiated.
+        exact: floating [N, T] from the same weights; no gradient flows to it.
         mask: bool [N, T].
 
     Returns:

@@ -91,7 +91,7 @@ class GroupLedger:
                 self.samples_missing -= group.size - len(group.results)
 
     def oldest_versions(self) -> Iterator[tuple[int, int]]:
-        """(group id, oldest version of a completion token) of each received sample with a token, of unfinished groups."""
+        """(group id, oldest version of a completion token) for each received sample with a token of an unfinished group."""
         for each in self.unfinished:
             for result in self._groups[each].results.values():
                 oldest = result.policy_spans.oldest(start=result.original_prompt_length)

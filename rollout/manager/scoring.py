@@ -74,7 +74,7 @@ class ScoredGoal:
     """The goal of one `generate_scored`. Scores finished groups, discards some, and starts others."""
 
     groups: GroupLedger
-    """Groups in flight, of this call and of earlier ones."""
+    """Groups in flight, from this call and earlier ones."""
     tasks: Iterator[Any]
     """Source of tasks while fewer than `most` groups are in flight."""
     begin: Callable[[Sequence[Any]], None]

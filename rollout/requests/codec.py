@@ -178,7 +178,7 @@ def _decode_top_n(value: Any) -> list[list[tuple[int, float]]]:
 
 
 TOP_N = Codec(_encode_top_n, _decode_top_n)
-"""Codec of a list, per position, of (token id, log-prob) lists, as three flat buffers."""
+"""Codec of (token id, log-prob) lists, one per position, as three flat buffers."""
 
 
 def _encode_array(array: np.ndarray[Any, Any]) -> list[Any]:

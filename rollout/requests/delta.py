@@ -351,7 +351,7 @@ def versions(live: DynamicInferenceRequest, start: int, stop: int) -> VersionSpa
 
 
 def joined(record: DynamicInferenceRequestRecord, name: str, start: int) -> list[Any]:
-    """A per-token field of all segments joined, from completion token `start` on."""
+    """Joined values of a per-token field, from completion token `start` on."""
     live = record[-1]
     if start >= live.rng_offset:
         rows: list[Any] = getattr(live, name)[start - live.rng_offset :]

@@ -82,11 +82,11 @@ class InferenceRequest:
     generated_tokens: list[int] = field(default_factory=list)
     """[G] token ids."""
     prompt_log_probs: list[float] | None = None
-    """[P-1], of prompt tokens 1 …; None until computed."""
+    """[P-1] for prompt tokens 1 …; None until computed."""
     generated_log_probs: list[float] = field(default_factory=list)
     """[G]; empty if not requested."""
     prompt_top_n_logprobs: TopN | None = None
-    """[P-1] rows of (token id, log-prob), of prompt tokens 1 …; None until computed."""
+    """[P-1] rows of (token id, log-prob) for prompt tokens 1 …; None until computed."""
     generated_top_n_logprobs: TopN = field(default_factory=list)
     """[G] rows of (token id, log-prob); empty if not requested."""
     tpot: list[float] = field(default_factory=list)
@@ -200,7 +200,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     generated_kept_tokens: KeptTokens | None = None
     """[G] sets that the generated tokens were drawn from; None unless `SamplingParams.return_kept_tokens`."""
     generated_values: NDArray[np.float32] | None = None
-    """[G, k] float32, of the generated tokens, by `RolloutManager(token_values=…)`; None without one."""
+    """[G, k] float32 for the generated tokens, by `RolloutManager(token_values=…)`; None without one."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that finished it."""

@@ -75,7 +75,7 @@ def sample_step(
 
 
 def prompt_spans(step: ScheduledStep, packed: PagedRows) -> list[tuple[Sequence, NDArray[np.int64]]]:
-    """Packed positions whose successor is a prompt token, of each sequence that requests prompt log-probs."""
+    """Packed positions whose successor is a prompt token, for each sequence that requests prompt log-probs."""
     spans = []
     for entry, sequence in enumerate(step.prefills, step.num_decodes):
         if sequence.wants_prompt_logprobs:

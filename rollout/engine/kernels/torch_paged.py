@@ -34,7 +34,7 @@ def write_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
 CacheWrite = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """Function that writes K and V of a step's positions into the paged cache, in the dtype of the cache. Its arguments:
 
-- K and V: [P, Hkv, D], [P, Hkv, Dv], of any floating dtype; the last dimension contiguous;
+- K and V: [P, Hkv, D], [P, Hkv, Dv], in any floating dtype; the last dimension contiguous;
 - their caches: [num_blocks, block_size, Hkv, D], [..., Dv];
 - slots: [P] int64, block * block_size + offset, all different.
 """

@@ -44,7 +44,7 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scor
     """Attention of every token to its ancestors and itself; differentiable.
 
     Args:
-        query: [1, H, S, D], of the last S tokens.
+        query: [1, H, S, D] for the last S tokens.
         key: [1, Hkv, L, D]; H is a multiple of Hkv.
         value: [1, Hkv, L, Dv].
         tree: int32 [1, 1, 2 or 3, L]: the index behind each token's subtree, its position, and the last token of its image.

@@ -79,7 +79,7 @@ class TritonPaged:
         """Scatter K and V into their slots, in the dtype of the cache.
 
         Args:
-            key, value: [P, Hkv, D], [P, Hkv, Dv], of any floating dtype.
+            key, value: [P, Hkv, D], [P, Hkv, Dv], in any floating dtype.
             write_index: [P] int32 or int64 slot mapping, block * block_size + offset, all different; negative: not written.
         """
         # The kernels assume a last stride of 1.

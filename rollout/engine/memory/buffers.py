@@ -94,7 +94,7 @@ def upload_together(arrays: Sequence[NDArray[np.generic]], device: torch.device)
 
 
 def download_together(ids: Tensor, values: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Integers [R], below 2^31, and float32 numbers [R] of one device as arrays; the host waits for a single copy."""
+    """Integers [R], below 2^31, and float32 numbers [R] on one device, as arrays; the host waits for a single copy."""
     if ids.device.type == "cpu":
         return ids.numpy(), values.numpy()
     found = torch.stack((ids.to(torch.int32), values.view(torch.int32))).cpu().numpy()

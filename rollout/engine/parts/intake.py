@@ -363,7 +363,7 @@ class Intake:
     def _request(
         self, images: ImageInputs | None, pictured: PromptImages, tokens: list[int], **fields: Any
     ) -> DynamicInferenceRequest:
-        """A request for this engine, of the class that its images need."""
+        """A request for this engine, in the class that its images need."""
         fields |= {
             "prompt_tokens": tokens,
             "block_size_tokens": self._config.advanced.block_size_tokens,

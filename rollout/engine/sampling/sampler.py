@@ -59,11 +59,11 @@ class Sampled:
     token_ids: Tensor
     """[R] int64."""
     logprobs: Tensor
-    """[R] float32, of the distribution selected by `logprobs_mode`."""
+    """[R] float32 under the distribution selected by `logprobs_mode`."""
     top_ids: Tensor | None
     """[R, k] int64, most likely first, lower id first on ties; k is the largest `logprobs` of a row, None if 0."""
     top_logprobs: Tensor | None
-    """[R, k] float32, of the same distribution as `logprobs`; -inf where a filter removed the token."""
+    """[R, k] float32 under the same distribution as `logprobs`; -inf where a filter removed the token."""
     kept_ids: Tensor | None = None
     """[K] int32, kept tokens of the rows that return them: row after row, ascending; None if no row does."""
     kept_counts: Tensor | None = None

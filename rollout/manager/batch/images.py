@@ -120,7 +120,7 @@ class BatchImages:
         """`pack_tree` of rows of the batch; rows with the same image in a common prefix share it.
 
         Args:
-            input_ids, real, wanted, routed_experts: of the rows; see `pack_tree`.
+            input_ids, real, wanted, routed_experts: the rows'; see `pack_tree`.
             rows: int64 [R], their numbers in the batch.
 
         Raises:

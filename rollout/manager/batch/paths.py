@@ -48,7 +48,7 @@ class _Segment:
 
     span: _Span
     places: Tensor
-    """int64 [m]: its wanted tokens, flat in [N, T]."""
+    """int64 [m]: the wanted tokens, flat in [N, T]."""
     values: tuple[Tensor, ...]
     """Log-probs [m], and entropies if requested."""
     leaves: tuple[Tensor, ...]

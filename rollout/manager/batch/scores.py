@@ -42,14 +42,14 @@ class TokenScores:
     """bool [N, T]: the tokens that were scored."""
 
     entropies: Tensor | None
-    """float32 [N, T] in nats, of softmax(logits / temperature) over the whole vocabulary; 0 outside of `mask`. None: not
+    """float32 [N, T] in nats, under softmax(logits / temperature) over the whole vocabulary; 0 outside of `mask`. None: not
     requested."""
 
     top_ids: Tensor | None
     """int64 [N, T, k], most likely first; -1 outside of `mask`. None: not requested."""
 
     top_logprobs: Tensor | None
-    """float32 [N, T, k], of the whole vocabulary; 0 outside of `mask`. None: not requested."""
+    """float32 [N, T, k], over the whole vocabulary; 0 outside of `mask`. None: not requested."""
 
     policy_version: int
     """Policy version of the weights that scored."""

@@ -174,7 +174,7 @@ class EpisodeBatch(RolloutBatch):
 
         Args:
             episodes: finished; the episodes of a group next to each other.
-            detokenize: makes `texts`, of everything after a row's first prompt.
+            detokenize: makes `texts` from everything after a row's first prompt.
             device, options: as in `from_requests`.
         """
         rows = [(index, row) for index, episode in enumerate(episodes) for row in rows_of(episode)]

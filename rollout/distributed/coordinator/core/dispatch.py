@@ -32,7 +32,7 @@ MAX_HASHES = 1 << 16
 """Maximum hashes processed per message, a tenth of a second of work; the first ones of a prompt matter most."""
 HASH_BYTES = 8
 AWAY_INTERVALS = 2
-"""Grace period, in heartbeat intervals, of a rank that is idle or has older weights while others compute. In
+"""Grace period, in heartbeat intervals, for a rank that is idle or has older weights while others compute. In
 deterministic mode it is `heartbeat_timeout_s`."""
 
 

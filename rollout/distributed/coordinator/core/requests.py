@@ -81,7 +81,7 @@ class RankPeer(Peer):
     tokens: int = 0
     """Tokens it has reported in this session."""
     latencies: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=512))
-    """Seconds to the first token, and per token after it, of the samples that finished last."""
+    """Seconds to the first token, and per token after it, for the samples that finished last."""
     assignments: dict[int, Assignment] = field(default_factory=dict)
     """Open assignments by attempt."""
 

@@ -37,7 +37,7 @@ class Placement(NamedTuple):
     rank: str
     samples: int
     matched: int
-    """Leading blocks of the prompt cached there."""
+    """Number of leading blocks of the prompt that the rank has cached."""
 
 
 @dataclass(eq=False, slots=True)
