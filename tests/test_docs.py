@@ -42,7 +42,7 @@ def small_model() -> Any:
 
 
 def world(page: Path, folder: Path, close: ExitStack) -> dict[str, Any]:
-    """What the snippets of a page may take as given: what a reader has at hand, small."""
+    """Names that the snippets of a page use without making them, with small models."""
     model, tokenizer = small_model(), make_tokenizer()
     given: dict[str, Any] = {
         "torch": torch,

@@ -35,7 +35,7 @@ ALONE = {
 }
 """Examples of one process that need no flags, and what they print."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What a launcher sets."""
+"""Variables that a launcher sets."""
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ class Gym:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Iterator[dict[str, Any]]:
-    """What a script has at hand: the names that mistakes and cures use."""
+    """Names that mistakes and cures use."""
     model, tokenizer = make_model("qwen3"), make_tokenizer()
     manager = make_rollout(model, tokenizer)
     opened: list[Any] = [manager, LLM(model, tokenizer, InferenceConfig(kv_cache_blocks=64))]

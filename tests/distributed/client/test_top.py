@@ -32,7 +32,7 @@ STATUS = {
 
 @pytest.fixture(scope="module")
 def metrics() -> str:
-    """What /metrics says of an engine in the middle of its work."""
+    """Text of /metrics while an engine is at work."""
     with make_rollout(make_model("qwen2", num_hidden_layers=1)) as manager:
         manager.generate([[5, 6, 7, 8, 9]], SamplingParams(n=4, max_tokens=5, ignore_eos=True))
         manager.submit([[5, 6, 7]], SamplingParams(max_tokens=5))
