@@ -16,28 +16,39 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
 
 def generates(rank: int, wrapper: str) -> dict[str, Any]:
-    """Greedy rows, other ones on each rank, beside one process's model; no hook is on the optimizer."""
-    alone = make_model("llama")
-    if wrapper == "ZeRO-3":
-        wrapped: Any = deepspeed_jobs.engine(rank, stage=3, gradient_accumulation_steps=1)
-        model, sampled = wrapped.module, wrapped
-    else:
-        model = sampled = make_model("llama")
-        wrapped = sharded(model) if wrapper == "FSDP2" else DistributedDataParallel(model)
-    # As DeepSpeed's.
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (wrapped, alone)]
+    """Greedy rows, other ones on each rank, beside a model of one process; no hook is on the optimizer."""
+    model, alone = make_model("llama"), make_model("llama")
+    wrapped: Any = sharded(model) if wrapper == "FSDP2" else DistributedDataParallel(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (wrapped, alone)]
     equal = []
-    with a_manager(sampled) as manager, attach(wrapped, manager, fallback="raise") as hook:
+    with a_manager(model) as manager, attach(wrapped, manager, fallback="raise") as hook:
         for step in range(3):
-            prompts = torch.tensor([[5 + rank, 6, 7 + step], [9, 8, 7]][: 1 + rank])
-            equal.append(torch.equal(model.generate(prompts, **OPTIONS), alone.generate(prompts, **OPTIONS)))
+            equal.append(_same(rank, step, model, alone))
+            loss_of(wrapped, rank, step).backward()
             torch.stack([loss_of(alone, each, step) for each in range(2)]).mean().backward()
-            if wrapper == "ZeRO-3":
-                wrapped.backward(loss_of(wrapped, rank, step))
-                wrapped.step()
-            else:
-                loss_of(wrapped, rank, step).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
     return {"equal": equal, "version": manager.policy_version, "served": hook.served}
+
+
+def generates_under_zero_3(rank: int) -> dict[str, Any]:
+    """The same with DeepSpeed's engine; the other model gets its weights."""
+    from deepspeed import zero
+
+    alone, engine = make_model("llama"), deepspeed_jobs.engine(rank, stage=3, gradient_accumulation_steps=1)
+    equal = []
+    with a_manager(engine) as manager, attach(engine, manager, fallback="raise") as hook:
+        for step in range(3):
+            equal.append(_same(rank, step, engine.module, alone))
+            engine.backward(loss_of(engine, rank, step))
+            engine.step()
+            with zero.GatheredParameters(list(engine.module.parameters())), torch.no_grad():
+                for ours, theirs in zip(alone.parameters(), engine.module.parameters(), strict=True):
+                    ours.copy_(theirs)
+    return {"equal": equal, "version": manager.policy_version, "served": hook.served}
+
+
+def _same(rank: int, step: int, model: Any, alone: Any) -> bool:
+    prompts = torch.tensor([[5 + rank, 6, 7 + step], [9, 8, 7]][: 1 + rank])
+    return torch.equal(model.generate(prompts, **OPTIONS), alone.generate(prompts, **OPTIONS))

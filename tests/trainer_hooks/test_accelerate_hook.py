@@ -120,21 +120,6 @@ def test_a_checkpoint_carries_the_rollout_and_it_is_loaded_after_the_weights(acc
     assert attachment.steps == 0
 
 
-def test_two_rollouts_of_one_accelerator_keep_apart(accelerator_of, tmp_path):
-    accelerator = accelerator_of()
-    model = a_model()
-    rollouts = [FakeRollout(model), FakeRollout(model)]
-    accelerator.prepare(model, sgd(model))
-    for name, manager in zip("ab", rollouts, strict=True):
-        manager.in_flight = name
-        attach(accelerator, manager)
-    accelerator.save_state(tmp_path)
-    for manager in rollouts:
-        manager.in_flight = "nothing"
-    accelerator.load_state(tmp_path)
-    assert [manager.in_flight for manager in rollouts] == ["a", "b"]
-
-
 def test_after_detach_nothing_of_it_is_left(accelerator_of, tmp_path):
     accelerator = accelerator_of()
     model = a_model()

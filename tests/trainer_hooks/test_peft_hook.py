@@ -322,25 +322,6 @@ def test_what_would_wait_for_ever_inside_the_block_is_an_error_and_nothing_is_lo
     assert_nothing_leaked(manager)
 
 
-def test_a_parked_request_is_aborted_grows_old_and_is_requeued_as_any_other():
-    model = peft_model()
-    manager = make_rollout(model, max_requests=4, max_staleness=0, staleness_policy="requeue")
-    seen = watch(manager)
-    first, second = manager.submit([token_ids(9), token_ids(6)], at_random(6))
-    for _ in range(3):
-        manager.engine.step()
-    with adapter(manager, None):
-        manager.generate([token_ids(5)], at_random(3))
-        manager.weights_updated()
-        manager.abort([first])
-        check_scheduler(manager.engine.context.scheduler)
-    (batch,) = manager.as_completed([second])
-    assert batch.policy_versions[batch.response_mask].tolist() == [1] * 6
-    assert seen[second, 0] == {"'default'"}
-    assert manager.metrics()["rollout/requests_requeued"] == 2
-    assert_nothing_leaked(manager)
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_any_order_of_switches_steps_and_updates_leaves_every_sample_with_its_adapter(seed):
     random = np.random.default_rng(seed)

@@ -6,22 +6,20 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
 
 from rollout.manager.manager import RolloutManager
 from rollout.observe.metric_table import LOGGED
 from rollout.sampling_params import SamplingParams
 from tests.distributed.job.rank_jobs import samples
 from tests.models import make_tokenizer
-from tests.ranks import run_together
 from tests.rollouts import make_rollout
-from tests.trainer_hooks.transformers_jobs import Watching, a_trainer, is_trained, small, tiny
+from tests.trainer_hooks.transformers_jobs import Watching, a_trainer, small, tiny
 from trainer_hooks.transformers import RolloutCallback
 
 ROOT = Path(__file__).parents[2]
@@ -233,21 +231,9 @@ def test_another_model_than_the_trainers_is_refused_with_the_cure(model, tmp_pat
         assert hooks(trainer) == 0
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.20"), reason="the Trainer loads onto 'cpu:0', which torch refuses"
-)
-def test_every_rank_saves_its_own_and_goes_on_with_it(nursery, tmp_path):
-    first = run_together(nursery, 2, is_trained, folder=str(tmp_path), resumes=False)
-    files = sorted(path.name for path in (tmp_path / "checkpoint-2").glob("rollout*"))
-    assert files == ["rollout_rank_0_of_2.msgpack", "rollout_rank_1_of_2.msgpack"]
-    resumed = run_together(nursery, 2, is_trained, folder=str(tmp_path), resumes=True)
-    assert [answer["versions"] for answer in first + resumed] == [[1, 2, 3, 4]] * 2 + [[3, 4]] * 2
-    for rank, (one, other) in enumerate(zip(first, resumed, strict=True)):
-        assert one["left"] == other["left"] == 2 + rank
-        for mine, theirs in zip(other["rest"], one["rest"], strict=True):
-            assert (mine.prompt, mine.tokens, mine.versions) == (theirs.prompt, theirs.tokens, theirs.versions)
+def test_the_file_of_a_rank_has_its_number_and_the_size_of_the_job(manager, tmp_path):
+    callback, state = RolloutCallback(manager), TrainerState(global_step=2)
+    callback.attachment = object()
+    callback.on_save(SimpleNamespace(output_dir=tmp_path, process_index=1, world_size=2), state, None)
+    assert (tmp_path / "checkpoint-2" / "rollout_rank_1_of_2.msgpack").exists()
+    callback.attachment = None

@@ -223,12 +223,8 @@ def test_over_trees_loss_gradient_norm_and_entropy_are_the_default_paths(make_ru
     assert set(seen) == {1}, "one tree per forward"
 
 
-def test_trees_are_refused_where_the_loss_would_not_be_trls(make_run):
+def test_trees_take_no_unknown_inputs_and_detach_gives_the_model_back(make_run):
     run = make_run("default")
-    run.trainer.aux_loss_enabled, run.trainer.router_aux_loss_coef = True, 0.001
-    with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0\.001"):
-        attach(run.trainer, run.manager, tree=True)
-    run.trainer.aux_loss_enabled = False
     before = dict(vars(run.trainer))
     with attach(run.trainer, run.manager, tree=True):
         assert run.model.config._attn_implementation == "rollout_tree_sdpa"
@@ -635,49 +631,44 @@ def test_a_masked_failure_is_out_of_the_loss_and_out_of_its_groups_baseline(make
 # --- what is refused, and how it is said ------------------------------------------------------------------------------
 
 
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
+    ({"use_vllm": True}, {}, ValueError, "set GRPOConfig.use_vllm=False"),
+    ({"use_transformers_continuous_batching": True}, {}, ValueError, "use_transformers_continuous_batching=False"),
+    ({"rollout_func": print}, {}, ValueError, "has a rollout_func already"),
+    ({"tools": [print]}, {"on_error": "mask"}, ValueError, "has 1 tools"),
+    ({"reward_funcs": [lambda samples: [0.0]]}, {}, TypeError, r"<lambda>\(samples\) .*TRL calls it with completion_ids"),
+    ({"aux_loss_enabled": True, "router_aux_loss_coef": 0.001}, {"tree": True}, ConfigError, r"loss_coef=0\.001"),
+    ({}, {"mode": "fast"}, ConfigError, r"mode='fast'.*'persist', 'offload', 'recompute'"),
+    ({}, {"on_error": "skip"}, ConfigError, "on_error='skip'"),
+    ({"args.scale_rewards": "batch"}, {"keep": rewards_differ}, ConfigError, "scale_rewards='batch'"),
+    ({"args.multi_objective_aggregation": "normalize_then_sum"}, {"keep": rewards_differ}, ConfigError, "sum_then_norm"),
+    ({"args.per_device_train_batch_size": 3}, {"keep": rewards_differ}, ConfigError, "multiple of num_generations=4"),
+    *(({"args.generation_kwargs": {name: 4}}, {}, ConfigError, rf"\['{name}'\]=4: this rollout cannot do it")
+      for name in ("num_beams", "n", "seed", "eos_token_id")),
+]  # fmt: skip
+"""Attributes of the trainer, options of `attach`, the error."""
+
+
 def test_what_cannot_be_attached_is_refused_by_name(make_run):
-    run, other = make_run("default"), make_run("default")
-    other.trainer.rollout_func = print
+    run = make_run("default")
+    for attributes, options, error, message in REFUSED:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in attributes.items():
+                owner = run.trainer.args if name.startswith("args.") else run.trainer
+                patch.setattr(owner, name.removeprefix("args."), value, raising=False)
+            before = dict(vars(run.trainer))
+            with pytest.raises(error, match=message):
+                attach(run.trainer, run.manager, **options)
+            assert vars(run.trainer) == before
     with pytest.raises(TypeError, match="Run is not a Trainer"):
         attach(run, run.manager)
     with pytest.raises(ValueError, match=r"trains another Qwen3ForCausalLM .*RolloutManager\(trainer.model"):
-        attach(run.trainer, other.manager)
-    with pytest.raises(ValueError, match="has a rollout_func already"):
-        attach(other.trainer, other.manager)
-    with pytest.raises(ConfigError, match=r"mode='fast'.*'persist', 'offload', 'recompute'"):
-        attach(run.trainer, run.manager, mode="fast")
-    with pytest.raises(ConfigError, match="on_error='skip'"):
-        attach(run.trainer, run.manager, on_error="skip")
-    run.trainer.reward_funcs = [lambda samples: [0.0]]
-    with pytest.raises(TypeError, match=r"reward function <lambda>\(samples\) .*TRL calls it with completion_ids"):
-        attach(run.trainer, run.manager)
-    run.trainer.reward_funcs = [run.marker]
+        attach(run.trainer, make_run("default").manager)
     attachment = attach(run.trainer, run.manager)
     with pytest.raises(ValueError, match="attached to a rollout already"):
         attach(run.trainer, run.manager)
     with pytest.raises(ValueError, match="images"):
         attachment.generate([[1]], [["image"]], 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("use_vllm", True, "set GRPOConfig.use_vllm=False"),
-        ("use_transformers_continuous_batching", True, "use_transformers_continuous_batching=False"),
-    ],
-)
-def test_two_generators_are_one_too_many(make_run, name, value, message):
-    run = make_run("default")
-    setattr(run.trainer, name, value)
-    with pytest.raises(ValueError, match=message):
-        attach(run.trainer, run.manager)
-
-
-def test_tools_are_refused_where_their_turns_would_not_come_here(make_run):
-    run = make_run("default")
-    run.trainer.tools = [print]
-    with pytest.raises(ValueError, match="has 1 tools"):
-        attach(run.trainer, run.manager, on_error="mask")
 
 
 def test_vespo_is_corrected_by_token_whatever_grpo_config_says(make_run):
@@ -703,17 +694,6 @@ def test_sampling_is_what_grpo_config_says(make_run):
     run.trainer.args.generation_kwargs = {"do_sample": False}
     params = sampling_params(run.trainer)
     assert (params.top_k, params.top_p, params.min_p, params.temperature) == (1, 1.0, 0.0, 0.9)
-
-
-@pytest.mark.parametrize("name", ["num_beams", "n", "seed", "eos_token_id"])
-def test_what_we_cannot_do_of_generation_kwargs_is_named(make_run, name):
-    run = make_run("default")
-    run.trainer.args.generation_kwargs = {name: 4}
-    with pytest.raises(ConfigError, match=rf"generation_kwargs\['{name}'\]=4: this rollout cannot do it"):
-        attach(run.trainer, run.manager)
-
-
-# --- the benchmark ----------------------------------------------------------------------------------------------------
 
 
 # --- groups that are worth training on --------------------------------------------------------------------------------
@@ -759,19 +739,3 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(make_run, options
     assert min(run.metric("grad_norm")) > 1e-3
     attachment.detach()
     assert "_calculate_rewards" not in vars(run.trainer)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("scale_rewards", "batch", "scale_rewards='batch'"),
-        ("multi_objective_aggregation", "normalize_then_sum", "sum_then_normalize"),
-        ("per_device_train_batch_size", 3, "must be a multiple of num_generations=4"),
-    ],
-)
-def test_batches_that_cannot_be_filled_are_refused(make_run, name, value, message):
-    run = make_run("default")
-    setattr(run.trainer.args, name, value)
-    with pytest.raises(ConfigError, match=message):
-        attach(run.trainer, run.manager, keep=rewards_differ)
-    assert "_generate_and_score_completions" not in vars(run.trainer)

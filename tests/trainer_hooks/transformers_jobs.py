@@ -1,19 +1,16 @@
-"""Jobs of `test_transformers_hook`, and small Trainers with a model of a few thousand weights on the CPU."""
+"""Small Trainers with a model of a few thousand weights on the CPU."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
-from tests.distributed.job.rank_jobs import Sample, a_manager, samples
+from tests.distributed.job.rank_jobs import Sample, samples
 from tests.models import make_model
-from trainer_hooks.transformers import RolloutCallback
 
 TEXTS = [
     {"input_ids": row, "labels": row}
@@ -65,33 +62,3 @@ def a_trainer(model: PreTrainedModel, folder: str | Path, *callbacks: TrainerCal
     }
     args = TrainingArguments(output_dir=str(folder), **(defaults | options))
     return Trainer(model, args, train_dataset=TEXTS, eval_dataset=TEXTS[:2], callbacks=list(callbacks))
-
-
-def is_trained(rank: int, folder: str, resumes: bool) -> dict[str, Any]:
-    """DDP: four steps with a checkpoint after the second, or from there on; then what is left in flight."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    model = small()
-    with a_manager(model) as manager:
-        watching = Watching(manager)
-        trainer = a_trainer(
-            model, folder, RolloutCallback(manager, mode="recompute"), watching, Saves(manager, 2 + rank),
-            save_strategy="steps", save_steps=2, ddp_backend="gloo",
-        )  # fmt: skip
-        assert trainer.args.world_size == 2
-        trainer.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")) if resumes else None)
-        left = manager.groups_in_flight
-        rest = samples(manager.generate([], min_groups=left, progress=False))
-    return {"versions": watching.versions, "left": left, "rest": rest}
-
-
-class Saves(TrainerCallback):
-    """Submits prompts just before the first checkpoint: they are in flight in it, and begun by nobody."""
-
-    def __init__(self, manager: RolloutManager, count: int) -> None:
-        self.manager = manager
-        self.count = count
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 2:
-            params = SamplingParams(n=2, max_tokens=20, ignore_eos=True)
-            self.manager.submit([f"prompt {number}" for number in range(self.count)], params)
