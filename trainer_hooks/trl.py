@@ -295,16 +295,12 @@ def attach(
         log: whether metrics are added to the trainer's logs, or the names of those to add.
         checkpoint: whether the trainer's checkpoints contain the rollout's state.
         tree: whether the trainer's log-probs (of the loss, the old and the reference policy) are computed over prefix trees
-            (`trainer_hooks.tree`): a prompt once for all of its samples in a micro-batch. TRL shuffles samples before it
-            splits them, so the gain is full when a micro-batch holds the whole generation batch.
-        replay: whether log-probs (of the loss, the old and the reference policy) are of the distribution after `top_k`,
-            `top_p`, `min_p` and penalties. Every completion then carries its kept tokens, and all logits of a micro-batch
-            are in memory; entropies are over the whole vocabulary. None: if one of the first three truncates, except (with a
-            warning) with tools, a load-balancing loss or a Liger loss. Expert routes are replayed in the same log-probs if
-            the rollout records them (`InferenceConfig.record_routes`).
+            (`trainer_hooks.tree`). The gain is full when a micro-batch holds the whole generation batch.
+        replay: whether the same log-probs are of the distribution after `top_k`, `top_p`, `min_p` and penalties. Every
+            completion then carries its kept tokens. None: if one of the first three truncates, except (with a warning) with
+            tools, a load-balancing loss or a Liger loss. Expert routes are replayed too if the rollout records them.
         keep: whether a group of completions is worth training on (`rollout.rewards_differ`); others are replaced by other
-            prompts of the training set until the batch is full, as in DAPO. At most four times the batch is discarded, then
-            every group counts. TRL's metrics cover all samples. None: every group counts.
+            prompts of the training set, as in DAPO, until four times the batch is discarded. None: every group counts.
         fallback: for trainers other than GRPOTrainer, see `trainer_hooks.generate.attach`.
 
     Returns:

@@ -41,10 +41,8 @@ def sampling_params(trainer: Any, *, replay: bool = False) -> SamplingParams:
     `min_new_tokens` and `stop_strings`.
 
     Log-probs are of the trainer's distribution, softmax(logits / temperature), even if sampling is restricted (`top_k`) or
-    reweighted (`repetition_penalty`). Importance weights then differ from 1 only by the numerical difference of the two
-    forwards, for which TRL's correction is meant. With log-probs of the restricted distribution, the weights would multiply
-    the probability mass cut off at every token: over a completion they vanish, and nothing is learnt. With `replay`, rollout
-    and trainer both use the restricted distribution.
+    reweighted (`repetition_penalty`): with log-probs of the restricted distribution, importance weights of a completion
+    vanish, and nothing is learnt. With `replay`, rollout and trainer both use the restricted distribution.
 
     Raises:
         ConfigError: an option is unsupported, or a value is out of range.

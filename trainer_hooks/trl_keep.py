@@ -44,11 +44,6 @@ class FullBatches:
     After `MOST_DISCARDED` times the batch was discarded, every group counts. Prompts are drawn from torch's CPU generator,
     which the trainer's checkpoint contains.
 
-    Args:
-        trainer: the GRPOTrainer.
-        keep: whether a group is worth training on.
-        score: TRL's own method.
-
     Attributes:
         discarded: groups rejected so far, on this rank.
     """

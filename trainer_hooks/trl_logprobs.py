@@ -60,8 +60,6 @@ class LogprobPass:
     """Replaces a trainer's `_get_per_token_logps_and_entropies`.
 
     Args:
-        trainer: the GRPOTrainer.
-        rows: data of the generation's rows.
         kept: sampling parameters of completions whose kept tokens are replayed; None: log-probs of the whole vocabulary.
         trees: compute logits over prefix trees, for which tree attention is attached.
         layout: how the model finds images among its tokens; None: no images.

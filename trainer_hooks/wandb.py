@@ -100,12 +100,9 @@ class WandbLogger:
     ) -> None:
         """Log a table of sample rollouts, worst to best, and a histogram of all completion lengths.
 
-        The column `by_version` is the completion as HTML: each run of tokens sampled under one policy version is a span
-        whose background shows its age, as in the page of `rollout.report`.
+        The column `by_version` is the completion as HTML, whose background shows the age of its tokens.
 
         Args:
-            step: value on the axis.
-            batch: N samples.
             rewards: one number per sample: a sequence, array or tensor [N].
             rows: number of samples in the table, spread evenly over the ranking by reward.
             tokenizer: tokenizer that decodes `by_version`. None: show token ids.
@@ -147,12 +144,7 @@ class WandbLogger:
         )
 
     def report(self, step: int, page: str | os.PathLike[str]) -> None:
-        """Log the page that `rollout.report` has written, with its pictures and samples.
-
-        Args:
-            step: value on the axis.
-            page: the file.
-        """
+        """Log the page that `rollout.report` has written, with its pictures and samples."""
         content = Path(page).read_text(encoding="utf-8")
         self.run.log({STEP: step, "samples/report": self._wandb.Html(content, inject=False)})
 

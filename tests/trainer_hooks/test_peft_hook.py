@@ -169,22 +169,6 @@ def test_without_adapter_both_the_trainers_forward_and_the_rollout_are_the_base_
     assert completions(again) == completions(adapted)
 
 
-def test_another_adapter_acts_inside_the_block():
-    model = peft_model(task_type="CAUSAL_LM")
-    manager = make_rollout(model)
-    first = manager.generate([token_ids(9)], greedily(8))
-    with adapter(manager, "other"):
-        assert model.active_adapters == ["other"]
-        other = manager.generate([token_ids(9)], greedily(8))
-        assert error_of(model, other) <= 1e-5
-        with adapter(manager, None):
-            assert manager.generate([token_ids(9)], greedily(8))[0].num_cached_tokens == 0
-        assert model.active_adapters == ["other"]
-    assert error_of(model, other) > 0.01
-    assert completions(first) != completions(other)
-    assert error_of(model, manager.generate([token_ids(9)], greedily(8))) <= 1e-5
-
-
 def test_an_exception_puts_everything_back_and_no_gradient_flag_moves_meanwhile():
     model = peft_model(task_type="CAUSAL_LM", modules_to_save=["lm_head"])
     model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj").enable_adapters(False)
@@ -195,26 +179,6 @@ def test_an_exception_puts_everything_back_and_no_gradient_flag_moves_meanwhile(
         with pytest.raises(KeyError, match="inside"), adapter(manager, "other"), adapter(manager, name):
             fail_unless([parameter.requires_grad for parameter in model.parameters()] == asked)
         assert flags_of(model) == flags
-
-
-def test_gradients_of_a_graph_built_before_the_block_arrive_after_it():
-    model = peft_model(lora_dropout=0.0)
-    manager = make_rollout(model)
-    ids = torch.tensor([token_ids(9)])
-
-    def gradients(between: Any) -> list[torch.Tensor]:
-        model.zero_grad()
-        loss = model(ids, labels=ids).loss
-        between()
-        loss.backward()
-        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
-
-    def look_at_the_reference() -> None:
-        with adapter(manager, None), torch.no_grad():
-            model(ids)
-
-    for expected, found in zip(gradients(lambda: None), gradients(look_at_the_reference), strict=True):
-        assert torch.equal(expected, found)
 
 
 # --- the prefix cache -------------------------------------------------------------------------------------------------

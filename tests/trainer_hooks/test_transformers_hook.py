@@ -192,22 +192,16 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(uninterrupted, tmp_pat
 def test_a_folder_elsewhere_is_asked_for_and_taken_when_it_is_the_one(uninterrupted, tmp_path):
     folder, expected = uninterrupted
     elsewhere = copy_of(folder, tmp_path / "elsewhere", "checkpoint-2", "checkpoint-4")
-    resume, other = str(elsewhere / "checkpoint-2"), elsewhere / "checkpoint-4"
-    with pytest.raises(ValueError, match=r"resumes at step 2, and none of .*resume_from_checkpoint=FOLDER"):
-        run(tmp_path / "here", resume=resume, resume_from_checkpoint=other)
-    assert run(tmp_path / "here", resume=resume, resume_from_checkpoint=resume)["long"] == expected["long"]
-
-
-def test_a_checkpoint_of_another_run_with_the_same_name_is_not_taken(uninterrupted, tmp_path):
-    folder, _ = uninterrupted
-    elsewhere = copy_of(folder, tmp_path / "elsewhere", "checkpoint-2")
     here = copy_of(folder, tmp_path / "here", "checkpoint-2")
     path = here / "checkpoint-2" / "trainer_state.json"
     state = json.loads(path.read_text())
+    # A checkpoint of another run with the same name.
     state["log_history"][0]["loss"] += 1
     path.write_text(json.dumps(state))
-    with pytest.raises(ValueError, match="resumes at step 2"):
-        run(here, resume=str(elsewhere / "checkpoint-2"))
+    resume, other = str(elsewhere / "checkpoint-2"), elsewhere / "checkpoint-4"
+    with pytest.raises(ValueError, match=r"resumes at step 2, and none of .*resume_from_checkpoint=FOLDER"):
+        run(here, resume=resume, resume_from_checkpoint=other)
+    assert run(here, resume=resume, resume_from_checkpoint=resume)["long"] == expected["long"]
 
 
 def test_a_checkpoint_without_a_rollout_is_refused_unless_none_is_wanted(uninterrupted, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -58,58 +59,6 @@ def policy(make: Make, seed: int = 0) -> Any:
     return type(model).from_pretrained(folder)
 
 
-def _rloo(make: Make, **options: Any) -> Any:
-    args = make(trl.RLOOConfig, num_generations=2, max_completion_length=8, beta=0.0, **options)
-    return trl.RLOOTrainer(policy(make), reward, args=args, train_dataset=prompts(), processing_class=make.tokenizer)
-
-
-def _online_dpo(make: Make, **options: Any) -> Any:
-    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-
-    args = make(OnlineDPOConfig, max_new_tokens=8, max_length=64, **options)
-    return OnlineDPOTrainer(
-        policy(make), ref_model=policy(make), reward_funcs=reward, args=args, train_dataset=prompts(),
-        processing_class=make.tokenizer,
-    )  # fmt: skip
-
-
-def _gkd(make: Make, **options: Any) -> Any:
-    from trl.experimental.gkd import GKDConfig, GKDTrainer
-
-    args = make(GKDConfig, max_new_tokens=8, max_length=64, lmbda=1.0, **options)
-    return GKDTrainer(policy(make), policy(make, 1), args=args, train_dataset=chats(), processing_class=make.tokenizer)
-
-
-def _distillation(make: Make, **options: Any) -> Any:
-    args = make(trl.DistillationConfig, max_completion_length=8, **options)
-    return trl.DistillationTrainer(
-        policy(make), policy(make, 1), args=args, train_dataset=prompts(), processing_class=make.tokenizer
-    )
-
-
-def _sdft(make: Make, **options: Any) -> Any:
-    from trl.experimental.sdft import SDFTConfig, SDFTTrainer
-
-    args = make(SDFTConfig, max_completion_length=8, num_generations=2, distillation_topk=20, **options)
-    data = prompts(privileged_context="the answer is 4")
-    return SDFTTrainer(policy(make), args=args, train_dataset=data, processing_class=make.tokenizer)
-
-
-def _sdpo(make: Make, **options: Any) -> Any:
-    from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
-
-    args = make(SDPOConfig, max_completion_length=8, num_generations=2, **options)
-    data = prompts(privileged_context="the answer is 4")
-    return SDPOTrainer(policy(make), reward, args=args, train_dataset=data, processing_class=make.tokenizer)
-
-
-def _a2po(make: Make, **options: Any) -> Any:
-    from trl.experimental.a2po import A2POConfig, A2POTrainer
-
-    args = make(A2POConfig, max_completion_length=8, num_value_samples=2, **options)
-    return A2POTrainer(policy(make), reward, args=args, train_dataset=prompts(), processing_class=make.tokenizer)
-
-
 def _byte_level(chat_template: str) -> PreTrainedTokenizerFast:
     """A tokenizer of characters, like `make_tokenizer`, in the form that GOLD requires."""
     names = ["<pad>", "<s>", "</s>", "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}", *map(chr, range(33, 123))]
@@ -122,27 +71,34 @@ def _byte_level(chat_template: str) -> PreTrainedTokenizerFast:
     )
 
 
-def _gold(make: Make, **options: Any) -> Any:
-    from trl.experimental.gold import GOLDConfig, GOLDTrainer
-
-    make.tokenizer = _byte_level(make.tokenizer.chat_template)
-    args = make(GOLDConfig, max_completion_length=8, max_length=64, lmbda=1.0, **options)
-    return GOLDTrainer(policy(make), policy(make, 1), args=args, train_dataset=chats(), processing_class=make.tokenizer)
-
-
-def _iw_opd(make: Make, **options: Any) -> Any:
-    from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
-
-    args = make(IWOPDConfig, max_completion_length=8, **options)
-    return IWOPDTrainer(
-        policy(make), policy(make, 1), args=args, train_dataset=chats(), processing_class=make.tokenizer
-    )
-
-
-TRAINERS: dict[str, Callable[..., Any]] = {
-    "rloo": _rloo, "online_dpo": _online_dpo, "gkd": _gkd, "distillation": _distillation, "sdft": _sdft, "sdpo": _sdpo,
-    "a2po": _a2po, "gold": _gold, "iw_opd": _iw_opd,
+SHORT = {"max_completion_length": 8}
+LONG = {"max_length": 64}
+TRAINERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "rloo": ("trl", "RLOO", SHORT | {"num_generations": 2, "beta": 0.0}, "reward"),
+    "online_dpo": ("trl.experimental.online_dpo", "OnlineDPO", LONG | {"max_new_tokens": 8}, "reward reference"),
+    "gkd": ("trl.experimental.gkd", "GKD", LONG | {"max_new_tokens": 8, "lmbda": 1.0}, "teacher chats"),
+    "distillation": ("trl", "Distillation", SHORT, "teacher"),
+    "sdft": ("trl.experimental.sdft", "SDFT", SHORT | {"num_generations": 2, "distillation_topk": 20}, "context"),
+    "sdpo": ("trl.experimental.sdpo", "SDPO", SHORT | {"num_generations": 2}, "reward context"),
+    "a2po": ("trl.experimental.a2po", "A2PO", SHORT | {"num_value_samples": 2}, "reward"),
+    "gold": ("trl.experimental.gold", "GOLD", SHORT | LONG | {"lmbda": 1.0}, "teacher chats bytes"),
+    "iw_opd": ("trl.experimental.iw_opd", "IWOPD", SHORT, "teacher chats"),
 }  # fmt: skip
+"""Module, prefix of the classes, configuration, and what the trainer is given besides."""
+
+
+def build(name: str, make: Make, **options: Any) -> Any:
+    module, prefix, configured, given = TRAINERS[name]
+    if "bytes" in given:
+        make.tokenizer = _byte_level(make.tokenizer.chat_template)
+    args = make(getattr(import_module(module), f"{prefix}Config"), **(configured | options))
+    models = [policy(make), policy(make, 1)] if "teacher" in given else [policy(make)]
+    others: dict[str, Any] = {"reward_funcs": reward} if "reward" in given else {}
+    if "reference" in given:
+        others["ref_model"] = policy(make)
+    data = chats() if "chats" in given else prompts(**({"privileged_context": "it is 4"} if "context" in given else {}))
+    trainer = getattr(import_module(module), f"{prefix}Trainer")
+    return trainer(*models, args=args, train_dataset=data, processing_class=make.tokenizer, **others)
 
 
 class Make:
@@ -166,7 +122,7 @@ def make_trainer(tmp_path: Path) -> Iterator[Callable[..., tuple[Any, RolloutMan
     def make(name: str, **options: Any) -> tuple[Any, RolloutManager]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trainer = TRAINERS[name](Make(tmp_path), **options)
+            trainer = build(name, Make(tmp_path), **options)
         managers.append(make_rollout(trainer.model, make_tokenizer()))
         return trainer, managers[-1]
 
