@@ -14,7 +14,7 @@ def lengths(samples: Sequence[Any]) -> list[float]:
 
 
 def of_columns(prompts: Sequence[str], completions: Sequence[str], weight: Sequence[float]) -> list[float]:
-    """What TRL asks for: lengths by a column, in one process per prompt."""
+    """The interface of TRL: lengths by a column, in one process per prompt."""
     assert len(set(prompts)) == 1
     return [weight[row] * len(each) for row, each in enumerate(completions)]
 

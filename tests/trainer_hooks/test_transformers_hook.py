@@ -139,7 +139,7 @@ def test_wandb_gets_them_under_their_own_names_on_the_trainers_axis(model, manag
 
 
 def run(folder: Path, resume: str | bool | None = None, stop_at: int = 4, **callback: Any) -> dict[str, Any]:
-    """A Trainer with groups in flight from one step to the next; all of it made anew."""
+    """A Trainer with groups in flight from one step to the next; all of it new."""
     model = small()
     with make_rollout(model, make_tokenizer()) as manager:
         if resume is None:

@@ -56,7 +56,7 @@ class Marker:
 
 
 class Spy(TrainerCallback):
-    """What the rollout looks like in the middle of training: (global step, version, engine state) per micro-step."""
+    """The rollout in the middle of training: (global step, version, engine state) per micro-step."""
 
     def __init__(self, manager: RolloutManager) -> None:
         self.watched = manager

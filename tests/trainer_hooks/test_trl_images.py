@@ -129,7 +129,7 @@ def test_what_images_are_not_trained_with_is_refused_by_name(make_trainer) -> No
 
 
 def test_tensors_of_all_rows_are_split_as_trl_lays_them_out() -> None:
-    """By patches, by images, or one of each row, whose number of images it is filled up to."""
+    """Split by patches, by images, or one of each row, whose number of images it is filled up to."""
     grids = torch.tensor([[1, 2, 2], [1, 4, 2], [1, 2, 2]])
     patches = {"pixel_values": torch.arange(16), "image_grid_thw": grids, "mm_token_type_ids": torch.zeros(4, 9)}
     rows = images_of_rows(4, patches | {"num_images": [1, 0, 2, 0], "compute_aux_loss": False, "num_tiles": None})
