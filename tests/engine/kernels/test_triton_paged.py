@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.engine.kernels import decode_parts, triton_paged, triton_trial
@@ -182,19 +180,6 @@ def test_decode_is_right_at_every_edge_of_a_part_and_merges_more_parts_than_it_t
 
 
 @on_the_device
-@settings(max_examples=4 if INTERPRETED else 8, deadline=None)
-@given(
-    seed=st.integers(0, 2**16),
-    positions=st.lists(st.integers(-1, 300), min_size=1, max_size=4),
-    window=st.sampled_from([None, 33]),
-    group=st.sampled_from([1, 6]),
-    block_size=st.sampled_from([8, 16]),
-)
-def test_decode_of_any_ragged_batch_equals_float64(paged, seed, positions, window, group, block_size):
-    check_decode(paged, Pool(seed, group=group, kv_heads=1, block_size=block_size), positions, window, 0.3, None)
-
-
-@on_the_device
 def test_large_scores_do_not_overflow(paged):
     pool = Pool(4, kv_heads=1)
     row = pool.row(301)
@@ -301,20 +286,6 @@ def test_prefill_equals_float64_for_every_head_size_and_grouping(paged, shape, d
 @pytest.mark.parametrize(("window", "softcap"), combined([1, 7, 40, 1000], [2.0, None]))
 def test_prefill_sees_each_querys_window_and_caps_its_scores(paged, window, softcap):
     check_prefill(paged, Pool(window), [0, 130, 3], [45, 20, 1], window, softcap)
-
-
-@on_the_device
-@settings(max_examples=5 if INTERPRETED else 10, deadline=None)
-@given(
-    seed=st.integers(0, 2**16),
-    chunks=st.lists(st.tuples(st.integers(0, 50), st.sampled_from([0, 1, 2, 15, 16, 17, 40])), min_size=1, max_size=5),
-    group=st.sampled_from([1, 6]),
-    window=st.sampled_from([None, 33]),
-)
-def test_prefill_of_any_ragged_chunks_equals_float64(paged, seed, chunks, group, window):
-    starts, counts = zip(*chunks, strict=True)
-    if sum(counts):
-        check_prefill(paged, Pool(seed, group=group, kv_heads=1), starts, counts, window)
 
 
 @on_the_device
@@ -440,18 +411,13 @@ def test_a_trial_of_these_kernels_passes(dtype, caplog, monkeypatch):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU it is a stage of the first run")
-def test_tuning_tries_tiles_and_programs_and_leaves_the_kernels_as_they_were(tmp_path, capsys):
+def test_tuning_finds_the_best_setting_and_leaves_the_kernels_as_they_were(tmp_path, capsys):
     before = triton_paged._plan, decode_parts.SPLIT, triton_paged._programs
     tune(Run(DEVICE, tmp_path, ("tiny",)))
     assert (triton_paged._plan, decode_parts.SPLIT, triton_paged._programs) == before
-    *measured, tuned = map(json.loads, capsys.readouterr().out.splitlines())
-    tiles, programs = (len(each["best"]) for each in measured)
-    assert tiles == 2
-    # Two numbers of programs for the present tile, and for the fastest one if that is another.
-    assert programs in (2, 4)
-    assert set(tuned["present_tile_by_programs_tb_s"]) == {"1", "2"}
-    assert tuned["best_tb_s"] >= tuned["present_tb_s"] > 0
-    assert tuned["present"]["split"] == SPLIT
+    *_, tuned = map(json.loads, capsys.readouterr().out.splitlines())
+    assert tuned["tb_s"] > 0
+    assert tuned["best"]["split"] in (512, 1024)
 
 
 # --- without a device -------------------------------------------------------------------------------------------------

@@ -122,16 +122,6 @@ def test_after_a_capture_without_memory_the_pool_leaves_it_at_the_next_resume(
     assert engine.context._spare() >= engine.context.headroom + engine.context.to_come()
 
 
-def test_graphs_take_at_most_half_of_the_pool() -> None:
-    driver = Driver(2**30)
-    allocator = CachingAllocator(driver)
-    engine, _ = on(driver, allocator)
-    whole = engine.cache.device_bytes
-    engine.context.to_come = lambda: 2 * whole
-    suspend_while(engine, lambda: allocator.take(driver.total - driver.used - whole - PAGE))
-    assert BLOCKS // 2 - BLOCKS // 32 <= engine.cache.num_blocks <= BLOCKS // 2
-
-
 def test_a_model_that_is_not_captured_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(2**30)
     engine, _ = on(driver, CachingAllocator(driver))
