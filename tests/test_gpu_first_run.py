@@ -36,8 +36,6 @@ def test_the_stages_that_a_cpu_has_find_what_they_say(tmp_path: Path) -> None:
     assert all(each["max"] < 1e-4 for each in exact)
     labels = [each["label"] for each in found if each["what"] == "decode step"]
     assert labels == ["bf16", "fp32 under autocast"]
-    steps = [each for each in found if each["what"] == "decode step"]
-    assert all(set(each["host_ms"]) == {"schedule", "update", "forward", "sample_step"} for each in steps)
     assert [each["shrunk_by_blocks"] for each in found if each["what"] == "resume"] == [0, 0, 0]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import resource
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ SHAPES: dict[str, dict[str, int]] = {
              "num_key_value_heads": 8, "vocab_size": 151936},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
              "num_key_value_heads": 8, "vocab_size": 151936},
-    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "vocab_size": 151936},
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
            "num_key_value_heads": 8, "vocab_size": 151936},
 }  # fmt: skip
@@ -75,14 +72,10 @@ class Run:
             return
         self.wait()
         free, total = torch.cuda.mem_get_info(self.device)
-        segments: Counter[str] = Counter()
-        for segment in torch.cuda.memory_snapshot():
-            default = tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
-            segments["default" if default else "private"] += segment["total_size"]
         self.say(
             "memory", at=at, allocated_gib=gib(torch.cuda.memory_allocated(self.device)),
             reserved_gib=gib(torch.cuda.memory_reserved(self.device)), driver_used_gib=gib(total - free),
-            segments_gib={name: gib(size) for name, size in segments.items()}, resident_gib=gib(resident),
+            resident_gib=gib(resident),
         )  # fmt: skip
 
     def model(self, size: str, dtype: torch.dtype = torch.bfloat16, layers: int | None = None) -> PreTrainedModel:

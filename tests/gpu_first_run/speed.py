@@ -6,7 +6,6 @@ import os
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from rollout.engine.engine import DynamicInferenceEngine
-from rollout.engine.forward import model_runner
 from rollout.sampling_params import SamplingParams
-from tests.benchmarks.step_profile import DeviceTime, device_time, stopwatch
+from tests.benchmarks.step_profile import DeviceTime, device_time
 from tests.gpu_first_run.findings import HEAD_DIM, SHAPES, Run, captured, gib, prompts
 
 BANDWIDTHS = {"H200": 4.3e12, "H100": 3.0e12}
@@ -120,14 +117,13 @@ def decode_steps(
             run.wait()
             first = time.perf_counter() - start
             step = seconds(run, engine.step, TIMED if run.cuda else 3)
-            host = _host_parts(engine, 16 if run.cuda else 2)
             spent = device_time(engine.step, PROFILED, run.device) if run.cuda else DeviceTime(0.0, {})
     floor = (weights + batch * (context + NEW / 2) * per_token) / _bandwidth(run)
     run.say(
         "decode step", label=label, size=size, batch=batch, context=context, ms=step * 1e3, tokens_s=batch / step,
         floor_ms=floor * 1e3, of_floor=floor / step,
         device_ms=spent.busy_ms, idle_ms=step * 1e3 - spent.busy_ms, kernels=spent.kernels,
-        host_ms=host, prefill_tokens_s=batch * context / prefill, prefill_steps=prefills, first_step_s=first,
+        prefill_tokens_s=batch * context / prefill, prefill_steps=prefills, first_step_s=first,
         **captured(engine), longest=[(name[:60], round(ms, 3)) for name, ms in list(spent.ms.items())[:14]],
     )  # fmt: skip
     run.say_memory(f"{label}, {size}, {batch} x {context}")
@@ -136,15 +132,3 @@ def decode_steps(
 def _bandwidth(run: Run) -> float:
     name = torch.cuda.get_device_name(run.device) if run.cuda else ""
     return next((rate for known, rate in BANDWIDTHS.items() if known in name), BANDWIDTHS["H200"])
-
-
-def _host_parts(engine: DynamicInferenceEngine, steps: int) -> dict[str, float]:
-    """Median milliseconds of the host in the parts of a step."""
-    spent: dict[str, list[float]] = defaultdict(list)
-    scheduler, runner = engine.context.scheduler, engine.controller.runner
-    calls = {"schedule": (scheduler, "schedule"), "update": (scheduler, "update"), "forward": (runner, "forward"),
-             "sample_step": (model_runner, "sample_step")}  # fmt: skip
-    with stopwatch(spent, calls):
-        for _ in range(steps):
-            engine.step()
-    return {name: round(statistics.median(times) * 1e3, 3) for name, times in spent.items()}

@@ -102,19 +102,16 @@ def _sharded_skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: 
     """New instance of the class that `fully_shard` wrapped, with the parameters of `fresh`."""
     plain = next((each for each in type(model).__mro__ if not each.__name__.startswith("FSDP")), nn.Module)
     config = getattr(model, "config", None)
-    if config is None or not hasattr(plain, "_from_config"):
+    made: nn.Module = nn.Module()
+    if config is not None and hasattr(plain, "_from_config"):
+        with torch.device("meta"):
+            made = plain(copy.deepcopy(config))
+    shapes = [{name: each.shape for name, each in named} for named in (made.named_parameters(), fresh.items())]
+    if shapes[0] != shapes[1]:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is sharded and no model of transformers, so that no copy in another dtype or on "
-            "another device can be made; leave InferenceConfig.inference_dtype and inference_device out"
-        )
-    with torch.device("meta"):
-        made: nn.Module = plain(copy.deepcopy(config))
-    shapes = {name: parameter.shape for name, parameter in made.named_parameters()}
-    if shapes != {name: parameter.shape for name, parameter in fresh.items()}:
-        different = sorted(set(shapes.items()) ^ {(name, each.shape) for name, each in fresh.items()})[0][0]
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is not what its config describes ({different} differs), so that no copy of it can be "
-            "made; leave InferenceConfig.inference_dtype and inference_device out"
+            f"{type(model).__name__} is sharded and not the model of transformers that its config describes, so that no "
+            "copy in another dtype or on another device can be made; leave InferenceConfig.inference_dtype and "
+            "inference_device out"
         )
     buffers = {name: buffer.detach().to(device, copy=True) for name, buffer in model.named_buffers()}
     by_old: dict[int, Any] = {id(parameter): fresh[name] for name, parameter in made.named_parameters()}

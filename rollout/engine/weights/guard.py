@@ -153,16 +153,11 @@ class WeightsGuard:
         if self.source.sampled is not self.model or self.source.collective:
             return
         first = next(self.model.parameters())
-        if first.dtype != self._dtype:
+        if (first.dtype, first.device) != (self._dtype, self.training_device):
             raise EngineStateError(
-                f"{type(self.model).__name__} was {self._dtype} when the rollout was built, and so is its KV cache, and is "
-                f"{first.dtype}: build it after model.to(), or undo that (InferenceConfig.inference_dtype samples with a "
-                "copy of another dtype)"
-            )
-        if (device := first.device) != self.training_device:
-            raise EngineStateError(
-                f"{type(self.model).__name__} was on {self.training_device} when the rollout was built, and is on {device}: "
-                "build it after model.to(), accelerator.prepare or Trainer(...), which move the model, or move it back"
+                f"{type(self.model).__name__} was {self._dtype} on {self.training_device} when the rollout was built, and "
+                f"is {first.dtype} on {first.device}: build it after model.to(), accelerator.prepare or Trainer(...), which "
+                "move the model, or undo that (InferenceConfig.inference_dtype samples with a copy of another dtype)"
             )
 
     def _take_fingerprints(self) -> None:

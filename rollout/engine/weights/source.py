@@ -101,9 +101,6 @@ def _source(model: nn.Module) -> Weights:
     return Weights(model, tensor_parallel_mesh(model, {}))
 
 
-_CONTEXT = ("deepspeed.runtime.zero", "unwrap_model_for_generation")
-
-
 def is_partitioned(model: nn.Module) -> bool:
     """Whether the model is a DeepSpeed engine or has parameters that DeepSpeed partitions."""
     return type(model).__module__.partition(".")[0] == "deepspeed" or any(
@@ -115,7 +112,7 @@ class PartitionedWeights(GatheredWeights):
     """ZeRO-3 weights, gathered by DeepSpeed's `unwrap_model_for_generation`; ZeRO-1 and -2 need no gathering.
 
     Raises:
-        UnsupportedModelError: the module came without its engine, or this DeepSpeed has no such context.
+        UnsupportedModelError: the module came without its engine.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -124,13 +121,7 @@ class PartitionedWeights(GatheredWeights):
                 f"{type(engine).__name__} is partitioned by DeepSpeed ZeRO-3, whose engine alone can gather it: pass what "
                 "deepspeed.initialize returned, or train with ZeRO-2 or FSDP2"
             )
-        try:
-            self._context: Any = getattr(importlib.import_module(_CONTEXT[0]), _CONTEXT[1])
-        except (ImportError, AttributeError) as exc:
-            raise UnsupportedModelError(
-                f"{type(engine).__name__}: {'.'.join(_CONTEXT)} is missing here ({exc}), so that weights of DeepSpeed "
-                "ZeRO-3 cannot be gathered; install a DeepSpeed that has it, or train with ZeRO-2 or FSDP2"
-            ) from exc
+        self._context: Any = importlib.import_module("deepspeed.runtime.zero").unwrap_model_for_generation
         self._engine = engine
         super().__init__(engine.module)
 

@@ -14,9 +14,7 @@ from rollout.engine.kernels.torch_paged import TorchPagedAttention, write_slots
 from rollout.engine.kernels.triton_attention import TABLE_STEP, TritonPagedAttention
 from rollout.engine.kernels.triton_paged import TritonPaged, load
 from rollout.engine.memory.buffers import ALIGNMENT, packed, upload_together
-from tests.engines import assert_greedy, finish, greedily, make_engine, token_ids
 from tests.interpreter import INTERPRETED, combined
-from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -151,22 +149,3 @@ def test_a_paged_step_equals_float64(paged, layout, rules):
     plain = TorchPagedAttention(rows, DEVICE)
     ours = TritonPagedAttention(paged, rows, DEVICE, plain)(query.to(DEVICE), *on_device[2:4], **how, sinks=sinks)
     torch.testing.assert_close(ours.cpu().double(), exact, atol=1e-5, rtol=1e-5)
-
-
-@on_the_device
-@pytest.mark.parametrize("name", ["gpt_oss"] if INTERPRETED else ["qwen3", "gemma2", "gpt_oss"])
-def test_an_engine_on_the_paged_kernels_gives_the_tokens_of_generate(paged, name):
-    # One layer of each kind.
-    layers = {"num_hidden_layers": 2} if INTERPRETED else {}
-    model = make_model(name, **layers).to(DEVICE)
-    tokens = 2 if INTERPRETED else 40
-    engine = make_engine(model, fused_forward=False, max_tokens_per_step=16, block_size_tokens=8)
-    if INTERPRETED:
-        engine.controller.runner.module.paged = paged
-    assert engine.controller.runner.module.paged is not None
-    for seed in range(3):
-        engine.add_request(token_ids(7 + 6 * seed, seed), greedily(tokens))
-    done = finish(engine)
-    assert len(done) == 3
-    for request in done.values():
-        assert_greedy(model if INTERPRETED else name, request, tolerance=1e-4 if INTERPRETED else 1e-3)

@@ -197,20 +197,6 @@ def test_a_pool_stays_whole_although_adam_is_born_while_it_is_suspended() -> Non
 # --- the driver's calls -------------------------------------------------------------------------------------------------
 
 
-class Function:
-    """A function of a C library that notes its calls."""
-
-    def __init__(self, library: Library, name: str) -> None:
-        self._library = library
-        self._name = name
-        self.argtypes: Any = None
-        self.restype: Any = None
-
-    def __call__(self, *arguments: Any) -> int:
-        assert len(arguments) == len(self.argtypes)
-        return self._library.called(self._name, arguments)
-
-
 class Library:
     """A stand-in of libcuda."""
 
@@ -219,12 +205,17 @@ class Library:
         self.supported = supported
         self.failing = failing or {}
         self._missing = missing
-        self._functions: dict[str, Function] = {}
 
-    def __getattr__(self, name: str) -> Function:
+    def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu") or name == self._missing:
             raise AttributeError(name)
-        return self._functions.setdefault(name, Function(self, name))
+
+        def function(*arguments: Any) -> int:
+            assert len(arguments) == len(function.argtypes)  # type: ignore[attr-defined]
+            return self.called(name, arguments)
+
+        setattr(self, name, function)
+        return function
 
     def called(self, name: str, arguments: tuple[Any, ...]) -> int:
         if name == "cuGetErrorName":

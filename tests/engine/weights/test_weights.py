@@ -44,7 +44,9 @@ def test_a_model_that_has_moved_to_another_device_is_refused_with_the_cure(finge
     model = make_model("qwen3")
     rollout = make_rollout(model, weight_fingerprints=fingerprints)
     model.to("meta")
-    with pytest.raises(EngineStateError, match="was on cpu when the rollout was built, and is on meta: build it after"):
+    with pytest.raises(
+        EngineStateError, match=r"float32 on cpu when the rollout was built, and is .* on meta: build it"
+    ):
         rollout.generate([PROMPTS[0]], greedily(2))
     assert rollout.groups_in_flight == 0
 
@@ -234,13 +236,8 @@ def test_partitioned_weights_are_gathered_by_deepspeeds_own_context_where_it_is(
     assert not weights.ready
 
 
-def test_partitioned_weights_without_that_context_or_without_the_engine_are_refused_by_name() -> None:
+def test_partitioned_weights_without_the_engine_are_refused_by_name() -> None:
     model = make_model("qwen3")
-    with (
-        deepspeed_with(),
-        pytest.raises(UnsupportedModelError, match=r"unwrap_model_for_generation is missing.*ZeRO-2"),
-    ):
-        weights_of(DeepSpeedEngine(model))
     next(model.parameters()).ds_id = 0
     with pytest.raises(UnsupportedModelError, match=r"Qwen3ForCausalLM is partitioned.*deepspeed\.initialize"):
         weights_of(model)
