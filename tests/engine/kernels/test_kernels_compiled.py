@@ -106,7 +106,9 @@ class Compiled:
         return f"sm_{self.architecture} {self.name:13} {self.variant:32} {used}, {loads}"
 
 
-class _Driver:
+class Driver:
+    """What Triton asks of the driver of a device before it compiles."""
+
     def __init__(self, architecture: int) -> None:
         self._architecture = architecture
 
@@ -190,7 +192,7 @@ def _pretended(architecture: int) -> Iterator[None]:
     from triton.runtime import driver
 
     before, programs = driver._active, triton_paged._programs
-    driver.set_active(_Driver(architecture))
+    driver.set_active(Driver(architecture))
     triton_paged._programs = lambda _: 3  # type: ignore[assignment]
     try:
         yield

@@ -24,6 +24,7 @@ from rollout.engine.kernels.torch_paged import TorchPagedAttention
 from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.engine.kernels.triton_paged import TritonPaged
 from rollout.engine.memory.buffers import packed
+from tests.engine.kernels.test_kernels_compiled import Driver
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton"),
@@ -32,21 +33,6 @@ pytestmark = [
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 HEADS, KV_HEADS, DIM, BLOCK, COLUMNS = 4, 2, 16, 16, 64
-
-
-class _Driver:
-    """What Triton asks of a driver before it compiles."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @contextmanager
@@ -62,7 +48,7 @@ def recorded() -> Iterator[dict[str, set[str]]]:
         return True  # Not to be compiled.
 
     before, hook = driver._active, knobs.runtime.jit_cache_hook
-    driver.set_active(_Driver())
+    driver.set_active(Driver(90))
     knobs.runtime.jit_cache_hook = ask
     try:
         yield asked
