@@ -30,7 +30,6 @@ COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 CPU_INFO = Path("/proc/cpuinfo")
 """Linux's description of the processor."""
-_POLL_S = 0.1
 _log = logging.getLogger(__name__)
 
 
@@ -173,22 +172,15 @@ def _built_in(folder: Path, name: str, compiler: _Compiler) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Context manager for one process at a time; without a lock if the file system has none, or if it takes too long.
+    """Context manager for one process at a time; without a lock if the file system has none.
 
     The lock is released when its process exits, even if it is killed.
     """
     import fcntl
 
     with path.open("w") as file:
-        deadline = time.monotonic() + 2 * COMPILE_TIMEOUT_S
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_POLL_S)
-            except OSError:
-                break
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

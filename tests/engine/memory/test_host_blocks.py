@@ -337,15 +337,6 @@ def test_without_pinned_memory_what_there_was_is_kept(monkeypatch: pytest.Monkey
     assert host.num_slots == kept
 
 
-def test_memory_of_a_cpu_doubles_up_to_the_pool() -> None:
-    host = HostBlocks([1], torch.float32, pinned=False, stage=torch.empty, copies=HostStream())
-    found = []
-    for slots in (0, 100, 150, 350):
-        host.grow(slots, 320)
-        found.append(host.num_slots)
-    assert found == [0, 100, 200, 350]
-
-
 def test_routes_are_read_from_the_host_while_the_pool_is_away() -> None:
     cache = KVCache([LayerShape(1, 4, 4)], 8, 2, torch.float32, torch.device("cpu"), routes=RouteShape(3, 2, 8))
     blocks = np.array([1, 4, 6], np.int32)
