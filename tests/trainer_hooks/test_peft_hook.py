@@ -375,7 +375,7 @@ def test_what_cannot_be_switched_is_refused_with_the_cure():
 @pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
 def test_adapters_that_put_positions_before_the_prompt_are_refused(kind):
     model = get_peft_model(make_model("qwen3"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(UnsupportedModelError, match=r"sees 7 positions for 4 tokens.*LoRA"):
+    with pytest.raises(UnsupportedModelError, match=r"gets 7 positions for 4 tokens.*LoRA"):
         make_engine(model)
 
 
