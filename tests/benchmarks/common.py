@@ -29,10 +29,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "scale": {"help": "multiplies all token counts, for a quick look"},
     "limit": {"metavar": "SECONDS", "help": "a peer that is slower runs no further round; cut off at twice as long"},
     "vllm_python": {"metavar": "PATH", "help": "interpreter of an environment with vLLM (default: RACE_VLLM_PYTHON)"},
-    "llama_python": {
-        "metavar": "PATH",
-        "help": "interpreter of one with llama-cpp-python and gguf (default: RACE_LLAMA_PYTHON)",
-    },
+    "openvino_python": {"metavar": "PATH", "help": "of one with OpenVINO GenAI (default: RACE_OPENVINO_PYTHON)"},
 }
 """Options that mean the same in every benchmark that takes them."""
 
@@ -47,7 +44,7 @@ def parse(doc: str | None, arguments: Sequence[str] | None, **options: Any) -> a
     for name, given in options.items():
         asked = KNOWN.get(name, {}) | (given if isinstance(given, dict) else {"default": given})
         default = asked["default"]
-        if name in ("vllm_python", "llama_python"):
+        if name in ("vllm_python", "openvino_python"):
             asked["default"] = os.environ.get(f"RACE_{name.upper()}")
         elif isinstance(default, bool):
             asked["action"] = "store_true"

@@ -10,9 +10,6 @@ answers with 8 tokens. Lengths and delays are the same both ways.
                 its tokens per second to those of lock step (a `run` of a fixed set ends with its slowest tools)
     lock step   `generate` for turn k of all episodes, then all their tools at once (the slowest ends the turn)
 
-    --kv-blocks 3000 compares, in place of all that, `run` without and with a host tier (`kv_cache_host_memory_gb`) in a pool
-                that is too small for all waiting episodes
-
     busy        share of the time in which the engine has work (a completion is open) that is spent in its steps
     recomputed  prompt tokens of later turns that were computed, not found in the prefix cache, though an earlier turn of the
                 episode had them (those of a last, partly filled block), as a share of all of them
@@ -27,7 +24,6 @@ import time
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import torch
@@ -145,26 +141,6 @@ def steady(rollout: RolloutManager, plan: Plan) -> float:
     return rollout.metrics()["rollout/generated_tokens"] / (time.perf_counter() - started)
 
 
-def with_host_tier(model: Any, plan: Plan, config: InferenceConfig, host_gb: float, rounds: int) -> None:
-    """Print what `run` computes twice, and its tokens per second, without and with a host tier, in alternating rounds."""
-    found: dict[float | None, list[float]] = {None: [], host_gb: []}
-    for _ in range(rounds):
-        for tier, rates in found.items():
-            with RolloutManager(model, config=config.replace(kv_cache_host_memory_gb=tier)) as rollout:
-                rollout.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
-                seconds, _, recomputed = overlapped(rollout, plan)
-                stats = rollout.engine.stats()
-            rates.append(plan.tokens / seconds)
-            print(
-                f"{f'host tier of {tier} GiB' if tier else 'no host tier'}: {seconds:.1f} s, {rates[-1]:.0f} tokens/s; "
-                f"{recomputed:.1%} computed again, {stats['prefill_tokens_computed']} prompt tokens in all; "
-                f"{stats['kv_blocks_evicted']} blocks evicted, {stats['kv_blocks_offloaded']} offloaded, "
-                f"{stats['kv_blocks_loaded']} loaded; {stats['preemptions']} preemptions"
-            )
-    without, tiered = map(median, found.values())
-    print(f"medians: {tiered:.0f} tokens/s with, {without:.0f} without: ratio {tiered / without:.2f}")
-
-
 def in_lock_step(rollout: RolloutManager, plan: Plan) -> float:
     """Seconds."""
     started = time.perf_counter()
@@ -204,8 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(
         __doc__, arguments, episodes=256, turns=8, longest={"default": 56, "help": "tokens of a completion"},
         tool_s={"default": 2.0, "help": "longest time of a tool"}, max_requests=256, block=16, rounds=1,
-        kv_blocks={"default": None, "type": int, "help": "compare a KV pool of so many blocks with and without a host tier"},
-        host_gb={"default": 1.0, "help": "size of that host tier, in GiB"}, threads=2,
+        threads=2,
     )  # fmt: skip
     torch.set_num_threads(options.threads)
     model = model_of_ten_million()
@@ -216,9 +191,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         advanced=Advanced(block_size_tokens=options.block, verify_model=False),
     )
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {plan.tokens} tokens")
-    if options.kv_blocks is not None:
-        with_host_tier(model, plan, config.replace(kv_cache_blocks=options.kv_blocks), options.host_gb, options.rounds)
-        return
     save(options.json, [round_of(model, plan, config) for _ in range(options.rounds)])
 
 

@@ -15,7 +15,6 @@ from tests.benchmarks.floors import Floor
 from tests.benchmarks.ledger import Cell, Row
 from tests.benchmarks.peers import (
     ContinuousBatching,
-    Forgetting,
     Generate,
     Ours,
     Peer,
@@ -25,7 +24,7 @@ from tests.benchmarks.remote import Interpreters, open_remote
 from tests.benchmarks.subject import Subject
 from tests.benchmarks.workloads import ALL, DECODE, Room, Tokens, Workload
 
-PEERS = ("ours", "generate", "cb", "vllm", "llama.cpp")
+PEERS = ("ours", "generate", "cb", "vllm", "openvino")
 """Every participant, as on the command line."""
 PATIENCE = 2.0
 """A peer is cut off, or not started at all, at this many times `--limit`."""
@@ -128,9 +127,7 @@ class Field:
         runs: dict[str, Callable[[], Measured]] = {"floor": partial(self._floor, workload)}
         for row in rows.values():
             row.cells["floor"] = Cell()
-        for name in workload.peers:
-            if name.partition(",")[0] not in self._names:
-                continue
+        for name in self._names:
             peer = self._peer(name)
             problem = (
                 self._absent[name]
@@ -154,7 +151,7 @@ class Field:
             try:
                 peer = self._open[name] = self._start(name)
                 self.versions[name] = peer.versions
-                prompts = [[1 + index] * WARM_UP_TOKENS for index in range(1 if name == "llama.cpp" else 2)]
+                prompts = [[1 + index] * WARM_UP_TOKENS for index in range(2)]
                 peer.generate(prompts, [WARM_UP_TOKENS] * len(prompts), self._rules.deadline_s)
             except Exception as exc:  # noqa: BLE001 - whatever a peer raises is its own result
                 self._absent[name] = _problem(exc)
@@ -163,11 +160,6 @@ class Field:
     def _start(self, name: str) -> Peer:
         if name == "ours":
             return Ours(self.subject, self._room)
-        if name == "ours, forgetting":
-            ours = self._peer("ours")
-            if not isinstance(ours, Ours):
-                raise PeerFailed(self._absent["ours"].removeprefix("error: "))
-            return Forgetting(ours)
         if name == "generate":
             return Generate(self.subject)
         if name == "cb":

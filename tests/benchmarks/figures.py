@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.figures            names pages that differ from docs/figures.json; exit status 1 if any do
     python -m tests.benchmarks.figures --write    writes the stored figures into the pages
-    taskset -c 0,1 python -m tests.benchmarks.figures --renew --vllm-python V/bin/python --llama-python L/bin/python
+    taskset -c 0,1 python -m tests.benchmarks.figures --renew --vllm-python V/bin/python --openvino-python O/bin/python
 
 The last one measures all figures (or those named), stores each with its machine, versions and date as soon as it has been
 measured, and writes the pages. All take about two hours on two cores. A table stands in a page between
@@ -40,7 +40,8 @@ Found = Any
 """What a benchmark wrote with `--json`, or an entry of the file."""
 
 PEERS = {
-    "ours": "ours", "generate": "`model.generate`", "cb": "`generate_batch`", "vllm": "vLLM (CPU)", "llama.cpp": "llama.cpp",
+    "ours": "ours", "generate": "`model.generate`", "cb": "`generate_batch`", "vllm": "vLLM (CPU)",
+    "openvino": "OpenVINO GenAI",
 }  # fmt: skip
 README_ROWS = {
     ("steady", "16 sequences", "decode"): "decode, 16 sequences",
@@ -91,10 +92,11 @@ def race(found: Found) -> str:
     rows = [row for row in found["rows"] if row["peers"].get("ours", {}).get("median") or row["unit"] == "s"]
     peers = [peer for peer in PEERS if any(peer in row["peers"] for row in rows)]
     metrics = {"seconds": "s", "all tokens": "with prefill", "decode": "decode"}
+    several = len({row["size"] for row in rows}) > 1
     return table(
         ["workload", *(PEERS[peer] for peer in peers), "of the floor"],
-        [[f"{row['workload']}, {row['case']}: {metrics[row['metric']]}", *(_against(row, peer) for peer in peers),
-          _floor(row)] for row in rows],
+        [[f"{row['size'] + ', ' if several else ''}{row['workload']}, {row['case']}: {metrics[row['metric']]}",
+          *(_against(row, peer) for peer in peers), _floor(row)] for row in rows],
     )  # fmt: skip
 
 
@@ -265,17 +267,22 @@ def episodes(found: Found) -> str:
 
 RACE = (
     "race --sizes 100m --dtypes bfloat16 --workloads steady grpo prefix multiturn "
-    "--peers ours generate vllm llama.cpp --rounds 2 --limit 60"
+    "--peers ours generate vllm openvino --rounds 2 --limit 60"
 )
 FIGURES: dict[str, tuple[str, dict[str, Callable[[Found], str]], tuple[str, ...]]] = {
-    "race": (RACE, {"readme": readme, "race": race, "bookkeeping": bookkeeping}, ("vllm", "llama")),
+    "race": (RACE, {"readme": readme, "race": race, "bookkeeping": bookkeeping}, ("vllm", "openvino")),
     "race-float32": (
-        "race --sizes 100m --dtypes float32 --workloads steady --peers ours vllm --rounds 2",
-        {"race-float32": race}, ("vllm",),
+        "race --sizes 100m --dtypes float32 --workloads steady --peers ours vllm openvino --rounds 2",
+        {"race-float32": race}, ("vllm", "openvino"),
     ),
     "race-10m": (
-        "race --sizes 10m --dtypes bfloat16 --workloads steady --peers ours generate vllm --rounds 2",
-        {"race-10m": race}, ("vllm",),
+        "race --sizes 10m --dtypes bfloat16 --workloads steady --peers ours generate vllm openvino --rounds 2",
+        {"race-10m": race}, ("vllm", "openvino"),
+    ),
+    "race-large": (
+        "race --sizes 600m 1500m --dtypes bfloat16 --workloads steady --sequences 16 --peers ours vllm openvino --rounds 2 "
+        "--scale 0.25",
+        {"race-large": race}, ("vllm", "openvino"),
     ),
     "families": ("families --scale 0.25 --rounds 3", {"families": families}, ("vllm",)),
     "families-100m": ("families --size 100m --scale 0.25 --rounds 1", {"families-100m": families}, ("vllm",)),
@@ -406,7 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--renew", action="store_true", help="measure")
     parser.add_argument("--write", action="store_true", help="write the pages")
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment with vLLM's CPU build")
-    parser.add_argument("--llama-python", metavar="PATH", help="interpreter of one with llama-cpp-python and gguf")
+    parser.add_argument("--openvino-python", metavar="PATH", help="interpreter of one with OpenVINO GenAI")
     options = parser.parse_args(arguments)
     if unknown := set(options.names).difference(FIGURES):
         parser.error(f"{', '.join(sorted(unknown))}: must be of {', '.join(FIGURES)}")

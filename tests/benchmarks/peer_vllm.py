@@ -1,4 +1,4 @@
-"""vLLM's CPU build behind JSON lines: runs in an interpreter of its own, started by `remote.py`."""
+"""vLLM's CPU build behind JSON: runs in an interpreter of its own, started by `remote.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serve import serve
 engine: Any = None
 
 
-def load(folder: str, dtype: str, sequences: int, longest: int) -> dict[str, Any]:
+def load(folder: str, dtype: str, sequences: int, longest: int, **others: int) -> dict[str, Any]:
     """Build the engine and let it generate once; its versions."""
     global engine
     import torch

@@ -98,26 +98,6 @@ class Ours:
         self._rollout.close()
 
 
-class Forgetting:
-    """Ours without the memory of earlier turns: what reusing generated blocks is worth."""
-
-    def __init__(self, ours: Ours) -> None:
-        self.versions = ours.versions
-        self._ours = ours
-
-    def generate(self, prompts: Sequence[Tokens], lengths: Sequence[int], deadline_s: float) -> Reply:
-        """Forget, then generate."""
-        self._ours.forget()
-        return self._ours.generate(prompts, lengths, deadline_s)
-
-    def forget(self) -> None:
-        """As ours."""
-        self._ours.forget()
-
-    def close(self) -> None:
-        """Ours is closed by whoever opened it."""
-
-
 class _SampledLogprobs(LogitsProcessor):  # type: ignore[misc, unused-ignore]
     """Log-probs of the sampled tokens without keeping the scores of all steps: those of a step are read in the next."""
 

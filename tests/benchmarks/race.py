@@ -1,6 +1,6 @@
 """Race of this engine against its peers in one run: same weights, prompts and forced tokens, in alternation.
 
-    python -m tests.benchmarks.race --vllm-python V/bin/python --llama-python L/bin/python --json race.json
+    python -m tests.benchmarks.race --vllm-python V/bin/python --openvino-python O/bin/python --json race.json
 
 Quote ratios, not seconds, and keep the machine quiet: a second busy process costs OpenMP programs far more than half. A
 quick look: --sizes 10m --dtypes float32 --rounds 1 --scale 0.1 --peers ours generate. Ctrl-C prints and saves what there
@@ -46,7 +46,7 @@ class Race:
         self._scale = Scale(options.scale)
         self._progress = Console(stderr=True, highlight=False)
         self._rules = Rules(options.rounds, options.limit, self._say)
-        self._interpreters = Interpreters(options.vllm_python, options.llama_python)
+        self._interpreters = Interpreters(options.vllm_python, options.openvino_python)
 
     def run(self, folder: Path) -> None:
         """Everything, model by model."""
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes=["10m", "100m"], dtypes=list(DTYPES),
         device="cpu", sequences={"default": [1, 16, 64], "help": "of the workload steady"},
         peers={"default": list(PEERS), "choices": PEERS}, rounds=3, scale=1.0, limit=120.0, vllm_python=None,
-        llama_python=None,
+        openvino_python=None,
     )  # fmt: skip
     race = Race(options)
     status = 0

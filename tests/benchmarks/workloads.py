@@ -16,9 +16,6 @@ Tokens = list[int]
 ALL = "all tokens"
 DECODE = "decode"
 """The two rates: tokens over wall time, and without the time of the first token."""
-BATCHED = ("ours", "generate", "cb", "vllm")
-SINGLE = (*BATCHED, "llama.cpp")
-CHATTING = ("ours", "ours, forgetting", "generate", "vllm")
 
 
 @dataclass(frozen=True)
@@ -31,14 +28,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class Workload:
-    """Conversations of one or more turns, and who can run them."""
+    """Conversations of one or more turns."""
 
     name: str
     """As on the command line."""
     case: str
     """What tells it from others of its name."""
     turns: tuple[Turn, ...]
-    peers: tuple[str, ...]
     decode: bool = False
     """Whether to report the decode alone, too: a run of one new token is subtracted. Only where all lengths are equal."""
 
@@ -93,8 +89,7 @@ def steady(vocab: int, scale: Scale, sequences: Sequence[int]) -> Iterator[Workl
         rng = np.random.default_rng(count)
         prompts = tuple(_random(rng, vocab, scale.tokens(256)) for _ in range(count))
         turn = Turn(prompts, (scale.tokens(256, at_least=2),) * count)
-        peers = SINGLE if count == 1 else BATCHED
-        yield Workload("steady", f"{count} sequence{'s' * (count > 1)}", (turn,), peers, decode=True)
+        yield Workload("steady", f"{count} sequence{'s' * (count > 1)}", (turn,), decode=True)
 
 
 def long_tail(rng: np.random.Generator, count: int, mean: int, longest: int) -> tuple[int, ...]:
@@ -111,7 +106,7 @@ def grpo(vocab: int, scale: Scale, sequences: Sequence[int]) -> Iterator[Workloa
     prompts = [_random(rng, vocab, scale.tokens(512)) for _ in range(8)]
     mean = scale.tokens(128)
     samples = tuple(prompt for prompt in prompts for _ in range(8))
-    yield Workload("grpo", "8 × 8 samples", (Turn(samples, long_tail(rng, 64, mean, 8 * mean)),), BATCHED)
+    yield Workload("grpo", "8 × 8 samples", (Turn(samples, long_tail(rng, 64, mean, 8 * mean)),))
 
 
 def prefix(vocab: int, scale: Scale, sequences: Sequence[int]) -> Iterator[Workload]:
@@ -119,7 +114,7 @@ def prefix(vocab: int, scale: Scale, sequences: Sequence[int]) -> Iterator[Workl
     rng = np.random.default_rng(1024)
     system = _random(rng, vocab, scale.tokens(1024))
     prompts = tuple(system + _random(rng, vocab, scale.tokens(32)) for _ in range(64))
-    yield Workload("prefix", "64 questions", (Turn(prompts, (scale.tokens(32),) * 64),), BATCHED)
+    yield Workload("prefix", "64 questions", (Turn(prompts, (scale.tokens(32),) * 64),))
 
 
 def multiturn(vocab: int, scale: Scale, sequences: Sequence[int]) -> Iterator[Workload]:
@@ -128,7 +123,7 @@ def multiturn(vocab: int, scale: Scale, sequences: Sequence[int]) -> Iterator[Wo
         rng = np.random.default_rng(16)
         asked, lengths = scale.tokens(user), (scale.tokens(64),) * 16
         turns = tuple(Turn(tuple(_random(rng, vocab, asked) for _ in lengths), lengths) for _ in range(4))
-        yield Workload("multiturn", f"16 × 4 turns, {asked} + {lengths[0]}", turns, CHATTING)
+        yield Workload("multiturn", f"16 × 4 turns, {asked} + {lengths[0]}", turns)
 
 
 CONVERSATIONS = {"steady": steady, "grpo": grpo, "prefix": prefix, "multiturn": multiturn}
