@@ -27,7 +27,6 @@ from rich.console import Console
 from tests.benchmarks import report, step_profile
 from tests.benchmarks.common import parse, quiet_transformers, save
 from tests.benchmarks.field import PEERS, Field, Rules
-from tests.benchmarks.floors import Floor
 from tests.benchmarks.ledger import Key, Ledger, Row
 from tests.benchmarks.remote import Interpreters
 from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
@@ -70,7 +69,7 @@ class Race:
         for workload in workloads:
             if workload.name == "steady" and "ours" in self.options.peers:
                 self._say(f"{size} {dtype} · profile, {workload.case}")
-                self.profiles.append(step_profile.decode_step(subject, workload, Floor.measure(subject)))
+                self.profiles.append(step_profile.decode_step(subject, workload))
 
     def _workloads(self, vocab: int) -> list[Workload]:
         chosen = [make for name, make in CONVERSATIONS.items() if name in self.options.workloads]

@@ -58,18 +58,6 @@ def profile_table(profiles: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def device_table(profiles: Sequence[Mapping[str, Any]]) -> Table:
-    """What a GPU does in a decode step of ours."""
-    table = Table("model", "sequences", title="a decode step of ours on the device", title_justify="left")
-    for name in ("kernels", "busy ms", "idle ms", "attention ms", "attention TB/s", "of floor"):
-        table.add_column(name, justify="right")
-    for each in profiles:
-        found = each["device"]
-        values = [number(found[name]) for name in ("kernels", "busy_ms", "idle_ms", "attention_ms", "attention_tb_s")]
-        table.add_row(f"{each['size']} {each['dtype']}", str(each["sequences"]), *values, f"{found['of_floor']:.0%}")
-    return table
-
-
 def show(console: Console, ledger: Ledger, profiles: Sequence[Mapping[str, Any]]) -> None:
     """Print all tables."""
     problems: list[str] = []
@@ -79,14 +67,7 @@ def show(console: Console, ledger: Ledger, profiles: Sequence[Mapping[str, Any]]
         console.print(f"({index}) {problem}", markup=False, highlight=False, soft_wrap=True)
     if any(profile["kind"] == "decode step" for profile in profiles):
         console.print(profile_table(profiles))
-    if on_device := [profile for profile in profiles if "device" in profile]:
-        console.print(device_table(on_device))
     for profile in profiles:
-        if "watch_share" in profile:
-            console.print(
-                f"{profile['size']} {profile['dtype']}: {profile['watch_share']:.2%} of a generate call of one sample looks "
-                "for changes of the module"
-            )
         if profile["kind"] == "scheduling":
             console.print(
                 f"scheduling {profile['requests']:,} running requests without a model: {profile['step_ms']:.2f} ms a step "

@@ -6,15 +6,18 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from rollout.sampling_params import SamplingParams
-from tests.benchmarks.step_profile import DeviceTime, device_time
 from tests.gpu_first_run.findings import HEAD_DIM, SHAPES, Run, captured, gib, prompts
 
 BANDWIDTHS = {"H200": 4.3e12, "H100": 3.0e12}
@@ -24,6 +27,34 @@ CASES = ((64, 1024), (256, 1024), (64, 4096))
 NEW = 190
 PROFILED, TIMED = 4, 48
 """Steps that are profiled, and timed."""
+
+
+@dataclass(frozen=True)
+class DeviceTime:
+    """Mean number of kernels and copies of one call on a GPU, and milliseconds by name of the kernel."""
+
+    kernels: float
+    ms: dict[str, float]
+
+    @property
+    def busy_ms(self) -> float:
+        return sum(self.ms.values())
+
+    def of(self, *parts: str) -> float:
+        return sum(spent for name, spent in self.ms.items() if any(part in name for part in parts))
+
+
+def device_time(call: Callable[[], object], calls: int, device: torch.device) -> DeviceTime:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize(device)
+    spent, count = Counter[str](), 0
+    for event in trace.events():
+        if event.device_type == DeviceType.CUDA:
+            spent[event.name] += event.device_time / 1e3 / calls
+            count += 1
+    return DeviceTime(count / calls, dict(spent.most_common()))
 
 
 def seconds(run: Run, work: Callable[[], object], repeats: int = 10) -> float:
