@@ -10,15 +10,12 @@ Always true: only logits of kept tokens are read; other memory is a few numbers 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from rollout.algorithms.importance import check_floating, check_integer, check_mask, wide
-
-if TYPE_CHECKING:
-    from rollout.engine.training.head import LogitReader
 
 PerRow = float | Tensor
 """One value for all rows, or floating [N]."""
@@ -26,8 +23,17 @@ Biases = Mapping[int, float] | Sequence[Mapping[int, float] | None] | None
 """Token id → value added to its logit: for all rows, or one per row."""
 
 
+class LogitReader(Protocol):
+    """Logits [K, V] that need not be in memory; `rollout.engine.training.head` has one that runs a model."""
+
+    def read(
+        self, rows: Tensor, temperature: PerRow, tokens: Tensor, ids: Tensor, whole: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of `ids` in rows `tokens`, and log-normalisers of rows `whole`."""
+
+
 class _Held:
-    """The `read` of a `LogitReader`, of logits [K, V] that are in memory."""
+    """A `LogitReader` of logits that are in memory."""
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
@@ -84,7 +90,7 @@ def replay_logprobs(
     _check(logits, ids, counts, input_ids, mask, predictors)
     if predictors is None:
         predictors = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape) - 1
-    reader: LogitReader | _Held = _Held(logits.reshape(-1, logits.shape[-1])) if isinstance(logits, Tensor) else logits
+    reader: LogitReader = _Held(logits.reshape(-1, logits.shape[-1])) if isinstance(logits, Tensor) else logits
     drawn, columns = _Drawn.of(mask, counts), input_ids.shape[1]
     rows, targets = drawn.places // columns, input_ids.flatten()[drawn.places]
     warmth, members, free = _per_row(temperature, rows), ids[drawn.entries].long(), drawn.unrestricted

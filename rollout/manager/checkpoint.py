@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, EngineStateError
 from rollout.manager.episodes.saved import PLAYED
 from rollout.manager.groups import GroupJournal, GroupLedger
 from rollout.manager.rounds import Rounds
@@ -19,6 +19,43 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import REQUEST, DynamicInferenceRequest
 
 FORMAT = 7
+
+
+class Checkpoints:
+    """`state_dict` and `load_state_dict` of a manager."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything in flight, with versions and random streams, for torch.save (`weights_only`) or msgpack."""
+        rounds = self._rounds
+        with rounds.engine.locked():
+            rounds.loop.take_ended()
+            return save(rounds, rounds.pacer.updates_per_round)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`. The model must have the weights of that moment.
+
+        Episodes continue with the next `run`, in new environments (see docs/how-to/agents.md). If this raises, nothing is in
+        flight.
+
+        Raises:
+            EngineStateError: requests are in flight here already.
+            ConfigError: this manager has a later policy version already, or the state is of another model.
+            SerializationError: not a state of this package, another format, or damaged; names the field.
+            InvalidRequestError: a request does not fit this engine (for example, its pool is smaller).
+        """
+        rounds, loop, player = self._rounds, self._rounds.loop, self._rounds.player
+        with rounds.turn("load_state_dict"):
+            loop.take_ended()
+            if loop.groups or rounds.backend.snapshot() or len(player):
+                raise EngineStateError(
+                    f"load_state_dict() with {len(loop.groups)} groups in flight and {len(player)} groups of episodes in "
+                    "play: use a fresh manager"
+                )
+            rounds.pacer = rounds.new_pacer(load(state, rounds))
+            loop.sync_metrics()
 
 
 def save(rounds: Rounds, updates_per_round: int) -> dict[str, Any]:
@@ -91,17 +128,6 @@ def _finish(
     others = [result for result in finished if result.request_id not in ended]
     open_still = [record for record in unfinished if record[0].request_id not in ended]
     return others + [sample for samples in ended.values() for sample in samples], open_still
-
-
-def check_portable(name: str, value: Any) -> None:
-    """Raise `TypeError` for metadata that `save` could not write."""
-    try:
-        msgpack.packb(value)
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise TypeError(
-            f"{name}={repr(value)[:80]}: must be made of None, bool, int, float, str, bytes, list and dict, so that it "
-            f"survives a checkpoint ({exc})"
-        ) from exc
 
 
 def _decode(state: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`generate`, `submit` and `as_completed` of a manager: groups of samples of one prompt each, and their checkpoints."""
+"""`generate`, `submit` and `as_completed` of a manager: groups of samples of one prompt each."""
 
 from __future__ import annotations
 
@@ -6,17 +6,28 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgpack
+
 from rollout.engine.parts.controller import TextGenerationController
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutFailedError
 from rollout.journal import FinishedGroup
-from rollout.manager import checkpoint
 from rollout.manager.batch.batch import RolloutBatch
-from rollout.manager.checkpoint import check_portable
 from rollout.manager.rounds import OnError, Rounds, check_count, check_on_error
 from rollout.manager.run_loop import GroupGoal
 from rollout.requests.prompt import Prompt, has_images
 from rollout.sampling_params import SamplingParams, one_each, takes_options, warn_of_equal_samples
 from rollout.threads.interrupts import uninterrupted
+
+
+def _check_portable(name: str, value: Any) -> None:
+    """Raise `TypeError` for metadata that a checkpoint could not hold."""
+    try:
+        msgpack.packb(value)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise TypeError(
+            f"{name}={repr(value)[:80]}: must be made of None, bool, int, float, str, bytes, list and dict, so that it "
+            f"survives a checkpoint ({exc})"
+        ) from exc
 
 
 def prompts_of(controller: TextGenerationController, prompts: Any, name: str = "prompts") -> list[Any]:
@@ -53,7 +64,7 @@ def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], 
     if len(extras) != len(prompts):
         raise ConfigError(f"metadata has {len(extras)} entries for {len(prompts)} prompts: pass one each")
     for index, extra in enumerate(extras):
-        check_portable(f"metadata[{index}]", extra)
+        _check_portable(f"metadata[{index}]", extra)
     for each in params:
         warn_of_equal_samples(each, each.n)
     first = backend.next_group_id
@@ -97,11 +108,10 @@ def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], 
 
 
 class Generation:
-    """The groups in flight of one manager. `pacer` chooses groups that have to finish before an update."""
+    """The groups in flight of one manager."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
-        self.pacer = rounds.new_pacer()
 
     @takes_options
     def generate(
@@ -172,8 +182,8 @@ class Generation:
 
     def begin_round(self) -> Callable[[], set[int] | None]:
         """Begin a call that leaves groups in flight; its result returns the groups that must finish (None: unknown yet)."""
-        self.pacer.begin_round(self._rounds.engine.policy_version)
-        return lambda: self._rounds.too_old(self.pacer, self._rounds.groups)
+        self._rounds.pacer.begin_round(self._rounds.engine.policy_version)
+        return lambda: self._rounds.too_old(self._rounds.pacer, self._rounds.groups)
 
     @takes_options
     def submit(
@@ -268,35 +278,3 @@ class Generation:
             batch = RolloutBatch.from_requests(rounds.groups.results(group_ids), **rounds.batch_options())
             rounds.groups.drop(group_ids)
         return rounds.handed_out(batch, on_error)
-
-    # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything in flight, with versions and random streams, for torch.save (`weights_only`) or msgpack."""
-        rounds = self._rounds
-        with rounds.engine.locked():
-            rounds.loop.take_ended()
-            return checkpoint.save(rounds, self.pacer.updates_per_round)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`. The model must have the weights of that moment.
-
-        Episodes continue with the next `run`, in new environments (see docs/how-to/agents.md). If this raises, nothing is in
-        flight.
-
-        Raises:
-            EngineStateError: requests are in flight here already.
-            ConfigError: this manager has a later policy version already, or the state is of another model.
-            SerializationError: not a state of this package, another format, or damaged; names the field.
-            InvalidRequestError: a request does not fit this engine (for example, its pool is smaller).
-        """
-        rounds, loop, player = self._rounds, self._rounds.loop, self._rounds.player
-        with rounds.turn("load_state_dict"):
-            loop.take_ended()
-            if loop.groups or rounds.backend.snapshot() or len(player):
-                raise EngineStateError(
-                    f"load_state_dict() with {len(loop.groups)} groups in flight and {len(player)} groups of episodes in "
-                    "play: use a fresh manager"
-                )
-            self.pacer = rounds.new_pacer(checkpoint.load(state, rounds))
-            loop.sync_metrics()

@@ -31,6 +31,7 @@ from rollout.errors import ConfigError, EngineStateError
 from rollout.journal import Journal
 from rollout.manager.batch.images import ImageLayout
 from rollout.manager.batch.scores import Scorer
+from rollout.manager.checkpoint import Checkpoints
 from rollout.manager.generation import Generation
 from rollout.manager.parallel import choose_backend
 from rollout.manager.rounds import Rounds
@@ -102,6 +103,7 @@ class RolloutManager:
         self._loop, self._metrics = self._rounds.loop, self._rounds.metrics
         self._generation = Generation(self._rounds)
         self._scoring = Scoring(self._rounds, self._generation)
+        self._checkpoints = Checkpoints(self._rounds)
         self._episodes = EpisodeRuns(self._rounds)
         self._updates = Updates(self._rounds)
         self._scorer = Scorer(engine, self._rounds.scoring)
@@ -145,8 +147,8 @@ class RolloutManager:
     run = called("_episodes", EpisodeRuns.run)
 
     score = called("_scorer", Scorer.score)
-    state_dict = called("_generation", Generation.state_dict)
-    load_state_dict = called("_generation", Generation.load_state_dict)
+    state_dict = called("_checkpoints", Checkpoints.state_dict)
+    load_state_dict = called("_checkpoints", Checkpoints.load_state_dict)
     weights_updated = called("_updates", Updates.weights_updated)
     pause = called("_updates", Updates.pause)
     unpause = called("_updates", Updates.unpause)

@@ -74,6 +74,7 @@ class Rounds:
     Attributes:
         loop: steps the engine until a goal is reached.
         player: plays episodes.
+        pacer: chooses groups that have to finish before an update.
         closed: whether the manager was closed.
     """
 
@@ -96,6 +97,7 @@ class Rounds:
             self.ensure_running, clock,
         )  # fmt: skip
         self.player = EpisodePlayer(self.loop.samples, engine.check_request, engine.config.seed, clock)
+        self.pacer = self.new_pacer()
 
     @property
     def groups(self) -> GroupLedger:
