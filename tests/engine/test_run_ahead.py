@@ -100,7 +100,7 @@ def test_a_stop_string_cuts_what_was_computed_beyond_it() -> None:
 
 def test_a_state_is_kept_only_with_the_tokens_that_led_to_it() -> None:
     tokenizer = make_tokenizer()
-    options = {"model": "qwen3_next", "tokenizer": tokenizer, "block_size_tokens": 32}
+    options = {"model": "qwen3_next", "tokenizer": tokenizer, "block_size_tokens": 8}
     engine = engine_for(**options)
     text = tokenizer.decode(results(engine_for(**options), False, greedily(30))[0, 0][0])
     engine.add_request(token_ids(7, 0), greedily(30, stop=[text[20:22]]))
