@@ -28,6 +28,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.common import number
+
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "figures.json"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "explanation" / "performance.md")
@@ -62,11 +64,6 @@ FAMILIES = {
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
-
-
-def number(value: float) -> str:
-    """Three digits that matter, thousands apart."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _against(row: Found, peer: str, times: str = "") -> str:

@@ -17,7 +17,6 @@ import openvino_genai as genai
 from optimum.intel import OVModelForCausalLM
 from serve import serve
 
-STEP_TOKENS = 2048
 END = 0
 """An end must be named, and is ignored."""
 
@@ -34,7 +33,7 @@ def load(folder: str, dtype: str, sequences: int, kv_gb: int, threads: int, **ot
         model.save_pretrained(exported)
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size, scheduler.max_num_seqs = kv_gb, sequences
-    scheduler.max_num_batched_tokens, scheduler.enable_prefix_caching = STEP_TOKENS, True
+    scheduler.max_num_batched_tokens, scheduler.enable_prefix_caching = 2048, True
     precision = {"float32": "f32", "bfloat16": "bf16"}[dtype]
     hints = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision, "INFERENCE_NUM_THREADS": threads}
     open_engine = lambda: genai.ContinuousBatchingPipeline(exported, scheduler, "CPU", hints)  # noqa: E731
