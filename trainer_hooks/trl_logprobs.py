@@ -161,7 +161,8 @@ class LogprobPass:
         assert found is not None
         packed = found.tree(ids, real, wanted, torch.arange(len(ids), device=ids.device), routed_experts)
         back = left.argsort(dim=1)
-        return replace(packed, nodes=packed.nodes.gather(1, back), wanted=packed.wanted.gather(1, back))
+        of_rows = {name: getattr(packed, name).gather(1, back) for name in ("nodes", "wanted", "predictors")}
+        return replace(packed, **of_rows)
 
     def _sets(self, shape: torch.Size, prompt: int, rows: slice) -> tuple[dict[str, Any], KeptSets]:
         """The shaping of logits, and the sets that the tokens after the prompt were drawn from."""
