@@ -89,11 +89,10 @@ def race(found: Found) -> str:
     rows = [row for row in found["rows"] if row["peers"].get("ours", {}).get("median") or row["unit"] == "s"]
     peers = [peer for peer in PEERS if any(peer in row["peers"] for row in rows)]
     metrics = {"seconds": "s", "all tokens": "with prefill", "decode": "decode"}
-    several = len({row["size"] for row in rows}) > 1
     return table(
         ["workload", *(PEERS[peer] for peer in peers), "of the floor"],
-        [[f"{row['size'] + ', ' if several else ''}{row['workload']}, {row['case']}: {metrics[row['metric']]}",
-          *(_against(row, peer) for peer in peers), _floor(row)] for row in rows],
+        [[f"{row['workload']}, {row['case']}: {metrics[row['metric']]}", *(_against(row, peer) for peer in peers),
+          _floor(row)] for row in rows],
     )  # fmt: skip
 
 
@@ -269,17 +268,12 @@ RACE = (
 FIGURES: dict[str, tuple[str, dict[str, Callable[[Found], str]], tuple[str, ...]]] = {
     "race": (RACE, {"readme": readme, "race": race, "bookkeeping": bookkeeping}, ("vllm", "openvino")),
     "race-float32": (
-        "race --sizes 100m --dtypes float32 --workloads steady --peers ours vllm openvino --rounds 2",
-        {"race-float32": race}, ("vllm", "openvino"),
+        "race --sizes 100m --dtypes float32 --workloads steady --peers ours vllm --rounds 2",
+        {"race-float32": race}, ("vllm",),
     ),
     "race-10m": (
-        "race --sizes 10m --dtypes bfloat16 --workloads steady --peers ours generate vllm openvino --rounds 2",
-        {"race-10m": race}, ("vllm", "openvino"),
-    ),
-    "race-large": (
-        "race --sizes 600m 1500m --dtypes bfloat16 --workloads steady --sequences 16 --peers ours vllm openvino --rounds 2 "
-        "--scale 0.25",
-        {"race-large": race}, ("vllm", "openvino"),
+        "race --sizes 10m --dtypes bfloat16 --workloads steady --peers ours generate vllm --rounds 2",
+        {"race-10m": race}, ("vllm",),
     ),
     "families": ("families --scale 0.25 --rounds 3", {"families": families}, ("vllm",)),
     "families-100m": ("families --size 100m --scale 0.25 --rounds 1", {"families-100m": families}, ("vllm",)),
