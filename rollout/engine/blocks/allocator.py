@@ -2,7 +2,7 @@
 
 Always true:
 - a block is exactly one of *free*, *held* (reference count above 0) or *cached* (unreferenced but still indexed);
-- a block keeps its id while its memory (`pages`) comes and goes;
+- a block keeps its id when its memory (`pages`) is moved, or freed and allocated again;
 - a holder of a registered block holds its parent too, so the least recently released cached block is a leaf.
 
 Handles block ids and token ids, no tensors and no requests.
@@ -31,10 +31,10 @@ class BlockAllocator:
         index: the registered blocks.
         ref_count: [number of ids] int32.
         states: slots for recurrent states, whose snapshots belong to registered blocks; no slots for other models.
-        host: the tier for evicted blocks; without slots they are dropped.
+        host: host memory for evicted blocks; without slots, evicted blocks are dropped.
         copies: (source, destination) pages to copy before the next forward, in this order; `~s`: slot s of `host`.
         keeps_released: whether registered blocks stay cached without a holder.
-        evictions: counter of cached blocks.
+        evictions: number of cached blocks evicted so far.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class BlockAllocator:
         return writable
 
     def findable(self, block_hash: int) -> bool:
-        """Whether a block of this hash is in the index or on the host (its tokens may differ)."""
+        """Whether a block with this hash is in the index or on the host; its tokens may differ."""
         return block_hash in self.index.current or block_hash in self.host.blocks
 
     def counts(self) -> dict[str, int]:
@@ -176,7 +176,7 @@ class BlockAllocator:
     # --- the prefix cache ---------------------------------------------------------------------------------------
 
     def register(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:
-        """Index a held, complete block, as computed by the current weights and adapters.
+        """Index a held, complete block that the current weights and adapters have computed.
 
         Args:
             block: the block, held by the caller.
@@ -246,7 +246,7 @@ class BlockAllocator:
                         self._give_back(each)
 
     def drop_cached(self) -> int:
-        """Free every cached block, also on the host; returns the number of blocks freed."""
+        """Free every cached block on the device and on the host; return the number of freed blocks."""
         count = self.num_cached
         for block in list(self._lru):
             self._free_cached(block)

@@ -1,7 +1,7 @@
-"""Host tier of the prefix cache: which evicted KV blocks of the current weights have a copy in host memory, and where.
+"""Host tier of the prefix cache: maps evicted KV blocks of the current weights to their slots in host memory.
 
-A block that the device evicts is copied to a free slot of the host, in place of the least recently offloaded block if it is
-full. A prefix that continues on the host is loaded into new blocks of the device, which frees its slots.
+A block that the device evicts is copied to a free slot on the host. If no slot is free, it replaces the least recently
+offloaded block. A prefix that continues on the host is loaded into new blocks of the device, which frees its slots.
 
 Always true: a slot is free, or belongs to one block. A block is found only if its tokens and all tokens before it are equal.
 
@@ -22,7 +22,7 @@ class HostBlock:
     """Copy of one block."""
 
     block_hash: int
-    """Hash of the chain up to and including it."""
+    """Hash of the chain up to and including this block."""
     digest: bytes
     """`chain_digest` of the same chain."""
     tokens: IntArray
@@ -70,8 +70,8 @@ class HostCache:
         """Blocks that continue the cached prefix `found` of a chain, up to the first missing one.
 
         Args:
-            found: blocks of the device, from the first of the chain on.
-            hashes: of the whole chain.
+            found: the leading blocks of the chain that are on the device.
+            hashes: hashes of the whole chain.
             tokens: [len(hashes), block_size] int32.
         """
         blocks: list[HostBlock] = []

@@ -131,7 +131,7 @@ class PrefixIndex:
         self.refused += sum(1 for _ in takewhile(self.outdated.__contains__, hashes))
 
     def add(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:
-        """Register a block; returns the equal block that is registered already, or `block`, registered or not.
+        """Register a block; return the equal block that is already registered, else `block`, whether registered or not.
 
         Raises:
             RuntimeError: the block is already registered under another hash.
@@ -163,7 +163,7 @@ class PrefixIndex:
         self.changes.remove(block_hash)
 
     def behind(self, block: int) -> list[int]:
-        """Blocks registered behind `block`, each after its parent."""
+        """Registered blocks whose chain continues the chain of `block`, each after its parent."""
         found = [block]
         for each in found:
             found += np.flatnonzero(self.registered & (self._parent == each)).tolist()

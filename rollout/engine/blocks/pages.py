@@ -20,7 +20,7 @@ class BlockPages:
 
     Attributes:
         num_pages: size of the pool.
-        num_ids: most blocks that can be in use, in the pool as configured.
+        num_ids: maximum number of blocks in use, from the configured size of the pool.
         page_of: [num_ids + 1] int32; the last entry belongs to `NO_BLOCK`.
         poisoned: free pages that may hold NaN, to be zeroed before the next forward.
     """
@@ -65,7 +65,7 @@ class BlockPages:
         self.page_of[block] = NO_PAGE
 
     def poison(self, pages: IntArray) -> None:
-        """Mark free pages among these as possibly holding NaN."""
+        """Record that the free pages among `pages` may hold NaN."""
         self.poisoned += pages[~self._used[pages]].tolist()
 
     def resize(self, num_pages: int) -> IntArray | None:

@@ -62,7 +62,7 @@ class StateSlots:
     def deepest(self, blocks: Sequence[int], most: int) -> int:
         """Number of leading blocks of a chain after which a sequence can continue.
 
-        With slots the last block has a snapshot, and there are at most `most`.
+        If the model has states, the last of these blocks has a snapshot. The result is at most `most`.
         """
         if not self.num_slots:
             return len(blocks)
