@@ -1,4 +1,4 @@
-"""Model runner: scheduled work to tensors, forward, sampled tokens. Owns tensors, not queues.
+"""Model runner: turns scheduled work into tensors, runs the forward and samples tokens. It owns no queues.
 
 The positions of one step form one packed row [1, P]: decoding sequences first, then prefill chunks. A step takes the fastest
 forward that serves it: a CUDA graph, the fused forward, or the module's own.
@@ -43,7 +43,7 @@ class ModelRunner:
 
     Attributes:
         fused: runs steps in place of the module's forward if it serves the model; None: `without_fused` gives the reason.
-        graphs: replays decode steps as CUDA graphs; None: there are none.
+        graphs: replays decode steps as CUDA graphs; None: no graphs.
         runs: makes several decode steps in one call; None: every call makes one.
     """
 
@@ -111,7 +111,7 @@ class ModelRunner:
         )
 
     def compute(self, work: ForwardWork, states: NDArray[np.int32] | None = None, named: Names | None = None) -> Tensor:
-        """Like `forward`, after the changes of the KV cache; every member of a tensor-parallel group calls it."""
+        """Change the KV cache as `work` requires, then run `forward`; every member of a tensor-parallel group calls it."""
         self.order.follow()
         if work.zeroed_blocks:
             self.cache.zero_blocks(work.zeroed_blocks)
@@ -137,14 +137,14 @@ class ModelRunner:
             self.states.move(moves)
 
     def why_not_fused(self) -> str | None:
-        """Why a step currently runs the module's own forward. None: it runs the fused one."""
+        """Reason why a step currently runs the module's own forward. None: it runs the fused forward."""
         if self.fused is None:
             return self.without_fused
         with self.installation.inference():
             return None if self.fused.ready(self.installation.module_epoch) else self.fused.why_not
 
     def refuse_inexact(self) -> None:
-        """Raises: UnsupportedModelError: the fused forward does not serve the model in its current state; says why."""
+        """Raise `UnsupportedModelError`, with the reason, if the fused forward does not currently serve the model."""
         if (why := self.why_not_fused()) is not None:
             raise UnsupportedModelError(
                 f"InferenceConfig.exact=True: {type(self.model).__name__}: {why}; exact mode serves what the fused C++ "
@@ -186,8 +186,8 @@ class ModelRunner:
         """Logits [len(keep), V] at packed positions `keep`, valid until the next call.
 
         Args:
-            states: [R] state slot of each sequence, not read if the model has no states; None: the first R.
-            named: [R] adapter of each sequence; None: none has one.
+            states: [R] state slot of each sequence, not read if the model has no states; None: the first R slots.
+            named: [R] adapter of each sequence; None: no sequence has one.
         """
         self.order.follow()
         if states is None:
@@ -261,7 +261,7 @@ class DecodeRuns:
             if runner.values.width:
                 values = runner.values.take(np.arange(tokens.size))
         if np.isnan(logprobs).any():
-            # A finished row may have a NaN after its end, which a kernel may multiply by zero.
+            # A finished row may have a NaN after its end. A kernel may multiply it by zero, which is still NaN.
             row, made = np.nonzero(np.isnan(logprobs))
             at, size = step.starts[row] + made, table.block_size
             runner.cache.zero_slots(packed.tables[row, at // size] * size + at % size)

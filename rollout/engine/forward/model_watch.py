@@ -55,7 +55,7 @@ class ModelWatch:
     """Compares one model's active adapters, forward key and masks with earlier ones.
 
     Args:
-        layout: the model's when the engine was built.
+        layout: layout of the model when the engine was built.
         autocast: dtype that all its forwards are autocast to; None: the caller's autocast applies.
     """
 
@@ -233,7 +233,7 @@ class _Contents:
         self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: Tensor) -> Hashable:
-        """Key of a tensor: its content if it is small; for a large one it stays equal until something writes to it."""
+        """Key of a tensor: its content if it is small; for a large tensor, a value that changes with every write."""
         plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
         version = None if tensor.is_inference() else tensor._version
         state = version, tensor.data_ptr() if plain else None

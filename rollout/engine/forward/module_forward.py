@@ -32,7 +32,7 @@ from rollout.engine.multimodal.vision import Vision
 from rollout.engine.sampling.token_values import TokenValues
 
 VERIFY_TOKENS = 12
-"""Tokens of a model's verification."""
+"""Number of tokens in the verification of a model."""
 
 
 class ModuleForward:
@@ -40,8 +40,8 @@ class ModuleForward:
 
     Args:
         states: recurrent states.
-        values: what is computed from the hidden states of sampled tokens.
-        routers: record in the cache the experts that these choose; None: nothing is recorded.
+        values: computes values from the hidden states of sampled tokens.
+        routers: the routers whose chosen experts are recorded in the cache; None: nothing is recorded.
 
     Attributes:
         library: C++ kernels; None: not on a CPU, or there is no compiler.
@@ -148,7 +148,7 @@ class ModuleForward:
 
     @property
     def without_library(self) -> str:
-        """Why there is no `library`."""
+        """Reason why there is no `library`."""
         on_cpu = self.layout.device.type == "cpu"
         return cpu_library.status().described if on_cpu else "the fused forward is for CPUs"
 

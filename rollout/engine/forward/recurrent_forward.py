@@ -1,7 +1,7 @@
 """Batches of one step of a model with recurrent states.
 
-Its layers tell sequences apart by rows only, so the packed positions of a step are split into batches [B, L]: all decodes
-run together, and prefill chunks of equal length together.
+Its layers separate sequences by rows only, so the packed positions of a step are split into batches [B, L]: all decodes form
+a batch, and prefill chunks of equal length form another.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class LengthGroup:
     places: IntArray
     """[K] indices of the step's kept positions that are computed here."""
     row: IntArray
-    """[K] their rows."""
+    """[K] row of each of these positions."""
     column: IntArray
-    """[K] their indices in `columns`."""
+    """[K] index in `columns` of each of these positions."""
 
 
 def length_groups(rows: PagedRows, keep: IntArray) -> Iterator[LengthGroup]:
     """Groups of sequences with equally many positions in this step.
 
     Args:
-        keep: [K] packed positions whose logits are wanted.
+        keep: [K] packed positions whose logits are needed.
     """
     begin, length = rows.offsets[:-1], rows.counts
     member_of = np.searchsorted(begin, keep, side="right") - 1

@@ -1,4 +1,4 @@
-"""Tensors of a scheduled step: token ids and rows into the forward, tokens and log-probs out of its logits."""
+"""Tensors of a scheduled step: builds the inputs of its forward, and samples tokens and log-probs from its logits."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def sample_step(
     *,
     exact: bool,
 ) -> StepTokens:
-    """One token for each sampled row of a step, drawn from its logits [R, V]."""
+    """Draw one token for each sampled row of a step from its logits [R, V]."""
     rows = step.sampled_rows
     params = sampling.select(rows)
     length = table.length[rows]
     short = np.flatnonzero(length < table.min_length[rows])
     banned = [(index, ids[ids >= 0].tolist()) for index in short.tolist() if len(ids := table.stop_ids[rows[index]])]
     allowed = constraints.allowed(rows, table.tokens, table.origin, table.length)
-    # A complete text can only finish, even before `min_tokens`.
+    # The only possible continuation of a complete text is its end, even before `min_tokens`.
     complete = [index for index, ids in banned if allowed and allowed.only(index, ids)]
     banned = [(index, ids) for index, ids in banned if index not in complete]
     histories = None

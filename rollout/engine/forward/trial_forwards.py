@@ -1,6 +1,6 @@
 """Forwards of a model runner outside of requests: they verify a model and measure the memory of a full step.
 
-All blocks and state slots of the pool are free, and zero afterwards.
+All blocks and state slots must be free; they contain zeros afterwards.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rollout.engine.sampling.sampler import token_logprobs
 from rollout.errors import UnsupportedModelError
 
 SAME_ATTENTION = 1e-2
-"""Largest difference between the logits of a replayed step and of the same forward without a replay, relative to the
-largest."""
+"""Largest difference between the logits of a replayed step and of the same forward without a replay, relative to the largest
+logit."""
 FOREIGN_TOKENS = 4096
 """Maximum number of tokens of a verification if parts of the model are not transformers' own."""
 
@@ -41,11 +41,11 @@ def verify_model(runner: ModelRunner, room: int, all_ranks: Callable[[bool], boo
     transformers' own, they may differ only in a long sequence, so a long one is compared too.
 
     Args:
-        room: most tokens of a sequence.
+        room: maximum number of tokens of a sequence.
         all_ranks: whether a condition is true on all ranks that compute a forward together; all of them call it at once.
 
     Raises:
-        UnsupportedModelError: they differ, here or on one of those ranks.
+        UnsupportedModelError: the logits differ, on this rank or on another of these ranks.
     """
     short = min(room, VERIFY_TOKENS)
     _verify(runner, short, [short - short // 2], all_ranks)
@@ -126,7 +126,7 @@ def difference(runner: ModelRunner, tokens: list[int], cuts: Sequence[int], fine
     paged = paged_logits(runner, tokens, *cuts, routes=chunks)
     if len(set(map(len, chunks))) != 1 or not chunks[0]:
         return found
-    # A choice whose k differs between chunks is left as it is.
+    # If k differs between the chunks of a choice, the router's own choice is used.
     joined = [
         torch.cat(each) if len({part.shape[1] for part in each}) == 1 else None for each in zip(*chunks, strict=True)
     ]
@@ -141,7 +141,7 @@ def paged_logits(
     """[V] logits after `tokens`, in chunks that end at `cuts`, in the first blocks and state slot (all free).
 
     Args:
-        routes: gets a list for each chunk, of the experts [L, k] in the order of the choices; None: they are not recorded.
+        routes: gets one list per chunk with the experts [L, k] of each choice, in order; None: routes are not recorded.
     """
     size = runner.table.block_size
     blocks = np.arange(-(-len(tokens) // size), dtype=np.int64)
@@ -226,7 +226,7 @@ class _Replayed(Topk):
 
 
 def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int:
-    """Device memory that a step takes next to weights and pool, measured by `run_prefill`; 0 on a CPU.
+    """Device memory that a step takes in addition to weights and pool, measured by `run_prefill`; 0 on a CPU.
 
     If the device has no memory for `tokens` tokens, fewer are measured.
     """
