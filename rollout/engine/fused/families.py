@@ -70,13 +70,13 @@ class Family:
     """Whether layers of different types have their own rotary tables."""
     scaled_embedding: bool = False
     window: Literal["none", "config", "attention"] = "none"
-    """Owner of a layer's window."""
+    """Object that holds a layer's window."""
     capped_scores: bool = False
     capped_logits: bool = False
     dropouts: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), (), ())
     """Dropouts in decoder, layer, attention and MLP, which do nothing in a rollout."""
     exact: bool = False
-    """Whether exact mode has a training forward for it."""
+    """Whether exact mode has a training forward for this family."""
 
 
 _GPT2 = Names(

@@ -33,7 +33,7 @@ class Bound:
         mixtures: mixtures of experts, in the order of their layers.
 
     Raises:
-        Unfusable, AttributeError: the C++ forward does not compute this model; the message says why.
+        Unfusable, AttributeError: the C++ forward does not compute this model; the message gives the reason.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Bound:
         self._checks.seal()
 
     def reads(self, cache: KVCache) -> bool:
-        """Whether the pools are unmoved and a quick check finds no change of the model."""
+        """Whether the pools have not moved and a quick check finds no change of the model."""
         return self._pools_now(cache) == self._pools and self._checks.hold() and self._buffers_now() == self._buffers
 
     def reach(self, length: int) -> None:

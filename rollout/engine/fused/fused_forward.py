@@ -1,9 +1,9 @@
 """C++ forward of a decoder on a CPU, over the module's own parameters.
 
 It serves models whose layers are exactly known classes of transformers (`families.FAMILIES`) of one dtype, without hooks,
-replaced forwards or quantised layers. PEFT's LoRA layers are part of it, and FSDP2's classes while the weights are whole.
+replaced forwards or quantised layers. It also serves PEFT's LoRA layers, and FSDP2's classes while the weights are whole.
 Everything is checked again whenever the trainer may have modified the module; functions, hooks and numbers also before every
-step. Parameters are never copied, so the next step uses a weight update.
+step. Parameters are never copied, so the next step uses updated weights.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class FusedForward:
 
     @property
     def why_not(self) -> str:
-        """Why the last `ready` was False."""
+        """Reason why the last `ready` returned False."""
         return self._given_up or self._why or bypassed(self._layout.device) or ""
 
     def give_up(self, why: str) -> None:

@@ -32,7 +32,7 @@ class Parts:
         exact: refuse live adapters.
 
     Attributes:
-        epsilons, activations: of all norms and MLPs read so far.
+        epsilons, activations: values of all norms and MLPs read so far.
         ranks: ranks of all adapters, and 0.
     """
 
@@ -46,7 +46,7 @@ class Parts:
         self.ranks = [0]
 
     def norm(self, module: Any) -> Norm:
-        """A norm; its epsilon is added to `epsilons`."""
+        """Read a norm, and add its epsilon to `epsilons`."""
         kind = self._family.norm
         layer_norm = kind is NormKind.LAYER_NORM
         known = type(module) is nn.LayerNorm if layer_norm else is_of(module, f"{self._family.name}RMSNorm")
@@ -82,13 +82,13 @@ class Parts:
             self._checks.plain(dropout)
 
     def linears(self, parent: Any, names: tuple[str, ...], sizes: list[int]) -> list[Linear]:
-        """Projections with `sizes` columns, from one module each or packed in one module."""
+        """Read projections with `sizes` columns, each from its own module or all packed in one module."""
         if len(names) == 1:
             return self.linear(getattr(parent, names[0]), *sizes)
         return [self.linear(getattr(parent, name), size)[0] for name, size in zip(names, sizes, strict=True)]
 
     def linear(self, module: Any, *sizes: int, lora: bool = True) -> list[Linear]:
-        """The projections packed in a module, of `sizes` columns; without sizes, one projection of all columns."""
+        """Read the projections of `sizes` columns that a module packs; without sizes, one projection of all columns."""
         base = base_of(module)
         adapter = Adapter() if base is module else self._adapter(module, lora=lora)
         conv = is_conv(base)
@@ -111,7 +111,7 @@ class Parts:
         return found
 
     def _adapter(self, module: Any, *, lora: bool) -> Adapter:
-        """The active adapter of a LoRA layer; all zeros without one."""
+        """Read the active adapter of a LoRA layer; all zeros without an adapter."""
         self._checks.unhooked(module)
         for name in ("_disable_adapters", "_active_adapter"):
             self._checks.value(module, name)
@@ -137,7 +137,7 @@ class Parts:
         )  # fmt: skip
 
     def experts(self, block: Any) -> Experts:
-        """A mixture's router and experts."""
+        """Read a mixture's router and experts."""
         family, read = self._family, self._checks.value
         beside = ("shared_expert", "shared_expert_gate") if family.shared_expert else ()
         self._checks.plain(block, "gate", "experts", *beside)
@@ -163,7 +163,7 @@ class Parts:
         )  # fmt: skip
 
     def delta_net(self, layer: Any, index: int, states: StatePool) -> tuple[DeltaNet, Linear]:
-        """A GatedDeltaNet of transformers (arXiv 2412.06464), and the projection of its outputs.
+        """Read a GatedDeltaNet of transformers (arXiv 2412.06464), and the projection of its outputs.
 
         Args:
             index: index of the layer in its model.
@@ -254,7 +254,7 @@ class _Tables(NamedTuple):
     frequencies: Tensor
     """A copy of the frequencies that the tables were computed from."""
     key: tuple[float, torch.dtype]
-    """Scaling, and the dtype asked for."""
+    """Scaling, and the requested dtype."""
     cosines: Tensor
     sines: Tensor
 
@@ -273,7 +273,7 @@ def rotary_tables(rotary: Any, dtype: torch.dtype, length: int, layer_type: str 
 
     Args:
         dtype: dtype of the hidden states, and of the tables unless the module keeps them in float32.
-        layer_type: type of the layers that they are for; None: all layers have the same.
+        layer_type: type of the layers that use the tables; None: all layers use the same tables.
     """
     frequencies, scaling = rotary_numbers(rotary, layer_type)
     of_types = _kept.setdefault(rotary, {})
