@@ -73,7 +73,7 @@ class CudaDevice:
         self._pool, self._bytes = None, 0
 
     def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        # Not torch.cuda.graph, which leaves its stream current when a capture cannot be finished.
+        # `torch.cuda.graph` would leave its stream current if a capture cannot be finished.
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()

@@ -49,7 +49,7 @@ WORTHWHILE = 64
 MAX_WASTED = 8
 """Consecutive invalidations before `WORTHWHILE` replays, after which capturing stops."""
 MAX_FAILED = 8
-"""Consecutive failures, other than by lack of memory, after which capturing stops."""
+"""Consecutive failures for other reasons than a lack of memory, after which capturing stops."""
 RETRY_STEPS = 256
 """Decode steps until a failed capture is tried again."""
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class GraphedDecode:
 
     Attributes:
         watched: key of the modules' computation, without the weights; graphs are valid while it stays equal.
-        why_not: why the last capture failed, or why capturing has stopped; empty if neither is so.
+        why_not: reason why the last capture failed or why capturing has stopped; otherwise empty.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class GraphedDecode:
         return self._logits[:count]
 
     def retry(self) -> None:
-        """At a suspend: let the next step capture missing graphs."""
+        """Let the next step capture missing graphs; called at a suspend."""
         self._wait = 0
 
     def release(self) -> None:
@@ -205,10 +205,10 @@ class GraphedDecode:
         return not self._given_up
 
     def _state_for(self, positions: NDArray[np.int64]) -> DecodeState:
-        """The rows on the device, with room for rows at these positions."""
+        """Return the decode state, enlarged if it has no room for rows at these positions."""
         columns, parts = table_columns(int(positions.max()) + 1, self._cache.block_size), num_parts(positions)
         if columns > self._columns or parts > self._parts:
-            # Graphs read the previous state.
+            # The captured graphs read the smaller state.
             self.release()
             if columns > self._columns:
                 self._columns = max(columns, 2 * self._columns)
@@ -252,7 +252,7 @@ class GraphedDecode:
         _log.info("no CUDA graph of a decode step, until another attempt %d steps later: %s", RETRY_STEPS, why)
 
     def _run(self, state: DecodeState, rows: int) -> None:
-        # Earlier casts are of the weights at that time.
+        # Autocast may still hold casts of earlier weights.
         torch.clear_autocast_cache()
         inputs = state.inputs(rows, self._parts)
         keep = torch.arange(rows, device=self._layout.device)
@@ -282,8 +282,8 @@ def _addresses_of(model: nn.Module) -> list[object]:
 
 
 def _least_parts(layout: ModelLayout, rows: int) -> int:
-    """Parts of keys that every graph has room for: as many as fit into `LEAST_WORKSPACE`, or as `rows` of `STATE_LENGTH`
-    have."""
+    """Parts of keys that every graph has room for: as many as fit into `LEAST_WORKSPACE`, or as `rows` rows of
+    `STATE_LENGTH` tokens have."""
     sizes = (call.num_heads * (shape.value_dim + 1) for shape, call in zip(layout.layers, layout.calls, strict=True))
     return min(LEAST_WORKSPACE // (4 * max(sizes)), rows * num_splits(STATE_LENGTH))
 

@@ -52,7 +52,7 @@ class DecodeState:
 
     Args:
         rows: maximum number of rows of a step.
-        columns: of the block tables; a multiple of 16, because Triton compiles another kernel for other strides.
+        columns: columns of the block tables; a multiple of 16, because Triton compiles another kernel for other strides.
 
     Attributes:
         ids, positions: [R] int32, token and rotary position of each row; 0 in padding.
@@ -78,7 +78,7 @@ class DecodeState:
         return self._flat.nbytes
 
     def clear(self) -> None:
-        """Make every row padding, for which nothing is written; the warm-up of a capture runs on it."""
+        """Make every row padding, which writes nothing; the warm-up of a capture runs on this state."""
         self._flat.zero_()
         self.seen.fill_(-1)
 
@@ -101,7 +101,7 @@ class DecodeState:
         self._flat[: len(message)].copy_(staged(message, self._device), non_blocking=True)
 
     def inputs(self, count: int, capacity: int = 0) -> DecodeInputs:
-        """The step's first `count` rows, computed by the first kernels of a graph.
+        """Inputs of the step's first `count` rows, computed by the first kernels of a graph.
 
         Args:
             capacity: see `DecodeParts`.
@@ -145,7 +145,7 @@ class TritonDecode:
     """Attention of a captured step by the Triton kernels.
 
     Args:
-        paged: not shared with other users: graphs keep the addresses of its workspace.
+        paged: kernels with a workspace of their own, whose addresses are fixed in graphs.
     """
 
     def __init__(self, paged: TritonPaged, cache: KVCache) -> None:
@@ -173,7 +173,7 @@ class TritonDecode:
 
     @property
     def nbytes(self) -> int:
-        """Size of the workspace, including outgrown parts."""
+        """Bytes of the workspace, including outgrown buffers."""
         return self._paged.nbytes
 
     def release(self) -> None:
