@@ -67,7 +67,7 @@ class CpuDraw:
             temperature: [R] float32.
             greedy: [R] bool, rows that take their largest score (lowest id on ties).
             keys, positions: [R] int64, each row's random stream and counter (`random_stream.uniforms`).
-            keeping: [R] bool, rows that return the tokens that could be drawn. None: none.
+            keeping: [R] bool, rows that return the tokens that could be drawn. None: no row.
             room: with `keeping`, int32 [R, V], overwritten.
         """
         count, vocabulary = scores.shape

@@ -1,8 +1,8 @@
 """Builds and loads `cpu_kernels.cpp`.
 
-Compiled on first use (about 5 seconds), never at import, and cached under a key of sources, compiler and processor, in the
-user's cache directory, or in the temporary directory if that cannot be written. If several processes need it at the same
-time, one compiles and the others wait. Without a compiler `load` returns None and warns once, and plain torch is used.
+The library is compiled on first use (about 5 seconds), never at import, and cached under a key of sources, compiler and
+processor, in the user's cache directory, or in the temporary directory if that cannot be written. If several processes need
+it at once, one compiles and the others wait. Without a compiler `load` returns None and warns once, and plain torch is used.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 COMPILE_TIMEOUT_S = 600
-"""Takes 5 s, and over two minutes if many other processes use the same cores."""
+"""Limit in seconds. Compiling takes 5 s, or over two minutes if many other processes use the same cores."""
 COMPILERS = ("g++", "c++", "clang++")
-"""Tried in this order unless the environment variable CXX names a compiler."""
+"""Compilers, tried in this order unless the environment variable CXX names one."""
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 CPU_INFO = Path("/proc/cpuinfo")
 """Linux's description of the processor."""
@@ -38,7 +38,7 @@ class Kernels:
     """Outcome of building and loading the kernels.
 
     Attributes:
-        library: None: it cannot be built here.
+        library: the loaded library; None: it cannot be built here.
         described: compiler and file, or why there is no library.
     """
 
@@ -53,7 +53,7 @@ def load() -> ctypes.CDLL | None:
 
 @cache
 def status() -> Kernels:
-    """The library, with its compiler or why it could not be built; built on the first call."""
+    """The library with its compiler, or the reason why it cannot be built; the first call builds it."""
     try:
         return _load()
     except (OSError, RuntimeError, subprocess.SubprocessError) as exc:
@@ -156,7 +156,7 @@ def _built_in(folder: Path, name: str, compiler: _Compiler) -> Path:
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 built = Path(scratch) / "kernels.so"
-                # Above INFO, because with default logging the process would seem to hang.
+                # Default logging hides INFO, and without a message the process would seem to hang.
                 _log.warning(
                     "compiling the CPU kernels for this processor with %s into %s: once per machine, a minute or two",
                     compiler.version, path,

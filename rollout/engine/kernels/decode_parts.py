@@ -1,9 +1,9 @@
-"""Lists of the parts of keys that a decode step computes, made on the device from positions, for all layers at once.
+"""Lists of the parts of keys in a decode step, computed on the device from positions, once for all layers.
 
 The keys of a row are cut into parts of `SPLIT` tokens whatever the batch, so the bits of a row do not depend on its
 neighbours. A launch has enough programs to keep the device busy. They divide the existing parts among themselves, instead of
-one program per possible part. Shapes are fixed and the host never waits for the device, so it can be captured, and positions
-advanced on the device yield new parts.
+one program per possible part. Shapes are fixed and the host never waits for the device, so the lists can be captured in a
+CUDA graph and follow positions that the device advances.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DecodeParts:
         self._lists: dict[int, PartList] = {}
 
     def of(self, *, window: int | None = None) -> PartList:
-        """Parts of the keys that the rows attend to, without those before a window."""
+        """Parts of the keys that the rows attend to; parts before the window are left out."""
         key = window or 0
         if key not in self._lists:
             seen = self.positions + 1

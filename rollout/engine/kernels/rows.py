@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class PagedRows:
-    """R sequences, P positions, packed one sequence after the other; the positions of a sequence are consecutive."""
+    """P positions of R sequences, packed one sequence after the other; the positions of a sequence are consecutive."""
 
     offsets: NDArray[np.int64]
     """[R + 1], offset of each sequence's positions."""
     positions: NDArray[np.int64]
-    """[P], position in its sequence. It attends to positions up to its own, or to `seen`."""
+    """[P], place of each position in its sequence. It attends to positions up to its own, or up to `seen`."""
     tables: NDArray[np.int64]
     """[R, width] block ids, contiguous in memory; entries beyond a sequence's last position are never read."""
     block_size: int
@@ -36,7 +36,7 @@ class PagedRows:
         return self.positions[self.offsets[1:] - 1] + 1
 
     def select(self, entries: NDArray[np.int64]) -> tuple[PagedRows, NDArray[np.int64]]:
-        """Some of the sequences, in ascending order, and [P'] indices of their packed positions."""
+        """Rows of the sequences `entries`, which ascend, and [P'] indices of their packed positions."""
         counts = self.counts[entries]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         chosen = np.repeat(self.offsets[entries] - offsets[:-1], counts) + np.arange(offsets[-1])

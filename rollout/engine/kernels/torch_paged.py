@@ -146,7 +146,7 @@ def _tile(rows: PagedRows, members: slice, ends: NDArray[np.int64], device: torc
 
 
 def _attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, tile: _Tile, rules: Rules) -> Tensor:
-    """[B*T, H, Dv] of one tile."""
+    """Attention output [B*T, H, Dv] of one tile."""
     softcap, sinks = rules.get("softcap"), rules.get("sinks")
     batch, length, kv_heads = tile.positions.shape[0], tile.positions.shape[2], key_cache.shape[2]
     groups = query.shape[1] // kv_heads

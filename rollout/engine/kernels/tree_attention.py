@@ -4,7 +4,7 @@ A tree's tokens are in depth-first order; query q attends to key k iff k <= q < 
 positions[k] < window. If images of the tree attend in both directions, the rule is k <= lasts[q] instead of k <= q, where
 lasts[q] is the last token of q's image, or q itself outside of images. The C++ does not support these.
 
-Queries may be of the last tokens only: the first of them is token L - S, a multiple of `ALIGNMENT`.
+The queries may cover the last tokens only; the first query is then token L - S, a multiple of `ALIGNMENT`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Scores:
     """Whether this layer is causal even within images."""
 
     def lasts(self, tree: Tensor) -> Tensor | None:
-        """int32 [L] last token that each attends to. None: itself."""
+        """int32 [L] last token that each token attends to. None: itself."""
         return None if self.causal or tree.shape[2] == 2 else tree[0, 0, 2]
 
 
@@ -124,7 +124,7 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor,
 
 
 _MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Masks of every live tree, by window and whether they are causal: made once for all layers and passes."""
+"""Masks of every tree in use, by window and causality; they are made once for all layers and passes."""
 
 
 def block_mask(tree: Tensor, window: int | None, causal: bool = True, start: int = 0) -> BlockMask:
@@ -217,7 +217,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class _CpuTreeAttention(torch.autograd.Function):
-    """Saves the inputs, the output and a log-sum-exp per row and head."""
+    """Autograd function that saves the inputs, the output and a log-sum-exp per row and head."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:

@@ -25,8 +25,8 @@ class TritonPagedAttention:
 
     Args:
         paged: the kernels.
-        rows: the step's positions; the leading ones of one position each are *decoding*, the others are chunks.
-        device: of the cache.
+        rows: the step's positions; leading sequences of one position each are *decoding*, the others are chunks.
+        device: device of the cache.
         fallback: handles inputs that the kernels do not support (`serves`).
     """
 
@@ -50,7 +50,7 @@ class TritonPagedAttention:
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]) -> Tensor:
         if query.dtype != key_cache.dtype:
-            # The engine was not built under the current autocast.
+            # The engine was built under another autocast, so the query does not have the dtype of the cache.
             return self(query.to(key_cache.dtype), key_cache, value_cache, **rules).to(query.dtype)
         if not self._causal or not serves(query, key_cache, value_cache):
             return self._fallback(query, key_cache, value_cache, **rules)
@@ -74,7 +74,7 @@ def table_columns(tokens: int, block_size: int) -> int:
 
 
 def num_parts(positions: NDArray[np.int64]) -> int:
-    """Parts of the keys of rows at these positions."""
+    """Number of parts into which the keys of rows at these positions are cut."""
     return int((positions // decode_parts.SPLIT + 1).sum())
 
 

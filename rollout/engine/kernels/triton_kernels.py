@@ -1,7 +1,7 @@
 """Device code of paged attention, in Triton's language: attention by chunks and by parts, `merge` and the cache write.
 
 K and V are read where they are: position j of a sequence is slot j % block_size of block table[j // block_size]. Strides
-count elements. `constexpr` arguments are compiled in. Imported by `triton_paged`, and only once Triton is needed.
+count elements. `constexpr` arguments are compiled in. `triton_paged` imports this module once Triton is needed.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _tile(
     divisor = tl.where(total == 0.0, 1.0, total)
     sums = sums / divisor[:, None]
     if parted:
-        # `merge` uses natural logarithms: the binary one times ln 2.
+        # `merge` uses natural logarithms: ln(x) = log2(x) * ln(2).
         tl.store(lse + target, (peak + tl.log2(divisor)) * 0.6931471805599453, mask=live)
     tl.store(
         out + target[:, None] * value_dim + value_dims[None, :],
@@ -152,7 +152,7 @@ def attend_chunks(
     """Up to `tokens` queries of one chunk, over all keys; one KV head. Grid: tiles x KV heads; surplus tiles do nothing."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    # The chunk of this tile: the last one whose tiles begin at or before it (see `TritonPaged.prefill`).
+    # This tile belongs to the last chunk whose tiles begin at or before it (see `TritonPaged.prefill`).
     row = tile * 0
     behind = row + num_rows
     while behind - row > 1:

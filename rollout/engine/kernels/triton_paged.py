@@ -30,8 +30,8 @@ from rollout.engine.kernels.torch_paged import Rules
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 MIN_HEAD_DIM, MAX_HEAD_DIM, MAX_GROUP = 16, 512, 64
 PROGRAMS = 32
-"""Programs of a decode launch per processor: a multiple of the number that run at a time, so that none waits for another's
-last program, and few enough that idle ones start cheaply."""
+"""Programs of a decode launch per processor: a multiple of the number that run at a time, so that no processor waits for
+another's last program, and few enough that idle programs start cheaply."""
 _MERGED_AT_ONCE = 8
 _LOG2_E = math.log2(math.e)
 _log = logging.getLogger(__name__)
@@ -252,7 +252,7 @@ def _kernels(device: torch.device) -> _Kernels | None:
     try:
         jit = import_module("triton").jit
         device_code = import_module("rollout.engine.kernels.triton_kernels")
-        # Not specialised on numbers that change between steps, which would compile a second kernel for multiples of 16.
+        # If numbers that change between steps were specialised, Triton would compile a second kernel for multiples of 16.
         kernels = _Kernels(
             jit(device_code.attend_chunks, do_not_specialize=("num_rows",)),
             jit(device_code.attend_parts, do_not_specialize=("num_owners", "capacity")),

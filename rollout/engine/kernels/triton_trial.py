@@ -1,7 +1,7 @@
 """Trial run of the Triton kernels in the dtype and head sizes of a model, compared with plain torch.
 
 A kernel is compiled when it is first launched, for one dtype and shape: shared memory may be too small for it, or the
-compiler may not know the dtype on this device. If that is found here, plain torch is used; in a step, requests would fail.
+compiler may not know the dtype on this device. If the trial fails, plain torch is used; in a step, requests would fail.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Heads:
 def tried_out(
     paged: TritonPaged, kinds: Iterable[Heads], dtype: torch.dtype, block_size: int, device: torch.device
 ) -> TritonPaged | None:
-    """The kernels if they work for all `kinds`; else None, and a warning says why."""
+    """The kernels if they work for all `kinds`; else None, and a warning gives the reason."""
     for heads in kinds:
         try:
             error = _error(paged, heads, dtype, block_size, device)
@@ -75,7 +75,7 @@ def _error(paged: TritonPaged, heads: Heads, dtype: torch.dtype, block_size: int
     slots = torch.from_numpy(whole.slots).to(device)
     paged.write(keys, values, pool[0], pool[1], slots)
     write_slots(keys, values, exact[0], exact[1], slots)
-    # In float64, because products of float32 follow the user's TF32 setting.
+    # The reference uses float64, because products of float32 follow the user's TF32 setting.
     query, plain = drawn(len(last), heads.heads, heads.dim), TorchPagedAttention(rows, device)
     found = TritonPagedAttention(paged, rows, device, plain)(query, *pool, scaling=heads.dim**-0.5)
     expected = plain(query.double(), *exact, scaling=heads.dim**-0.5)
