@@ -115,7 +115,7 @@ class CudaVirtualMemory:
         self._call("cuMemRelease", handle)
 
     def free(self, address: int, size: int) -> None:
-        """Return reserved addresses, none of which is mapped."""
+        """Release reserved addresses, none of which may be mapped."""
         self._call("cuMemAddressFree", address, size)
 
     def settle(self) -> None:
@@ -148,11 +148,11 @@ class Arena:
     def __init__(self, memory: CudaVirtualMemory) -> None:
         self._memory = memory
         self._ranges: list[_Range] = []
-        # Not at exit: the process returns everything, and the driver may have been shut down.
+        # It does not run at exit: the process returns all memory, and the driver may have been shut down.
         weakref.finalize(self, _free_all, memory, self._ranges).atexit = False
 
     def allocate(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """Zeros of each of these sizes, at the addresses of its predecessor unless it is larger.
+        """Allocate zeros of each of these sizes, at the addresses of the previous tensor unless the new one is larger.
 
         Raises:
             torch.OutOfMemoryError: the device lacks the memory; nothing is mapped.
@@ -193,7 +193,7 @@ class _Range:
         self._address = self._reserved = self.mapped = self._handle = 0
 
     def map(self, used: int) -> Tensor:
-        """[used] bytes at the first addresses; none of them may be mapped yet."""
+        """Map memory to the range and return its first [used] bytes; no address of it may be mapped yet."""
         unit = self._memory.granularity
         size = -(-max(used, 1) // unit) * unit
         if size > self._reserved:
@@ -222,7 +222,7 @@ class _Range:
 
 
 def tensor_at(address: int, size: int, device: torch.device) -> Tensor:
-    """[size] uint8 at an address of `device`, which it does not own."""
+    """Tensor [size] uint8 at an address of `device`; the tensor does not own the memory."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)
     # A tensor created in inference mode could not be written outside it.
     with torch.inference_mode(False):
@@ -240,7 +240,7 @@ def pool_memory(device: torch.device, *, virtual: bool) -> PoolMemory:
             return PoolMemory(arena.allocate, arena.release)
         except (OSError, AttributeError, RuntimeError) as exc:
             _log.warning("memory on %s comes from torch's allocator: %s: %s", device, type(exc).__name__, exc)
-    # The trainer would fragment cached memory.
+    # Memory that stays cached would be fragmented by the trainer.
     return PoolMemory(release=torch.cuda.empty_cache)
 
 

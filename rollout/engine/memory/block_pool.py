@@ -1,7 +1,7 @@
 """Memory of equal blocks on a device, and host memory next to it.
 
-Part-major: the blocks of one part (K of one layer, a state of one layer) are contiguous, because gathering contiguous rows
-is many times faster than strided ones (13 times, for 8 kB rows on a CPU).
+The layout is part-major: the blocks of one part (K of one layer, a state of one layer) are contiguous, because gathering
+contiguous rows is many times faster than strided ones (13 times, for 8 kB rows on a CPU).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Allocate = Callable[[Sequence[int], torch.dtype, torch.device], list[Tensor]]
 
 
 def zeros(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Zeros of each of these sizes: a masked position has weight 0, and 0 x NaN of uninitialised memory would be NaN.
+    """Allocate zeros of each size. A masked position has weight 0, and 0 x NaN from uninitialised memory would be NaN.
 
     On a CPU the pages are only mapped when first written.
     """
@@ -42,7 +42,7 @@ def _nothing() -> None: ...
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Source of one pool's device memory, and how it is returned."""
+    """Functions that allocate and return one pool's device memory."""
 
     allocate: Allocate = zeros
     release: Callable[[], object] = _nothing
@@ -90,7 +90,7 @@ class BlockPool:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes on the host: of the pool, kept for the next suspend, and of the slots for evicted blocks."""
+        """Bytes on the host: the pool's copy, kept for the next suspend, and the slots for evicted blocks."""
         return self._host.nbytes + self._tier.nbytes
 
     @property
@@ -132,7 +132,7 @@ class BlockPool:
         self._tier.grow(num_blocks, num_blocks)
 
     def release_host_blocks(self) -> None:
-        """Free the slots on the host with their content, after `drop`."""
+        """Free the slots on the host and their content; call `drop` first."""
         self._tier = self._host_blocks()
 
     def _host_blocks(self) -> HostBlocks:

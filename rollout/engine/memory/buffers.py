@@ -14,7 +14,7 @@ from torch import Tensor
 BLOCK = 128
 """Vocabulary entries per block of the two-level search in a draw: first the block, then the token."""
 ALIGNMENT = 64
-"""Bytes. Triton compiles a kernel separately for addresses that are not a multiple of 16; packed arrays avoid those."""
+"""Alignment of packed arrays, in bytes. Triton compiles a second kernel for addresses that are not a multiple of 16."""
 
 
 _OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED")
@@ -45,7 +45,7 @@ class Scratch:
     """Named buffers reused across steps, for one thread.
 
     On a CPU, freshly mapped memory costs several times the arithmetic done in it. On other devices the caching allocator
-    does the reuse, and every call returns a new tensor.
+    reuses memory, and every call returns a new tensor.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ def upload_together(arrays: Sequence[NDArray[np.generic]], device: torch.device)
 
 
 def download_together(ids: Tensor, values: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Integers [R], below 2^31, and float32 numbers [R] on one device, as arrays; the host waits for a single copy."""
+    """Copy integers [R], below 2^31, and float32 numbers [R] to arrays on the host, which waits for a single copy."""
     if ids.device.type == "cpu":
         return ids.numpy(), values.numpy()
     found = torch.stack((ids.to(torch.int32), values.view(torch.int32))).cpu().numpy()

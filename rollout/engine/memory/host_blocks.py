@@ -38,7 +38,7 @@ class HostBlocks:
 
     Args:
         widths: elements of one block in each part.
-        pinned: for asynchronous copies to and from a CUDA device.
+        pinned: whether to pin the memory, for asynchronous copies to and from a CUDA device.
         stage: allocates a flat tensor of n elements on the device; raises `torch.OutOfMemoryError` when it cannot.
         copies: the stream of the transfers. `HostStream`: blocks are in host memory too, and copied at once.
         limit: bytes of a staging buffer, at least those of one block.
@@ -63,7 +63,7 @@ class HostBlocks:
         self._copies = copies
         self._rows = max(1, limit // self._block_bytes)
         self._chunks: list[Tensor] = []
-        """[slots, width] each."""
+        """Chunks [slots, width]."""
         self._leaving: tuple[Tensor, Any] | None = None
         """A staging buffer that is still being read, and the event after which it is free."""
 
@@ -151,7 +151,7 @@ class HostBlocks:
         self._leaving = None
 
     def read(self, slots: Slots, part: int) -> Tensor:
-        """[n, width] of one part in these slots, copied."""
+        """Copy [n, width] of one part in these slots."""
         begin = sum(self._widths[:part])
         empty = torch.empty(0, self._widths[part], dtype=self._dtype, device="cpu")
         return torch.cat([empty, *(rows[:, begin : begin + self._widths[part]] for rows in self._views(slots))])
@@ -166,7 +166,7 @@ class HostBlocks:
             raise
 
     def _staged(self, compute: Stream, blocks: Tensor, slots: Slots) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
-        """Blocks, views of their slots and a staging buffer [n, width], as many at a time as the buffer holds."""
+        """Yield blocks, views of their slots and a staging buffer [n, width], as many at a time as the buffer holds."""
         begin, most = 0, self._rows
         while begin < len(slots):
             self.release(compute)

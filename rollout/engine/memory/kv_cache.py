@@ -1,6 +1,6 @@
 """Paged KV cache: a pool whose blocks hold K and V of some token slots for every layer.
 
-Recorded expert routes are one more part of every block: whatever copies, saves or shares a block carries them.
+Recorded expert routes are one more part of every block, so they are copied, saved and shared with the block.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class KVCache(BlockPool):
     Args:
         layers: KV shape per attention layer.
         memory: see `BlockPool`.
-        routes: keep expert routes of this shape next to K and V; None: none.
+        routes: shape of the expert routes kept next to K and V; None: no routes.
 
     Attributes:
         addresses: addresses of K and V of each layer, K first, fixed in captured graphs; empty without a pool.
@@ -83,7 +83,7 @@ class KVCache(BlockPool):
 
     @property
     def route_bytes(self) -> int:
-        """Bytes of `block_bytes` that are expert routes."""
+        """Bytes of expert routes in a block; part of `block_bytes`."""
         return 0 if self.routes is None else self.routes.block_bytes(self.block_size, self.dtype)
 
     @property
