@@ -57,7 +57,7 @@ class LoraLayer:
     scaling: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., out] of x [..., in], in the dtype that PEFT computes in."""
+        """Update [..., out] for x [..., in], in the dtype that PEFT computes in."""
         down, up = self.down.to(x.device), self.up.to(x.device)
         return linear(linear(x.to(down.dtype), down), up) * self.scaling
 
@@ -114,7 +114,7 @@ def _check_kind(config: Any) -> None:
     if config.get("bias", "none") != "none":
         named["bias"] = config["bias"]
     if config.get("init_lora_weights") not in _PLAIN_INITS:
-        # It has changed the base weights; PEFT converts it (path_initial_model_for_weight_conversion).
+        # It has changed the base weights. PEFT can convert it (path_initial_model_for_weight_conversion).
         named["init_lora_weights"] = config["init_lora_weights"]
     if named:
         shown = ", ".join(f"{name}={value!r}" for name, value in named.items())
@@ -159,7 +159,7 @@ IntArray = NDArray[np.int64]
 Names = Sequence[str | None]
 """Adapter of each sequence of a step; None: the sequence has none."""
 Forward = Callable[[IntArray, PagedRows, IntArray], Tensor]
-"""Logits [len(keep), V] of (ids, rows, keep), as `ModelRunner.forward` takes them."""
+"""Function of (ids, rows, keep), as in `ModelRunner.forward`, that returns logits [len(keep), V]."""
 _Part = tuple[LoraLayer, Tensor | None]
 """An update, and the positions that it applies to; None: all."""
 
@@ -198,7 +198,7 @@ class LoraAdapters:
         return len(self._loaded[name].layers)
 
     def check(self, name: str | None) -> None:
-        """Raises: InvalidRequestError: there is no such adapter."""
+        """Raise `InvalidRequestError` if no adapter of this name is loaded."""
         if name is not None and name not in self._loaded:
             there = ", ".join(map(repr, self._loaded)) or "none"
             raise InvalidRequestError(
@@ -213,7 +213,7 @@ class LoraAdapters:
             self._of_row.pop(row, None)
 
     def of(self, rows: NDArray[np.int32]) -> Names | None:
-        """[R] adapter of each row; None: none has one."""
+        """[R] adapter of each row; None: no row has one."""
         if not self._of_row:
             return None
         named = [self._of_row.get(row) for row in rows.tolist()]
@@ -225,8 +225,8 @@ class LoraAdapters:
         """Logits [len(keep), V] of sequences with and without adapters, at packed positions `keep`.
 
         Args:
-            plain: forward of sequences without one.
-            adapted: the module's own forward, for the others: of ids [1, P] to logits [1, len(keep), V].
+            plain: forward of sequences without an adapter.
+            adapted: the module's own forward for the other sequences, from ids [1, P] to logits [1, len(keep), V].
         """
         parts: list[Tensor] = []
         places: list[IntArray] = []

@@ -28,7 +28,7 @@ from rollout.threads.interrupts import interruptible, uninterrupted
 IMPLEMENTATION = "rollout_paged"
 BATCH_ARGUMENT = "rollout_batch"
 TREE_PREFIX = "rollout_tree_"
-"""If tree attention is attached to a model, prefix of its own implementation's name."""
+"""Prefix of the name of a model's attention implementation while tree attention is attached to the model."""
 SINKS = "s_aux"
 """Argument by which layers pass their attention sinks, [H]."""
 
@@ -44,7 +44,7 @@ def is_rollout_forward() -> bool:
 
 
 def refuse_inside_forward() -> None:
-    """Raises: EngineStateError: this thread is inside a forward of an engine, where no request can run."""
+    """Raise `EngineStateError` if this thread is inside a forward of an engine, where no request can run."""
     if is_rollout_forward():
         raise EngineStateError(
             "generate or score inside a forward of the model (a forward hook?), in the middle of a step: keep in the hook "
@@ -186,7 +186,7 @@ class Installation:
 
     @property
     def active(self) -> bool:
-        """Whether the block was entered."""
+        """Whether the `with` block is open."""
         return self._depth > 0
 
     def __enter__(self) -> None:
@@ -209,7 +209,7 @@ class Installation:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Context manager without gradients, under the engine's autocast; for this thread."""
+        """Context manager that disables gradients and applies the engine's autocast, on this thread."""
         with self, torch.no_grad():
             if self._autocast is None:
                 yield
@@ -292,7 +292,7 @@ def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Context manager in which the modules do not behave as in training."""
     # In eval mode bitsandbytes permanently repacks 4-bit weights for some CPUs, and a packed layer has no gradient.
     training = [module for module in modules if module.training and type(module).__name__ != "Linear4bit"]
-    # Takes a tenth of the time of `nn.Module.__setattr__`, in every forward.
+    # Every forward does this, and `nn.Module.__setattr__` would take ten times as long.
     flags = [vars(module) for module in training]
     for each in flags:
         each["training"] = False

@@ -54,7 +54,7 @@ def window_of(function: MaskFunction, length: int, device: torch.device) -> int 
         device: device of tensors that the function may hold.
 
     Raises:
-        OtherMask: it is not a window; the message shows the first position that differs from one.
+        OtherMask: the mask is not a window; the message shows the first position that differs from a window.
     """
     positions = torch.arange(length, device=device)
     window = int(_seen(function, positions[-1], positions).sum())

@@ -59,7 +59,7 @@ class ModelLayout:
 
     layers: tuple[LayerShape, ...]
     calls: tuple[AttentionCall, ...]
-    """One per layer, like `layers`."""
+    """Attention of each layer, in the order of `layers`."""
     layer_of: dict[nn.Module, int]
     mask_windows: dict[nn.Module, int | None]
     """Window of the mask, for layers that pass another window or none."""
@@ -70,7 +70,7 @@ class ModelLayout:
     vocab_size: int
     max_position_embeddings: int | None
     described: str
-    """Architecture in words, to tell checkpoints of different models apart."""
+    """Description of the architecture, which distinguishes checkpoints of different models."""
     states: tuple[StateShape, ...] = ()
     """States of recurrent and convolutional layers."""
     cache_argument: str = "past_key_values"
@@ -125,7 +125,7 @@ class Examined(NamedTuple):
     layout: ModelLayout | None
     present: list[str]
     missing: list[str]
-    """One line each, with its cure."""
+    """Missing requirements, one line each, with the cure."""
     cause: BaseException | None = None
     """Exception that the model raised."""
 
@@ -392,7 +392,7 @@ def _arguments_unknown(names: Mapping[nn.Module, str], calls: Iterable[_Call]) -
 def _windowed(
     names: Mapping[nn.Module, str], calls: Sequence[_Call], length: int, device: torch.device, wrong: list[str]
 ) -> list[AttentionCall]:
-    """The calls with the windows of their masks; without a mask, with the window that the layer passes."""
+    """Give each call the window of its mask or, without a mask, the window that the layer passes."""
     known: dict[MaskFunction, int | None] = {}
     windowed = []
     for each in calls:

@@ -151,13 +151,13 @@ def address(module: nn.Module, name: str, dtype: torch.dtype) -> int:
 
 
 def is_of(module: Any, name: str, package: str = "transformers.models.") -> bool:
-    """Whether a module's class is the one of that name in a package."""
+    """Whether a module's class has this name and comes from this package."""
     kind = _kind(module)
     return kind.__name__ == name and kind.__module__.startswith(package)
 
 
 def only_marks(hook: Any) -> bool:
-    """Whether a hook is the one of `gradient_checkpointing_enable`, which sets `requires_grad` of the embedding's output."""
+    """Whether a hook comes from `gradient_checkpointing_enable`, which sets `requires_grad` of the embedding's output."""
     home, name = str(getattr(hook, "__module__", "")), getattr(hook, "__name__", "")
     return home.startswith(("transformers.", "peft.")) and name in (
         "make_inputs_require_grads",
@@ -166,7 +166,7 @@ def only_marks(hook: Any) -> bool:
 
 
 def bypassed(device: torch.device) -> str | None:
-    """Something that currently affects every module on `device` and that a fused forward would bypass; None: nothing."""
+    """Message about a global setting that a fused forward on `device` would bypass; None: there is no such setting."""
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     if has_global_hooks():
@@ -182,7 +182,7 @@ def _torch_mode_active() -> bool:
 
 
 def foreign_part(model: nn.Module, attention_layers: Iterable[nn.Module]) -> str | None:
-    """A part that affects which positions attend to which, and how, and is not transformers' own; None: there is none.
+    """Name of a part that is not transformers' own and affects which positions attend to which, or how; None: no such part.
 
     Such parts are attention functions, the forwards of attention layers and of modules around them, and the forwards of
     modules without parameters, as a rotary embedding is. Projections, norms and experts process each position alone.
@@ -220,7 +220,7 @@ def names_in(code: CodeType) -> tuple[str, ...]:
 
 
 def _kind(module: Any) -> type:
-    # FSDP2 derives its own class from the wrapped one.
+    # FSDP2 derives its own class from the wrapped class.
     kind = type(module)
     return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)]
 
@@ -233,7 +233,7 @@ def _only_gathers(hook: Any) -> bool:
     if not ours:
         return False
     policy: Any = owner._mp_policy  # type: ignore[union-attr]
-    # Outputs of parameters of that dtype already have it (accelerate sets both).
+    # With parameters of that dtype, the outputs already have it (accelerate sets both).
     return policy.output_dtype in (None, policy.param_dtype)
 
 

@@ -18,7 +18,7 @@ WITHOUT_STATE = ("mlp", "moe")
 
 @dataclass(frozen=True)
 class RecurrentLayers:
-    """Layers of one model, by index, as in transformers' own table of layer types. True if some keep a state."""
+    """Layers of one model, by index, as in transformers' table of layer types. `bool()`: some keep a state."""
 
     stateful: frozenset[int]
     """Layers that keep a recurrent or convolutional state."""

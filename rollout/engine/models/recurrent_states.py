@@ -1,7 +1,7 @@
 """Recurrent and convolutional states of a model through transformers' cache protocol.
 
 A layer that keeps a state per sequence gets it from the forward's cache (`get_conv_state`, `get_recurrent_state`) and
-returns the next one, or changes it in place. `StateRows` answers with rows of the engine's state pool. A sequence without
+returns the next one, or changes it in place. `StateRows` returns rows of the engine's state pool. A sequence without
 tokens has a state of zeros, so every forward continues one. K and V of attention layers pass through to the paged attention.
 """
 
@@ -60,7 +60,7 @@ class ProbedStates(_NoKV):
 
     @property
     def shapes(self) -> tuple[StateShape, ...]:
-        """One per state, in the order of the layers."""
+        """Shape of each state, in the order of the layers."""
         return tuple(self._found.values())
 
     def update_conv_state(
@@ -83,7 +83,7 @@ class StateRows(_NoKV):
     """States of the B sequences of one forward; call `flush` after it.
 
     Args:
-        slots: [B] their slots in the pool, all different.
+        slots: [B] slot of each sequence in the pool, all different.
     """
 
     def __init__(self, pool: StatePool, slots: NDArray[np.int32]) -> None:

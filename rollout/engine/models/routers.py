@@ -45,7 +45,7 @@ class Routers:
 
 
 def chosen_experts(router: nn.Module, output: Any, top_k: int) -> Tensor:
-    """[P, k] in the output of a router.
+    """Chosen experts [P, k] in the output of a router.
 
     Raises:
         UnsupportedModelError: the output is not (logits, weights, indices).
@@ -63,7 +63,7 @@ def routers_of(model: nn.Module) -> Routers:
     """The routers of `model`, which may be wrapped.
 
     Raises:
-        UnsupportedModelError: it has none, or routers of unknown form; names them.
+        UnsupportedModelError: the model has no routers, or routers of an unknown form, which the message names.
     """
     name, kinds = type(model).__name__, tuple(_router_classes(model.modules()))
     found = [module for module in model.modules() if kinds and isinstance(module, kinds)]
@@ -95,7 +95,7 @@ def _router_classes(modules: Iterable[nn.Module]) -> Iterator[type]:
 
 
 class Topk(TorchFunctionMode):
-    """Replaces the choices of routers, which are calls of `topk`, with the live scores.
+    """Replaces the indices that routers choose by `topk`, and returns them with the live scores.
 
     Args:
         choose: returns the indices to use, given the scores and the live indices; None: the live indices.
@@ -121,7 +121,7 @@ class ChosenExperts(Topk):
         experts: int64 [P, k]; a row of negatives leaves the choice of that position to the router.
 
     Attributes:
-        answered: number of choices answered.
+        answered: number of choices replaced so far.
     """
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
