@@ -59,7 +59,7 @@ class RotaryGridFamily(GridFamily):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.core = module_with(model, "get_rope_index")
-        # Without them, a model that takes them silently assumes one second per frame.
+        # Without these seconds, a model that takes them silently assumes one second per frame.
         if SECONDS in inspect.signature(self.core.get_rope_index).parameters:
             self.videos = (*self.videos, SECONDS)
 
@@ -79,7 +79,7 @@ class RotaryGridFamily(GridFamily):
     def positions(self, tokens: Tensor, kinds: Tensor, images: ImageInputs) -> Tensor:
         named = ("image_grid_thw", "video_grid_thw", SECONDS)
         given = {name: images.tensors[name].cpu() for name in named if name in images.tensors}
-        # A video may extend further in time than the text after it, so the model is asked for the next token's position.
+        # A video may extend further in time than the text after it, so the model computes the next token's position too.
         tokens, kinds = pad(tokens[None], (0, 1)), pad(kinds[None].int(), (0, 1))
         try:
             found: Tensor = self.core.get_rope_index(tokens, mm_token_type_ids=kinds, **given)[0]
@@ -124,7 +124,7 @@ class TileFamily(Family):
         vision = self.config.vision_config
         count = int((vision.image_size // vision.patch_size) ** 2 / self.config.scale_factor**2)
         for index, tile in enumerate(pixels):
-            # Processors pad a batch with tiles of zeros, which the model leaves out.
+            # Processors pad a batch with tiles of zeros, which the model skips.
             if tile.any():
                 yield {PIXELS: tile} | ({} if mask is None else {"pixel_attention_mask": mask[index]}), count
 

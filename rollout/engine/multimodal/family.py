@@ -21,7 +21,7 @@ from rollout.requests.images import PIXELS, ImageInputs, digest_of
 
 VIDEO_PIXELS = "pixel_values_videos"
 Cut = tuple[dict[str, Tensor], int]
-"""The tower's arguments for an item, and the number of its embeddings."""
+"""The tower's arguments for an item, and the number of embeddings of the item."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +43,8 @@ class StepImages:
     """Changes that the images of a step's sequences make in its forward; P packed positions.
 
     Attributes:
-        index: [I] packed positions of the image embeddings. embeddings: [I, hidden]; then those added behind the first
-            decoder layers, if any. Empty: no position has one.
+        index: [I] packed positions of the image embeddings. embeddings: [I, hidden], then the embeddings added after the
+            first decoder layers, if any. Empty: there are no embeddings.
         positions: [P], or [4, P] (place in the sequence, time, height, width) where the last three differ.
         seen: [P] last position that each attends to; None: its own.
     """
@@ -60,7 +60,7 @@ class StepImages:
         return not len(self.index) and self.positions.ndim == 1 and self.seen is None
 
     def part(self, chosen: NDArray[np.int64]) -> StepImages:
-        """The same for a forward of some of the step's positions.
+        """Select the changes for a forward of some of the step's positions.
 
         Args:
             chosen: packed positions, in the order of that forward.
@@ -93,7 +93,7 @@ class Family(ABC):
     bidirectional: bool = False
     """Whether the positions of an image attend to each other in both directions."""
     bidirectional_in_windows: ClassVar[bool] = False
-    """Whether they do so only in layers with a sliding window."""
+    """Whether an image attends in both directions only in layers with a sliding window."""
     tiled: ClassVar[bool] = False
     """Whether tensors have a batch dimension before the dimension of the tiles."""
 

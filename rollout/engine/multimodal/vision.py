@@ -22,14 +22,14 @@ from rollout.requests.images import ImageInputs
 Embeddings = list[Tensor]
 Encode = Callable[[ImageItem], Embeddings]
 VIDEO = 2
-"""Kind of a video's placeholder in the models' token types; 1: an image's."""
+"""Token type of a video's placeholder in the models; an image's placeholder has type 1."""
 
 
 class EncodingError(Exception):
     """The vision tower has raised its `__cause__`.
 
     Attributes:
-        request_id: whose image it was.
+        request_id: id of the request with the image.
     """
 
     def __init__(self, request_id: int) -> None:
@@ -85,9 +85,9 @@ class Vision:
     """Images of one model.
 
     Args:
-        cache_bytes: bytes of the embeddings that are kept.
+        cache_bytes: maximum bytes of kept embeddings.
         longest_run: maximum positions that a step can compute at once.
-        together: encodes an item by the given function while the other members of a tensor-parallel group do so too.
+        together: encodes an item by the given function while the other members of a tensor-parallel group do the same.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Vision:
     # --- admission ----------------------------------------------------------------------------------------------
 
     def read(self, tokens: Sequence[int], images: ImageInputs | None) -> PromptImages:
-        """The images of a prompt.
+        """Read the images of a prompt.
 
         Args:
             tokens: the original prompt, without sampled tokens.
@@ -261,7 +261,7 @@ class Vision:
 
     @contextmanager
     def inputs(self, tokens: Tensor, images: StepImages) -> Iterator[dict[str, Tensor]]:
-        """The model's inputs instead of `input_ids`, for one forward.
+        """Build the inputs that replace `input_ids` in one forward of the model.
 
         Args:
             tokens: int64 [B, L]; below 0 where an image's embedding goes.
@@ -284,7 +284,7 @@ class Vision:
         def deepen(module: nn.Module, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return args, arguments | {"visual_pos_masks": mask.view_as(tokens), "deepstack_visual_embeds": deeper}
 
-        # The model's forward has no argument for these, but its decoder has.
+        # The decoder has an argument for these embeddings, and the model's forward has none.
         handle = self.family.core.language_model.register_forward_pre_hook(deepen, with_kwargs=True)
         try:
             yield inputs
