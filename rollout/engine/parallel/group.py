@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from rollout.errors import ConfigError, DeadlineError, EngineDeadError
 
 HEADER_BYTES = 4096
-"""Size of a message's first broadcast; a longer message has a second one."""
+"""Size of a message's first broadcast; a longer message has a second broadcast."""
 _LENGTH_BYTES = 8
 IDLE_TIMEOUTS = 2.0
 """Longest silence of the channel, in control timeouts."""
@@ -87,7 +87,7 @@ class TensorParallelGroup:
             self._broadcast(_bytes(message[room:]))
 
     def receive(self) -> bytes:
-        """The next message of the first rank.
+        """Wait for the next message of the first rank, and return it.
 
         Raises:
             EngineDeadError: the first rank is lost, or was silent for too long.
@@ -112,7 +112,7 @@ class TensorParallelGroup:
         """Raise if a setting differs between members; every member calls it.
 
         Raises:
-            ConfigError: names the ranks that differ from the first.
+            ConfigError: the setting differs; the message names the ranks that differ from the first.
         """
         mine = torch.tensor([zlib.crc32(value.encode())], dtype=torch.int64, device="cpu")
         told = [torch.empty_like(mine) for _ in self.ranks]
@@ -124,7 +124,7 @@ class TensorParallelGroup:
             )
 
     def refuse_when_lost(self) -> None:
-        """Raises: EngineDeadError: the group has been lost."""
+        """Raise `EngineDeadError` if the group has been lost."""
         if self._lost is not None:
             raise EngineDeadError(self._lost)
 

@@ -76,7 +76,7 @@ class Together:
     """How a step's forward involves other ranks. This implementation involves none."""
 
     def refuse_alone(self) -> None:
-        """Raises: EngineStateError, EngineDeadError: the other ranks do not compute now, or the group has been lost."""
+        """Raise `EngineStateError` if the other ranks do not compute now, `EngineDeadError` if the group has been lost."""
 
     def run(self, work: ForwardWork, compute: Callable[[ForwardWork], Tensor]) -> Tensor:
         """Compute one forward.
@@ -134,7 +134,7 @@ class Leader(Together):
             )
 
     def beat(self) -> None:
-        """Tell the others that this rank is alive, unless it has sent a message within `BEAT_S`."""
+        """Notify the other ranks that this rank is alive, unless it has sent a message within `BEAT_S`."""
         if self._clock() - self._sent > BEAT_S:
             self._send(BEAT)
 
@@ -152,7 +152,7 @@ class Leader(Together):
         return self._together(partial(compute, item))
 
     def _together(self, compute: Callable[[], Result]) -> Result:
-        """Result of `compute`, while the others compute the work they were sent."""
+        """Run `compute` and return its result, while the other ranks compute the work that they were sent."""
         try:
             # A member that leaves a forward makes the group fail.
             with uninterrupted(wholly=True):
@@ -184,7 +184,7 @@ def follow(
 ) -> Any:
     """Compute forwards and encode images until the first rank's call is over; returns the outcome that it sends.
 
-    A forward that raises here must have raised on the first rank too, which then checks that.
+    If a forward raises here, the first rank checks that it has raised there too.
 
     Raises:
         EngineDeadError: the first rank is lost, or continues although this rank has failed.

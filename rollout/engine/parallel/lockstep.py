@@ -1,7 +1,7 @@
 """Lock-step forwards of ranks whose layers exchange tokens, each rank with its own batches.
 
     agree(state)    one number of every rank: whether some rank has a forward to compute
-    round()         every rank computes one; the layers that its own step leaves out, it computes without tokens
+    round()         every rank computes one forward; layers that its own step skips get inputs without tokens
 
 Always true: in a round every rank calls each module of experts once, in the same order. A step that schedules nothing, or
 fails outside of the experts, does not affect the other ranks; if a step fails inside the experts, the group is lost.
@@ -53,7 +53,7 @@ class Lockstep(Together):
         """Find the order of the layers and the shapes of their inputs, by a forward of the model on every rank of the group.
 
         Raises:
-            UnsupportedModelError: it does not call each of them once.
+            UnsupportedModelError: the forward does not call each layer exactly once.
         """
         order = self._done = []
         try:
