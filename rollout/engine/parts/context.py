@@ -35,7 +35,7 @@ KEPT_NOTHING, KEPT_HELD, KEPT_ALL = range(3)
 SHRINK_BY = 8
 """A step that runs out of memory takes one eighth of the blocks from the pool."""
 PRECISION = 32
-"""If a pool does not fit, one that is smaller by one 32nd is tried."""
+"""If a pool does not fit, a pool that is smaller by 1/32 is tried."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class DynamicInferenceContext:
     """Owns KV cache, state pool, block allocator and scheduler, and moves them together on suspend and resume.
 
     Args:
-        spare: bytes of the device that a forward could take now.
+        spare: returns the bytes of the device that a forward could take now.
 
     Attributes:
         states: pool of the recurrent states, without slots if the model has none.
         num_blocks: configured size of the pool; `cache.num_blocks` is the current one.
         headroom: bytes of the device that the pool leaves free for a step.
-        to_come: bytes that CUDA graphs will take; also left free if the pool keeps half of its blocks.
+        to_come: returns the bytes that CUDA graphs will take; they are also left free if the pool keeps half of its blocks.
         may_shrink: whether `resume` may make the pool smaller; all pools of a tensor-parallel group have equal blocks.
         kept: the least that a suspend has kept since this was set: `KEPT_ALL`, `KEPT_HELD` or `KEPT_NOTHING`.
     """
@@ -153,7 +153,7 @@ class DynamicInferenceContext:
         """Restore KV cache and states on the device; if memory is short, pools shrink and the youngest requests start over.
 
         Raises:
-            EngineStateError: no room even for the largest unfinished request. Nothing has changed.
+            EngineStateError: there is no room even for the largest unfinished request; nothing has changed.
         """
         if self._mode is KVCacheManagementMode.PERSIST:
             self._mode = None
@@ -263,7 +263,7 @@ class DynamicInferenceContext:
             size = max(least, size - max(1, size // PRECISION))
 
     def _take(self, size: int, least: int) -> torch.OutOfMemoryError | None:
-        """Allocate a pool of `size` blocks; returns the error if it does not fit, or leaves the forward too little."""
+        """Allocate a pool of `size` blocks; return the error if it does not fit or leaves too little for the forward."""
         try:
             self.cache.materialize(size)
         except torch.OutOfMemoryError as exc:

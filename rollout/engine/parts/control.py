@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class EngineControl:
-    """The lifecycle verbs of one engine, new weights, adapters and the prefix cache."""
+    """Lifecycle calls of one engine, announcements of weights, adapters and the prefix cache."""
 
     _config: InferenceConfig
     _lifecycle: Lifecycle

@@ -51,7 +51,7 @@ class TextGenerationController:
         Raises:
             TypeError: the prompt is not text, token ids, chat messages or a processor's output.
             InvalidRequestError: a message has no role, or content that this model does not take, such as an image.
-            ConfigError: text or messages without a tokenizer.
+            ConfigError: the prompt is text or messages, and there is no tokenizer.
         """
         if isinstance(prompt, str):
             return [int(token) for token in self._require_tokenizer("a text prompt")(prompt)["input_ids"]]
@@ -83,7 +83,7 @@ class TextGenerationController:
             options = {"chat_template": self.chat_template, "add_generation_prompt": True}
             try:
                 written = tokenizer.apply_chat_template(messages, tokenize=not images, return_dict=False, **options)
-            # A template may raise anything.
+            # A template may raise any exception.
             except Exception as exc:
                 raise InvalidRequestError(f"the chat template refuses these messages: {exc}") from exc
             return self.process(written, images) if images else [int(token) for token in written]
@@ -106,7 +106,7 @@ class TextGenerationController:
         return template if isinstance(template, str) else None
 
     def process(self, text: str, images: Sequence[MessageImage]) -> list[int]:
-        """The prompt of a text with one placeholder per image, expanded by the processor.
+        """Build the prompt of a text with one placeholder per image, which the processor expands.
 
         Args:
             images: in the order of their placeholders.
@@ -132,7 +132,7 @@ class TextGenerationController:
         try:
             inputs = self.processor(text=[text], images=pictures, return_tensors="pt")
         except _PROCESSOR_ERRORS as exc:
-            # Which image is to blame, if one is alone.
+            # The images are processed one by one to find the one that raises.
             for image, picture in zip(images, pictures, strict=True):
                 try:
                     self.processor.image_processor(images=[picture], return_tensors="pt")
@@ -186,7 +186,7 @@ class TextGenerationController:
         """Stop-string detector for these parameters; None without stop strings.
 
         Raises:
-            ConfigError: stop strings without a tokenizer.
+            ConfigError: there are stop strings and no tokenizer.
         """
         if not params.stop:
             return None

@@ -52,7 +52,7 @@ class Explanation:
     """Causes of unnecessary slowness, with cures."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Whether the fused forward runs, why not, and the texts of each title, for JSON."""
+        """Plain values for JSON: whether the fused forward runs, the reason if not, and the texts of each title."""
         texts: dict[str, list[str]] = {}
         for title, text in self.rows:
             texts.setdefault(title, []).append(text)

@@ -1,8 +1,8 @@
 """Named holds on one engine, which is kept at the highest level that any holder requests.
 
     holds.hold(UPDATE, HoldLevel.SUSPENDED)     the engine is paused and suspended, unless it is already
-    holds.hold(COORDINATOR, HoldLevel.PAUSED)   nothing moves: suspended is higher
-    holds.release(UPDATE)                       resumed, and still paused: the coordinator asks for it
+    holds.hold(COORDINATOR, HoldLevel.PAUSED)   the engine stays suspended, the higher level
+    holds.release(UPDATE)                       resumed, but paused: the coordinator still requests it
 
 A level above every hold that the engine's own verbs (`engine.pause()`) lead to counts as a hold of `DIRECT`, until
 `engine.unpause()` or a release of `DIRECT`. A level below the holds lasts until the next change of a hold.
@@ -21,7 +21,7 @@ from rollout.state import EngineState, KVCacheManagementMode, Mode
 
 
 class HoldLevel(IntEnum):
-    """How far an engine is held."""
+    """Level at which an engine is held."""
 
     RUNNING = 0
     PAUSED = 1

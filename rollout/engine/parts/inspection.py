@@ -60,7 +60,7 @@ class Inspection:
         return changed and self._guard.source.sampled is self._guard.model
 
     def refuse_when_nothing_can_run(self) -> None:
-        """Raises: EngineStateError: all unfinished samples wait for inactive adapters, or for nothing."""
+        """Raise `EngineStateError` if all unfinished samples wait for inactive adapters, or are in no queue."""
         if not self._ledger.live or self.has_unfinished:
             return
         waiting = {sample.variant for sample in self._context.scheduler}
@@ -115,7 +115,7 @@ class Inspection:
         """Copies of the records of all unfinished samples, in scheduling order.
 
         Raises:
-            EngineStateError: some wait for inactive adapters, which a record cannot express.
+            EngineStateError: some samples wait for inactive adapters, which a record cannot express.
         """
         with self._lifecycle.lock:
             scheduler, variant = self._context.scheduler, self._watch.variant()

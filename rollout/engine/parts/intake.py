@@ -72,9 +72,9 @@ class Intake:
         """Accept one prompt (and its n samples); it runs in the coming steps.
 
         Args:
-            prompt: text, token ids, chat messages, or the processor's result for one prompt with images.
-            request_id: yours, or None for the engine's next.
-            priority: higher runs first; equal ones in order of arrival.
+            prompt: text, token ids, chat messages, or a processor's output for one prompt with images.
+            request_id: id of the request; None: the engine's next id.
+            priority: higher runs first; requests of equal priority run in order of arrival.
             metadata: msgpack-able, returned untouched in the results.
             samples: which of the n samples to compute (other ranks may compute the others); None: all.
             arrival_time: seconds by the engine's clock, from which times are counted; None: now.
@@ -317,7 +317,7 @@ class Intake:
         """The images of a prompt.
 
         Raises:
-            InvalidRequestError: they do not fit the prompt or the model.
+            InvalidRequestError: the images do not fit the prompt or the model.
         """
         try:
             return self._controller.runner.vision.read(tokens, images_of(tokens))

@@ -31,7 +31,7 @@ def _counters() -> dict[str, int]:
 
 @dataclass(eq=False)
 class Ledger:
-    """Book of one engine's samples.
+    """Samples of one engine that were accepted and not returned yet.
 
     Attributes:
         live: unfinished samples, by request id and sample index.
@@ -79,7 +79,7 @@ class Ledger:
 
     def oldest_arrival(self) -> float:
         """Arrival of the oldest unfinished request, in seconds since the epoch; 0: there is none."""
-        # Not the one with the lowest id, because a continued request is older.
+        # A continued request may be older than requests with lower ids.
         firsts = (next(iter(list(samples.values())), None) for samples in list(self.live.values()))
         return min((sample.record[0].arrival_time for sample in firsts if sample is not None), default=0.0)
 
@@ -130,7 +130,7 @@ class Ledger:
         return taken
 
     def put_back(self, taken: Sequence[DynamicInferenceRequestRecord]) -> None:
-        """Put back records that `take` returned and that did not arrive; the next `take` returns them again."""
+        """Put back records that `take` returned but that were not delivered; the next `take` returns them again."""
         self.ended[:0] = taken
 
     def _text(self, sample: Sample) -> str | None:

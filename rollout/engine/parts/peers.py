@@ -50,7 +50,7 @@ class Peers:
         return holds if self.everyone is None else self.everyone.least(int(holds)) == 1
 
     def refuse_alone(self) -> None:
-        """Raises: EngineStateError: a step needs the other ranks, and they are not in a call."""
+        """Raise `EngineStateError` if a step needs the other ranks and they are not in a call."""
         self.together.refuse_alone()
         if self.group is not None and self.leader is None:
             raise EngineStateError(

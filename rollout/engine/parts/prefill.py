@@ -1,9 +1,9 @@
 """Forward of given sequences over the paged KV cache: logits at chosen positions, chunk by chunk; nothing is sampled.
 
 Always true here:
-- sequences are packed and chunked like prompts, and shared prefixes, also those in the prefix cache, are computed once;
+- sequences are packed and chunked like prompts; prefixes that they share, or that are cached, are computed once;
 - requests in flight wait; the youngest lose their KV only if the longest sequence finds no room;
-- at most `LOGITS_BYTES` of logits (or those of one position) exist at a time;
+- at most `LOGITS_BYTES` of logits (or the logits of one position) exist at a time;
 - no block is held afterwards, even after an exception.
 """
 
@@ -45,9 +45,9 @@ class Wanted(NamedTuple):
     """One sequence, and the positions whose logits are needed."""
 
     tokens: Sequence[int]
-    """At least one."""
+    """Token ids of the sequence, at least one."""
     positions: NDArray[np.int64]
-    """Ascending, at least one; tokens after the last are not computed, unless there are images."""
+    """Positions, ascending, at least one. Tokens after the last position are computed only if there are images."""
     images: ImageInputs | None = None
     """Images of the placeholders among the tokens."""
     adapter: str | None = None
@@ -88,7 +88,7 @@ class Prefill:
                 scheduler.remove(lambda key: True)
 
     def _check(self, index: int, wanted: Wanted) -> int:
-        """Tokens of the longest image, all of which one step must compute. Raises as `run`."""
+        """Number of tokens of the longest image, which one step must compute together. Raises as `run`."""
         tokens = _tokens(wanted, len(wanted.tokens))
         try:
             self._intake.clamped(index, tokens, wanted.params)

@@ -1,7 +1,7 @@
 """One engine step: follow the model's adapters and forward, schedule, execute, update.
 
-An exception fails the requests of the step. After `MAX_FAILED_STEPS` failed steps
-in a row, or when a member of its tensor-parallel group is lost, the engine is dead, and every unfinished request fails.
+An exception fails the requests of the step. After `MAX_FAILED_STEPS` failed steps in a row, or if a member of the
+tensor-parallel group is lost, the engine is dead and every unfinished request fails.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Stepper:
         scheduler, installation = self._scheduler, self._controller.runner.installation
         variant = self._watch.variant()
         if variant != scheduler.variant:
-            # Bindings of the forward to the model may refer to the other adapters.
+            # The bound forward may still use the previous adapters.
             installation.module_epoch += 1
         forward = self._watch.forward_key()
         if (variant, forward) != (scheduler.variant, scheduler.forward):
