@@ -60,7 +60,7 @@ class Constraints:
 
     Args:
         tokenizer: a Hugging Face tokenizer; None: constraints are rejected.
-        vocab_size: the model's, [V].
+        vocab_size: size V of the model's vocabulary.
         end_ids: end-of-text tokens, which are allowed when the text is complete.
     """
 
@@ -174,7 +174,7 @@ class _Vocabulary:
         self.special_token_ids = sorted({token for token in known.special if token < vocab_size}.union(end_ids))
 
     def __call__(self, text: str) -> list[int]:
-        """Tokenise a text. Without forced tokens nothing depends on it."""
+        """Tokenise a text. No outcome depends on it, because no tokens are forced."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -14,7 +14,7 @@ from rollout.engine.sampling.constraints import Allowed
 from rollout.engine.sampling.sampling_table import SamplingRows
 
 Sets = tuple[Tensor, Tensor] | tuple[None, None]
-"""Kept tokens: ids [K] int32, row after row and ascending in each; their number [R] int64, 0 for rows that return none."""
+"""Kept tokens: ids [K] int32, row after row, ascending in a row; number of ids [R] int64, 0 for rows that return none."""
 History = tuple[NDArray[np.integer], NDArray[np.integer]]
 """Token ids of one row: (prompt, completion)."""
 
@@ -51,13 +51,13 @@ def edited(
 
 
 def removed(allowed: Allowed, start: int, end: int, scores: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The constrained rows from `start` to `end`, counted from `start`, and the tokens they remove; None: no such row."""
+    """Constrained rows from `start` to `end`, counted from `start`, and the tokens that they exclude; None: no such row."""
     places = [place for place, row in enumerate(allowed.rows) if start <= row < end]
     if not places:
         return None
     rows = upload(np.array([allowed.rows[place] - start for place in places], np.int64), scores.device)
     packed = upload(allowed.bits[places], scores.device)
-    # Created on the device, because a list would be copied there while the host waits for the forward.
+    # The tensor is created on the device, because to copy a list there the host would wait for the forward.
     bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
     return rows, packed[:, :, None].bitwise_right_shift(bits).bitwise_and(1).eq(0).flatten(1)[:, : scores.shape[1]]
 
@@ -86,7 +86,7 @@ def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: 
     if not inside.all():
         counts = np.bincount(np.repeat(np.arange(len(rows)), counts)[inside], minlength=len(rows))
         token = token[inside]
-    # Four bytes per token of the histories, because they are copied to the device in every step.
+    # int32 halves the size of the histories, which are copied to the device in every step.
     first, count, token = (np.asarray(each, np.int32) for each in (rows, counts, token))
     row, times, column = upload_together((first, count, token), scores.device)
     row = row.long().repeat_interleave(times.long(), output_size=len(token))
@@ -101,7 +101,7 @@ def drawable(kept: Tensor, relative: Tensor, rows: SamplingRows, least: float) -
     Args:
         kept: [R, V] bool, the tokens that pass the filters.
         relative: [R, V] probabilities relative to the most likely token.
-        least: the smallest of these whose weight is not 0.
+        least: the smallest relative probability whose weight is not 0.
     """
     everywhere = len(rows.keeping) == len(rows)
     mask, source = (kept, relative) if everywhere else (kept[rows.keeping], relative[rows.keeping])
@@ -113,7 +113,7 @@ def drawable(kept: Tensor, relative: Tensor, rows: SamplingRows, least: float) -
 
 
 def no_sets(rows: SamplingRows, wanted: bool) -> Sets:
-    """Kept tokens of rows none of which returns any; `wanted`: other rows of the step do."""
+    """Kept tokens of rows that return none; `wanted`: other rows of the step return theirs."""
     if not wanted:
         return None, None
     device = rows.key.device

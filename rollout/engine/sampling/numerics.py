@@ -1,4 +1,4 @@
-"""Numbers that depend only on a row: its random stream, and log-probs with the bits of torch's own log-softmax.
+"""Numbers that depend on a single row only: its random stream, and log-probs with the bits of torch's own log-softmax.
 
 The random number at a position depends only on key and position, so a sample's tokens are independent of the rest of the
 batch, of interruptions and of the device.

@@ -118,8 +118,8 @@ def token_logprobs(
     """Log-softmax of logits [T, V] at targets [T] (int64), in float32, and of the k most likely tokens.
 
     Args:
-        exact: by torch's own `log_softmax`.
-        temperature: [T] float32, above 0, that logits are divided by; None: 1.
+        exact: compute the log-probs by torch's own `log_softmax`.
+        temperature: [T] float32, above 0, by which logits are divided; None: 1.
 
     Returns:
         Log-probs [T] float32, the bits that `sample` gives for these tokens; ids [T, k] int64 and log-probs [T, k] float32,
@@ -164,7 +164,7 @@ def _joined(parts: Sequence[tuple[Tensor | None, ...]]) -> tuple[Any, ...]:
 
 
 class _Wanted(NamedTuple):
-    """Optional results of all rows of a call, in addition to tokens and log-probs."""
+    """Results that a call returns in addition to tokens and log-probs."""
 
     top_n: int
     kept: bool
@@ -184,7 +184,7 @@ def _sample(
     wanted: _Wanted,
     kernel: CpuDraw | None,
 ) -> tuple[Tensor | None, ...]:
-    """The fields of `Sampled`, from edited float32 scores [R, V] and the model's own logits `raw`."""
+    """Compute the fields of `Sampled` from edited float32 scores [R, V] and the model's own logits `raw`."""
     scratch = rows.scratch
     if kernel is None:
         token_ids, total, score, listed, kept = _drawn(scores, rows, positions, wanted)
@@ -221,7 +221,7 @@ def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tens
     relative = _exponentials(torch.sub(tempered, peak, out=scratch.take("relative", scores)))
     kept = _kept(tempered, peak, relative, rows)
     assert kept is not None
-    # A row with a NaN keeps it, so that the caller finds it; the other rows do not change.
+    # A NaN stays in its row, so that the caller finds it; the other rows do not change.
     removed = kept.logical_not_().logical_and_(peak.isfinite())
     if wanted.scores:
         tempered = scratch.take("listed", scores).copy_(tempered).masked_fill_(removed, -torch.inf)
@@ -299,7 +299,7 @@ def _likeliest(scores: Tensor, peak: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def _leading(scores: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, width: int, scratch: Scratch) -> Tensor:
-    """[L, V] bool: top-k/top-p mask, lower ids first on ties: at most top_k tokens, the fewest that weigh top_p of those.
+    """[L, V] bool, the top-k/top-p mask: the fewest of the top_k tokens with top_p of their weight, lower ids first on ties.
 
     `width`: upper bound on the tokens that a row keeps.
     """

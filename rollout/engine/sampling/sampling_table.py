@@ -33,7 +33,7 @@ class SamplingRows:
         temperature, raw_temperature: [R] float32.
         filters: names of the filters that some row uses.
         limited: [L] int64, the rows with top_k or top_p.
-        limited_width: the largest top_k of the limited rows; None when one of them has only top_p.
+        limited_width: the largest top_k of the limited rows; None if a limited row has only top_p.
         penalized: [N] numpy int64, the rows with a penalty.
         bias: numpy (row, token id, bias) of every logit_bias.
         top_n: the largest number of top log-probs of a row.

@@ -24,7 +24,7 @@ class TokenValues:
     which is unique in the step.
 
     Args:
-        function: None: there are no values.
+        function: the user's function; None: there are no values.
 
     Attributes:
         width: numbers per token; 0 until `try_out`, and without a function.
@@ -44,7 +44,7 @@ class TokenValues:
 
         Raises:
             UnsupportedModelError: no hidden state can be read.
-            ConfigError: the function raises, or returns something else than numbers per row.
+            ConfigError: the function raises, or does not return numbers for each row.
         """
         if self._function is None:
             return
@@ -78,7 +78,7 @@ class TokenValues:
 
     @contextmanager
     def read_by_head(self, keys: NDArray[np.int64]) -> Iterator[None]:
-        """A block with a forward of the module, whose output embeddings read the hidden states of `keys` [B, C], or [C]."""
+        """Context manager of a forward whose output embeddings read the hidden states of `keys` [B, C] or [C]."""
         hook = self._model.get_output_embeddings().register_forward_pre_hook(
             lambda _, given: self.put(keys.ravel(), given[0].flatten(0, -2)), prepend=True
         )
