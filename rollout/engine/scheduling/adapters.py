@@ -1,8 +1,8 @@
 """The *variant* of a model: its active adapters, part of the prefix key. Equal variants of one model compute the same
 results.
 
-It decides which KV may be shared and which requests may run. It is read from the two switches of PEFT's layers, so no way of
-switching adapters is missed; PEFT and torch are not imported.
+KV is shared, and requests run, only under an equal variant. The variant is read from the two switches of PEFT's layers, so
+any way of switching adapters is detected; PEFT and torch are not imported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def variant_of(layers: list[Any]) -> Variant:
 
 
 def described(variant: Variant) -> str:
-    """Adapter names of a variant, for messages."""
+    """Names of the adapters in a variant, for messages."""
     layers = (variant,) if variant and _is_pair(variant[0]) else variant
     names = dict.fromkeys(name for layer in layers for name, _ in layer)
     return ", ".join(map(repr, names)) or "none"

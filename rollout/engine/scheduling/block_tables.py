@@ -101,7 +101,7 @@ class BlockTables:
         With recurrent states the prefix ends at a snapshot of the state, of which the row gets a copy.
 
         Args:
-            hashes: of the prompt's blocks that may be looked up.
+            hashes: hashes of the prompt's blocks that may be looked up.
             budget: maximum positions of the first chunk.
             headroom: blocks that must stay free or evictable.
         """
@@ -186,7 +186,7 @@ class BlockTables:
         hashes = chain_block_hashes(table.chain[rows], tokens.astype(np.int64))
         for at, row in enumerate(rows.tolist()):
             if self._register(row, index.item(at), hashes.item(at), tokens[at]) and self.states.num_slots:
-                # There is one snapshot per completion, which is replaced by the next one.
+                # A completion has one snapshot at a time: the next snapshot replaces it.
                 self.states.forget(table.trail.item(row))
                 table.trail[row] = self._keep_state(row)
 

@@ -12,7 +12,7 @@ from rollout.engine.scheduling.step import ScheduledStep
 from rollout.state import Status
 
 Chunk = tuple[Sequence, int]
-"""A leader and how many positions of its prompt to compute."""
+"""A leader, and the number of its prompt's positions to compute."""
 
 
 def blocks_for(prompt: int, length: int, block_size: int) -> int:
@@ -94,9 +94,9 @@ class StepPlanner:
         )
 
     def _reserve(self, sequence: Sequence, count: int) -> bool:
-        """Reserve blocks for the next `count` positions, evicting younger sequences; False if that does not suffice.
+        """Reserve blocks for the next `count` positions, evicting younger sequences; False if there are still too few.
 
-        If it does not suffice for a decoding sequence, that sequence itself is evicted.
+        A decoding sequence for which there are too few is evicted itself.
         """
         queues = self._queues
         while not queues.blocks.reserve(sequence.row, count):
@@ -147,7 +147,7 @@ class StepPlanner:
         hashes = [] if sequence.wants_prompt_logprobs else sequence.hashes
         table.add(sequence)
         headroom = queues.num_active + len(sequence.siblings) if queues.num_active else 0
-        # Leave enough blocks to the deferred leaders, which this one overtakes.
+        # Leave enough blocks to the deferred leaders, which this leader overtakes.
         headroom += sum(
             blocks_for(len(each.tokens), 0, table.block_size) + len(each.siblings) for each in self.deferred
         )

@@ -43,7 +43,7 @@ class Preemption:
         """Requeue every active sequence, dropping its KV; returns the number of KV positions lost.
 
         Args:
-            why: the error that caused it; None: requested.
+            why: the error that caused the preemption; None: it was requested.
         """
         return sum(self._checkpoint(sequence, why) for sequence in reversed(self._queues.active()))
 
@@ -88,7 +88,7 @@ class Preemption:
         for each in lost:
             each.row, each.siblings = NO_ROW, []
         queues.reset_active()
-        # The content of these blocks was never checked for NaN.
+        # Nothing has checked the content of these blocks for NaN.
         queues.allocator.pages.poisoned += queues.allocator.held_memory().tolist()
         queues.allocator.start_over()
         queues.table.start_over()

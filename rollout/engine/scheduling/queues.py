@@ -1,4 +1,4 @@
-"""All sequences of one engine by state (waiting, parked, prefilling, decoding), and the rows they own."""
+"""Queues of one engine's sequences by state (waiting, parked, prefilling, decoding), and the rows they own."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class StepResults:
             request.add_event_fail(timestamp=now)
         else:
             request.add_event_finish(timestamp=now)
-        # Last, because a finish_reason marks the sequence as finished.
+        # This comes last, because a finish_reason marks the sequence as finished.
         request.finish_reason = reason
 
     def _take_token(self, sequence: Sequence, index: int, sampled: StepTokens, now: float) -> FinishReason | None:

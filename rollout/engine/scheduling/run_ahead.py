@@ -44,10 +44,10 @@ class StepCost:
 
 
 def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost) -> ScheduledStep:
-    """The decodes of a step with up to `MOST` - 1 further steps in the same call, their blocks reserved.
+    """Return the decodes of a step with up to `MOST` - 1 further steps in the same call, and reserve their blocks.
 
-    No row exceeds its maximum length, no sequence is preempted for it, and a block is left to each sequence. With recurrent
-    states the run ends at the first block boundary, where a snapshot of the state may be kept.
+    No row exceeds its maximum length, no sequence is preempted for the run, and a block is left to each sequence. With
+    recurrent states the run ends at the first block boundary, where a snapshot of the state may be kept.
     """
     table, rows = queues.table, step.rows
     seconds = cost.step(len(rows))
@@ -59,7 +59,7 @@ def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost) -> ScheduledS
         most = min(most, int((table.block_size - table.computed[rows] % table.block_size).min()))
     while most > 1 and not _reserve(queues, rows, most):
         most //= 2
-    # Blocks evicted for it may be kept on the host.
+    # The reservation may have evicted blocks to the host, which are copied before the step.
     return replace(step, ahead=max(1, most), copies=(*step.copies, *queues.blocks.take_copies()))
 
 

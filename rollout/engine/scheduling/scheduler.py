@@ -4,8 +4,8 @@ Owns the queues, the sequence table and every block id. No tensors; the clock is
 
 Always true between calls:
 - admission is in order of (priority, arrival); an evicted sequence returns to its place. A sequence that
-  waits for a prefix that another one is computing is skipped, with rows and blocks kept free for it;
-- the oldest active sequence can always run: it may evict every younger one, and alone it fits (checked by `add`);
+  waits for a prefix that another sequence is computing is skipped, with rows and blocks kept free for it;
+- the oldest active sequence can always run: it may evict every younger sequence, and it fits alone (checked by `add`);
 - blocks are registered as a shareable prefix only if a new request would compute the same KV before them now;
 - a sequence runs only under the variant (active adapters) it was accepted under; otherwise it is parked;
 - a sequence finishes exactly once, as a `Sequence` whose record is complete.
@@ -59,7 +59,7 @@ class Scheduler(Queues):
         return self.planner.plan(self.version)
 
     def run_ahead(self, step: ScheduledStep) -> ScheduledStep:
-        """The same decodes, with as many further steps as may follow in one call."""
+        """Return the same decodes with as many further steps as may follow in one call."""
         return run_ahead(self, step, self.cost)
 
     def update(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
@@ -77,7 +77,7 @@ class Scheduler(Queues):
             variant: the variant it is accepted under; None: the current one.
 
         Raises:
-            InvalidRequestError: it could never run, even alone.
+            InvalidRequestError: the sequence could never run, even alone.
         """
         request_id = sequence.record.request_id
         self.check_fits(request_id, 1 + len(sequence.siblings), len(sequence.tokens), sequence.max_length)
@@ -94,8 +94,8 @@ class Scheduler(Queues):
             length: maximum tokens of a sample, including the prompt.
 
         Raises:
-            InvalidRequestError: it has more samples than `max_requests`, or than there are state slots; or the pool has too
-                few blocks for a sample.
+            InvalidRequestError: the group has more samples than `max_requests`, or than there are state slots; or the pool
+                has too few blocks for a sample.
         """
         if samples > self.num_places:
             limit = "max_requests" if self.num_places == self.config.max_requests else "state_slots"

@@ -54,7 +54,7 @@ class PromptImages:
     """The images of one prompt, shared by its samples. No tensors. `NO_IMAGES`: a prompt of text.
 
     In the arrays of the scheduler a *key*, a negative number computed from the image's content, replaces each placeholder,
-    so that block hashes, comparisons of cached blocks and forks tell images apart like tokens.
+    so that block hashes, comparisons of cached blocks and forks distinguish images as they do tokens.
 
     Attributes:
         items: one per image (or tile of one), each with a `digest` of its content and the `count` of its embeddings.
@@ -62,7 +62,7 @@ class PromptImages:
         keys: [I] negative keys.
         positions: [3, P + 1] rotary positions of the prompt and of the token after it (time, height, width); None: as in
             text.
-        whole: (start, stop) of the runs whose positions see each other in both directions; no chunk may end inside.
+        whole: (start, stop) of the runs whose positions attend to each other in both directions; no chunk may end inside.
     """
 
     items: tuple[Any, ...]
@@ -116,7 +116,7 @@ NO_IMAGES = PromptImages((), np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
 def image_keys(digests: list[bytes], counts: list[int], videos: list[bool]) -> IntArray:
-    """[sum of counts] int32 keys below 0: the words of each digest in turn, 31 bits of each, whose lowest tells a video."""
+    """[sum of counts] int32 keys below 0: the words of each digest in turn, 31 bits each; the lowest is set for videos."""
     words = [
         np.frombuffer(digest, "<u4").astype(np.int64) & 0x7FFFFFFE | video
         for digest, video in zip(digests, videos, strict=True)
@@ -126,7 +126,7 @@ def image_keys(digests: list[bytes], counts: list[int], videos: list[bool]) -> I
 
 
 def is_video(ids: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which of the ids are keys of videos."""
+    """Bool array like `ids`: the ids that are keys of videos."""
     keys: NDArray[np.bool_] = (ids < 0) & ((-1 - ids) % 2 == 1)
     return keys
 
@@ -137,13 +137,13 @@ class Sequence:
 
     record: DynamicInferenceRequestRecord
     order: int
-    """Number of its group in order of arrival."""
+    """Number of the sequence's group, in order of arrival."""
     tokens: IntArray
     """[P] prompt of the live segment: all tokens known when the sequence was last queued, with images as keys."""
     stop_ids: tuple[int, ...]
-    """Token ids that finish it: the request's and, unless `ignore_eos`, the model's."""
+    """Token ids that finish the sequence: the request's and, unless `ignore_eos`, the model's."""
     max_length: int
-    """Prompt + completion length at which it finishes."""
+    """Prompt + completion length at which the sequence finishes."""
     min_length: int
     """Prompt + completion length below which stops are ignored."""
     hashes: list[int]
@@ -153,10 +153,10 @@ class Sequence:
     text: Any = None
     """A `CompletionText` if the request has stop strings."""
     stop_string: str | None = None
-    """The stop string that ended it."""
+    """Stop string that finished the sequence."""
     row: int = NO_ROW
     variant: Variant = NO_ADAPTER
-    """Adapter variant under which it was accepted, and the only one under which it runs."""
+    """Adapter variant under which the sequence was accepted; it runs under no other variant."""
     pauses_for_snapshot: bool = True
     """With recurrent states its prefill ends a step where a snapshot is kept; not after a preemption, which is costly
     enough."""
@@ -193,7 +193,7 @@ class Sequence:
 
     @property
     def active(self) -> bool:
-        """Whether it owns a row of the table."""
+        """Whether the sequence owns a row of the table."""
         return self.row != NO_ROW
 
     def set_prompt(self, tokens: list[int], block_size: int) -> None:
@@ -230,7 +230,7 @@ class SequenceTable:
         times: [S, C] float64 seconds, when each completion token arrived.
         length: [S], tokens known.
         computed: [S], leading positions whose KV is in the cache.
-        prompt_length: [S], of the live segment.
+        prompt_length: [S], prompt length of the live segment.
         origin: [S], length of the prompt the user gave (a checkpoint makes `prompt_length` grow past it).
         max_length, min_length: [S], see `Sequence`.
         stop_ids: [S, K], padded with `NO_TOKEN`.
@@ -294,7 +294,7 @@ class SequenceTable:
         self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
         self.current[row] = True
         self.plain[row] = sequence.text is None and not params.logprobs
-        # Last, because until then the row's content belongs to another sequence, even after an exception.
+        # This comes last: until then the row's content belongs to another sequence, even after an exception.
         sequence.row = row
 
     def fork(self, source: Sequence, target: Sequence) -> None:
@@ -377,7 +377,7 @@ class SequenceTable:
         row = sequence.row
         if self.length[row] > self.prompt_length[row]:
             return self.read_routes(self._pages.of_blocks(self.held(row)), start, stop)
-        # It has sampled nothing on its current KV, so its tokens use the routes in the record.
+        # The sequence has sampled nothing on its current KV, so the routes of its tokens are in the record.
         earlier = [each.routing_indices for each in sequence.record.segments[:-1] if each.routing_indices is not None]
         return np.concatenate(earlier)[start:stop]
 

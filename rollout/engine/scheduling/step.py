@@ -38,7 +38,7 @@ class ScheduledStep:
     """Maximum decode steps of these rows that may be made in one call; their blocks are reserved. 0: one step."""
 
     state_moves: tuple[tuple[int, int], ...] = ()
-    """(source, destination) state slots to copy before the forward, all sources before any destination; a negative source:
+    """(source, destination) state slots to copy before the forward; all are read before any is written. Negative source:
     zeros."""
 
     @property
@@ -73,7 +73,7 @@ class StepTokens:
     complete: Sequence[int] = ()
     """Indices in K of samples whose text was complete, so that they stop before `min_tokens`."""
     kept: list[bytes] | None = None
-    """[K] sets that the tokens were drawn from, each packed by `pack_kept`; None if no request returns them."""
+    """[K] sets from which the tokens were drawn, each packed by `pack_kept`; None if no request returns them."""
     values: NDArray[np.float32] | None = None
     """[K, k] numbers of the user's function of the hidden states; None: there is no function."""
     steps: int = 1
