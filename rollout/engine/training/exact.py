@@ -79,7 +79,7 @@ class _ExactForward:
             raise UnsupportedModelError(f"exact mode runs on a CPU, and the model is on {device}")
         library()
         layout = inspect_model(model)
-        # With a cache of one token, for the checks that read one.
+        # Some checks read a KV cache, so there is one with room for one token.
         self._verified = layout, KVCache(layout.layers, 1, 1, layout.kv_dtype, layout.device)
         self._verify()
 

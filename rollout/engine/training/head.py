@@ -1,11 +1,11 @@
 """Numbers read from a model's logits in its own forward, without storing the logits.
 
-For that forward our function replaces the head's `forward`. So it runs where the head's parameters are whole (FSDP, ZeRO).
-It computes a tile of logits, reads the requested numbers, and drops the tile. The backward computes the tiles again and
-turns each in place into its gradient. Tiles of a linear head are columns of the vocabulary for all rows: every part of the
-weight's gradient is then a single product. Any other head (LoRA, quantised) runs on a few rows at a time.
+During that forward our function replaces the head's `forward`, so it runs where the head's parameters are whole (FSDP,
+ZeRO). It computes a tile of logits, reads the requested numbers, and drops the tile. The backward computes the tiles again
+and overwrites each tile with its gradient. Tiles of a linear head are columns of the vocabulary for all rows: every part of
+the weight's gradient is then a single product. Any other head (LoRA, quantised) runs on a few rows at a time.
 
-The model gets one row of logits and scales or caps it as usual, which shows whether we do the same.
+The model gets one row of logits and scales or caps it as usual, which we compare with our own result.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class LogitReader:
         model: a causal language model of transformers, or a wrapper of it.
         run: the forward; it calls the head, its argument, once. Returns the model's logits; None: only the head ran.
         entropy: also read entropies.
-        top_k: also read so many most likely tokens; or int64 [M, k]: these.
+        top_k: number of most likely tokens to read too; or int64 [M, k]: ids of the tokens to read.
 
     Attributes:
         entropies: [M] in nats, of softmax(logits / temperature), differentiable.
-        top_ids: int64 [M, k], most likely first; or those given.
+        top_ids: int64 [M, k], most likely first; or the given ids.
         top_logprobs: [M, k], differentiable.
     """
 
@@ -65,8 +65,8 @@ class LogitReader:
 
         Args:
             rows: int64 [M], the row of the head's input that predicts each of M tokens.
-            temperature: one, or [M].
-            tokens, ids: int64 [E] twice: the logits to read, index among the M tokens, and id.
+            temperature: one number for all tokens, or [M].
+            tokens, ids: int64 [E] each: index among the M tokens and vocabulary id of each logit to read.
             whole: int64 [W], the tokens whose log-sum-exp is read.
 
         Returns:
@@ -179,7 +179,7 @@ class _Post(NamedTuple):
         return output if self.cap is None else output.div_(self.cap).tanh_().mul_(self.cap)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Derivative of the logits by the output."""
+        """Derivative of the logits with respect to the output."""
         return self.scale if self.cap is None else (logits / self.cap).square_().neg_().add_(1).mul_(self.scale)
 
     def makes(self, logits: Tensor, row: Tensor) -> bool:
@@ -193,7 +193,7 @@ class _Asked(NamedTuple):
     """The numbers to read from the logits of U hidden states."""
 
     states: Tensor
-    """int64 [U]: their places in the head's input."""
+    """int64 [U]: index of each hidden state in the head's input."""
     temperature: Tensor | None
     """float64 [U]; None: 1."""
     owners: Tensor
@@ -205,7 +205,7 @@ class _Asked(NamedTuple):
     top_k: int
 
     def inside(self, tile: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """The single logits in a tile: their numbers, rows and columns."""
+        """Indices, rows and columns of the single logits in a tile."""
         row, column = self.owners - rows.start, self.ids - columns.start
         at = ((row >= 0) & (row < tile.shape[0]) & (column >= 0) & (column < tile.shape[1])).nonzero()[:, 0]
         return at, row[at], column[at]
@@ -219,7 +219,7 @@ class _Asked(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """How a head computes."""
+    """Method by which a head computes its tiles."""
 
     original: Callable[[Tensor], Tensor]
     parameters: tuple[Tensor, ...]
@@ -337,7 +337,7 @@ def _wide(values: Tensor) -> torch.dtype:
 
 
 class _Read(torch.autograd.Function):
-    """Saves a log-sum-exp and an entropy per state."""
+    """Autograd function that saves a log-sum-exp and an entropy per state."""
 
     @staticmethod
     def forward(ctx: Any, lane: _Lane, asked: _Asked, post: _Post, states: Tensor, *parameters: Tensor) -> Any:

@@ -23,7 +23,7 @@ class Packing:
     tokens: Tensor | None
     """[P] int64 into the flattened batch; None: the whole batch, in order."""
     rows: Tensor
-    """[B, T] int64, each position's place among the P tokens; -1: padding."""
+    """[B, T] int64, index of each position among the P tokens; -1: padding."""
     starts: NDArray[np.int64]
     """[R + 1], offset of each sequence."""
     positions: Tensor
@@ -60,7 +60,7 @@ def packing_of(ids: Tensor, attention_mask: Tensor | None) -> Packing:
         attention_mask: [B, T], 0 where padding; None: no padding.
 
     Raises:
-        UnsupportedModelError: padding inside a row, or a mask of another shape.
+        UnsupportedModelError: a row has padding between its tokens, or the mask has another shape.
     """
     real = torch.ones_like(ids, dtype=torch.bool)
     if attention_mask is not None:

@@ -3,7 +3,7 @@
 While attached, a model's attention implementation is a wrapper of ours around the model's own. A tree is passed as the
 `attention_mask`, int32 [1, 1, 2 or 3, L] (see `manager.batch.tree`). Transformers passes a mask of four dimensions on to
 every layer as it is, and so do gradient checkpointing (also to the recomputation in the backward), DDP, FSDP and PEFT. With
-any other mask the model's own implementation runs on the mask made for it. The model gets no hooks, and its modules are not
+any other mask the model's own implementation runs on its own mask. The model gets no hooks, and its modules are not
 changed.
 
 Inside of `paths_of(model)` the tokens of a forward continue a path: keys and values of earlier tokens are kept, and their
@@ -50,10 +50,10 @@ class _Path:
         self._gradients: list[Tensor] = []
 
     def extended(self, key: Tensor, value: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the path [1, H, start + S, D]; the given ones are the last."""
+        """Keys and values of the path [1, H, start + S, D]; the given keys and values are the last."""
         if not self._kept:
             self._kept = [each.new_zeros(*each.shape[:2], self._capacity, each.shape[3]) for each in (key, value)]
-            # Many branches add to them.
+            # Many branches add to these sums, so they are at least float32.
             self._gradients = [
                 each.to(torch.promote_types(each.dtype, torch.float32), copy=True) for each in self._kept
             ]
@@ -80,7 +80,7 @@ class _Path:
 
 
 class _Extend(torch.autograd.Function):
-    """`_Path.extended`."""
+    """Autograd function of `_Path.extended`."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, path: _Path, start: int) -> tuple[Tensor, ...]:
@@ -146,7 +146,7 @@ class TreeAttachment:
             setattr(config, _FIELD, _registered(own or "eager"))
 
     def detach(self) -> None:
-        """Restore the model's own attention implementation. Not between a forward and its backward. Idempotent."""
+        """Restore the model's own attention implementation, after the backward of every forward. Idempotent."""
         for config, own in self._before:
             setattr(config, _FIELD, own)
         for module in self._modules:
