@@ -21,10 +21,10 @@ class CopiedWeights(Weights):
     Args:
         source: the trainer's weights, plain or FSDP2.
         dtype: dtype of the copy's floating-point parameters; None: the trainer's.
-        device: None: the trainer's.
+        device: device of the copy; None: the trainer's.
 
     Raises:
-        UnsupportedModelError: this module cannot be duplicated.
+        UnsupportedModelError: this module cannot be copied.
     """
 
     def __init__(self, source: Weights, dtype: torch.dtype | None, device: torch.device | None) -> None:
@@ -59,7 +59,7 @@ class CopiedWeights(Weights):
         self._current = True
 
     def follow(self) -> None:
-        # Flags, numbers and strings of the modules and of their configurations.
+        # Only flags, numbers and strings of modules and configurations are copied.
         mine = dict(self.sampled.named_modules())
         for name, module in self.trained.named_modules():
             if name in mine:

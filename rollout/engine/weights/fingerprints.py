@@ -1,8 +1,8 @@
 """Detects weight changes that were not announced, by comparing a sample of every parameter.
 
 Contents are compared: fused optimizers and PEFT's merges change neither a tensor's address nor its version counter. Only
-samples are kept: `SAMPLES` elements of each tensor, spread evenly, different ones after every update. Taking them does not
-synchronise with the device.
+samples are kept: `SAMPLES` elements of each tensor, spread evenly, and other elements after every update. Taking them does
+not synchronise with the device.
 """
 
 from __future__ import annotations

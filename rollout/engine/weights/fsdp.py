@@ -73,7 +73,7 @@ class ShardedWeights(GatheredWeights):
         return [(name, tensor) for name, tensor in local.items() if tensor is not None] + shared
 
     def _local(self) -> dict[str, Tensor | None]:
-        """This rank's shard of every parameter of a unit; None under the further names of a tied one."""
+        """This rank's shard of every parameter of a unit; None under the further names of a tied parameter."""
         found: dict[str, Tensor | None] = {}
         for each, (first, *others) in self._parameters():
             found[first] = each.sharded_param.to_local()

@@ -112,9 +112,9 @@ class WeightsGuard:
             vocabulary: size of the model's vocabulary when the engine was built.
 
         Raises:
-            WeightsChangedError: some have changed since the last update; names them.
-            EngineStateError: after the engine was built they were sharded, moved to another device or dtype, or got another
-                vocabulary.
+            WeightsChangedError: weights have changed since the last update; the message names them.
+            EngineStateError: after the engine was built, the weights were sharded, moved to another device or dtype, or got
+                another vocabulary.
         """
         refuse_sharded_since(self.source)
         self._refuse_moved()
@@ -142,7 +142,7 @@ class WeightsGuard:
             )
 
     def refuse_scattered(self) -> None:
-        """Raises: EngineStateError: the weights are sharded, so every rank must take part in gathering them."""
+        """Raise `EngineStateError` if the weights are sharded, because every rank must take part in gathering them."""
         if self.source.collective:
             raise EngineStateError(
                 f"{type(self.model).__name__} has its weights spread over the ranks, where no step can run: generate by "

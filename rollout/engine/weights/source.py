@@ -61,13 +61,13 @@ def refuse_sharded_since(weights: Weights) -> None:
     """Raise if the weights were sharded after their source was chosen.
 
     Raises:
-        EngineStateError: names the first sharded parameter or module.
+        EngineStateError: the weights were sharded; the message names the first sharded parameter or module.
     """
     if weights.collective or not (dist.is_available() and dist.is_initialized()):
         return
     model, split = weights.trained, weights.tensor_parallel_mesh is not None
     shards = [n for n, p in model.named_parameters() if hasattr(p, "ds_id") or (hasattr(p, "to_local") and not split)]
-    # Set by both FSDP versions; the wrapper of FSDP1 may be outside the model.
+    # Both FSDP versions set this attribute; the wrapper of FSDP1 may be outside the model.
     shards += [n or "it" for n, m in model.named_modules() if getattr(m, "_is_fsdp_managed_module", False)]
     if shards:
         raise EngineStateError(
