@@ -58,7 +58,7 @@ from rollout.state import KVCacheManagementMode
 from rollout.threads.interrupts import interrupt_deferred
 
 CUDA_STEP_TOKENS = 8192
-"""`InferenceConfig.max_tokens_per_step` on CUDA, if it is None."""
+"""Value of `InferenceConfig.max_tokens_per_step` on CUDA if the option is None."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,10 +192,10 @@ def _memory(
     longest: int,
     routers: Routers | None,
 ) -> tuple[KVCache, StatePool, DynamicInferenceContext]:
-    """The KV cache and the recurrent states, with what schedules requests over them.
+    """Build the KV cache, the recurrent states and the scheduler over them.
 
     Raises:
-        UnsupportedModelError: the model has recurrent layers next to something that they cannot be combined with.
+        UnsupportedModelError: the model combines recurrent layers with an unsupported feature.
     """
     peers = base.peers
     if layout.states:
@@ -354,10 +354,10 @@ def _assemble(
 
 
 def _keep_host_blocks(cache: KVCache, peers: Peers, gib: float) -> None:
-    """Take host memory for evicted blocks.
+    """Allocate host memory for evicted blocks.
 
     Raises:
-        ConfigError: it is too small for one block, or the host lacks the memory.
+        ConfigError: `gib` is too small for one block, or the host lacks the memory.
     """
     # The first rank's slot numbers are valid on all members.
     blocks = peers.least(int(gib * 2**30 // cache.block_bytes) if cache.block_bytes else 0)
@@ -379,7 +379,7 @@ def _pool_memory(base: EngineBase, device: torch.device) -> PoolMemory:
 
 
 def check_arguments(model: object, tokenizer: object, config: object) -> None:
-    """Raises: TypeError: an argument of an engine or a manager has the wrong type; gives the call that works."""
+    """Raise `TypeError` if an argument of an engine or a manager has the wrong type; the message shows a correct call."""
     if not isinstance(model, nn.Module):
         loaded = f"AutoModelForCausalLM.from_pretrained({model!r})" if isinstance(model, str | PathLike) else "model"
         raise TypeError(

@@ -62,11 +62,11 @@ class DynamicInferenceEngine:
         tokenizer: its tokenizer; None: prompts are token ids, and no text is produced.
         config: see `InferenceConfig`.
         token_values: see `RolloutManager`.
-        clock: seconds; a seam for tests.
-        allocate: makes the KV pool's tensor; a seam for tests.
+        clock: returns seconds; tests replace it.
+        allocate: makes the KV pool's tensor; tests replace it.
 
     Raises:
-        UnsupportedModelError: the engine does not support something in the model; the message names it.
+        UnsupportedModelError: the engine does not support a part of the model; the message names the part.
     """
 
     def __init__(
@@ -204,13 +204,13 @@ class DynamicInferenceEngine:
         """Return records that finished between two steps (aborted or too stale) and that no step has returned.
 
         Args:
-            keys: which (request_id, sample_index) to take; the others stay for the next step.
+            keys: selects records by (request_id, sample_index); the other records stay for the next step.
         """
         with self.lifecycle.lock:
             return self.parts.ledger.take(keys)
 
     def step(self, *, ahead: bool = False) -> list[DynamicInferenceRequestRecord]:
-        """Schedule, execute, update. Returns the records that finished since the last step, each exactly once.
+        """Run one step: schedule, execute, update. Return the records that finished since the last step, each exactly once.
 
         Requests that were accepted under other adapters wait until those are active again; their KV may be evicted in the
         meantime.
@@ -236,7 +236,7 @@ class DynamicInferenceEngine:
         return ended
 
     def ask_for_boundary(self) -> None:
-        """Let a running `step(ahead=True)` return as soon as it can. Any thread may call it; it does not wait."""
+        """Ask a running `step(ahead=True)` to return soon. Any thread may call this method; it does not wait."""
         self.lifecycle.lock.ask()
 
     def _step(self, *, ahead: bool) -> None:
@@ -353,15 +353,15 @@ class DynamicInferenceEngine:
 
     @property
     def load(self) -> tuple[int, int]:
-        """(running, waiting) samples."""
+        """Numbers of running and of waiting samples."""
         return self.context.scheduler.num_active, self.context.scheduler.num_waiting
 
     def wait_until(self, state: EngineState, timeout_s: float | None = None) -> None:
         """Block until the engine is in a stable state.
 
         Raises:
-            ValueError: `state` is a transient one.
-            DeadlineError: not reached within `timeout_s` (None: `control_timeout_s`).
+            ValueError: `state` is transient.
+            DeadlineError: the state was not reached within `timeout_s` (None: `control_timeout_s`).
         """
         self.lifecycle.wait_until(state, self.config.advanced.control_timeout_s if timeout_s is None else timeout_s)
 
@@ -372,7 +372,7 @@ class DynamicInferenceEngine:
 
 @dataclass(frozen=True)
 class Support:
-    """Requirements of the engine and whether a model meets them. `str()`: one line each; `bool()`: nothing is missing."""
+    """The engine's requirements, and whether a model meets them. `str()` has a line for each; `bool()`: none is missing."""
 
     present: tuple[str, ...]
     missing: tuple[str, ...]
