@@ -19,11 +19,11 @@ from rollout.sampling_params import SamplingParams
 
 
 class Backend(Protocol):
-    """Computes a manager's groups. Methods with a body are correct for a single rank."""
+    """A backend that computes a manager's groups. Methods with a body are correct for a single rank."""
 
     @property
     def next_group_id(self) -> int:
-        """Id of the next group."""
+        """The id of the next group."""
 
     def submit(self, group_id: int, prompt: Prompt, params: SamplingParams, metadata: Any) -> None:
         """Queue a group under an unused id; after an `InvalidRequestError` (it can never be served) nothing was queued."""
@@ -32,7 +32,7 @@ class Backend(Protocol):
         """Make `next_group_id` at least `until`."""
 
     def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
-        """Continue saved samples where they stopped: all, or none (`InvalidRequestError`) if one can never be served."""
+        """Continue saved samples after their last token. If one can never be served, none is (`InvalidRequestError`)."""
 
     def abort(self, group_id: int) -> None:
         """Abort a group: here at once, on other ranks soon. Unknown ids are ignored."""
@@ -41,8 +41,8 @@ class Backend(Protocol):
         """Wait until there is something to do, or `timeout_s` has passed. Ctrl-C may interrupt it.
 
         Raises:
-            EngineStateError: nothing can progress.
-            DeadlineError: other ranks do not finish their calls; names them.
+            EngineStateError: no request can progress.
+            DeadlineError: other ranks, which it names, do not finish their calls.
             ConnectionLostError: the coordinator was lost, and not replaced in time.
         """
 
@@ -53,16 +53,16 @@ class Backend(Protocol):
         """Return the samples that have finished between two steps, merged."""
 
     def staleness(self) -> Iterable[tuple[int, int]] | None:
-        """(group id, updates since its oldest token was sampled) of groups with unfinished samples.
+        """Return (group id, updates since its oldest token was sampled) of groups with unfinished samples.
 
         None: the progress of another rank before the last update is not known yet; ask again after `wait`.
         """
 
     def snapshot(self) -> list[DynamicInferenceRequestRecord]:
-        """Records of the unfinished samples."""
+        """Return records of the unfinished samples."""
 
     def try_finish(self) -> bool:
-        """Whether this rank may stop computing; called repeatedly, with `step` in between, until it may.
+        """Return whether this rank may stop computing. Until it may, the caller alternates this with `step`.
 
         Raises:
             EngineStateError: the ranks are in different calls, or have different policy versions.
@@ -71,7 +71,7 @@ class Backend(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether `wait` would have nothing to wait for."""
+        """Whether there is no work that `wait` could wait for."""
         return False
 
     def wake(self) -> None:
@@ -79,35 +79,35 @@ class Backend(Protocol):
         return
 
     def report_idle(self) -> None:
-        """Tell the other ranks that this one makes no steps until its next run."""
+        """Report that this rank makes no steps until its next run."""
         return
 
     def local_samples(self, samples_missing: int) -> int:
-        """Number of samples that this engine has to compute, for this rank and for others."""
+        """Return the number of samples that this engine has to compute, for this rank and for others."""
         return samples_missing
 
     def barrier(self, what: str) -> None:
         """Wait until all ranks have made the same call: pause, unpause, suspend, resume.
 
         Raises:
-            DeadlineError: some have not; names them.
-            EngineStateError: some have made another call, or have another policy version; names them.
+            DeadlineError: some ranks, which it names, have not.
+            EngineStateError: some ranks, which it names, have made another call or have another policy version.
         """
         return
 
     @property
     def coordinator(self) -> JobCoordinator | None:
-        """Address and keys of the job's coordinator; None: there is none."""
+        """Address and keys of the job's coordinator; None: there is no coordinator."""
         return None
 
     def gather(self, what: str, value: bytes) -> list[bytes] | None:
         """Return the values of all ranks, in their order, on rank 0; None on the others. Every rank calls it.
 
         Args:
-            what: the call that it is part of, equal on all ranks.
+            what: name of the enclosing call, equal on all ranks.
 
         Raises:
-            DeadlineError, EngineStateError: some ranks have not made the call; names them.
+            DeadlineError, EngineStateError: some ranks, which it names, have not made the call.
         """
         return [value]
 
@@ -117,7 +117,7 @@ class Backend(Protocol):
 
 
 class LocalBackend(Backend):
-    """The engine in this process: no other process, no socket."""
+    """A backend with the engine of this process. It needs no other process and no socket."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self._engine = engine

@@ -1,6 +1,6 @@
 """Serialises everything in flight into one buffer and restores it. Nothing is unpickled.
 
-One buffer, and not a tree of lists, because `torch.load(weights_only=True)` refuses some plain values (empty bytes).
+The result is one buffer, because `torch.load(weights_only=True)` rejects some plain values (empty bytes).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Checkpoints:
 
 
 def save(rounds: Rounds, updates_per_round: int) -> dict[str, Any]:
-    """Serialise the state of a rollout: versions, groups, their finished samples, records of the others, episodes."""
+    """Serialise the state of a rollout: versions, groups, finished samples, records of unfinished samples, episodes."""
     engine, groups, unfinished = rounds.engine, rounds.groups, rounds.backend.snapshot()
     fields = {
         "model": engine.controller.layout.described,
@@ -71,7 +71,7 @@ def save(rounds: Rounds, updates_per_round: int) -> dict[str, Any]:
         "unfinished": [record.serialize() for record in unfinished if record.request_id in groups],
         "episodes": rounds.player.save(),
     }
-    # Last, because a failed checkpoint must not count among those for which the journal keeps its files.
+    # This comes last, because the journal must not keep files for a failed checkpoint.
     fields["journal"] = rounds.loop.journal.checkpoint(engine.policy_version)
     data = msgpack.packb(fields, use_bin_type=True)
     return {"format": FORMAT, "checksum": zlib.crc32(data), "data": data}
@@ -84,9 +84,9 @@ def load(state: Any, rounds: Rounds) -> int:
         The updates per round.
 
     Raises:
-        SerializationError: not a saved state, or another format; the message names the field.
-        ConfigError: the state is of another model, the engine's policy version is beyond the state's, or the journal does
-            not know the state.
+        SerializationError: this is not a saved state, or it has another format. The message names the field.
+        ConfigError: the state is of another model, the engine's policy version is later, or the journal lacks the
+            checkpoint.
         InvalidRequestError: a request does not fit this engine (for example, its pool is smaller).
     """
     loaded, engine, backend, journal = _decode(state), rounds.engine, rounds.backend, rounds.loop.journal
@@ -102,7 +102,7 @@ def load(state: Any, rounds: Rounds) -> int:
             groups.add(group_id, size)
         for result in finished:
             groups.take(result)
-        # Even if the version is the same, because cached KV may have been computed by other weights.
+        # Versions may be equal, but other weights may have computed the cached KV.
         engine.weights_updated(loaded["policy_version"])
         backend.continue_from(records)
         backend.reserve_group_ids(max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
@@ -118,7 +118,7 @@ def load(state: Any, rounds: Rounds) -> int:
 def _finish(
     finished: list[DynamicInferenceRequest], unfinished: list[DynamicInferenceRequestRecord], journal: GroupJournal
 ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequestRecord]]:
-    """Finished samples, including groups of the journal that were in flight, and the unfinished records."""
+    """Return finished samples, including journal groups that were in flight, and the unfinished records."""
     ended: dict[int, list[DynamicInferenceRequest]] = {}
     for group_id, first in {record[0].request_id: record[0] for record in unfinished}.items():
         tokens = first.prompt_tokens[: first.original_prompt_length]
@@ -131,7 +131,7 @@ def _finish(
 
 
 def _decode(state: Any) -> dict[str, Any]:
-    """The fields that `save` packed. Their checksum is correct, so only their types are checked."""
+    """Decode the fields that `save` packed. Their checksum is correct, so only their types are checked."""
     if isinstance(state, dict) and state.get("format") != FORMAT:
         refuse("state.format", state.get("format"), f"{FORMAT}, the format that this version reads,")
     envelope = decode_fields("state", state, {"format": INT, "checksum": INT, "data": OPAQUE})

@@ -31,7 +31,7 @@ def _check_portable(name: str, value: Any) -> None:
 
 
 def prompts_of(controller: TextGenerationController, prompts: Any, name: str = "prompts") -> list[Any]:
-    """The prompts of one call, without padding.
+    """Return the prompts of one call, without padding.
 
     Raises:
         TypeError: a single prompt instead of a list of prompts.
@@ -58,7 +58,7 @@ def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], 
         Group ids, in the order of the prompts.
 
     Raises:
-        InvalidRequestError, TypeError, ConfigError: a prompt can never be served; names it. Nothing was queued.
+        InvalidRequestError, TypeError, ConfigError: a prompt, which it names, can never be served. Nothing was queued.
     """
     loop, backend = rounds.loop, rounds.backend
     if len(extras) != len(prompts):
@@ -78,7 +78,7 @@ def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], 
                 where = f"prompts[{position}]"
                 # Prompts with images are distinguished by their content.
                 prompts[position] = rounds.engine.controller.tokenize(prompt)
-        # A collision (long arrays are abbreviated) only affects the order of starting.
+        # A collision (long arrays are abbreviated) affects only the order of starting.
         keys = [hash(str(prompt)) for prompt in prompts]
         journal_keys = [loop.journal.key(*each) for each in zip(prompts, params, extras, strict=True)]
         for position in loop.lengths.longest_first(keys):
@@ -155,7 +155,7 @@ class Generation:
         Raises:
             InvalidRequestError: a prompt can never be served; nothing of this call was queued.
             EngineStateError: paused, suspended or closed; or the ranks differ in version or calls (raised on all).
-            WeightsChangedError: weights have changed without an optimizer step; names them. Nothing was queued.
+            WeightsChangedError: weights, which it names, have changed without an optimizer step. Nothing was queued.
             EngineDeadError: too many steps in a row have failed.
             DeadlineError: `timeout_s` has passed, or another rank is missing; names it.
             ConnectionLostError: the coordinator was lost, and not replaced within `control_timeout_s`.
@@ -181,7 +181,7 @@ class Generation:
                 raise
 
     def begin_round(self) -> Callable[[], set[int] | None]:
-        """Begin a call that leaves groups in flight; its result returns the groups that must finish (None: unknown yet)."""
+        """Begin a call that leaves groups in flight; return a function to the ids that must finish (None: unknown)."""
         self._rounds.pacer.begin_round(self._rounds.engine.policy_version)
         return lambda: self._rounds.too_old(self._rounds.pacer, self._rounds.groups)
 
@@ -200,7 +200,7 @@ class Generation:
         Prompts whose completions were long in earlier calls start first, because a batch ends with its longest sample.
 
         Raises:
-            InvalidRequestError, TypeError: a prompt can never be served; names it. Nothing of this call was queued.
+            InvalidRequestError, TypeError: a prompt, which it names, can never be served. Nothing of this call was queued.
         """
         rounds = self._rounds
         prompts = prompts_of(rounds.engine.controller, prompts)
@@ -211,7 +211,7 @@ class Generation:
             with rounds.engine.locked():
                 added = submit(rounds, prompts, params, extras)
         except (KeyboardInterrupt, SystemExit):
-            # It arrived while interrupts were deferred, and takes effect only now.
+            # Ctrl-C arrived while interrupts were deferred, and takes effect only now.
             rounds.loop.abort(added)
             raise
         return added
@@ -219,13 +219,13 @@ class Generation:
     def as_completed(
         self, group_ids: Iterable[int] | None = None, *, on_error: OnError = "raise"
     ) -> Iterator[RolloutBatch]:
-        """Run, and yield each group as it finishes (also groups submitted in the meantime, if `group_ids` is None).
+        """Generate, and yield each group as it finishes. If `group_ids` is None, this includes groups submitted later.
 
         If the loop ends early, the other groups stay in flight. On several ranks every rank runs such a loop (or a
         `generate`), and waits for the others at its end. Sharded weights stay gathered until then.
 
         Raises:
-            WeightsChangedError: at the start of the loop, see `generate`.
+            WeightsChangedError: raised at the start of the loop, see `generate`.
             KeyError: an unknown group id, or a group that was already returned.
             RolloutFailedError: the current group failed, see `generate`; the others stay in flight.
         """

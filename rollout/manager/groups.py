@@ -27,14 +27,14 @@ class Group:
 
     size: int
     prompt: Hashable
-    """Key of its prompt in the `LengthBook`; 0 after a restart."""
+    """Key of the prompt in the `LengthBook`; 0 after a restart."""
     key: bytes
     """Key in the journal."""
     results: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
 
 
 class GroupLedger:
-    """Groups by id, in order of submission."""
+    """The groups by id, in order of submission."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
@@ -57,7 +57,7 @@ class GroupLedger:
         return self._groups[group_id]
 
     def complete(self) -> list[int]:
-        """Ids of groups whose samples have all finished, in order of submission."""
+        """Return the ids of groups whose samples have all finished, in order of submission."""
         return [each for each in self._groups if each not in self.unfinished]
 
     def add(self, group_id: int, size: int, prompt: Hashable = 0, key: bytes = b"") -> None:
@@ -78,7 +78,7 @@ class GroupLedger:
         return True
 
     def results(self, group_ids: Iterable[int]) -> list[DynamicInferenceRequest]:
-        """Finished samples of these groups, in the given order of groups, the samples of a group next to each other."""
+        """Return the finished samples of these groups, in the given order; samples of a group are next to each other."""
         return [result for each in group_ids for _, result in sorted(self._groups[each].results.items())]
 
     def drop(self, group_ids: Iterable[int]) -> None:
@@ -91,7 +91,7 @@ class GroupLedger:
                 self.samples_missing -= group.size - len(group.results)
 
     def oldest_versions(self) -> Iterator[tuple[int, int]]:
-        """(group id, oldest version of a completion token) for each received sample with a token of an unfinished group."""
+        """Yield (group id, oldest version of a completion token) of received samples with tokens in unfinished groups."""
         for each in self.unfinished:
             for result in self._groups[each].results.values():
                 oldest = result.policy_spans.oldest(start=result.original_prompt_length)
@@ -103,17 +103,17 @@ Samples = list[DynamicInferenceRequest]
 
 
 class GroupJournal:
-    """Writes finished groups to a journal, and returns them again after a restart.
+    """The journal of finished groups, which also returns them after a restart.
 
     Always true: a finished group is appended once, whole, or tried again with the next one, or it is in a checkpoint made
     since; a failed group is not appended. After a restart each group is returned once: a group in flight at the checkpoint
     is found by its id, prompt and parameters, a later one by its key.
 
-    Weights later than the checkpoint are gone. A token that they sampled keeps its log-prob and gets the checkpoint's
-    version, the last that both lines of updates have in common.
+    Weights later than the checkpoint are lost. A token that they sampled keeps its log-prob and gets the checkpoint's
+    version, the last version that both lines of updates share.
 
     Args:
-        journal: None: nothing is written, and nothing finished earlier.
+        journal: the journal; None: nothing is written or returned.
     """
 
     def __init__(self, journal: Journal | None = None) -> None:
@@ -124,7 +124,7 @@ class GroupJournal:
         self._by_key: defaultdict[bytes, deque[Place]] = defaultdict(deque)
 
     def key(self, prompt: Any, params: SamplingParams, metadata: Any) -> bytes:
-        """`key_of` the group; empty without a journal."""
+        """Return `key_of` the group; empty without a journal."""
         return b"" if self._journal is None else key_of(prompt, params, metadata)
 
     # --- writing ------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class GroupJournal:
         if self._journal is None:
             return ""
         mark = self._journal.checkpoint(version)
-        # A group that could not be written to a full disk is in the checkpoint, or was returned before it.
+        # A group that did not fit on a full disk is in the checkpoint, or was returned earlier.
         self._unwritten.clear()
         return mark
 
@@ -178,7 +178,7 @@ class GroupJournal:
         return self._here(group.samples, group_id)
 
     def submitted(self, key: bytes, group_id: int) -> FinishedGroup | None:
-        """Return a group with this key that has finished since, now under this id; None: it has to be computed."""
+        """Return a group with this key that has finished since, now under the new id; None: it has to be computed."""
         places = self._by_key.get(key)
         while places:
             group = self._read(places.popleft())
@@ -208,7 +208,7 @@ class GroupJournal:
 
 
 def key_of(prompt: Any, params: SamplingParams, metadata: Any) -> bytes:
-    """SHA-256 of a submitted group: equal if prompt, parameters and metadata are."""
+    """Return the SHA-256 of a submitted group's prompt, parameters and metadata."""
     plain = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if (images := images_of(prompt)) is not None:
         plain = [list(prompt), images.digest]

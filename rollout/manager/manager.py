@@ -66,7 +66,7 @@ class RolloutManager:
         clock: monotonic clock in seconds, for tests.
 
     Raises:
-        UnsupportedModelError: the engine cannot reproduce the model's forward; names what is in the way.
+        UnsupportedModelError: the engine cannot reproduce the model's forward. The message names the obstacle.
         ConfigError: `engine` belongs to another model, or comes with `config` or `token_values`.
         DeadlineError: the ranks have not found each other.
     """
@@ -110,7 +110,7 @@ class RolloutManager:
         watch(self)
 
     def describe_state(self) -> Iterator[str]:
-        """Lines for `rollout.threads.diagnosis`."""
+        """Yield lines for `rollout.threads.diagnosis`."""
         groups = sorted(self._rounds.groups.unfinished)
         yield (
             f"manager: {len(self._rounds.groups)} groups not returned, {len(groups)} of them unfinished {groups[:8]}"
@@ -129,7 +129,7 @@ class RolloutManager:
 
     @property
     def image_layout(self) -> ImageLayout | None:
-        """How the model finds images among its tokens. None: images are not supported for this model."""
+        """The way the model finds images among its tokens. None: images are not supported for this model."""
         return self._rounds.image_layout
 
     @property
@@ -188,7 +188,7 @@ class RolloutManager:
         In another process: `InferenceClient(manager.coordinator_address, keys=manager.coordinator_keys)`.
 
         Args:
-            name: shown in logs and in `rollout top`.
+            name: name in logs and in `rollout top`.
 
         Raises:
             EngineStateError: the manager is closed or has no coordinator (a single rank, or `coordinator=False`).
@@ -214,7 +214,7 @@ class RolloutManager:
         Raises:
             EngineStateError: a trace is being recorded already.
             ConfigError: the file cannot be written.
-            DeadlineError: another rank does not reach the end of its block; names it.
+            DeadlineError: another rank, which it names, does not reach the end of its block.
         """
         return traced(path, self._rounds.backend.gather)
 

@@ -45,7 +45,7 @@ IDLE_S = 0.005
 
 
 class LockstepLoop(RunLoop):
-    """The loop of one rank of an expert-parallel group."""
+    """A loop of one rank in an expert-parallel group."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
@@ -76,14 +76,14 @@ class LockstepLoop(RunLoop):
                             left()
                             self._wait(self._clock() - idle_since)
             except BaseException:
-                # After the last round (a deferred Ctrl-C) the others no longer agree on anything.
+                # After the last round (a deferred Ctrl-C) the other ranks no longer take part in decisions.
                 if told not in (LEFT, DONE):
                     with suppress(EngineDeadError):
                         self._engine.parts.stepper.agree(LEFT)
                 raise
 
     def _wait(self, idle_s: float) -> None:
-        """Wait for work; after a control timeout, for long enough that the backend names the missing ranks."""
+        """Wait for work. After a control timeout, wait long enough for the backend to name the missing ranks."""
         limit = self._engine.config.advanced.control_timeout_s
         self._backend.wait(IDLE_S if idle_s < limit else 2 * limit)
         if self._engine.state is EngineState.SUSPENDED:
@@ -96,14 +96,14 @@ _KEPT = "what suspend() has kept of the KV cache (0: nothing, 1: what requests h
 
 
 class FollowerBackend(LocalBackend):
-    """Requests of a following member: checked and kept in its engine, which computes none of them."""
+    """The backend of a following member, whose engine checks and stores requests but computes none."""
 
     def ended(self, result: DynamicInferenceRequest) -> None:
-        """Record how a sample has finished, as reported by the first rank."""
+        """Record the outcome of a sample, as reported by the first rank."""
         self._engine.parts.intake.forget(result.request_id, result.sample_index)
 
     def wait(self, timeout_s: float) -> None:
-        """Nothing to wait for: the first rank decides."""
+        """Return at once, because the first rank decides."""
 
     def try_finish(self) -> bool:
         return False
@@ -113,10 +113,10 @@ class FollowerBackend(LocalBackend):
 
 
 class GroupCalls:
-    """Starts the calls of a group on all of its members, or on none.
+    """The start of a group's calls on all of its members, or on none.
 
     Args:
-        world: the job's ranks.
+        world: the ranks of the job.
     """
 
     def __init__(self, engine: DynamicInferenceEngine, group: TensorParallelGroup, world: World) -> None:
@@ -127,7 +127,7 @@ class GroupCalls:
         self._submitted = hashlib.sha256()
 
     def submitted(self, first: int, prompts: Sequence[Any], params: Sequence[Any]) -> None:
-        """Record queued prompts, which have to be equal on all members."""
+        """Record queued prompts, which must be equal on all members."""
         for number, each in enumerate(zip(prompts, params, strict=True), first):
             self._submitted.update(key_of(*each, number))
 
@@ -138,8 +138,8 @@ class GroupCalls:
             groups: ids of the groups in flight.
 
         Raises:
-            DeadlineError: some have not arrived within `control_timeout_s`; names them. Raised on all that have.
-            EngineStateError: they were given other prompts, or are in another state; says which. Raised on all.
+            DeadlineError: some members, which it names, did not arrive within `control_timeout_s`. Raised on all others.
+            EngineStateError: members have different prompts or states, which it names. Raised on all.
             EngineDeadError: the group has been lost.
         """
         self._group.refuse_when_lost()
@@ -157,7 +157,7 @@ class GroupCalls:
         if decision == GO.decode():
             return
         if INTERRUPTED in decision:
-            # On all members: each abandons the prompts of this call.
+            # All members raise this, and each abandons the prompts of this call.
             raise KeyboardInterrupt
         if decision.startswith(_DIFFER):
             raise EngineStateError(f"{self._group.name}: {decision}")
@@ -172,7 +172,7 @@ class GroupCalls:
         for name, expected in told[0].items():
             for rank, each in zip(ranks, told, strict=True):
                 value = each.get(name)
-                # Only the first rank may be suspended by its coordinator, which drops no block of the others.
+                # The coordinator suspends only the first rank, and drops no block of the others.
                 if value != expected and not (name == _KEPT and value > expected):
                     return (
                         f"{_DIFFER}{name} of rank {rank}: {value!s:.100}, of rank {ranks[0]}: {expected!s:.100}; every rank "
@@ -182,7 +182,7 @@ class GroupCalls:
 
 
 class LeaderLoop(RunLoop):
-    """The loop of the first rank, which decides."""
+    """The loop of the first rank, which decides for the group."""
 
     attended = True
 
@@ -258,7 +258,7 @@ class FollowerLoop(RunLoop):
             with self.gathering.held():
                 try:
                     self.gathering.ensure()
-                except Exception as exc:  # noqa: BLE001 - the first rank could not gather either, and says so
+                except Exception as exc:  # noqa: BLE001 - the first rank could not gather either, and reports it
                     failed = exc
                 with self._engine.installation:
                     told = self._engine.parts.stepper.follow()
@@ -292,7 +292,7 @@ def _error_of(name: str, message: str) -> BaseException:
 
 
 def loop_of(engine: DynamicInferenceEngine, world: World | None, *parts: Any) -> RunLoop:
-    """The loop of a manager, for this rank's place in its group or for a rank without one; `parts` are of `RunLoop`."""
+    """Return the loop for this rank's place in its group, or for a rank without a group; `parts`: those of `RunLoop`."""
     if engine.peers.lockstep is not None:
         return LockstepLoop(*parts)
     if engine.peers.group is None:
@@ -305,9 +305,9 @@ def loop_of(engine: DynamicInferenceEngine, world: World | None, *parts: Any) ->
 def choose_backend(
     engine: DynamicInferenceEngine, coordinator: CoordinatorConfig | bool, world: World | None
 ) -> Backend:
-    """A `DataParallelBackend` where there are several ranks and `coordinator` is not False.
+    """Choose a `DataParallelBackend` if there are several ranks and `coordinator` is not False, else a local backend.
 
-    A tensor-parallel group is one rank: its first member is asked, and the others follow.
+    A tensor-parallel group counts as one rank: requests go to its first member, and the others follow.
 
     Args:
         world: the job's ranks; None: this rank only.

@@ -1,4 +1,4 @@
-"""`Rounds`: begins and ends every call of a manager that steps its engine, and owns what these calls share.
+"""`Rounds`: begins and ends every call of a manager that steps its engine, and owns their shared state.
 
 Holds of a manager on its engine: `pause` until `unpause` or `resume`, `suspend` until `resume`, `suspended` and the
 optimizer hook until the next `generate`. If a caller stopped the engine explicitly, the hook does not restart it.
@@ -36,7 +36,7 @@ Batch = TypeVar("Batch", bound=RolloutBatch)
 
 
 class StalenessPacer:
-    """Chooses the unfinished groups that a `generate` with `min_groups` has to wait for.
+    """A pacer that chooses the unfinished groups for which `generate` with `min_groups` has to wait.
 
     A round is the time between two such calls, and is assumed to have as many weight updates as the last one. A group in
     flight ages by that many before it can be used, so a group that would then exceed the limit has to finish first.
@@ -69,7 +69,7 @@ class StalenessPacer:
 
 
 class Rounds:
-    """State that the calls of one manager share.
+    """The state that the calls of one manager share.
 
     Attributes:
         loop: steps the engine until a goal is reached.
@@ -112,14 +112,14 @@ class Rounds:
 
     @contextmanager
     def turn(self, call: str, timeout_s: float | None = None) -> Iterator[None]:
-        """This thread's turn at the engine, for a blocking method of this name. An environment must not call it."""
+        """Take this thread's turn at the engine for a blocking method. An environment must not call it."""
         self.player.refuse_inside(call)
         with self.engine.turns.taken(timeout_s), self.loop.call():
             yield
 
     @contextmanager
     def round(self, call: str, timeout_s: float | None = None) -> Iterator[None]:
-        """A turn in which the engine runs with the current model."""
+        """Take a turn in which the engine runs with the current model."""
         with self.turn(call, timeout_s):
             self.ensure_running()
             self.follow_model()
@@ -128,7 +128,7 @@ class Rounds:
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """A turn in which the weights are gathered and nothing is sampled."""
+        """Take a turn in which the weights are gathered and nothing is sampled."""
         with self.turn("score"):
             self.ensure_running()
             self.follow_model()
@@ -154,7 +154,7 @@ class Rounds:
             self.engine.rebuild() if rebuild else self.engine.follow_model()
 
     def refuse_in_group(self, call: str) -> None:
-        """Raises: EngineStateError: other ranks compute every step with this one."""
+        """Raise `EngineStateError` if other ranks compute every step together with this rank."""
         if (group := self.engine.peers.everyone) is not None:
             raise EngineStateError(
                 f"{call}() in the {group.name}: it runs environments or rewards on one rank while tokens are sampled, and "
@@ -167,7 +167,7 @@ class Rounds:
         """Return the groups that must finish before the next update; None: the ages are not known yet.
 
         Args:
-            owner: group of an id in the backend; None: it is in no group.
+            owner: function from an id in the backend to its group; None: it is in no group.
         """
         known = () if pacer.max_staleness is None else self.backend.staleness()
         if known is None:
@@ -203,7 +203,7 @@ class Rounds:
         with self.metrics.phase("resume"), interrupt_deferred():
             move = self.engine.holds.release(*holders)
             if not self._suspended():
-                # Otherwise the copies would count as generating.
+                # Otherwise the time of the copies would count as generating.
                 self.engine.parts.control.wait_until_restored()
         if not self._suspended():
             self.metrics.resumed(move)
@@ -227,7 +227,7 @@ class Rounds:
     # --- batches ------------------------------------------------------------------------------------------------------
 
     def batch_options(self) -> dict[str, Any]:
-        """Arguments of `RolloutBatch.from_requests` that are the same for every batch."""
+        """Return the arguments of `RolloutBatch.from_requests` that are the same for every batch."""
         tokenizer, model = self.engine.controller.tokenizer, self.engine.model
         return {
             "policy_version": self.engine.policy_version,
@@ -239,7 +239,7 @@ class Rounds:
 
     @property
     def image_layout(self) -> ImageLayout | None:
-        """How the model finds images among its tokens; None: the engine does not support its images."""
+        """The way the model finds images among its tokens; None: the engine does not support its images."""
         vision = self.engine.controller.runner.vision
         if vision.family is None or vision.image_token is None:
             return None
@@ -296,19 +296,19 @@ class Rounds:
 
 
 def check_on_error(on_error: str) -> None:
-    """Raises: ConfigError: not a value of `OnError`."""
+    """Raise `ConfigError` unless it is a value of `OnError`."""
     if on_error not in ("raise", "mask"):
         raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'mask'")
 
 
 def check_count(name: str, value: Any, least: int = 1, *, optional: bool = True) -> None:
-    """Raises: ConfigError: neither an integer of at least `least` nor, if `optional`, None."""
+    """Raise `ConfigError` unless the value is an integer of at least `least` or, if `optional`, None."""
     if (value is not None or not optional) and (type(value) is not int or value < least):
         raise ConfigError(f"{name}={value!r}: must be {'None or ' * optional}an integer of at least {least}")
 
 
 def most_discarded(groups: int | None, asked: int | None) -> float:
-    """Number of groups that a call may discard: `asked`, or four times the groups it returns."""
+    """Return the number of groups that a call may discard: `asked`, or four times the groups it returns."""
     check_count("max_discarded", asked, 0)
     return (math.inf if groups is None else MOST_DISCARDED * groups) if asked is None else asked
 

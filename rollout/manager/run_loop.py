@@ -34,7 +34,7 @@ NEWEST_SHARE = 0.5
 
 
 class LengthBook:
-    """Running mean of completion lengths, per prompt and over all.
+    """The running mean of completion lengths, per prompt and over all prompts.
 
     A batch takes as long as its longest sample, and a long sample that starts last is computed nearly alone. Prompts repeat
     every epoch, so their earlier lengths decide which starts first, but never change the samples.
@@ -57,7 +57,7 @@ class LengthBook:
             self._means.popitem(last=False)
 
     def longest_first(self, prompts: Sequence[Hashable]) -> list[int]:
-        """Positions of prompts, longest expected completion first, ties in their order. A new prompt counts as the mean."""
+        """Return the positions of prompts, longest expected completion first; ties keep order. A new prompt has the mean."""
         overall = self._overall or 0.0
         expected = np.array([self._means.get(prompt, overall) for prompt in prompts], dtype=float)
         order: list[int] = np.argsort(-expected, kind="stable").tolist()
@@ -65,22 +65,22 @@ class LengthBook:
 
 
 class Goal(Protocol):
-    """Goal of a run. While it is checked, it may start groups and drop others."""
+    """The goal of a run. While it is checked, it may start groups and drop others."""
 
     @property
     def number(self) -> int:
         """Number of groups to wait for, for the progress bar."""
 
     def ended(self) -> int:
-        """Number of these groups that have finished."""
+        """Return the number of these groups that have finished."""
 
     def reached(self) -> bool:
-        """Whether enough groups have finished; checked before every step."""
+        """Return whether enough groups have finished; called before every step."""
 
 
 @dataclass(eq=False)
 class GroupGoal:
-    """A number of groups have finished, including all awaited ones."""
+    """The goal that a number of groups have finished, including all awaited groups."""
 
     unfinished: set[int]
     """Ids of unfinished groups, kept up to date by their owner."""
@@ -88,7 +88,7 @@ class GroupGoal:
     """Ids of the groups that count."""
     number: int
     awaited: Callable[[], set[int] | None]
-    """Ids of groups that must have finished too; called once the number is reached, until it is not None."""
+    """Ids of groups that must also have finished; called once the number is reached, until it is not None."""
     _must: set[int] | None = None
 
     def ended(self) -> int:
@@ -107,7 +107,7 @@ class RunLoop:
 
     Attributes:
         gathering: gathers sharded weights for the length of a run.
-        attended: whether other ranks make each of its runs too, also one that finds nothing to do.
+        attended: whether other ranks also make each of its runs, even a run without work.
     """
 
     attended = False
@@ -143,7 +143,7 @@ class RunLoop:
         alone: bool = False,
         patient: bool = False,
     ) -> None:
-        """Step until the goal is reached; then for other ranks.
+        """Step until the goal is reached, then step for other ranks.
 
         Args:
             call: the manager's method that runs, for messages.
@@ -180,7 +180,7 @@ class RunLoop:
                         bar.set_postfix(running=self._engine.load[0], refresh=False)
                         bar.update(min(goal.ended(), bar.total) - bar.n)
 
-                # The backend may have to help others, who may have work for this engine even if this rank has none.
+                # The backend may have to help other ranks, even if this rank has no work.
                 self._steps(lambda: goal.reached() and (alone or self._backend.try_finish()), step, left)
         finally:
             self._backend.report_idle()
@@ -198,7 +198,7 @@ class RunLoop:
             step(math.inf)
 
     def call(self) -> AbstractContextManager[None]:
-        """Context manager around a call of the manager, from its prompts to its results."""
+        """Enclose a call of the manager, from its prompts to its results, in a context manager."""
         return nullcontext()
 
     def submitted(self, first: int, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
@@ -226,7 +226,7 @@ class RunLoop:
             self.take_ended()
 
     def sync_metrics(self) -> None:
-        """Bring counters and gauges up to date."""
+        """Update counters and gauges."""
         self._metrics.sync(self._local_samples(), len(self.groups))
 
     def _local_samples(self) -> int:

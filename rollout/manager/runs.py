@@ -31,7 +31,7 @@ from rollout.sampling_params import SamplingParams, one_each, takes_options, war
 
 @dataclass(eq=False)
 class PlayGoal:
-    """The goal of one `run`: decides when enough was played, which groups are kept, and when others start."""
+    """The goal of one `run`. It decides when enough was played, which groups count, and when others start."""
 
     player: EpisodePlayer
     tasks: Iterator[Any]
@@ -49,7 +49,7 @@ class PlayGoal:
     discard: Callable[[], None]
     """Called for each dropped group."""
     too_old: Callable[[], set[int] | None]
-    """Ids of groups that must have finished too; None: not known yet."""
+    """Ids of groups that must also have finished; None: not known yet."""
     _kept: set[int] = field(default_factory=set)
 
     def ended(self) -> int:
@@ -91,7 +91,7 @@ class PlayGoal:
 
 
 class EpisodeRuns:
-    """Episodes and single completions of one manager."""
+    """The episodes and single completions of one manager."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
@@ -101,12 +101,12 @@ class EpisodeRuns:
         """Sample one completion in an environment of `run`, without making it a turn. Cancelling aborts the request.
 
         Args:
-            sampling_params: with n = 1.
+            sampling_params: parameters with n = 1.
 
         Raises:
             InvalidRequestError: the prompt can never be served, or n > 1.
-            RequestError: it failed, or was aborted.
-            EngineStateError: outside of an environment of `run`.
+            RequestError: the completion failed or was aborted.
+            EngineStateError: the caller is not an environment of `run`.
         """
         (params,) = one_each(sampling_params, 1)
         if params.n != 1:
@@ -137,7 +137,7 @@ class EpisodeRuns:
         timeout_s: float | None = None,
         **fields: Any,
     ) -> EpisodeBatch:
-        """Play episodes of many turns, and block until they are done. While one waits for a tool, others are sampled.
+        """Play episodes of many turns; block until they finish. While an episode waits for a tool, others are sampled.
 
         Episodes that are unfinished when it returns or raises stay in flight: tools keep running, and completions continue
         in the next call, under its weights. On several ranks, all ranks call it, as for `generate`.
@@ -146,10 +146,10 @@ class EpisodeRuns:
             tasks: each becomes a group of n episodes. A list is started at once, an iterator as groups finish.
             environment: a class or function that makes an object with `reset` and `step` for each episode; or a coroutine
                 function that plays a whole `Episode` and returns the reward. None: each task is an `EnvironmentTask`.
-            sampling_params: of one turn, with n = 1.
+            sampling_params: parameters of one turn, with n = 1.
             max_turns: upper bound on the turns of an episode, for environments with `reset` and `step`.
-            min_groups: return when this many groups have finished, and those that `max_staleness` would make too old. None:
-                wait for all groups, including those that earlier calls left in flight.
+            min_groups: return when this many groups have finished, and all groups that `max_staleness` would make too
+                old. None: wait for all groups, including those that earlier calls left in flight.
             max_groups: maximum number of groups in flight, if `tasks` is an iterator. None: `min_groups`.
             keep: called with a finished group; False drops it, and it does not count. See `rewards_differ`.
             max_discarded: number of dropped groups after which every group is kept. None: four times `min_groups`, or all.
@@ -163,7 +163,7 @@ class EpisodeRuns:
             Groups in the order in which they started, episodes of a group next to each other.
 
         Raises:
-            ConfigError: options that contradict each other.
+            ConfigError: options contradict each other.
             TypeError: the environment lacks `reset` or `step`, or one of its methods returned a value of another type.
             KeyboardInterrupt: Ctrl-C, at the end of the step. Then, as after TypeError, this call's episodes are dropped.
             RolloutFailedError: see `on_error`.

@@ -1,4 +1,4 @@
-"""`generate_scored` of a manager: batches filled with groups that are scored as they finish and worth training on."""
+"""`generate_scored` of a manager: batches of groups that are scored as they finish and are worth training on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rollout.sampling_params import SamplingParams, one_each, takes_options
 
 
 def rewards_differ(group: Sequence[Any]) -> bool:
-    """Whether a group is useful for GRPO: its successful episodes or `ScoredSample`s have different rewards. For `keep=`."""
+    """Return whether a group's successful episodes or `ScoredSample`s have different rewards, as GRPO needs. For `keep=`."""
     return len({each.reward for each in group if each.error is None}) > 1
 
 
@@ -40,7 +40,7 @@ class PromptTask:
     metadata: Any = None
     """msgpack-able; available as `request.metadata` where the reward is computed, and in `batch.metadata`."""
     sampling_params: SamplingParams | None = None
-    """None: the parameters of the call."""
+    """Parameters of this prompt; None: the parameters of the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class ScoredSample:
 
     request: DynamicInferenceRequest
     reward: float | None
-    """None: it failed."""
+    """Reward; None: the sample failed."""
 
     @property
     def error(self) -> str | None:
-        """Why it failed."""
+        """The reason for a failed sample."""
         return self.request.error
 
 
@@ -66,12 +66,13 @@ class ScoredBatch(RolloutBatch):
 
     discarded_rewards: Tensor
     """float32 [M]: rewards of the groups that this call has discarded. The mean of both is the policy's reward; `rewards`
-    alone cover only prompts that are neither solved nor hopeless."""
+    alone cover only prompts that are sometimes solved.
+    """
 
 
 @dataclass(eq=False)
 class ScoredGoal:
-    """The goal of one `generate_scored`. Scores finished groups, discards some, and starts others."""
+    """The goal of one `generate_scored`, which scores finished groups, discards some, and starts others."""
 
     groups: GroupLedger
     """Groups in flight, from this call and earlier ones."""
@@ -90,7 +91,7 @@ class ScoredGoal:
     discard: Callable[[list[float | None]], None]
     """Called with the rewards of each discarded group."""
     too_old: Callable[[], set[int] | None]
-    """Ids of groups that must have finished too; None: not known yet."""
+    """Ids of groups that must also have finished; None: not known yet."""
     _full: bool = False
     _pending: dict[int, Any] = field(default_factory=dict)
     """Group id → future of its rewards, for a reward with `submit`."""
@@ -134,7 +135,7 @@ class ScoredGoal:
                 self.discard(rewards)
 
     def _ready(self, group_id: int, requests: Sequence[DynamicInferenceRequest]) -> Reward | None:
-        """The reward function, or one that returns rewards computed elsewhere; None: they are not done."""
+        """Return the reward function, or a function to rewards from other processes; None: these are not computed yet."""
         sound = [request for request in requests if request.error is None]
         if not hasattr(self.reward, "submit") or not sound:
             return self.reward
@@ -147,7 +148,7 @@ class ScoredGoal:
 
 
 def rewards_of(requests: Sequence[DynamicInferenceRequest], reward: Reward) -> list[float | None]:
-    """Rewards of a group's samples, None for failed ones; `ValueError` unless they are one finite number each."""
+    """Return the rewards of a group's samples, None for failed samples; `ValueError` unless each is a finite number."""
     sound = [request for request in requests if request.error is None]
     try:
         told = reward(sound) if sound else []
@@ -179,7 +180,7 @@ def rewards_of(requests: Sequence[DynamicInferenceRequest], reward: Reward) -> l
 
 
 class Scoring:
-    """Scores the groups of one manager."""
+    """The scoring of one manager's groups."""
 
     def __init__(self, rounds: Rounds, generation: Generation) -> None:
         self._rounds = rounds
@@ -211,7 +212,7 @@ class Scoring:
             tasks: prompts as in `generate`, or `PromptTask`s. Unused tasks stay in an iterator.
             reward: gets the list of a group's samples and returns one finite number each. It runs on the stepping thread,
                 or in other processes as a `trainer_hooks.rewards.RewardPool` (anything with `submit(samples)` → future).
-            sampling_params: of tasks without their own; `n` samples per prompt.
+            sampling_params: parameters of tasks without their own; `n` samples per prompt.
             groups: size of the batch, unless the tasks run out.
             max_groups: most groups in flight, kept ones included. Above `groups` the call does not wait for the slowest
                 groups, which continue in the next call, after the weight update. None: `groups`.
@@ -226,7 +227,7 @@ class Scoring:
             ConfigError: an option is out of its range.
             TypeError: `reward` does not take one argument.
             ValueError: `reward` did not return one finite number per sample; the group stays in flight.
-            InvalidRequestError, TypeError, ConfigError: a task can never be served, and is dropped; a note shows it.
+            InvalidRequestError, TypeError, ConfigError: a task can never be served and is dropped. A note shows it.
             KeyboardInterrupt: Ctrl-C, after the current step; the groups that this call started are aborted.
             Exception: others as `generate`.
         """

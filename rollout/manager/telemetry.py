@@ -34,7 +34,7 @@ NEWEST = 8192
 
 
 class _Summary:
-    """Statistics of a stream of numbers in bounded memory.
+    """The statistics of a stream of numbers in bounded memory.
 
     Mean, maximum and share of non-zeros cover all values (float64), percentiles the newest `NEWEST`. A NaN value makes mean
     and maximum NaN, and percentiles too while it is among the newest.
@@ -71,7 +71,7 @@ class _Summary:
 
 
 class MetricsRecorder:
-    """Thread-safe recorder of the metrics in `METRICS`; `snapshot` returns them as one flat dict.
+    """A thread-safe recorder of the metrics in `METRICS`; `snapshot` returns them as one flat dict.
 
     A name that is not in the table raises `KeyError`. Memory use is bounded even if no snapshot is ever taken.
 
@@ -174,7 +174,7 @@ class RolloutMetrics(MetricsRecorder):
 
     Args:
         engine: source of the counters, from their current values on.
-        clock: seconds that never run backwards.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(self, engine: DynamicInferenceEngine, clock: Callable[[], float]) -> None:
@@ -190,7 +190,7 @@ class RolloutMetrics(MetricsRecorder):
             recorder.phase(self, phase, before)
 
     def step(self, samples_missing: int) -> None:
-        """Record the gauges with a peak, and the size of each step made, after every call of the engine; about 15 µs.
+        """Record gauges with a peak and the size of each step, after every call of the engine; about 15 µs.
 
         Args:
             samples_missing: samples that have not finished; samples that do not run count as waiting.
@@ -202,13 +202,13 @@ class RolloutMetrics(MetricsRecorder):
             self.observe("rollout/step_tokens", [step.num_tokens] * stepper.made)
 
     def sync(self, samples_missing: int, groups_in_flight: int) -> None:
-        """Update counters and gauges from the engine's."""
+        """Update counters and gauges from the engine's counters."""
         before, stats = self._counted, self._engine.stats()
         self._counted = {name: stats[name] for name in _COUNTERS}
         for name, value in self._counted.items():
             # A rebuilt engine counts from 0.
             self.add(f"rollout/{name}", value - before[name] if value >= before[name] else value)
-        # Samples that have not reached this engine wait too.
+        # Samples that have not reached this engine also count as waiting.
         self._set({name: stats[name] for name in _GAUGES} | self._load(samples_missing))
         self.set("rollout/groups_in_flight", groups_in_flight)
 
@@ -255,7 +255,7 @@ class RolloutMetrics(MetricsRecorder):
             rows: int64 or a slice: rows of the log-probs.
 
         Raises:
-            ValueError: another shape.
+            ValueError: `logprobs` have another shape.
         """
         mask, known = batch.response_mask[rows], batch.logprobs[rows]
         if logprobs.shape != known.shape:

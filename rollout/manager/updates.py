@@ -15,7 +15,7 @@ from rollout.state import EngineState, Mode
 
 
 class Updates:
-    """The calls of one manager between two rounds. On several ranks every rank makes them, and they wait for each other."""
+    """The calls of one manager between two rounds. On several ranks, every rank makes them and waits for the others."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
@@ -97,7 +97,7 @@ class Updates:
         if engine.state is not EngineState.STOPPED:
             with engine.locked():
                 engine.weights_updated()
-                # The weights have changed in any case; groups that cannot be written now are tried again later.
+                # The weights have changed in any case, so groups that cannot be written now are tried again later.
                 with suppress(JournalError):
                     rounds.loop.take_ended()
             rounds.loop.sync_metrics()
@@ -105,14 +105,14 @@ class Updates:
 
     @contextmanager
     def adapter_switch(self, what: str | None = None) -> Iterator[None]:
-        """Context manager for changing the model's active adapters; use `trainer_hooks.peft.adapter`.
+        """Enclose a change of the model's active adapters; use `trainer_hooks.peft.adapter`.
 
         Args:
-            what: its name, equal on all ranks; on exit it waits for theirs. None: wait for no other rank.
+            what: name of the change, equal on all ranks, which wait for each other. None: wait for no other rank.
 
         Raises:
-            DeadlineError: some ranks have not done the same; names them.
-            EngineStateError: some have done something else; names them.
+            DeadlineError: some ranks, which it names, have not made the same change.
+            EngineStateError: some ranks, which it names, have made another change.
         """
         self._rounds.player.refuse_inside("adapter_switch")
         with self._rounds.engine.parts.control.adapter_switch():

@@ -30,7 +30,7 @@ from rollout.requests.request import DynamicInferenceRequest
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedRollouts:
-    """The tokens of a batch end to end, [L] without padding between sequences.
+    """The tokens of a batch, concatenated to [L] without padding between sequences.
 
     Other values are in the same order in `batch.kv_versions[batch.attention_mask.bool()]`. If L was rounded up, the surplus
     after `cu_seqlens[-1]` is pad tokens with positions from 0, masked out, with sequence -1 and version -1.
@@ -100,7 +100,7 @@ class RolloutBatch:
     logprobs: Tensor
     """float32 [N, T]: log-prob of the token at the same index when it was sampled; 0 outside the completion.
 
-    NaN at a position of `response_mask` whose request recorded no log-probs: a loss that needs them shows it."""
+    A request without recorded log-probs has NaN in `response_mask`, so that a loss that needs them shows it."""
 
     policy_versions: Tensor
     """int64 [N, T]: the version that sampled the token (a prompt token: at its admission); -1 on padding."""
@@ -170,18 +170,18 @@ class RolloutBatch:
         image_layout: ImageLayout | None = None,
         **fields_of_subclass: Any,
     ) -> Self:
-        """Build the tensors; no loop over tokens in Python.
+        """Build the tensors without a loop over tokens in Python.
 
         Args:
             requests: finished and merged, one per sample, the samples of a prompt next to each other. May be empty.
-            policy_version: of the weights now.
-            pad_token_id: fills `input_ids` on padding.
+            policy_version: current policy version of the weights.
+            pad_token_id: token id that fills `input_ids` on padding.
             max_staleness: remove completion tokens older than this from `response_mask`. None: keep all.
-            device: of the tensors. None: the CPU.
-            sampled: bool [G] per request: which tokens of its completion were sampled; others are not in `response_mask`.
+            device: device of the tensors. None: the CPU.
+            sampled: bool [G] per request: sampled tokens of the completion. Other tokens are not in `response_mask`.
                 None: all.
             image_layout: how the model finds images among its tokens; None: no images.
-            fields_of_subclass: passed on to the class.
+            fields_of_subclass: further fields of a subclass.
 
         Raises:
             TypeError: an element is not a `DynamicInferenceRequest`.
@@ -216,7 +216,7 @@ class RolloutBatch:
         return sum(1 for _ in self.groups())
 
     def groups(self) -> Iterator[tuple[int, slice]]:
-        """(group id, its rows as a slice), in order."""
+        """Yield (group id, its rows as a slice), in order."""
         start = 0
         for group, members in groupby(self.requests, key=lambda request: request.request_id):
             stop = start + sum(1 for _ in members)
@@ -224,7 +224,7 @@ class RolloutBatch:
             start = stop
 
     def to(self, device: torch.device | str) -> Self:
-        """The same batch with its tensors on `device`."""
+        """Return the same batch with its tensors on `device`."""
         every = ((field.name, getattr(self, field.name)) for field in fields(self))
         moved: dict[str, Any] = {
             name: value.to(device) for name, value in every if isinstance(value, Tensor | KeptSets | BatchImages)
@@ -232,7 +232,7 @@ class RolloutBatch:
         return replace(self, **moved)
 
     def model_inputs(self, rows: Tensor | slice | None = None) -> dict[str, Tensor]:
-        """Arguments of the trainer's forward: `model(**batch.model_inputs()).logits` is [N, T, V].
+        """Return arguments of the trainer's forward: `model(**batch.model_inputs()).logits` is [N, T, V].
 
         `input_ids` and `attention_mask`; with images also their tensors (`pixel_values`, `image_grid_thw`, …), once per row,
         and token types if the model needs them.
@@ -258,7 +258,7 @@ class RolloutBatch:
         temperature: float | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """The trainer's log-probs, like `batch.logprobs`: `scores_of(...).logprobs`."""
+        """Return the trainer's log-probs, aligned with `batch.logprobs`: `scores_of(...).logprobs`."""
         return self.scores_of(model, part, temperature=temperature, hidden=hidden).logprobs
 
     def scores_of(
@@ -271,7 +271,7 @@ class RolloutBatch:
         entropy: bool = False,
         top_k: int | Tensor = 0,
     ) -> LogitScores:
-        """Run the trainer's forward; log-probs of the tokens of `response_mask`, differentiable.
+        """Run the trainer's forward and return differentiable log-probs of the tokens of `response_mask`.
 
         Log-probs are of the distributions that tokens were drawn from, with the temperature, penalties, biases and kept
         tokens of the requests. With the weights that sampled, they equal `logprobs`. Logits are computed a tile at a time,
@@ -331,7 +331,7 @@ class RolloutBatch:
         tree = self.tree(rows)
         part, numbers = self._part(tree)
         columns = part.input_ids.shape[1]
-        # Requests that cannot be replayed raise here, before the first gradient.
+        # Requests that cannot be replayed must raise here, before the first gradient.
         self._distribution(numbers, columns, temperature)
 
         def read(segment: Part, own: Tensor) -> LogitScores:
@@ -349,7 +349,7 @@ class RolloutBatch:
         return distribution([self.requests[row] for row in rows.tolist()], kept, self.input_ids.device)
 
     def _part(self, part: PackedTree | PackedRollouts | Tensor | slice | None) -> tuple[Part, Tensor]:
-        """The part in the form that a forward computes, and its rows."""
+        """Return the part in the form of a forward's input, and its rows."""
         if isinstance(part, PackedTree):
             columns = part.nodes.shape[1]
             return part.part(self.input_ids[part.rows, :columns], self.response_mask[part.rows, :columns]), part.rows
@@ -371,7 +371,7 @@ class RolloutBatch:
         return torch.arange(len(self), device=self.input_ids.device)[slice(None) if rows is None else rows]
 
     def packed(self, multiple_of: int = 1, rows: Tensor | slice | None = None) -> PackedRollouts:
-        """The same tokens without padding, for kernels that take `cu_seqlens`.
+        """Pack the tokens of rows without padding, for kernels that take `cu_seqlens`.
 
         Args:
             multiple_of: round L up to a multiple of this.
@@ -387,7 +387,7 @@ class RolloutBatch:
                 "packed(): rows have images: train on batch.tree(), or on padded rows (batch.model_inputs())"
             )
         chosen = self._numbers(rows)
-        # Computed once, because on a device every boolean index would wait for its own count.
+        # The indices are computed once, because on a device every boolean index would wait for its count.
         real = self.attention_mask[chosen].flatten().nonzero()[:, 0]
         surplus = -len(real) % multiple_of
 
@@ -415,7 +415,7 @@ class RolloutBatch:
         )
 
     def tree(self, rows: Tensor | slice | None = None) -> PackedTree:
-        """The same tokens with every common prefix of rows once, for a model with `trainer_hooks.tree` attached.
+        """Pack the tokens of rows with every common prefix once, for a model with `trainer_hooks.tree` attached.
 
         `logprobs_of(model, packed)` is aligned with `logprobs[packed.rows]`. With recorded routes, a common prefix ends
         where experts differ; `rollout.replay(packed, model)` replays them.
@@ -440,7 +440,7 @@ class RolloutBatch:
         return replace(packed, unrouted=chosen[missing.any(1) & trained])
 
     def trees(self, max_tokens: int) -> Iterator[PackedTree]:
-        """Trees of about equal size, of up to `max_tokens`, for gradient accumulation; every row is in one.
+        """Yield trees of about equal size, of up to `max_tokens`, for gradient accumulation. Every row is in one tree.
 
         Groups stay whole: a group above `max_tokens` is one tree. Each tree's groups are in order.
 
@@ -455,20 +455,20 @@ class RolloutBatch:
             yield self.tree(torch.cat([every[groups[index]] for index in part]))
 
     def _common_tokens(self) -> int:
-        """Number of tokens with which all rows, and so every tree, begin; 0 if routes or images might differ."""
+        """Return the length of the prefix common to all rows, and so to all trees; 0 if routes or images might differ."""
         if not len(self) or self.routed_experts is not None or self.images is not None:
             return 0
         same = (self.input_ids == self.input_ids[:1]).all(0) & self.attention_mask.bool().all(0)
         return int(same.long().cumprod(0).sum())
 
     def packs(self, max_tokens: int, multiple_of: int = 1) -> Iterator[PackedRollouts]:
-        """Packed rows, in parts of about equal size of up to `max_tokens`; every row is in one. See `packed`."""
+        """Yield packed rows in parts of about equal size, of up to `max_tokens`. Every row is in one part. See `packed`."""
         for part in equal_parts(self.attention_mask.sum(1).tolist(), max_tokens):
             yield self.packed(multiple_of, torch.tensor(part, device=self.input_ids.device))
 
 
 def equal_parts(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Split items into the fewest parts found of at most `limit`, of about equal sizes; an item above the limit is alone.
+    """Split items into few parts of at most `limit` and of about equal size. An item above the limit is alone.
 
     Items go to the smallest part, largest item first (Graham 1969, "longest processing time").
 

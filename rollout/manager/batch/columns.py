@@ -13,7 +13,7 @@ from rollout.requests.request import DynamicInferenceRequest
 
 
 class KeptSets(NamedTuple):
-    """The sets that tokens were drawn from; the `kept` of `rollout.algorithms.replay_logprobs`."""
+    """The sets that tokens were drawn from, for `kept` of `rollout.algorithms.replay_logprobs`."""
 
     ids: Tensor
     """int32 [S]: token ids, row after row and token after token, ascending in each."""
@@ -22,11 +22,11 @@ class KeptSets(NamedTuple):
     """int32 [N, T]: number of ids of each token; 0 without a set. [L] in packed rollouts."""
 
     def to(self, device: torch.device | str) -> KeptSets:
-        """The same on `device`."""
+        """Return the same sets on `device`."""
         return KeptSets(self.ids.to(device), self.counts.to(device))
 
     def of_rows(self, rows: Tensor | slice, columns: int | None = None) -> KeptSets:
-        """The sets of some rows, in that order, cut after `columns`."""
+        """Return the sets of some rows, in this order, cut after `columns`."""
         chosen = torch.arange(len(self.counts), device=self.counts.device)[rows]
         sizes = self.counts.sum(1, dtype=torch.int64)
         starts = sizes.cumsum(0) - sizes
@@ -38,12 +38,12 @@ class KeptSets(NamedTuple):
         return KeptSets(self.ids[torch.arange(total, device=shift.device) + shift], counts)
 
     def without(self, rows: Tensor) -> KeptSets:
-        """The same, but without sets in the rows of the mask, bool [N]."""
+        """Return the sets without the rows of the mask, bool [N]."""
         kept = ~rows.repeat_interleave(self.counts.sum(1, dtype=torch.int64))
         return KeptSets(self.ids[kept], self.counts.masked_fill(rows[:, None], 0))
 
     def of_tokens(self, rows: Tensor, columns: Tensor) -> KeptSets:
-        """The sets of single tokens [K], in that order; counts [K]."""
+        """Return the sets of single tokens [K], in this order; counts [K]."""
         sizes = self.counts.flatten().long()
         at = rows * self.counts.shape[1] + columns
         ends, lengths = sizes.cumsum(0)[at], sizes[at]
@@ -52,7 +52,7 @@ class KeptSets(NamedTuple):
 
 
 def kept_sets(rows: Sequence[DynamicInferenceRequest], columns: int) -> KeptSets | None:
-    """The sets of merged requests, padded to `columns`; None if none has any.
+    """Return the sets of merged requests, padded to `columns`; None if no request has sets.
 
     Raises:
         ValueError: the sets of a request do not match its tokens.
@@ -73,14 +73,14 @@ def kept_sets(rows: Sequence[DynamicInferenceRequest], columns: int) -> KeptSets
 
 
 def no_sets(like: Tensor) -> KeptSets:
-    """Kept tokens for [N, T] tokens drawn from the whole vocabulary."""
+    """Return the kept tokens of [N, T] tokens that were drawn from the whole vocabulary."""
     return KeptSets(like.new_zeros(0, dtype=torch.int32), torch.zeros_like(like, dtype=torch.int32))
 
 
 def padded_values(
     rows: Sequence[DynamicInferenceRequest], width: int, device: torch.device | str | None
 ) -> Tensor | None:
-    """float32 [N, width, k] values of the completions, 0 elsewhere, NaN in a row without any; None: no row has any."""
+    """Return float32 [N, width, k] values of completions, 0 elsewhere, NaN in rows without values; None: no row has any."""
     wide = next((row.generated_values.shape[1] for row in rows if row.generated_values is not None), 0)
     if not wide:
         return None
@@ -94,7 +94,7 @@ def padded_values(
 def padded_routes(
     rows: Sequence[DynamicInferenceRequest], width: int, device: torch.device | str | None
 ) -> Tensor | None:
-    """int16 [N, width, layers, k] of the requests that recorded routes, -1 elsewhere; None: no request did.
+    """Return int16 [N, width, layers, k] recorded routes, -1 elsewhere; None: no request recorded routes.
 
     Raises:
         ValueError: their shapes differ, or they have more positions than a request.

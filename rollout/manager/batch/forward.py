@@ -18,7 +18,7 @@ from rollout.sampling_params import FILTERS, PENALTIES
 
 @dataclass(frozen=True, eq=False)
 class LogitScores:
-    """Numbers per token of a forward [N, T]; differentiable, and 0 on tokens that were not requested."""
+    """The differentiable scores of each token of a forward [N, T]; 0 on tokens that were not requested."""
 
     logprobs: Tensor
     """float32 [N, T] (float64 of float64 hidden states)."""
@@ -26,14 +26,14 @@ class LogitScores:
     """[N, T] in nats, of softmax(logits / temperature) over the whole vocabulary. None: not requested; the same for the
     fields below."""
     top_ids: Tensor | None = None
-    """int64 [N, T, k]: most likely tokens, in that order; or those asked for."""
+    """int64 [N, T, k]: most likely tokens first, or the requested tokens."""
     top_logprobs: Tensor | None = None
     """[N, T, k], over the whole vocabulary."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Rows of a batch in the form that a forward computes."""
+    """Rows of a batch in the form of a forward's input."""
 
     inputs: Mapping[str, Any]
     """Keyword arguments of the forward."""
@@ -55,13 +55,13 @@ def read_scores(
     entropy: bool = False,
     top_k: int | Tensor = 0,
 ) -> LogitScores:
-    """Run the forward of a part and read its tokens.
+    """Run the forward of a part and compute the scores of its tokens.
 
     Args:
         shaping: keyword arguments of `rollout.algorithms.replay_logprobs`.
-        kept: sets of the part's tokens; None: any token could be drawn.
+        kept: kept sets of the part's tokens; None: any token could be drawn.
         hidden: [..., H] the head's input, if a forward has already run; None: the model runs.
-        entropy, top_k: also read these.
+        entropy, top_k: also compute these.
     """
 
     def run(head: nn.Module) -> Tensor | None:
@@ -99,14 +99,13 @@ def read_scores(
 def distribution(
     requests: Sequence[DynamicInferenceRequest], kept: KeptSets | None, device: torch.device
 ) -> tuple[dict[str, Any], KeptSets | None]:
-    """Arguments with which `replay_logprobs` shapes the logits of rows to the distribution of `batch.logprobs`, and the
-    rows' sets.
+    """Return the arguments of `replay_logprobs` that restore the distribution of `batch.logprobs`, and the rows' sets.
 
     Raises:
         ValueError: a request was truncated and has no kept tokens, so that its distribution is unknown.
     """
     params = [request.sampling_params for request in requests]
-    # Their log-probs are over the whole vocabulary.
+    # The log-probs of these rows are over the whole vocabulary.
     unshaped = [one.logprobs_mode != "processed" for one in params]
     for request, one, plain in zip(requests, params, unshaped, strict=True):
         if one.truncated and not one.greedy and not plain and request.generated_kept_tokens is None:

@@ -24,7 +24,7 @@ Rotary = Callable[[Tensor, Tensor, ImageInputs], Tensor | None]
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """How a model finds images among its tokens.
+    """The way a model finds images among its tokens.
 
     Attributes:
         placeholder: token id.
@@ -45,7 +45,7 @@ class ImageLayout:
 
 @dataclass(frozen=True, eq=False)
 class BatchImages:
-    """Images of N rows.
+    """The images of N rows.
 
     Attributes:
         tensors: tensors of each row's prompt, shared by the samples of a group; None: a row of text.
@@ -69,10 +69,10 @@ class BatchImages:
         sampled: NDArray[np.bool_],
         device: torch.device | str | None,
     ) -> BatchImages | None:
-        """Images of a batch; None: no row has any.
+        """Collect the images of a batch; None: no row has an image.
 
         Args:
-            images: of each row.
+            images: images of each row.
             input_ids: [N, T], padded on the right.
             sampled: bool [N, T], tokens that were sampled.
         """
@@ -92,7 +92,7 @@ class BatchImages:
         )
 
     def to(self, device: torch.device | str) -> BatchImages:
-        """The same with masks on `device`; `inputs` moves the pixels that it returns."""
+        """Return the same images with masks on `device`; `inputs` moves the pixels that it returns."""
         return replace(
             self,
             placeholders=self.placeholders.to(device),
@@ -101,7 +101,7 @@ class BatchImages:
         )
 
     def inputs(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Further arguments of the trainer's forward (not tokens and mask), on the device of the masks.
+        """Return further arguments of the trainer's forward (not tokens and mask), on the device of the masks.
 
         Raises:
             ValueError: a placeholder was sampled in one of the rows.
@@ -117,10 +117,10 @@ class BatchImages:
     def tree(
         self, input_ids: Tensor, real: Tensor, wanted: Tensor, rows: Tensor, routed_experts: Tensor | None
     ) -> PackedTree:
-        """`pack_tree` of rows of the batch; rows with the same image in a common prefix share it.
+        """Pack rows of the batch by `pack_tree`. Rows with the same image in a common prefix share it.
 
         Args:
-            input_ids, real, wanted, routed_experts: the rows'; see `pack_tree`.
+            input_ids, real, wanted, routed_experts: columns of these rows; see `pack_tree`.
             rows: int64 [R], their numbers in the batch.
 
         Raises:
@@ -136,13 +136,13 @@ class BatchImages:
         nodes = packed.nodes[real]
 
         def of_tree(values: Tensor) -> Tensor:
-            """[..., L] of [..., R, T]."""
+            """Gather [..., L] values of the tree from [..., R, T] values of the rows."""
             whole = values.new_zeros(*values.shape[:-2], len(packed))
             whole[..., nodes] = values[..., real]
             return whole
 
         marked = packed.input_ids[0, packed.input_ids[0] < 0].tolist()
-        # In the order of the tree: the images of a row are between the images of rows that begin differently.
+        # Images follow the order of the tree, in which rows that begin differently are apart.
         shown = [numbers[-1 - mark] for mark in dict.fromkeys(marked)]
         inputs = self._pixels(shown, joined=True) if shown else {}
         if self.layout.token_types is not None:
@@ -184,10 +184,10 @@ class BatchImages:
             )
 
     def _pixels(self, rows: Sequence[int], joined: bool = False) -> dict[str, Tensor]:
-        """Tensors of the images of rows.
+        """Concatenate the image tensors of rows.
 
         Args:
-            joined: as for one row with the images of all.
+            joined: return the layout of one row that has all images.
         """
         chosen = [self.tensors[row] for row in rows]
         named = [each for each in chosen if each is not None]
@@ -204,7 +204,7 @@ class BatchImages:
 def _rotary(
     rotary: Rotary, images: Sequence[ImageInputs | None], input_ids: NDArray[np.int64], kinds: NDArray[np.uint8]
 ) -> NDArray[np.int64] | None:
-    """[3, N, T] rotary positions; None: as in text."""
+    """Return the rotary positions [3, N, T]; None: as in text."""
     count, width = input_ids.shape
     found = np.broadcast_to(np.arange(width), (3, count, width)).copy()
     before: tuple[int, int] | None = None
@@ -231,7 +231,7 @@ def _rotary(
 
 
 def _last_columns(kinds: Tensor) -> Tensor:
-    """int64 [N, T] of uint8 [N, T]: last column of the run of placeholders that a token is in, or its own column."""
+    """Return int64 [N, T]: the last column of each token's run of placeholders, or its own column. `kinds`: uint8 [N, T]."""
     columns = torch.arange(kinds.shape[1], device=kinds.device).expand(kinds.shape)
     behind = torch.where(kinds > 0, kinds.shape[1], columns).flip(1).cummin(1).values.flip(1)
     return torch.where(kinds > 0, behind - 1, columns)
@@ -242,7 +242,7 @@ def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def _filled(name: str, parts: list[Tensor]) -> Tensor:
-    """Concatenate the parts. Images with fewer squares are padded with zeros, which models ignore."""
+    """Concatenate the parts. Models ignore the zeros that pad images with fewer patches."""
     if name != PIXELS or parts[0].ndim != TILED_DIMENSIONS:
         return torch.cat(parts)
     most = max(part.shape[1] for part in parts)
@@ -250,7 +250,7 @@ def _filled(name: str, parts: list[Tensor]) -> Tensor:
 
 
 def _tiled(parts: Iterable[Tensor], present: Sequence[bool]) -> Tensor:
-    """[1, tiles, …] of the rows that have images → [rows, max tiles, …], padded with zeros, which models ignore."""
+    """Pad [1, tiles, …] of each row with images to [rows, max tiles, …] with zeros, which models ignore."""
     parts = list(parts)
     largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
     filled = iter(

@@ -23,16 +23,16 @@ from rollout.manager.batch.tree import PackedTree
 
 
 class PathRows(NamedTuple):
-    """Rows of a batch whose forward is complete."""
+    """A set of rows of a batch whose forward is complete."""
 
     rows: Tensor
-    """int64 [n]: their numbers in the batch."""
+    """int64 [n]: row numbers in the batch."""
     scores: LogitScores
-    """[n, T]; call backward on a loss of them before the next rows are computed."""
+    """Scores [n, T]; call backward on their loss before the next rows are computed."""
 
 
 class _Span(NamedTuple):
-    """Tokens [start, stop) of a tree, which one forward computes."""
+    """A range [start, stop) of a tree's tokens, which one forward computes."""
 
     start: int
     stop: int
@@ -55,7 +55,7 @@ class _Segment:
     """The same values as returned to the caller: gradients collect there."""
 
     def backward(self) -> None:
-        """Run the backward of its forward, even if no gradient reached a log-prob: keys and values may have some."""
+        """Run the segment's backward, even if no log-prob has a gradient, because keys and values may have gradients."""
         if self.values[0].requires_grad:
             torch.autograd.backward(
                 self.values,
@@ -66,8 +66,7 @@ class _Segment:
 def along_paths(
     model: nn.Module, tree: PackedTree, part: Part, max_tokens: int, read: Callable[[Part, Tensor], LogitScores]
 ) -> Iterator[PathRows]:
-    """Run a tree segment by segment; yields rows when all of their wanted tokens are computed, and runs backwards in
-    between.
+    """Run a tree segment by segment. Yield rows once all their wanted tokens are computed; run backwards in between.
 
     Args:
         part: the tree as one forward would compute it.
@@ -119,7 +118,7 @@ def along_paths(
 
 
 def _segments(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
-    """Segments [start, stop) in order: small subtrees share one; a chain ends where it branches, or at the limit."""
+    """Yield segments [start, stop) in order. Small subtrees share a segment; a chain ends at a branch or at the limit."""
     start, token, chain = 0, 0, False
     while token < len(ends):
         small = ends[token] - token <= limit
@@ -134,7 +133,7 @@ def _segments(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) ->
 
 
 def _placed(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) -> list[_Span]:
-    """The spans of a tree in order, each behind its path in the keys, where a block of the kernels begins."""
+    """Return the spans of a tree in order. In the keys, each span follows its path and begins at a block of the kernels."""
     spans: list[_Span] = []
     path: list[_Span] = []
     for start, stop in _segments(ends, depths, limit):
@@ -147,11 +146,11 @@ def _placed(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) -> l
 
 
 def _keys(path: list[_Span], ends: NDArray[np.int64], depths: NDArray[np.int64]) -> NDArray[np.int32]:
-    """The attention mask of the last span of a path, [1, 1, 2, keys]: end of the subtree and position of every key."""
+    """Return the attention mask of a path's last span, [1, 1, 2, keys]: subtree end and position of every key."""
     own = path[-1]
     keys = np.zeros((2, own.place + own.stop - own.start), np.int32)
     for start, stop, at, _ in path:
-        # Counted like the tokens of the last span; none of them attends to subtrees that ended before.
+        # Indices count like the last span's tokens, which do not attend to subtrees that ended before.
         keys[0, at : at + stop - start] = np.maximum(ends[start:stop] - own.start + own.place, 0)
         keys[1, at : at + stop - start] = depths[start:stop]
     return keys[None, None]

@@ -2,9 +2,9 @@
 
 The trainer's forward is aligned with the batch by its tokens: any rows of the batch in any order, padded on the left or the
 right, or packed with `position_ids` that start at 0 in every sequence. To replay the forward of a prefix tree pass the tree
-instead. Only the choice is replayed: scores, softmax and normalisation are the live router's, with gradient. An engine's own
-forwards inside of the block (`generate`, `score`) are routed live. The module is restored after the block, even after an
-exception.
+instead. Only the choice is replayed: the live router computes scores, softmax and normalisation, with gradient. An
+engine's own forwards inside of the block (`generate`, `score`) are routed live. The module is restored after the block,
+even after an exception.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollout.manager.batch.tree import PackedTree
 
 @dataclass(frozen=True, eq=False)
 class RoutedRows:
-    """Rows with routes that are not a `RolloutBatch`; its fields of these names."""
+    """The fields of a `RolloutBatch` that routing reads, for rows from elsewhere."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -55,7 +55,7 @@ def replay(batch: Routed, model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: the batch has no routes, or not for some row, or routes of another model; or a forward in the block has
             other sequences than the batch.
-        UnsupportedModelError: the model has routers of an unknown form; names them.
+        UnsupportedModelError: the model has routers of an unknown form, which it names.
         RuntimeError: with gradient checkpointing, a backward ran outside of the block.
     """
     routers = routers_of(model)
@@ -82,7 +82,7 @@ def _restore(module: nn.Module, forward: Any) -> None:
 def _replayed(
     forward: Callable[..., Any], router: nn.Module, index: int, alignment: _Alignment, *args: Any, **kwargs: Any
 ) -> Any:
-    """The `forward` of one router, with the recorded choices of its layer."""
+    """Return a `forward` for one router that applies the recorded choices of its layer."""
     if is_rollout_forward():
         return forward(*args, **kwargs)
     shape = alignment.shape
@@ -109,7 +109,7 @@ def _check_routes(batch: Routed, shape: RouteShape) -> None:
 
 
 def _routes_of(batch: Routed) -> Callable[[Tensor, Any, Any], Tensor]:
-    """Function from the arguments of a forward (`input_ids` [B, T], mask, positions) to its routes [B, T, layers, k]."""
+    """Return a function from a forward's `input_ids` [B, T], mask and positions to its routes [B, T, layers, k]."""
     if not isinstance(batch, PackedTree):
         return _Rows(batch).of_forward
     if batch.unrouted is not None and len(batch.unrouted):
@@ -118,7 +118,7 @@ def _routes_of(batch: Routed) -> Callable[[Tensor, Any, Any], Tensor]:
 
 
 def _of_tree(tree: PackedTree, ids: Tensor, mask: Any, positions: Any) -> Tensor:
-    """int16 [1, L, layers, k]: the routes of a prefix tree."""
+    """Return the routes of a prefix tree, int16 [1, L, layers, k]."""
     if not torch.equal(ids, tree.input_ids):
         raise ValueError(
             f"replay: a forward of {list(ids.shape)} tokens that are not the {tree.input_ids.shape[1]} of the tree: pass "
@@ -129,7 +129,7 @@ def _of_tree(tree: PackedTree, ids: Tensor, mask: Any, positions: Any) -> Tensor
 
 
 class _Rows:
-    """The routes of the rows of a batch, found by their tokens."""
+    """The routes of the rows of a batch, looked up by tokens."""
 
     def __init__(self, batch: RolloutBatch | RoutedRows) -> None:
         assert batch.routed_experts is not None
@@ -148,7 +148,7 @@ class _Rows:
         return rows
 
     def of_forward(self, ids: Tensor, mask: Any, positions: Any) -> Tensor:
-        """int16 [B, T, layers, k] of `input_ids` [B, T]."""
+        """Return the routes int16 [B, T, layers, k] of `input_ids` [B, T]."""
         real, starts = np.ones(ids.shape, bool), None
         if isinstance(mask, Tensor) and mask.shape == ids.shape:
             real = mask.cpu().numpy().astype(bool)
@@ -160,7 +160,8 @@ class _Rows:
             columns = np.flatnonzero(real[row])
             cuts = [] if starts is None else np.flatnonzero(starts[row])[1:].tolist()
             for sequence in np.split(columns, cuts):
-                # A sequence that occurs twice belongs to two samples; if it occurs more often, the last one is repeated.
+                # Equal sequences belong to samples in turn. If there are more sequences than samples, the last sample is
+                # repeated.
                 found = left.get(_key(tokens[sequence]))
                 if found is None:
                     if self._is_surplus(tokens[sequence]):
@@ -175,7 +176,7 @@ class _Rows:
         return torch.from_numpy(routes)
 
     def _is_surplus(self, tokens: np.ndarray[Any, Any]) -> bool:
-        """Whether a sequence is padding that rounded up a packed row: one token repeated."""
+        """Return whether a sequence only rounds up a packed row: one repeated padding token."""
         return len(tokens) == 0 or bool((tokens == tokens[0]).all())
 
 
@@ -198,7 +199,7 @@ class _Alignment:
         self._recomputed = False
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Align with the sequences of a forward of the model, unless it is an engine's; a forward pre-hook."""
+        """Align with the sequences of the model's forward, unless an engine runs it; a forward pre-hook."""
         if is_rollout_forward():
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -213,7 +214,7 @@ class _Alignment:
             self._recomputed = False
 
     def routes(self) -> Tensor:
-        """int64 [B * T, layers, k] of the current forward, or of the one that a backward recomputes."""
+        """Return int64 [B * T, layers, k] of the current forward, or of the forward that a backward recomputes."""
         if self._current is None:
             raise RuntimeError("replay: a router ran outside of a forward of the model; call the model itself")
         if torch._C._current_graph_task_id() != -1:

@@ -59,7 +59,7 @@ class TokenScores:
     from a batch of this engine."""
 
     adapters: str
-    """Names of the model's active adapters and of adapters that rows named; "none": no adapter."""
+    """Names of the model's active adapters and of the adapters named by rows; "none": no adapter."""
 
     def __repr__(self) -> str:
         return (
@@ -85,7 +85,7 @@ def score(
     Args:
         model: a causal language model of transformers.
         rollouts, prompt_lengths, temperature, top_k, entropy: see `RolloutManager.score`.
-        config: of the engine. None: the KV pool holds a step of 2048 tokens and the longest sequence.
+        config: options of the engine. None: the KV pool holds a step of 2048 tokens and the longest sequence.
 
     Raises:
         UnsupportedModelError: see `DynamicInferenceEngine`.
@@ -101,7 +101,7 @@ def score(
 
 
 class Scorer:
-    """Scores sequences with a running engine.
+    """A scorer of sequences with a running engine.
 
     Args:
         ready: context manager in which the engine's weights are whole and nothing is sampled.
@@ -136,7 +136,7 @@ class Scorer:
                 batch the distribution of `batch.logprobs`: a row's own temperature, over its kept tokens.
             top_k: also return the k most likely tokens.
             entropy: also return entropies.
-            adapter: name of a loaded LoRA adapter for all rows. None: a row's own, or the model's active adapters.
+            adapter: name of a loaded LoRA adapter for all rows. None: each row's adapter, or the model's active adapters.
 
         Raises:
             InvalidRequestError: a sequence cannot be computed: empty, too long, an unknown id or adapter.
@@ -154,8 +154,7 @@ class Scorer:
 
 
 def _sequences(rollouts: Any, model: nn.Module) -> Any:
-    """The sequences without padding. Lists are unchanged, because a sequence may end with a token that is also the padding
-    token."""
+    """Return the sequences without padding. Lists stay unchanged: their last token may equal the padding token."""
     owners = [getattr(model, name, None) for name in ("generation_config", "config")]
     return rollouts if isinstance(rollouts, list | tuple) else unpadded(rollouts, *owners, name="rollouts")
 
@@ -170,7 +169,7 @@ def _just_enough(plan: _Plan) -> InferenceConfig:
 
 @dataclass(eq=False)
 class _Plan:
-    """Requested scores of each sequence, and the results so far."""
+    """The requested scores of each sequence, and the results so far."""
 
     tokens: list[list[int]]
     mask: NDArray[np.bool_]
@@ -178,7 +177,7 @@ class _Plan:
     temperature: NDArray[np.float32]
     """[N]."""
     replayed: list[SamplingParams | None]
-    """[N]: parameters of rows whose log-probs are of the distribution that was sampled from, not of all tokens."""
+    """[N]: parameters of rows whose log-probs are over the sampling distribution, not over all tokens."""
     top_k: int
     entropy: bool
     images: list[ImageInputs | None]
@@ -248,7 +247,7 @@ class _Plan:
 
 
 class _Results:
-    """Arrays [N, T] of results, filled from logits chunk by chunk."""
+    """The result arrays [N, T], filled from logits chunk by chunk."""
 
     def __init__(self, plan: _Plan, exact: bool, top_k: int) -> None:
         shape = plan.mask.shape
@@ -262,7 +261,7 @@ class _Results:
         self._kept = None if kept is None else kept.to("cpu")
 
     def take(self, rows: NDArray[np.int64], columns: NDArray[np.int64], logits: Tensor) -> bool:
-        """Score the tokens at (rows, columns) [K] with logits [K, V]; returns whether all log-probs are numbers."""
+        """Score the tokens at (rows, columns) [K] with logits [K, V]; return whether all log-probs are numbers."""
         if not len(rows):
             return True
         plan, device, at = self._plan, logits.device, (torch.from_numpy(rows), torch.from_numpy(columns))
@@ -290,7 +289,7 @@ class _Results:
     def _replayed(
         self, rows: NDArray[np.int64], columns: NDArray[np.int64], logits: Tensor, targets: Tensor, warm: Tensor
     ) -> Tensor:
-        """[K] log-probs over the sets that tokens were drawn from, with every token as its own row."""
+        """Return [K] log-probs over the sets that tokens were drawn from. Every token is its own row."""
         device = logits.device
         counts, ids = torch.zeros(len(rows), 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
         if self._kept is not None:
@@ -339,10 +338,10 @@ def _starts(prompt_lengths: int | Sequence[int] | None, count: int) -> NDArray[n
 
 
 def _of_set(request: DynamicInferenceRequest) -> bool:
-    """Whether log-probs of a request are of the sets that its tokens were drawn from.
+    """Return whether a request's log-probs are over the sets that its tokens were drawn from.
 
     Raises:
-        ConfigError: they are of a distribution that the engine cannot score.
+        ConfigError: the engine cannot score the request's distribution.
     """
     params = request.sampling_params
     if params.greedy or params.logprobs_mode != "processed":

@@ -56,7 +56,7 @@ class PackedTree:
     in the row, time, height, width) if the model has them."""
 
     unrouted: Tensor | None = None
-    """int64: rows of the batch that are trained on and lack routes for some token; None: not checked."""
+    """int64: rows of the batch with trained tokens that lack routes; None: not checked."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[1]
@@ -85,21 +85,21 @@ class PackedTree:
         }
 
     def logprobs_of(self, model: nn.Module, temperature: float = 1.0) -> Tensor:
-        """float32 [N, T]: `scores_of(model, temperature).logprobs`."""
+        """Return float32 [N, T]: `scores_of(model, temperature).logprobs`."""
         return self.scores_of(model, temperature).logprobs
 
     def scores_of(
         self, model: nn.Module, temperature: float = 1.0, *, entropy: bool = False, top_k: int | Tensor = 0
     ) -> LogitScores:
-        """Run the model's forward over the tree; log-probs of every wanted token over the whole vocabulary, differentiable.
+        """Run the model's forward over the tree; return every wanted token's log-prob over the whole vocabulary.
 
-        Logits are computed a tile at a time, in the forward and again in the backward.
+        Log-probs are differentiable. Logits are computed a tile at a time, in the forward and again in the backward.
 
         Args:
             model: `trainer_hooks.tree` is attached to it; or a wrapper of such a model.
             temperature: divisor of the logits.
             entropy: also entropies.
-            top_k: also so many most likely tokens; or int64 [N, T, k]: these.
+            top_k: also this many most likely tokens; or these tokens, int64 [N, T, k].
 
         Raises:
             EngineStateError: see `inputs`.
@@ -108,10 +108,10 @@ class PackedTree:
         return read_scores(model, self.part(), {"temperature": temperature}, entropy=entropy, top_k=top_k)
 
     def part(self, input_ids: Tensor | None = None, mask: Tensor | None = None) -> Part:
-        """The tree in the form that a forward computes.
+        """Return the tree in the form of a forward's input.
 
         Args:
-            input_ids: int64 [N, T] of the rows; None: the tree's.
+            input_ids: int64 [N, T] of the rows; None: those of the tree.
             mask: bool [N, T]: which of the wanted tokens are requested; None: all.
         """
         ids = self.input_ids[0][self.nodes.clamp(min=0)] if input_ids is None else input_ids
@@ -140,7 +140,7 @@ def pack_tree(
     """
     device = input_ids.device
     ids, mask = input_ids.cpu().numpy(), real.cpu().numpy()
-    # Tokens to the left, rows in lexicographic order, so that rows with a common prefix are adjacent.
+    # Tokens move to the left and rows into lexicographic order, so that rows with a common prefix are adjacent.
     columns = np.argsort(~mask, axis=1, kind="stable")
     tokens, lengths = np.take_along_axis(ids, columns, 1), mask.sum(1)
     routes = None if routed_experts is None else _routes(routed_experts, lengths.max(initial=0))
@@ -179,7 +179,7 @@ def _routes(routed_experts: Tensor, width: int) -> NDArray[np.int16]:
 def _prefixes(
     row: int, tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: NDArray[np.int16] | None
 ) -> bytes:
-    """Sort key that makes rows with a common prefix adjacent: token by token, each with its experts."""
+    """Return a sort key that makes rows with a common prefix adjacent: token by token, each with its experts."""
     ids = tokens[row, : lengths[row]]
     if routes is None:
         return ids.tobytes()
@@ -188,10 +188,10 @@ def _prefixes(
 
 
 class _Forest(NamedTuple):
-    """Prefix trees of rows in depth-first order."""
+    """The prefix trees of rows in depth-first order."""
 
     nodes: NDArray[np.int64]
-    """[N, T] index of each token; -1 after the end of a row."""
+    """[N, T]: index of each token; -1 after the end of a row."""
     tokens: NDArray[np.int64]
     """[L], like all fields below."""
     depths: NDArray[np.int64]
@@ -204,8 +204,7 @@ class _Forest(NamedTuple):
 
 
 def _depth_first(tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: NDArray[np.int16] | None) -> _Forest:
-    """The prefix trees of lexicographically ordered rows [N, T]: each row adds the part that it does not share with the row
-    above."""
+    """Build the prefix trees of sorted rows [N, T]. Each row adds the tokens that it does not share with the row above."""
     count, width = tokens.shape
     depth = np.arange(width)
     shared = np.zeros(count, dtype=np.int64)
@@ -215,13 +214,13 @@ def _depth_first(tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: 
         equal[:, :longest] &= (routes[1:] == routes[:-1]).all((2, 3))
     shared[1:] = np.logical_and.accumulate(equal, axis=1).sum(1)
     starts = np.concatenate([[0], np.cumsum(lengths - shared)])
-    # Row r adds the token at depth d (`fresh`) if it shares at most d tokens with the row above. Otherwise it goes through
-    # the token that the nearest row above added at this depth.
+    # Row r adds the token at depth d (`fresh`) if it shares at most d tokens with the row above. Otherwise it uses the
+    # token that the nearest row above added at this depth.
     row = np.arange(count)[:, None]
     fresh = shared[:, None] <= depth
     owner = np.maximum.accumulate(np.where(fresh, row, 0), axis=0)
     nodes = np.where(depth < lengths[:, None], starts[owner] + depth - shared[owner], -1)
-    # The subtree of a token ends at the first token of the next row that adds another one at the same depth.
+    # A token's subtree ends at the first token of the next row that adds another token at the same depth.
     below = np.minimum.accumulate(np.where(fresh, row, count)[::-1], axis=0)[::-1]
     below = np.concatenate([below[1:], np.full((1, width), count)]) if count else below
     new = fresh & (depth < lengths[:, None])

@@ -1,4 +1,4 @@
-"""`EpisodeBatch`: a `RolloutBatch` whose rows are histories of many turns, one per history that was never edited.
+"""`EpisodeBatch`: a `RolloutBatch` whose rows are histories of many turns, one row per unedited history.
 
 A turn whose prompt begins with all tokens of a row (prompt and completion of its last turn) extends that row. Any other turn
 starts a new row, and so does a turn with other parameters of the distribution (temperature, truncation). Always true: every
@@ -68,7 +68,7 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
         known, end = len(turn.prompt_tokens), turn.total_length
         versions[done:end] = turn.policy_versions[done:]
         sampled[known:end] = True
-        # A request that recorded no log-probs leaves NaN, as in a batch of single turns.
+        # A request without log-probs leaves NaN, as in a batch of single turns.
         logprobs[known:end] = turn.generated_log_probs or np.nan
         done = end
     tokens = [*last.prompt_tokens, *last.generated_tokens]
@@ -90,7 +90,7 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
         generated_top_n_logprobs=[],
         generated_text=None,
         policy_spans=_spans(versions),
-        # Like `routing_indices`, from the last turn: both belong to the KV from which the row's last token was sampled.
+        # The last turn has these, as for `routing_indices`, because both belong to the KV behind the row's last token.
         kv_spans=last.kv_spans.copy(),
         generated_kept_tokens=_kept_tokens(turns, tokens[start:]),
         generated_values=_values(turns),
@@ -145,7 +145,7 @@ def _spans(versions: NDArray[np.int64]) -> VersionSpans:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class EpisodeBatch(RolloutBatch):
-    """N rows of E episodes, the episodes of a task next to each other.
+    """A batch of N rows of E episodes. Episodes of a task are next to each other.
 
     An episode has one row, and another for every branch: a turn whose prompt does not begin with all of an earlier turn.
     `response_mask` marks every sampled token once, in the row in which it was sampled; prompts, tool results and tokens
@@ -170,7 +170,7 @@ class EpisodeBatch(RolloutBatch):
         device: torch.device | str | None = None,
         **options: Any,
     ) -> EpisodeBatch:
-        """Build the tensors.
+        """Build the tensors of finished episodes.
 
         Args:
             episodes: finished; the episodes of a group next to each other.

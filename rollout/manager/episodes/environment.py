@@ -17,18 +17,18 @@ from rollout.requests.request import DynamicInferenceRequest
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Answer of an environment to a completion."""
+    """The answer of an environment to a completion."""
 
     observation: str | Sequence[int] = ()
-    """Appended to the history, after the completion; text is tokenised without special tokens. Never trained on."""
+    """Appended to the history after the completion. Text is tokenised without special tokens. It is never trained on."""
     reward: float = 0.0
-    """Added to the episode's."""
+    """Added to the episode's reward."""
     done: bool = False
     """Whether the episode is over."""
 
 
 class Environment(Protocol):
-    """Environment of one episode; methods may be coroutines.
+    """The environment of one episode. Its methods may be coroutines.
 
     A method that is not a coroutine runs on a pool thread, so it may block without delaying other episodes. A method
     `close()`, if there is one, is always called at the end.
@@ -38,10 +38,10 @@ class Environment(Protocol):
     """
 
     def reset(self, task: Any) -> Prompt | Awaitable[Prompt]:
-        """Begin; returns the first prompt."""
+        """Begin the episode; return the first prompt."""
 
     def step(self, turn: DynamicInferenceRequest) -> StepResult | Awaitable[StepResult]:
-        """Answer a completion, in `turn.generated_tokens` and `turn.generated_text`."""
+        """Answer a completion: `turn.generated_tokens` and `turn.generated_text`."""
 
 
 Play = Callable[[Episode], Awaitable[float]]
@@ -50,19 +50,19 @@ EnvironmentFactory = Callable[[], Environment]
 
 
 class BrokenEnvironmentError(TypeError):
-    """An environment lacks the required interface: a mistake in its code, which `run` raises."""
+    """The error for an environment without the required interface, which `run` raises."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentTask:
-    """A task and its environment."""
+    """A task with its environment."""
 
     environment: EnvironmentFactory | Play
     task: Any
 
 
 def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: int) -> Play:
-    """Return a coroutine function that plays an environment; `TypeError` if it is neither one nor a factory."""
+    """Return a coroutine function that plays an environment; `TypeError` for an object of another kind."""
     name = name_of(environment)
     if _is_play(environment):
         check_call(f"environment={name}", environment, 1, "write `async def play(episode): ... return reward`")
@@ -123,7 +123,8 @@ def _check_methods(made: Any, name: str) -> None:
 
 
 def _is_play(environment: Any) -> TypeGuard[Play]:
-    # An object with `async def __call__` is a coroutine function too; a class, whose call makes an environment, is not.
+    # An object with `async def __call__` is also a coroutine function. A class is not, because its call makes an
+    # environment.
     call = None if isinstance(environment, type) else getattr(type(environment), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(environment) or inspect.iscoroutinefunction(call)
 
@@ -159,7 +160,7 @@ def _tokens(observation: str | Sequence[int], tokenizer: Any) -> Sequence[int]:
 
 
 async def called(method: Callable[..., Any], *args: Any) -> Any:
-    """Result of a coroutine function, or of another function, which runs on a thread."""
+    """Await a coroutine function, or run another function on a thread; return its result."""
     if inspect.iscoroutinefunction(method):
         return await method(*args)
     result = await asyncio.to_thread(method, *args)

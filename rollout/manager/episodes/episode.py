@@ -21,17 +21,17 @@ Ask = Callable[[Prompt, SamplingParams, Callable[[DynamicInferenceRequest], None
 
 
 class Episode:
-    """One play of an environment: the sampled turns and their result.
+    """One play of an environment: its sampled turns and their result.
 
     Attributes:
         task: as given to `run`.
-        group_id: shared by the episodes of a task.
-        index: among the episodes of its task.
+        group_id: id that the episodes of a task share.
+        index: index among the episodes of its task.
         turns: finished completions in the order of their requests, each with the prompt that the model saw.
-        reward: of the whole episode; None: not known yet, or it failed.
-        error: "Type: message" of why it failed; None: it did not.
-        ended: whether nothing more is sampled.
-        info: the environment's own, untouched.
+        reward: reward of the whole episode; None: not known yet, or it failed.
+        error: "Type: message" of its failure; None: it has not failed.
+        ended: whether sampling has ended.
+        info: data of the environment, never changed here.
     """
 
     def __init__(
@@ -138,12 +138,12 @@ class Episode:
         return len(self._recorded)
 
     def recorded(self, turns: dict[int, DynamicInferenceRequest], *, ended: bool) -> None:
-        """Take over the turns from before a restart; `ended`: none of them will be requested again."""
+        """Set the turns from before a restart. `ended`: none of them will be requested again."""
         self._turns, self._recorded = (turns, {}) if ended else ({}, turns)
         self._asked = max(turns, default=-1) + 1
 
     def _recall(self, tokens: list[int], params: SamplingParams, *, given: bool) -> DynamicInferenceRequest | None:
-        """The first recorded turn of this prompt and these parameters, now a turn again; None: it has to be sampled."""
+        """Restore and return the first recorded turn with this prompt and these parameters; None: it has to be sampled."""
         images = images_of(tokens)
         for number, turn in sorted(self._recorded.items()):
             seeded = params if given and params.seed is not None else params.replace(seed=turn.sampling_params.seed)
@@ -153,7 +153,7 @@ class Episode:
         return None
 
     def _take_over(self, number: int) -> DynamicInferenceRequest:
-        # In this order, because another thread may be reading `all_turns`.
+        # The order matters, because another thread may be reading `all_turns`.
         turn = self._turns[number] = self._recorded[number]
         del self._recorded[number]
         return turn
@@ -164,7 +164,7 @@ class Episode:
 
 
 def _same_but_for_room(asked: SamplingParams, turn: DynamicInferenceRequest) -> bool:
-    """Whether a turn was sampled with these parameters, except that its length may have been limited by its room."""
+    """Return whether a turn was sampled with these parameters, except that the sequence length may have limited it."""
     was = turn.sampling_params
     if asked.max_tokens > was.max_tokens and turn.finish_reason is FinishReason.STOP:
         asked = asked.replace(max_tokens=was.max_tokens, min_tokens=was.min_tokens)
@@ -181,10 +181,10 @@ class EpisodeGroup:
     group_id: int
     episodes: list[Episode]
     environment: str
-    """Its name."""
+    """Name of its environment."""
     params: SamplingParams
     due: float
-    """Playing time in seconds at which they must have finished; infinite: never."""
+    """Playing time in seconds at which all episodes must have finished; infinity: no limit."""
     missing: set[int] = field(default_factory=set)
 
     @property

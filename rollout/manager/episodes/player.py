@@ -1,7 +1,7 @@
 """Plays groups of episodes: environments run on a private event loop, completions on the thread that steps the engine.
 
     loop thread       coroutines of the environments: await tools, await episode.sample()
-    stepping thread   begins groups, steps, sees to deadlines, hands groups out
+    stepping thread   begins groups, makes steps, checks deadlines, returns groups
 
 Always true: every started episode finishes once, with a reward or an error; its failure does not affect others; an
 environment cannot change its episode after the end.
@@ -40,11 +40,11 @@ _PLAYING: ContextVar[tuple[EpisodePlayer, ...]] = ContextVar("_PLAYING", default
 
 
 class EpisodePlayer:
-    """The groups in flight of one manager.
+    """The episode groups in flight of one manager.
 
     Attributes:
         unfinished: ids of groups with unfinished episodes.
-        restored: groups from before a restart, id → name of the environment, until `resume` starts their unfinished
+        restored: groups from before a restart (id → name of the environment), until `resume` starts their unfinished
             episodes.
     """
 
@@ -63,7 +63,7 @@ class EpisodePlayer:
         """Group id → playing time at which its episodes must have finished, of groups with a deadline."""
         self._looked_at: float | None = None
         self._loop: LoopThread | None = None
-        # Guards the end of an episode, which its own coroutine and its deadline may both attempt.
+        # This guards the end of an episode, which its coroutine and its deadline may both attempt.
         self._ending = threading.Lock()
         self._broken: BrokenEnvironmentError | None = None
         self._logged: set[type[BaseException]] = set()
@@ -113,7 +113,7 @@ class EpisodePlayer:
                 self._futures[episode] = self._loop.start(self._play(episode, play))
 
     def look_at_the_clock(self) -> None:
-        """Fail the episodes whose time is over. Time counts from the first call to `stop_clock`."""
+        """Fail the episodes whose time is over. Time counts between the first call and `stop_clock`."""
         now = self._clock()
         if self._looked_at is not None:
             self._played_s += now - self._looked_at
@@ -134,11 +134,11 @@ class EpisodePlayer:
         self._looked_at = None
 
     def ended(self) -> list[int]:
-        """Ids of groups whose episodes have all finished, in the order in which they were started."""
+        """Return the ids of groups whose episodes have all finished, in the order of their starts."""
         return [number for number in self._groups if number not in self.unfinished]
 
     def episodes(self, number: int) -> list[Episode]:
-        """Episodes of a group."""
+        """Return the episodes of a group."""
         return self._groups[number].episodes
 
     def drop(self, numbers: Iterable[int]) -> None:
@@ -154,7 +154,7 @@ class EpisodePlayer:
             self.restored.pop(number, None)
 
     def oldest_versions(self) -> Iterator[tuple[int, int]]:
-        """(group id, oldest version of a token of a finished turn) of unfinished groups that have one."""
+        """Yield (group id, oldest version of a finished turn's token) of unfinished groups with such a token."""
         for number in list(self.unfinished):
             turns = (turn for episode in self._groups[number].episodes for turn in episode.turns)
             versions = (turn.policy_spans.oldest(start=turn.original_prompt_length) for turn in turns)
@@ -173,7 +173,7 @@ class EpisodePlayer:
         return {"next": self._next_number, "played_s": self._played_s, "groups": portable(groups)}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Take over the decoded result of `save`, while nothing is in flight. Its episodes continue with `resume`."""
+        """Restore the decoded result of `save` while nothing is in flight. Its episodes continue with `resume`."""
         self._next_number = saved["next"]
         for each in saved["groups"]:
             left = max(0.0, each["due"] - saved["played_s"])
@@ -204,7 +204,7 @@ class EpisodePlayer:
 
     @property
     def inside(self) -> bool:
-        """Whether this is the environments' thread."""
+        """Whether the caller runs on the environments' thread."""
         return self._loop is not None and self._loop.inside
 
     def refuse_inside(self, call: str) -> None:
@@ -214,7 +214,7 @@ class EpisodePlayer:
             call: the caller's method, which would wait for `run`.
 
         Raises:
-            EngineStateError: it is.
+            EngineStateError: the caller is an environment.
         """
         if self.inside or self in _PLAYING.get():
             raise EngineStateError(
@@ -232,7 +232,8 @@ class EpisodePlayer:
         except asyncio.CancelledError:
             self._end(episode, None, "RequestAbortedError: the episode was cancelled")
             raise
-        except (Exception, SystemExit) as exc:  # noqa: BLE001 - the environment is the user's: its failure is this episode's alone
+        except (Exception, SystemExit) as exc:  # noqa: BLE001 - a failure of the user's environment affects only this
+            # episode
             if isinstance(exc, BrokenEnvironmentError):
                 # An episode that was dropped must not fail a later call.
                 self._broken = exc if episode.group_id in self._groups else self._broken
@@ -246,7 +247,7 @@ class EpisodePlayer:
             self._end(episode, reward, None)
 
     def _end(self, episode: Episode, reward: float | None, error: str | None) -> bool:
-        """Finish an episode; returns False if it had already finished."""
+        """Finish an episode; return False if it had already finished."""
         with self._ending:
             if episode.ended:
                 return False

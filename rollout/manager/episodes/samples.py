@@ -1,4 +1,4 @@
-"""Completions that environments request one at a time and the thread that steps the engine computes.
+"""Completions that environments request one at a time and the stepping thread computes.
 
 Always true: every completion finishes once, with its request or an error, unless its caller has cancelled it; completions do
 not affect each other.
@@ -21,7 +21,7 @@ from rollout.sampling_params import SamplingParams
 
 @dataclass(eq=False, slots=True)
 class OpenSample:
-    """One requested completion that has not finished."""
+    """A requested completion that has not finished."""
 
     tokens: list[int]
     params: SamplingParams
@@ -29,10 +29,10 @@ class OpenSample:
     """Group whose staleness includes its tokens; None: staleness is not tracked."""
     future: Future[DynamicInferenceRequest]
     request_id: int | None = None
-    """None: not queued yet."""
+    """Id in the backend; None: not queued yet."""
 
     def end(self, outcome: DynamicInferenceRequest | BaseException) -> None:
-        """Return the finished request or the error to the caller; no effect once it has cancelled."""
+        """Return the finished request or the error to the caller; no effect if the caller has cancelled."""
         with suppress(InvalidStateError):
             if isinstance(outcome, BaseException):
                 self.future.set_exception(outcome)
@@ -45,7 +45,7 @@ class OpenSamples:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        # A leaf lock: its holder acquires no other lock.
+        # This is a leaf lock: its holder must not acquire another lock.
         self._changed = threading.Condition()
         self._arrived: list[OpenSample] = []
         self._cancelled: list[OpenSample] = []
@@ -67,10 +67,10 @@ class OpenSamples:
         """Wait for the completion of a prompt that `check_request` has accepted. Cancelling aborts the request.
 
         Args:
-            keep: called with the result on the thread that steps, before anything else is.
+            keep: first function to get the result, called on the stepping thread.
 
         Raises:
-            RolloutError: there is none; says why.
+            RolloutError: there is no completion. The message gives the reason.
         """
         sample = OpenSample(tokens, params, owner, Future())
         if keep is not None:
@@ -124,7 +124,7 @@ class OpenSamples:
                 backend.abort(sample.request_id)
 
     def take(self, result: DynamicInferenceRequest) -> bool:
-        """Return a finished request to its caller; False: it is not open here."""
+        """Return a finished request to its caller; False: the request is not open here."""
         sample = self._queued.pop(result.request_id, None)
         if sample is None:
             return False
@@ -135,5 +135,5 @@ class OpenSamples:
         return True
 
     def owners(self) -> dict[int, int | None]:
-        """Request id → owner of the completions that are queued in the backend."""
+        """Return request id → owner of the completions that are queued in the backend."""
         return {request_id: sample.owner for request_id, sample in self._queued.items()}

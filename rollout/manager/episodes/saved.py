@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Saved groups whose task and `info` can be stored in a checkpoint; a warning names the first of the others."""
+    """Return the saved groups whose task and `info` a checkpoint can store; a warning names the first other group."""
     kept, left_out = [], []
     for group in groups:
         try:
