@@ -36,7 +36,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 
 def warn_caller(message: str, through: tuple[str, ...] = ()) -> None:
-    """Issue a `UserWarning` at the calling line outside of this package and the packages `through`."""
+    """Issue a `UserWarning` that points to the calling line outside this package and the packages `through`."""
     frame, level, inside = sys._getframe(1), 2, {*_OURS, *through}
     while (above := frame.f_back) is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in inside:
         frame, level = above, level + 1
@@ -234,12 +234,12 @@ _OUR_NAMES = {
 
 
 def our_name(name: str) -> str:
-    """Return this package's name for `name` of another library; `name` itself if there is none."""
+    """Return this package's equivalent of another library's `name`; `name` itself if there is none."""
     return _OUR_NAMES.get(name, (name,))[0]
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int = 1, cutoff: float = 0.6) -> str:
-    """Return a question with the known names that mean the same as `name` or are nearest to it, or `otherwise`.
+    """Return a "did you mean" question with the synonyms or nearest known names of `name`, or `otherwise`.
 
     An option that belongs to another class of this package is named with its class.
 
@@ -261,7 +261,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int =
 
 
 def unknown_attribute(owner: object, name: str) -> NoReturn:
-    """Raise for an unknown attribute; for `__getattr__` of a class.
+    """Raise `AttributeError` for an unknown attribute, in `__getattr__` of a class.
 
     Raises:
         AttributeError: always; gives the nearest name.
@@ -274,7 +274,7 @@ def unknown_attribute(owner: object, name: str) -> NoReturn:
 
 
 class NamedOptions:
-    """Base of dataclasses of options.
+    """The base class of option dataclasses.
 
     Raises:
         ConfigError: a keyword argument is not an option; gives the nearest one, also of a nested dataclass.
@@ -311,12 +311,12 @@ Rules = Mapping[Rule, tuple[str, ...]]
 
 
 def is_int(value: object) -> bool:
-    """Whether a value is an integer; True and False are not."""
+    """Return whether a value is an integer; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is an integer or a float; True and False are not."""
+    """Return whether a value is an integer or a float; True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -341,7 +341,9 @@ ADDRESS: Rule = (is_text, "an address")
 
 
 class Options(NamedOptions):
-    """Validation shared by the configuration dataclasses: booleans and enums by their default, other fields by `_rules`."""
+    """The shared validation of configuration dataclasses. The default implies the rule of booleans and enums; `_rules`
+    has others.
+    """
 
     _rules: ClassVar[Rules] = {}
 
@@ -376,5 +378,5 @@ class Options(NamedOptions):
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Names of all options, in definition order."""
+        """Return the names of all options, in definition order."""
         return tuple(field.name for field in fields(cls))  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class SegmentName(NamedTuple):
-    """Parsed name of a file."""
+    """The parsed name of a journal file."""
 
     number: int
     mark: str
@@ -61,7 +61,7 @@ class SegmentName(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Location of a group, for `Journal.read`."""
+    """The location of a group, for `Journal.read`."""
 
     path: Path
     start: int
@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """A group as given to `Journal.append`."""
+    """A group as passed to `Journal.append`."""
 
     samples: list[DynamicInferenceRequest]
     key: bytes
@@ -77,7 +77,7 @@ class FinishedGroup:
 
 
 class Journal:
-    """Writer and reader of finished groups since a checkpoint. Not thread-safe.
+    """A writer and reader of finished groups since a checkpoint. Not thread-safe.
 
     Args:
         folder: created if missing. Exclusive to one writer: every rank needs its own.
@@ -119,14 +119,14 @@ class Journal:
         forks.in_child(self, lambda journal: journal._release(forked=True))
 
     def append(self, samples: Sequence[DynamicInferenceRequest], key: bytes = b"") -> Place:
-        """Append a finished group; returns its place, for `read`.
+        """Append a finished group; return its place, for `read`.
 
         Args:
             samples: all samples of the group, merged.
-            key: opaque bytes of the caller, returned with the group.
+            key: bytes of the caller, returned unchanged with the group.
 
         Raises:
-            JournalError: the write failed (disk full, for example): nothing was added, and a later call may succeed.
+            JournalError: the write failed, for example on a full disk. Nothing was added, and a later call may succeed.
                 Or the journal is closed, or was opened before a fork.
         """
         self._check_open()
@@ -135,7 +135,7 @@ class Journal:
         try:
             self._end = _write(self._file, _HEAD.pack(len(body), zlib.crc32(body)) + body, self._end)
         except BaseException as exc:
-            # A partial record is overwritten by the next one, or is the end of the file.
+            # The next record overwrites a partial record, or the partial record ends the file.
             with suppress(OSError):
                 os.ftruncate(self._file, self._end)
             if isinstance(exc, OSError):
@@ -155,7 +155,8 @@ class Journal:
         self._line.append(self._begin(step))
         os.close(before)
         if len(self._line) >= self._keep:
-            # Counted along the current line, because a newer mark may belong to a checkpoint that was never saved.
+            # Files are counted along the current line, because a newer mark may belong to a checkpoint that was never
+            # saved.
             oldest = next((name.number for name in names if name.mark == self._line[-self._keep]), 0)
             for name in names:
                 if name.number < oldest:
@@ -219,7 +220,7 @@ class Journal:
         if self._file >= 0:
             os.close(self._file)
             if not forked:
-                # Closing is not enough, because a child that was just forked still has a copy.
+                # Closing is not enough, because a newly forked child still has a copy.
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._file = -1
@@ -238,7 +239,7 @@ class Journal:
         return sorted(found)
 
     def _begin(self, step: int) -> str:
-        """Continue with a new file; returns its mark."""
+        """Continue with a new file; return its mark."""
         names = self._names()
         name = SegmentName(names[-1].number + 1 if names else 1, f"{step}-{secrets.token_hex(8)}")
         path = name.path(self.folder)
@@ -274,7 +275,9 @@ class Journal:
 
 
 def _locked(folder: Path) -> int:
-    """Descriptor of the folder's lock. It is released when the process exits, because forked children close their copies."""
+    """Return the descriptor of the folder's lock. Forked children close their copies, so the lock ends with this
+    process.
+    """
     # O_NOFOLLOW: a planted symbolic link must not make this process overwrite another file.
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
@@ -295,7 +298,7 @@ def _locked(folder: Path) -> int:
 
 
 def _write(file: int, data: bytes, start: int) -> int:
-    """Write at an offset, unbuffered, so that the data survive a kill of the process; returns the offset after it."""
+    """Write unbuffered at an offset, so that the data survive a kill of the process; return the next offset."""
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, start)
@@ -313,7 +316,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _read_header(file: BinaryIO) -> None:
-    """Read the first line. A line that a crash has cut off counts as read."""
+    """Read the first line, which a crash may have cut off."""
     if not _HEADER.startswith(file.readline(len(_HEADER))):
         raise SerializationError(
             f"{file.name} does not begin as a journal of version {VERSION}, which this release reads: move it away"
@@ -321,8 +324,7 @@ def _read_header(file: BinaryIO) -> None:
 
 
 def _read_body(file: BinaryIO) -> bytes:
-    """Read the body of the record at the file's position, which moves past it; if the length is damaged, to the end of the
-    file.
+    """Read the record's body at the current position. A damaged length moves the position to the end of the file.
 
     Raises:
         SerializationError: the record is damaged.

@@ -44,12 +44,12 @@ QUERY_TIMEOUT_S = 30.0
 
 
 class InferenceClient:
-    """Requests and control calls to a coordinator. No network before `start`; usable as an async context manager.
+    """A client that sends requests and control calls to a coordinator. It connects in `start` or `async with`.
 
     Args:
         address: `tcp://host:port`.
         name: shown in logs.
-        keys: of the job, if the coordinator requires them.
+        keys: the job's keys, if the coordinator requires them.
         member: rank in [0, data_parallel_size) whose training loop uses this client; barriers wait for it. None: not a
             member.
         control_timeout_s: default deadline of a control call.
@@ -82,7 +82,7 @@ class InferenceClient:
         answer_signal()
 
     def describe_state(self) -> Iterator[str]:
-        """Lines for `rollout.threads.diagnosis`."""
+        """Yield lines for `rollout.threads.diagnosis`."""
         how = f"lost ({self.lost})" if self.lost is not None else "connected" if self.connected else "not connected"
         yield f"client {self.name!r} of {self.address}: {how}; {self._session.waits_for()}"
 
@@ -136,12 +136,12 @@ class InferenceClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the handshake is done and the connection is alive."""
+        """Whether the handshake has completed and the connection is alive."""
         return self._policy_version is not None and self.lost is None
 
     @property
     def lost(self) -> ConnectionLostError | None:
-        """Why the connection was lost, or None."""
+        """The reason for the loss of the connection; None while it is alive."""
         return self._session.error
 
     @property
@@ -154,11 +154,11 @@ class InferenceClient:
     def add_request(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> RequestFuture:
-        """Submit a group of n samples of a prompt; cancelling the future aborts it.
+        """Submit a group of n samples of a prompt. Cancelling the future aborts the group.
 
         Returns:
-            A future of its n samples, a list of requests. It fails with a `RequestError` if the whole group failed, or with
-            `ConnectionLostError`; a sample that failed alone is in the list with its `error`.
+            A future whose result is the list of n samples. It fails with a `RequestError` if the whole group failed, or
+            with `ConnectionLostError`; a sample that failed alone is in the list with its `error`.
 
         Raises:
             InvalidRequestError: a value is out of range; nothing was sent.
@@ -170,7 +170,7 @@ class InferenceClient:
     def add_request_streaming(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> RequestStream:
-        """Submit a group and stream its deltas, every `interval` tokens (default 1); raises as `add_request` does."""
+        """Submit a group and stream a delta every `interval` tokens (default 1). Raises as `add_request` does."""
         options.setdefault("interval", 1)
         group = self.open_group(prompt, sampling_params, wanted=None, **options)
         stream = RequestStream(self._future(group), GroupText(group.params, None), self._readers)
@@ -216,7 +216,7 @@ class InferenceClient:
     # --- control ------------------------------------------------------------------------------------------------
 
     async def pause_engines(self, timeout_s: float | None = None) -> None:
-        """Pause every engine at its next step boundary; returns when all are paused.
+        """Pause every engine at its next step boundary; return when all are paused.
 
         Args:
             timeout_s: deadline of the call, as for every control call; None: this client's `control_timeout_s`.
@@ -234,16 +234,16 @@ class InferenceClient:
         await self._control(ControlSignal.UNPAUSE.value, None, timeout_s)
 
     async def suspend_engines(self, mode: Mode = None, timeout_s: float | None = None) -> None:
-        """Suspend every paused engine, which releases its KV memory. Raises as `pause_engines`.
+        """Suspend every paused engine and release its KV memory. Raises as `pause_engines` does.
 
         Args:
-            mode: how the KV cache is kept; None: as each engine is configured. An unknown one raises `ConfigError`.
+            mode: how the KV cache is kept. None: as each engine is configured. An unknown mode raises `ConfigError`.
         """
         chosen = KVCacheManagementMode.parse(mode)
         await self._control(ControlSignal.SUSPEND.value, None if chosen is None else chosen.value, timeout_s)
 
     async def resume_engines(self, timeout_s: float | None = None) -> None:
-        """Resume every suspended engine, which restores its KV memory; leads to PAUSED.
+        """Restore the KV memory of every suspended engine, which is then PAUSED.
 
         An engine that its own training loop has suspended stays suspended until that loop resumes it.
         """
@@ -261,7 +261,7 @@ class InferenceClient:
         self._policy_version = version
 
     async def flush_prefix_cache(self, timeout_s: float | None = None) -> int:
-        """Drop all unreferenced cached blocks of every engine; returns their number."""
+        """Drop all unreferenced cached blocks of every engine; return their number."""
         return await self._control(FLUSH_PREFIX_CACHE, None, timeout_s)
 
     async def load_weights(self, folder: str, timeout_s: float | None = None) -> None:
@@ -272,17 +272,17 @@ class InferenceClient:
         await self._control(LOAD_WEIGHTS, folder, timeout_s)
 
     async def load_adapter(self, name: str, folder: str, timeout_s: float | None = None) -> None:
-        """Load the LoRA adapter of a folder into every engine, as `SamplingParams.adapter=name`; fails as
-        `load_weights`.
+        """Load the LoRA adapter of a folder into every engine, for `SamplingParams.adapter=name`. Raises as
+        `load_weights` does.
         """
         await self._control(LOAD_ADAPTER, f"{name}={folder}", timeout_s)
 
     async def unload_adapter(self, name: str, timeout_s: float | None = None) -> int:
-        """Unload an adapter from every engine; returns the number of samples that were ended by it."""
+        """Unload an adapter from every engine; return the number of samples that this ended."""
         return await self._control(UNLOAD_ADAPTER, name, timeout_s)
 
     async def status(self, timeout_s: float = QUERY_TIMEOUT_S) -> dict[str, Any]:
-        """Snapshot of the coordinator: states, queue, ranks, clients, barrier."""
+        """Return a snapshot of the coordinator: states, queue, ranks, clients, barrier."""
         table: dict[str, Any] = await self._answer(self._session.status(), timeout_s, "status()")
         return table
 
@@ -305,11 +305,11 @@ class InferenceClient:
         await self._answer(self._session.barrier(index, what, policy_version), timeout_s, f"barrier({index})")
 
     def give_up_barrier(self, index: int) -> None:
-        """Let the arrival at barrier `index` match any call of the other members, because this call failed."""
+        """Make the arrival at barrier `index` match any call of the other members, because this call failed."""
         self._session.give_up_barrier(index)
 
     async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> int:
-        """Make a control call; returns the sum of the engines' amounts."""
+        """Make a control call; return the sum of the engines' amounts."""
         limit = self._control_timeout_s if timeout_s is None else timeout_s
         call = self._session.control(signal, argument, limit)
         amount: int = await self._answer(call, limit + ANSWER_MARGIN_S, signal)
@@ -344,7 +344,7 @@ class InferenceClient:
             self._greeting.set_exception(error)
 
     def _refused(self, message: wire.Refused) -> None:
-        # It is unknown which frame it was, so a reply to it would never come.
+        # The rejected frame is unknown, so a call would wait for its reply forever.
         why = f"the coordinator could not take a frame ({message.code}): {message.text}"
         self._dealer.close(why)
         self._lost(ConnectionLostError(f"{self.address}: {why}; this is a bug or a mix of versions", final=True))

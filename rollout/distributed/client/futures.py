@@ -27,7 +27,7 @@ Sleeper = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 
 class RequestFuture(asyncio.Future[Any]):
-    """Future of a group's n samples: an `asyncio.Future` that any thread may finish and wait for.
+    """The future of a group's n samples: an `asyncio.Future` that any thread may finish and wait for.
 
     `await` it on any event loop, or call `result()` in a thread. Callbacks run on `get_loop()`. Cancelling it, or a
     task that awaits it, aborts the request; `asyncio.shield` prevents that.
@@ -59,7 +59,7 @@ class RequestFuture(asyncio.Future[Any]):
         self.group = group
         self._abort = abort
         self._refuse_to_block = refuse_to_block
-        # The base class calls its callbacks on the thread that finishes it. It gets none; they are kept here.
+        # The base class would call callbacks on the thread that finishes the future, so they are stored here instead.
         self._told: list[tuple[Told, asyncio.AbstractEventLoop | None, Context | None]] = []
         self._changing = threading.RLock()
 
@@ -67,9 +67,9 @@ class RequestFuture(asyncio.Future[Any]):
         """Return the samples, in order; block this thread until all have finished.
 
         Raises:
-            DeadlineError: they did not finish within `timeout_s`; they continue.
-            RolloutError: why the request failed.
-            asyncio.CancelledError: it was cancelled.
+            DeadlineError: the samples did not finish within `timeout_s`. They continue.
+            RolloutError: the request failed.
+            asyncio.CancelledError: the future was cancelled.
             RuntimeError, asyncio.InvalidStateError: waiting here would never return, because this thread runs its
                 loop.
         """
@@ -120,7 +120,7 @@ class RequestFuture(asyncio.Future[Any]):
         return cancelled
 
     def add_done_callback(self, fn: Told, /, *, context: Context | None = None) -> None:
-        """Call `fn(self)` on `get_loop()` once it has finished; from any thread."""
+        """Call `fn(self)` on `get_loop()` once the future has finished. Any thread may call this."""
         self._tell(fn, self.get_loop(), context)
 
     def remove_done_callback(self, fn: Told, /) -> int:
@@ -132,11 +132,11 @@ class RequestFuture(asyncio.Future[Any]):
         return removed
 
     def end(self, samples: Any) -> None:
-        """Finish with the samples; from any thread. No effect if it has already finished."""
+        """Finish with the samples, from any thread. No effect if the future has already finished."""
         self._finish(super().set_result, samples)
 
     def fail(self, error: type | BaseException) -> None:
-        """Fail with an error; from any thread. No effect if it has already finished."""
+        """Fail with an error, from any thread. No effect if the future has already finished."""
         if self._finish(super().set_exception, error) and isinstance(error, RequestAbortedError):
             # Retrieve the exception, so that asyncio does not log it as never retrieved.
             self.exception()
@@ -154,7 +154,7 @@ class RequestFuture(asyncio.Future[Any]):
         return True
 
     def _tell(self, fn: Told, loop: asyncio.AbstractEventLoop | None, context: Context | None) -> None:
-        """Call `fn(self)` on this loop once it has finished. None: on the thread that finishes it."""
+        """Call `fn(self)` on this loop once the future has finished. None: on the thread that finishes it."""
         with self._changing:
             if not self.done():
                 self._told.append((fn, loop, context))
@@ -180,7 +180,7 @@ Delta = TextDelta
 
 
 class Readers:
-    """Wakes the readers of streams: one call into a reader's loop per `flush`, for any number of streams with new tokens.
+    """Wakes the readers of streams with one call into a reader's loop per `flush`, however many streams have tokens.
 
     Args:
         schedule: called with `flush` if there is a reader to wake; None: the caller flushes.
@@ -191,7 +191,7 @@ class Readers:
         self._due: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
 
     def wake(self, sleeper: Sleeper) -> None:
-        """Wake a reader: now if its loop runs on this thread, else at the next `flush`."""
+        """Wake a reader now if its loop runs on this thread, else at the next `flush`."""
         if asyncio._get_running_loop() is sleeper[0]:
             _wake_all([sleeper[1]])
             return
@@ -216,14 +216,14 @@ def _wake_all(sleepers: list[asyncio.Future[None]]) -> None:
 
 
 class RequestStream:
-    """Stream of a group's samples: `async for delta in stream`, then `stream.results`.
+    """A stream of a group's samples: `async for delta in stream`, then `stream.results`.
 
     One reader, on any loop. Leaving the iteration early aborts the request; with `contextlib.aclosing` that is
     immediate. A delta is built when it is read, on the reader's thread.
 
     Args:
-        future: of the same group.
-        reader: builds what is yielded.
+        future: the future of the same group.
+        reader: builds the yielded deltas.
         readers: wakes the reader.
         whole: yield each sample once, as a whole, when the group has finished.
     """
@@ -241,7 +241,7 @@ class RequestStream:
 
     @property
     def request_id(self) -> int:
-        """Id of the request, as in the results and in `abort`."""
+        """The request's id, as in the results and in `abort`."""
         return self.future.request_id
 
     @property
@@ -251,7 +251,7 @@ class RequestStream:
 
     @property
     def results(self) -> Any:
-        """The samples. Raises `RolloutError` if the request failed, `RuntimeError` before it has finished."""
+        """The finished samples. Raises `RolloutError` if the request failed, `RuntimeError` before it has finished."""
         if not self.future.done():
             raise RuntimeError(f"request {self.request_id} has not ended: read the stream to its end first")
         return self.future.result()
@@ -263,7 +263,7 @@ class RequestStream:
         return list(iter(self._next, None))
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
-        """Yield the deltas, in order; then raise the `RolloutError` if the request failed."""
+        """Yield the deltas in order, then raise the `RolloutError` if the request failed."""
         try:
             while not self._closed:
                 ended = self.future.done()
@@ -326,7 +326,7 @@ class RequestStream:
         self._wake()
 
     def end(self, samples: Any) -> None:
-        """Finish with the samples; unless they are yielded whole, their last tokens were taken."""
+        """Finish with the samples. Their last tokens were already taken, unless samples are yielded whole."""
         if self.whole:
             self._waiting.extend((None, sample) for sample in samples)
         self.future.end(samples)
@@ -336,7 +336,7 @@ class RequestStream:
         """Fail with an error."""
         self.future.fail(error)
         if not self.future.cancelled():
-            # The iteration raises it, so asyncio need not log it.
+            # The iteration raises the error, so asyncio need not log it.
             self.future.exception()
         self._wake()
 

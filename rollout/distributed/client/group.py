@@ -33,14 +33,14 @@ def noop(*_: object) -> None:
 
 @dataclass(eq=False, slots=True)
 class OpenGroup:
-    """A prompt, its parameters, and everything received for its n samples.
+    """A prompt, its parameters, and all tokens received for its n samples.
 
     Args:
         prompt: text, or token ids as little-endian int32.
     """
 
     request_id: int
-    """Client-side id."""
+    """The client-side id."""
     prompt: InitVar[str | bytes]
     params: SamplingParams
     """The caller's sampling parameters."""
@@ -52,7 +52,7 @@ class OpenGroup:
     prompt_tokens: bytes | None = field(init=False)
     """Little-endian int32; None until the coordinator has tokenised a text."""
     error: RolloutError | None = None
-    """Why the group failed, or None."""
+    """The reason for a failed group, or None."""
     on_update: Callable[[OpenGroup, Stretch], object] = noop
     """Called when tokens arrive or samples finish."""
     on_done: Callable[[OpenGroup], object] = noop
@@ -60,7 +60,7 @@ class OpenGroup:
     images: ImageInputs | None = None
     """Tensors of the prompt's images."""
     keyed: bytes = b""
-    """The prompt in the form from which block hashes are computed, if it has images."""
+    """Input of the block hashes instead of the prompt, if the prompt has images."""
     _tokens: PartialGroup = field(default_factory=PartialGroup)
     _open: set[int] = field(init=False)
     _ended: set[int] = field(default_factory=set)
@@ -99,8 +99,8 @@ class OpenGroup:
         """Add a stretch of new tokens.
 
         Raises:
-            LostFramesError: a gap to the tokens received so far.
-            SerializationError: no such sample, or it has already ended.
+            LostFramesError: tokens are missing between the stretch and the tokens received so far.
+            SerializationError: the sample does not exist or has already ended.
         """
         if not self._open.issuperset(stretch.indices):
             index = next(index for index in stretch.indices if index not in self._open)
@@ -116,7 +116,7 @@ class OpenGroup:
             self._ended.update(ended)
 
     def known(self, samples: Collection[int] | None = None) -> list[Stretch]:
-        """Return everything received of these samples (None: of all), joined into at most one stretch, for `submit(…,
+        """Return all tokens received for these samples (None: for all), joined into at most one stretch, for `submit(…,
         known=…)`.
 
         Finished samples are included with their outcomes and are not computed again.
@@ -124,17 +124,17 @@ class OpenGroup:
         return self._tokens.known(self._tokens.lengths if samples is None else samples)
 
     def delta(self, index: int) -> SampleDelta:
-        """Return everything received of a sample as one delta."""
+        """Return all tokens received for a sample as one delta."""
         if not self._open:
             self._tokens.compact()
         return self._tokens.deltas([index]).get(index) or SampleDelta(self.request_id, index)
 
     def result(self) -> list[DynamicInferenceRequest]:
-        """Return the ended samples as requests, in order; all n unless fewer were wanted. They share one `prompt_tokens`.
+        """Return the ended samples as requests, in order: all n unless fewer were wanted. They share `prompt_tokens`.
 
         Raises:
             RolloutError: the group failed.
-            RuntimeError: it has not ended.
+            RuntimeError: the group has not ended.
         """
         if self.error is not None:
             raise self.error

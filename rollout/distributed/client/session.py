@@ -44,10 +44,10 @@ Prompt = str | TokenIds | Mapping[str, Any]
 
 
 class RequestOptions(TypedDict, total=False):
-    """Optional arguments of a group, in addition to its prompt and sampling parameters."""
+    """The optional arguments of a group, in addition to its prompt and sampling parameters."""
 
     priority: int
-    """Higher runs first. Default 0."""
+    """Requests with a higher priority run first. Default 0."""
     timeout_s: float | None
     """Deadline in seconds after arrival. Default None: no deadline while any rank is connected."""
     interval: int
@@ -57,7 +57,7 @@ class RequestOptions(TypedDict, total=False):
     known: Iterable[wire.Stretch]
     """Tokens received in another session (`OpenGroup.known`), after which generation continues. Default: none."""
     min_policy_version: int
-    """Lowest policy version that an engine must have to compute it; the group waits for one. Default 0."""
+    """Lowest policy version of an engine that may compute the group, which waits for such an engine. Default 0."""
 
 
 _HINTS = get_type_hints(wire.Submit, include_extras=True)
@@ -72,17 +72,15 @@ def _check(**options: Any) -> None:
 
 @lru_cache(maxsize=256)
 def packed_params(params: SamplingParams) -> bytes:
-    """Encode sampling parameters as one msgpack value."""
+    """Encode sampling parameters as a single msgpack value."""
     packed: bytes = msgpack.packb(params.serialize())
     return packed
 
 
 def int32_tokens(prompt: TokenIds) -> bytes:
-    """Pack token ids as little-endian int32; `InvalidRequestError` unless they are integers in [0, 2**31), at least
-    one.
-    """
+    """Pack at least one token id as little-endian int32; `InvalidRequestError` unless all are integers in [0, 2**31)."""
     try:
-        # It takes a tenth of numpy's time for a list.
+        # For a list, this takes a tenth of numpy's time.
         row = array("i", prompt) if isinstance(prompt, list | tuple) else prompt
         tokens = np.frombuffer(row, "<i4") if isinstance(row, bytes) else np.asarray(row)
     except (TypeError, ValueError, OverflowError) as exc:
@@ -104,7 +102,7 @@ Call = Future[Any]
 
 
 class ClientSession:
-    """Client state of one session, from the handshake to the loss of the connection.
+    """The client's state in one session, from the handshake to the loss of the connection.
 
     Args:
         send: called with every message to the coordinator.
@@ -115,7 +113,7 @@ class ClientSession:
     """
 
     def waits_for(self) -> str:
-        """Open requests and unanswered calls, in words."""
+        """Describe the open requests and unanswered calls in words."""
         some = list(self._open)[:4]
         barriers = f", barriers {sorted(self._barriers)}" if self._barriers else ""
         return f"{len(self._open)} open requests {some}, {len(self._calls)} unanswered calls{barriers}"
@@ -309,7 +307,7 @@ class ClientSession:
 
     def _tell_the_end(self, group: OpenGroup) -> None:
         on_done = group.on_done
-        # A callback often references the group: break the reference cycle.
+        # A callback often references the group, so this breaks the reference cycle.
         group.on_done = group.on_update = noop
         on_done(group)
 
@@ -367,8 +365,8 @@ def exception_named(name: str, text: str, request_id: int | None = None, engines
     """Build the exception that a message names; an unknown name becomes a `RequestError` or `ControlError`.
 
     Args:
-        request_id: of the failed request; None for a control call.
-        engines: named by the error of a control call.
+        request_id: id of the failed request; None for a control call.
+        engines: the engines that the error of a control call names.
     """
     kind = getattr(errors, name, None)
     if not isinstance(kind, type) or not issubclass(kind, RolloutError) or kind is RolloutFailedError:

@@ -20,7 +20,7 @@ from rollout.sampling_params import SamplingParams
 class TextDelta:
     """New text and tokens of one sample, read-only. Per-token lists have one entry per new token.
 
-    A token's text may come in a later delta than the token, so a delta may have text without tokens or tokens without text.
+    A token's text may arrive in a later delta than the token. So a delta may have only text or only tokens.
     """
 
     sample_index: int
@@ -38,7 +38,7 @@ class TextDelta:
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it, in its last delta."""
     error: str | None = None
-    """Why it failed, in its last delta."""
+    """The reason for a failed sample, in its last delta."""
     routed_experts: Routes | None = None
     """Expert routes [rows, layers, k]. The last row is the position from which the last new token was sampled. None unless
     the engine records them. More rows than new tokens: the first delta includes the prompt's rows; later, rows of KV that
@@ -48,14 +48,14 @@ class TextDelta:
 
 
 class GroupText:
-    """Builds the text deltas of one group.
+    """A builder of the text deltas of one group.
 
     If the engine's final text differs from what was emitted, the last delta is `restarted` and holds the whole sample
     with the engine's text.
 
     Args:
         params: the group's sampling parameters.
-        tokenizer: the engine's; None: a sample's text, if any, comes in its last delta.
+        tokenizer: the engine's tokenizer. None: a sample's text, if any, is in its last delta.
     """
 
     def __init__(self, params: SamplingParams, tokenizer: Any | None) -> None:
@@ -64,10 +64,10 @@ class GroupText:
         self._samples: dict[int, _Decoder] = {}
 
     def take(self, delta: SampleDelta | None, ended: DynamicInferenceRequest | None = None) -> TextDelta | None:
-        """Return what a stream yields for new tokens of a sample; None: nothing.
+        """Return the delta that a stream yields for new tokens of a sample; None: there is nothing to yield.
 
         Args:
-            delta: follows the sample's earlier ones, or starts at 0 if it was restarted. None: `ended` as a whole.
+            delta: the sample's next delta; it starts at 0 if the sample was restarted. None: `ended` as a whole.
             ended: the finished sample, with its last tokens.
         """
         if delta is None:
@@ -142,7 +142,7 @@ class _Decoder:
             return ""
 
     def end(self, tokens: list[int], text: str | None) -> str | None:
-        """Return the remaining text, given the engine's text of the whole. None: it does not start with the emitted text."""
+        """Return the rest of the engine's whole text. None: it does not start with the emitted text."""
         if self._text is None:
             return text or ""
         if text is not None:

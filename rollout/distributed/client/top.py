@@ -1,4 +1,4 @@
-"""`rollout top ADDRESS`: a terminal view of a running job, asked from its coordinator.
+"""`rollout top ADDRESS`: a terminal view of a running job, from its coordinator's status.
 
 `draw` shows the last readings of its status; rates are differences of two of them.
 """
@@ -31,7 +31,7 @@ RANK_COLUMNS = ("rank", "state", "version", "running", "waiting", "assigned", "t
 
 
 class Reading(NamedTuple):
-    """One answer of the coordinator (`InferenceClient.status`)."""
+    """A status reply of the coordinator (`InferenceClient.status`)."""
 
     at: float
     """Seconds, monotonic."""
@@ -106,7 +106,7 @@ def draw(address: str, readings: Sequence[Reading]) -> RenderableType:
 
 
 def facts_of(readings: Sequence[Reading]) -> list[tuple[str, str]]:
-    """(name, value) of the whole job, with the history of the three numbers that say how busy it is."""
+    """Return (name, value) pairs of the whole job, with the history of its three load figures."""
     status = readings[-1].status
     totals = [
         {name: sum(rank[name] for rank in each.status["ranks"]) for name in ("running", "max_requests")}
@@ -135,7 +135,7 @@ def facts_of(readings: Sequence[Reading]) -> list[tuple[str, str]]:
 
 
 def sparkline(values: Sequence[float], most: float = 0.0) -> str:
-    """Return a bar per value, from 0 to `most` or the largest value; empty for fewer than two values."""
+    """Return one bar per value, scaled to `most` or the largest value; empty for fewer than two values."""
     most = max(most, *values) if len(values) > 1 else 0.0
     return "".join("▁▂▃▄▅▆▇█"[int(7 * value / most) if most else 0] for value in values) if len(values) > 1 else ""
 
@@ -148,7 +148,7 @@ def _seconds(found: Sequence[float]) -> str:
 
 
 def rates_of(before: Reading, after: Reading | None = None) -> dict[str, float]:
-    """Tokens per second of the ranks in both readings; 0 for a rank that has been restarted."""
+    """Return the tokens per second of each rank in both readings; 0 for a restarted rank."""
     if after is None or after.at <= before.at:
         return {}
     tokens = {rank["name"]: rank["tokens"] for rank in before.status["ranks"]}

@@ -30,7 +30,7 @@ STOP_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorHandle:
-    """Handle of the coordinator's process, which runs until its launcher and its last client have exited."""
+    """A handle of the coordinator's process, which runs until its launcher and its last client have exited."""
 
     address: str
     process: subprocess.Popen[bytes]
@@ -56,12 +56,12 @@ class CoordinatorHandle:
         cast(IO[bytes], self.process.stdin).close()
 
     def kill(self) -> int:
-        """Kill the process; returns the exit code."""
+        """Kill the process; return the exit code."""
         self.process.kill()
         return self.wait(STOP_TIMEOUT_S)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait until the process has exited; returns the exit code. `DeadlineError` if it still runs after `timeout_s`."""
+        """Wait until the process has exited; return the exit code. `DeadlineError` if it still runs after `timeout_s`."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired as exc:
@@ -75,10 +75,10 @@ class CoordinatorHandle:
 def launch_coordinator(
     config: CoordinatorConfig, keys: JobKeys | None = None, timeout_s: float = 30.0
 ) -> CoordinatorHandle:
-    """Start a coordinator in a child process and a new process session; returns when it listens.
+    """Start a coordinator in a child process and a new process session; return when it listens.
 
     Raises:
-        ConfigError: it cannot listen as configured.
+        ConfigError: the coordinator cannot listen as configured.
         DeadlineError: it does not listen within `timeout_s`.
         ConnectionLostError: it exited before listening.
     """
@@ -131,7 +131,7 @@ def launch_coordinator(
 
 
 def _environment() -> dict[str, str]:
-    """Environment of the child: the launcher's, with this package importable and numeric thread pools disabled."""
+    """Return the launcher's environment, with this package importable and numeric thread pools disabled."""
     paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return os.environ | single | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(paths)}

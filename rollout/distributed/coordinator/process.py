@@ -73,7 +73,7 @@ def router_socket(context: Context, config: CoordinatorConfig, keys: JobKeys | N
 
 
 def listen(router: Socket, interface: str, config: CoordinatorConfig) -> str:
-    """Bind a socket; returns its `tcp://address:port`. `ConfigError`: the port is taken, or the address is not this
+    """Bind a socket; return its `tcp://address:port`. `ConfigError`: the port is taken, or the address is not this
     machine's.
     """
     port = config.inference_coordinator_port
@@ -113,7 +113,7 @@ LONGEST_WAIT_S = 60.0
 
 
 class DataParallelInferenceCoordinator:
-    """Routes the requests of a job to its ranks, over the messages of `rollout.distributed.protocol.messages`.
+    """The coordinator of a job: routes requests to ranks by the messages of `rollout.distributed.protocol.messages`.
 
     Use `start()` and `stop()` for a thread of this process, or `bind()` and `run()`. The methods about ranks and hashes
     are not thread-safe: call them before it is started, or on its thread.
@@ -158,7 +158,7 @@ class DataParallelInferenceCoordinator:
         watch(self)
 
     def describe_state(self) -> Iterator[str]:
-        """Lines for `rollout.threads.diagnosis`: state, queue, ranks, clients, and what a barrier waits for."""
+        """Yield lines for `rollout.threads.diagnosis`: state, queue, ranks, clients, missing members of a barrier."""
         table = self._core.status()
         yield (
             f"coordinator: {table['state']}, policy version {table['policy_version']}, {table['queued_samples']} samples "
@@ -190,7 +190,7 @@ class DataParallelInferenceCoordinator:
         return listen(self._router, self._interface, config)
 
     def close(self) -> None:
-        """Close sockets and files; `run` does so itself. Idempotent."""
+        """Close sockets and files; `run` calls this itself. Idempotent."""
         self._texts.close()
         self._schedule.close()
         self._context.destroy(linger=int(GOODBYE_S * 1000))
@@ -274,7 +274,7 @@ class DataParallelInferenceCoordinator:
             self._core.receive(peer, sequence, message, now)
 
     def _send(self, now: float) -> None:
-        # The samples of a peer that is lost here are queued again or cancelled, which makes further messages.
+        # A lost peer's samples are queued again or cancelled, which creates further messages.
         while taken := self._core.take_outbox():
             frames: dict[bytes, list[bytes]] = {}
             for peer, sequence, message in taken:
@@ -288,7 +288,7 @@ class DataParallelInferenceCoordinator:
                     self._core.unreachable(peer, why, now)
 
     def _send_to(self, peer: bytes, frames: list[bytes]) -> str | None:
-        """Send frames in few messages; returns why the peer is lost, or None."""
+        """Send frames in few messages. Return the reason if the peer is lost, else None."""
         try:
             for first in range(0, len(frames), MAX_FRAMES_PER_MESSAGE):
                 # copy=False: libzmq reads frames of more than 64 KiB where they are.
@@ -312,7 +312,7 @@ class DataParallelInferenceCoordinator:
             self.close()
 
     def start(self) -> str:
-        """Bind, and serve in a daemon thread; returns the address."""
+        """Bind the socket and serve in a daemon thread; return the address."""
         address = self.bind()
         self._thread = threading.Thread(target=self.run, name="coordinator", daemon=True)
         self._thread.start()
@@ -322,7 +322,7 @@ class DataParallelInferenceCoordinator:
         """Stop serving and disconnect all peers; open requests fail with an error. Call it from another thread.
 
         Raises:
-            DeadlineError: it still runs after `timeout_s`.
+            DeadlineError: the thread still runs after `timeout_s`.
         """
         self._ask_to_stop("the coordinator was stopped")
         if self._thread is not None:
@@ -334,7 +334,7 @@ class DataParallelInferenceCoordinator:
     def entrypoint(
         cls, pipe: Connection, ready_event: Event, config: CoordinatorConfig, keys: JobKeys | None = None
     ) -> None:
-        """Target of a `multiprocessing.Process`: sends the address through the pipe, sets the event, serves.
+        """Run in a `multiprocessing.Process`: send the address through the pipe, set the event, serve.
 
         It returns when the parent process has died and no client is connected.
         """
@@ -378,16 +378,16 @@ class DataParallelInferenceCoordinator:
     # --- routing, for inspection --------------------------------------------------------------------------------------
 
     def get_next_data_parallel_rank(self) -> str | None:
-        """Rank that a request without a cached prefix would go to; None if no rank has room."""
+        """Return the rank that would get a request without a cached prefix; None if no rank has room."""
         return self.get_best_data_parallel_rank(())
 
     def get_best_data_parallel_rank(self, hashes: Sequence[int]) -> str | None:
-        """Rank that a request with these block hashes would go to; None if no rank has room."""
+        """Return the rank that would get a request with these block hashes; None if no rank has room."""
         placements = self._core.dispatcher.router.place(hashes, 1)
         return placements[0].rank if placements else None
 
     def compute_request_hashes(self, prompt: str | Sequence[int]) -> list[int]:
-        """Block hashes of a prompt, as ranks compute them; [] without prefix caching.
+        """Return the block hashes of a prompt, as ranks compute them; [] without prefix caching.
 
         Raises:
             InvalidRequestError: a text that cannot be tokenised, or no tokenizer is configured.
@@ -398,7 +398,7 @@ class DataParallelInferenceCoordinator:
         return compute_block_hashes_batched(tokens, self._config.block_size_tokens)
 
     def detokenize(self, token_ids: Sequence[int]) -> str | None:
-        """Text of a completion, special tokens skipped; None if it cannot be decoded."""
+        """Return the text of a completion without special tokens; None if it cannot be decoded."""
         return self._codec.detokenize([np.asarray(token_ids, "<i4").tobytes()])[0]
 
     def _update_rank_hashes(self, name: str, hashes: Sequence[int]) -> None:
@@ -409,7 +409,7 @@ class DataParallelInferenceCoordinator:
         self._core.unreachable(identity, "it was removed", time.monotonic())
 
     def _send_to_engine(self, name: str, message: Message) -> bool:
-        """Send a message to a rank; returns whether the rank is still connected."""
+        """Send a message to a rank; return whether the rank is still connected."""
         if name not in self._core.peers.by_name:
             return False
         self._core.peers.say(self._core.peers.by_name[name], message)

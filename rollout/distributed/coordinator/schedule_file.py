@@ -26,7 +26,7 @@ COLUMNS = ("request_id", "rank_index", "rank", "num_hashes", "num_matched")
 
 
 class ScheduleFile:
-    """Writer of the schedule file, which replaces an earlier one. `ConfigError` if it cannot be written.
+    """A writer of the schedule file, which replaces an existing file. `ConfigError` if it cannot be written.
 
     Args:
         path: None: nothing is written.

@@ -1,4 +1,4 @@
-"""Tokenisation and detokenisation in their own threads, so that they do not block the coordinator's loop.
+"""Tokenisation and detokenisation in separate threads, so that they do not block the coordinator's loop.
 
 Always true: an invalid text or tokenizer fails only the one request; the tokenizer is loaded on the thread of the
 first job.
@@ -44,25 +44,27 @@ class TextCodec:
         self._read: Tokenizer | None = None
 
     def tokenize(self, text: str) -> Sequence[int]:
-        """Token ids (int32) of a text, with the special tokens of the tokenizer's template.
+        """Return the token ids (int32) of a text, with the special tokens of the tokenizer's template.
 
         Raises:
-            InvalidRequestError: no tokenizer, or it cannot encode the text.
+            InvalidRequestError: there is no tokenizer, or it cannot encode the text.
         """
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([text])
             return array("i", encoding.ids)
-        except BaseException as exc:  # a panic of the library is not an Exception
+        except BaseException as exc:  # A panic of the library is not an Exception.
             raise InvalidRequestError(f"text of {len(text)} characters: {type(exc).__name__}: {exc}") from exc
 
     def detokenize(self, completions: Sequence[bytes]) -> list[str | None]:
-        """Text of each completion (little-endian int32), special tokens skipped; None for one that cannot be decoded."""
+        """Return each completion's text without special tokens; None if it cannot be decoded. Input: little-endian
+        int32.
+        """
         return [self._text(np.frombuffer(completion, "<i4").tolist()) for completion in completions]
 
     def _text(self, token_ids: list[int]) -> str | None:
         try:
             (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=True)
-        except BaseException as exc:  # noqa: BLE001 - a panic of the library is no Exception
+        except BaseException as exc:  # noqa: BLE001 - a panic of the library is not an Exception
             _log.warning("a completion of %d tokens comes without text: %r", len(token_ids), exc)
             return None
         return str(text)
@@ -82,14 +84,14 @@ def _read_tokenizer(source: str | None) -> Tokenizer:
         raise ConfigError("no tokenizer: set CoordinatorConfig.tokenizer, or send token ids")
     content = source if source.lstrip().startswith("{") else Path(source).read_text(encoding="utf-8")
     tokenizer = Tokenizer.from_str(content)
-    # A tokenizer keeps the truncation and padding of its last call; prompts get neither.
+    # A tokenizer keeps the truncation and padding of its last call, but prompts must have neither.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 class TextWorker:
-    """Runs `TextJob`s in two threads, so that others do not wait for a long text.
+    """Two threads that run `TextJob`s, so that short texts do not wait for a long text.
 
     Args:
         wake: called on a thread when a result is ready.

@@ -17,7 +17,7 @@ from rollout.state import CoordinatorState
 
 
 class CollectiveCalls:
-    """Barriers of one rank.
+    """The barriers of one rank.
 
     Args:
         member: this rank's membership.
@@ -41,7 +41,7 @@ class CollectiveCalls:
         an old session."""
 
     def meet(self, call: str, timeout_s: float | None = None) -> None:
-        """Barrier: wait until all ranks have made the same call.
+        """Wait at a barrier until all ranks have made the same call.
 
         Raises:
             DeadlineError: some rank did not arrive; the message names it.
@@ -49,7 +49,7 @@ class CollectiveCalls:
             ConfigError: a rank has failed to join.
         """
         if self._passed():
-            # Barrier of a `generate` that was interrupted here and has finished on all other ranks.
+            # This is the barrier of a `generate` that was interrupted here and has finished on all other ranks.
             self._end()
         self._barrier, self._finishing = None, False
         limit = self._timeout_s if timeout_s is None else timeout_s
@@ -78,7 +78,7 @@ class CollectiveCalls:
         self._end()
 
     def gather(self, what: str, value: bytes) -> list[bytes] | None:
-        """Return the values of all ranks in their order, on rank 0; None on the others. Raises as `meet` does."""
+        """Return the values of all ranks in their order, on rank 0; None on the others. Raises as `meet`."""
         world, self._gathered = self._world, self._gathered + 1
         keys = [f"{what}/{self._gathered}/{rank}" for rank in range(world.size)]
         world.publish(keys[world.rank], value)
@@ -86,8 +86,8 @@ class CollectiveCalls:
         return None if world.rank else [world.wait_for(key, self._timeout_s) for key in keys]
 
     def try_finish(self) -> bool:
-        """Arrive at the barrier that ends `generate`, without waiting; returns whether every rank has arrived. Raises
-        as `meet`.
+        """Arrive at the barrier that ends `generate`, without waiting; return whether all have arrived. Raises as
+        `meet`.
         """
         if self.ended_elsewhere:
             self._barrier = None
@@ -110,7 +110,7 @@ class CollectiveCalls:
         return True
 
     def give_up(self) -> None:
-        """An exception stopped this `generate`: at its barrier the other ranks may be in a different call."""
+        """After an exception, let the other ranks be in a different call at the barrier of this `generate`."""
         if self._finishing and not self._passed():
             self._member.loop.start(self._give_up(self._ended))
             self._finishing = False
@@ -120,7 +120,7 @@ class CollectiveCalls:
             self._member.client.give_up_barrier(index)
 
     def recover(self, why: Exception) -> None:
-        """`JobMember.recover`; the barrier is sent again in a new session."""
+        """Call `JobMember.recover`. The barrier is sent again in a new session."""
         before = self._member.sessions_left
         try:
             self._member.recover(why)
@@ -135,7 +135,7 @@ class CollectiveCalls:
         return cut_off and self._world.calls_ended() > self._ended
 
     def refuse_if_ranks_are_missing(self) -> None:
-        """Raise `DeadlineError` after a wait without events, unless some rank computes or all are held."""
+        """Raise `DeadlineError` after a wait without events, unless a rank computes or all ranks are paused."""
         try:
             status = self._member.status()
         except (ConnectionLostError, DeadlineError):

@@ -48,7 +48,7 @@ ASK_AGAIN_S = 0.01
 
 @dataclass(eq=False)
 class OwnGroup:
-    """A group submitted by this rank, until each of its samples has been returned."""
+    """A group of this rank, until each of its samples has been returned."""
 
     group_id: int
     prompt: list[int]
@@ -59,30 +59,30 @@ class OwnGroup:
     missing: set[int]
     """Samples that have not been returned yet."""
     saved: list[Stretch]
-    """Tokens known before it was submitted."""
+    """Tokens from before it was submitted."""
     open: OpenGroup | None = None
-    """Tokens received since; None until it is submitted."""
+    """Tokens received since then; None until it is submitted."""
     error: RolloutError | None = None
-    """Why the missing samples have no result."""
+    """Reason why the missing samples have no result."""
     priority: int = 0
 
     @property
     def ended(self) -> bool:
-        """Whether it is complete or failed, so that no rank computes it any more."""
+        """Whether it is complete or failed. No rank then computes it."""
         return self.error is not None or (self.open is not None and self.open.complete)
 
     def known(self) -> list[Stretch]:
-        """All tokens known so far, as stretches."""
+        """Return all known tokens as stretches."""
         return self.saved if self.open is None else self.open.known()
 
     def oldest_version(self) -> int | None:
-        """Lowest policy version of any token of an unfinished sample; None: no token yet."""
+        """Return the lowest policy version of any token of an unfinished sample; None: there is no token yet."""
         if self.open is not None:
             return self.open.oldest_version()
         return oldest_version(delta for stretch in self.saved for delta in stretch.deltas())
 
     def interrupted(self) -> list[DynamicInferenceRequest]:
-        """Requests of the samples that have not been returned yet, with the tokens known so far."""
+        """Return the samples that have not been returned yet as requests with all known tokens."""
         known = {delta.sample_index: delta for stretch in self.known() for delta in stretch.deltas(self.missing)}
         requests = []
         for index in sorted(self.missing):
@@ -95,7 +95,7 @@ class OwnGroup:
         return requests
 
     def failed(self, index: int) -> DynamicInferenceRequest:
-        """Request of a sample that failed with the group's error, with the tokens known so far."""
+        """Return a sample that failed with the group's error, as a request with all known tokens."""
         (request,) = [each for each in self.interrupted() if each.sample_index == index]
         error = self.error
         request.status = Status.FAILED
@@ -113,11 +113,11 @@ def _all_have_reached(version: int, status: dict[str, Any]) -> bool:
 
 
 class DataParallelBackend:
-    """The `Backend` of one rank among several.
+    """The `Backend` of one of several ranks.
 
     Args:
-        engine: this rank's.
-        config: of the coordinator; None: defaults. See `JobCoordinator`.
+        engine: the engine of this rank.
+        config: options of the coordinator; None: defaults. See `JobCoordinator`.
         world: the ranks.
 
     Raises:
@@ -152,8 +152,8 @@ class DataParallelBackend:
         try:
             # Samples assigned before the first `generate` belong to the first rank that calls it.
             self._member.start(idle=True)
-            # A rank that began alone would compute all its work itself, because assignments are not moved to ranks that join
-            # later.
+            # Otherwise a rank that starts alone would compute all its work, because assignments do not move to later
+            # ranks.
             self._calls.meet("RolloutManager()", max(START_TIMEOUT_S, self._timeout_s))
         except BaseException:
             self.close()
@@ -178,7 +178,7 @@ class DataParallelBackend:
         self._next_group_id = max(self._next_group_id, until)
 
     def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
-        """Submit the saved samples of unfinished groups, which continue where they stopped."""
+        """Submit the saved samples of unfinished groups. They continue after their last token."""
         by_group: dict[int, list[DynamicInferenceRequestRecord]] = {}
         for record in records:
             by_group.setdefault(record.request_id, []).append(record)
@@ -211,7 +211,7 @@ class DataParallelBackend:
     def _send_by(self, client: InferenceClient, group: OwnGroup) -> None:
         wanted = tuple(group.missing)
         if group.ended or not wanted:
-            # Aborted or returned in the meantime.
+            # The group was aborted or returned in the meantime.
             return
         try:
             opened = client.open_group(
@@ -267,7 +267,7 @@ class DataParallelBackend:
             self._calls.refuse_if_ranks_are_missing()
 
     def step(self) -> list[DynamicInferenceRequest]:
-        """Make at most one engine step; return this rank's samples that have finished on any rank."""
+        """Make at most one engine step; return this rank's samples that have finished, on any rank."""
         self._happened = False
         self._member.worker.step()
         return self.take_ended()
@@ -292,7 +292,7 @@ class DataParallelBackend:
         return result
 
     def abort(self, group_id: int) -> None:
-        """Abort a group on all ranks; its results are dropped from here on. Blocks are freed asynchronously."""
+        """Abort a group on all ranks and drop its later results. Blocks are freed asynchronously."""
         group = self._groups.pop(group_id, None)
         if group is not None:
             group.missing.clear()
@@ -308,11 +308,11 @@ class DataParallelBackend:
         self._member.worker.report_idle()
 
     def local_samples(self, samples_missing: int) -> int:
-        """Number of samples in this rank's engine, including samples of other ranks."""
+        """Return the number of samples in this rank's engine, including samples of other ranks."""
         return sum(self._engine.load)
 
     def try_finish(self) -> bool:
-        """Whether every rank has finished its groups (the barrier is passed). Until then this rank computes for others."""
+        """Return whether every rank has finished its groups. Until then this rank computes for others."""
         return self._calls.try_finish()
 
     def barrier(self, what: str) -> None:
@@ -332,7 +332,7 @@ class DataParallelBackend:
     # --- looking at it ----------------------------------------------------------------------------------------------
 
     def staleness(self) -> Iterable[tuple[int, int]] | None:
-        """(group id, policy updates since the oldest token of its unfinished samples); None: not known yet, call again."""
+        """Return (group id, updates since the oldest token of an unfinished sample); None: not known yet, call again."""
         version = self._engine.policy_version
         if not self._groups:
             return []
@@ -342,7 +342,7 @@ class DataParallelBackend:
         return [(group_id, 0 if first is None else version - first) for group_id, first in oldest.items()]
 
     def _earlier_tokens_are_known(self, version: int) -> bool:
-        """Return immediately. False: a status request is pending, or some rank is behind; call again later."""
+        """Check without waiting. False: a status request is pending or some rank is behind, so call again later."""
         if self._all_known_before == version:
             return True
         asked, self._asked = self._asked, None
@@ -369,12 +369,12 @@ class DataParallelBackend:
         return asked
 
     def snapshot(self) -> list[DynamicInferenceRequestRecord]:
-        """Records of the unfinished samples of this rank's groups, with the tokens known here."""
+        """Return records of this rank's unfinished samples, with the tokens received here."""
 
         async def read() -> list[DynamicInferenceRequest]:
             return [request for group in list(self._groups.values()) for request in group.interrupted()]
 
-        # On the loop's thread, the only one that adds tokens.
+        # This runs on the loop's thread, because only that thread adds tokens.
         requests = [] if self._closed else self._loop.run_sync(read(), self._timeout_s)
         return [DynamicInferenceRequestRecord.from_request(request) for request in requests]
 

@@ -23,16 +23,16 @@ START_TIMEOUT_S = 120.0
 
 
 class JobCoordinator:
-    """Address and keys of the job's coordinator, and its process on rank 0.
+    """The address and keys of the job's coordinator, and its process on rank 0.
 
     Args:
-        config: the user's options; size, block size and seed are set from the job, as is a loopback host if the ranks are on
-            several hosts. `ConfigError` if an option contradicts the job.
+        config: the user's options; size, block size and seed are set from the job, as is a loopback host if the ranks
+            are on several hosts. `ConfigError` if an option contradicts the job.
         world: the ranks.
 
     Attributes:
-        address: of the current coordinator.
-        keys: of the job, if the coordinator listens off loopback.
+        address: address of the current coordinator.
+        keys: the job's keys, if the coordinator does not listen on loopback.
         handle: process handle, on rank 0.
     """
 
@@ -49,11 +49,11 @@ class JobCoordinator:
 
         Raises:
             DeadlineError: rank 0 published no address, or the coordinator did not listen in time.
-            ConfigError, ConnectionLostError: it cannot listen as configured, or exited immediately. The other ranks raise a
-                `ConfigError` that says so.
+            ConfigError, ConnectionLostError: it cannot listen as configured, or exited immediately. The other ranks
+                then raise a `ConfigError`.
         """
         key = self._key(self._incarnation + 1)
-        # Let the other ranks fail now instead of at their deadline. This rank may try again later.
+        # The other ranks fail now instead of at their deadline. This rank may try again later.
         with nullcontext() if self._incarnation >= 0 else self._world.joining():
             if self._world.rank == 0:
                 self._launch()
@@ -64,8 +64,9 @@ class JobCoordinator:
         self._incarnation += 1
 
     def client(self, name: str, control_timeout_s: float) -> InferenceClient:
-        """A client of the current coordinator that is not a member of the job, so no barrier waits for it. It is not started
-        yet."""
+        """Return an unstarted client of the current coordinator. It is not a member of the job: no barrier waits for
+        it.
+        """
         return InferenceClient(self.address, name=name, keys=self.keys, control_timeout_s=control_timeout_s)
 
     @property
@@ -108,7 +109,7 @@ def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world:
     known = [
         ("data_parallel_size", world.size, "the number of ranks"),
         ("block_size_tokens", block_size, "Advanced.block_size_tokens"),
-        # An engine with the default seed takes the coordinator's.
+        # An engine with the default seed uses the coordinator's seed.
         *([("seed", seed, "InferenceConfig.seed")] if seed != InferenceConfig.seed else []),
     ]
     for name, value, where in known:
@@ -128,7 +129,7 @@ def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world:
 
 
 def _portable(tokenizer: Any) -> str | None:
-    """A tokenizer as the content of a `tokenizer.json`. None if it uses its own Python code."""
+    """Return the content of a `tokenizer.json`; None if the tokenizer uses its own Python code."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     ours = type(tokenizer).__module__.startswith("transformers.")
     return str(backend.to_str()) if ours and hasattr(backend, "to_str") else None

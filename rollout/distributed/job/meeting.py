@@ -22,16 +22,16 @@ Judge = Callable[[list[bytes]], str | None]
 
 
 def agree(values: list[bytes]) -> str | None:
-    """Accept all values."""
+    """Accept any values."""
     return None
 
 
 class Meeting:
-    """Repeated meetings of the same ranks.
+    """Meetings of the same ranks, one after the other.
 
     Args:
         what: prefix of the keys in the store.
-        names: of the ranks, for messages; None: "rank" and the number.
+        names: names of the ranks in messages; None: "rank" and the number.
     """
 
     def __init__(self, world: World, what: str, names: Sequence[str] | None = None) -> None:
@@ -41,17 +41,17 @@ class Meeting:
         self._number = 0
 
     def meet(self, timeout_s: float, value: bytes = b"here", judge: Judge = agree) -> bytes:
-        """Wait for the other ranks; returns `GO`, or why not.
+        """Wait for the other ranks; return `GO` or the reason for a refusal.
 
         The last rank to arrive decides. A rank that has waited too long, or has a Ctrl-C pending, decides against.
 
         Args:
-            value: of this rank, for the judge.
-            judge: returns an error for the values of all ranks, in their order; the same on all ranks.
+            value: this rank's value, for the judge.
+            judge: function from the values of all ranks, in order, to an error or None. The same on all ranks.
         """
         world = self.world
         while world.is_published(self._decision):
-            # The decision was made before this rank arrived: that attempt is over.
+            # The decision was made before this rank arrived, so that attempt is over.
             self._number += 1
         world.publish(self._place(world.rank), value)
         if not self._late():
@@ -82,13 +82,13 @@ class Meeting:
 
 
 class Gathering:
-    """Gathered weights of one manager's engine, kept by nested `held` blocks.
+    """The gathered weights of one manager's engine, kept by nested `held` blocks.
 
     Args:
-        meet: barrier of all ranks, called with the name of the call; a no-op without a coordinator. Waiting is cheap
-            there, but a rank that arrived and then timed out still counts, so the ranks meet in the store afterwards.
+        meet: barrier of all ranks, called with the name of the call; a no-op without a coordinator. A rank that arrived
+            there and then timed out still counts, so the ranks meet in the store afterwards.
         world: the ranks; None: a single rank, or weights that need no other rank.
-        calls: call that every rank must make, for messages.
+        calls: the call that every rank must make, for messages.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Gathering:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Context manager: weights gathered inside are kept until the outermost such block is left."""
+        """Keep weights that are gathered inside the block until the outermost such block ends."""
         self._holders += 1
         try:
             yield
@@ -121,11 +121,12 @@ class Gathering:
                 self._engine.guard.release()
 
     def ensure(self) -> None:
-        """Gather the weights if they are not, together with all other ranks if that is collective.
+        """Gather the weights if they are not gathered, together with all other ranks if that is collective.
 
         Raises:
-            DeadlineError: some ranks did not arrive within `control_timeout_s`; names them. Raised on all ranks that did.
-            EngineStateError: some ranks are at the barrier of another call; raised on all.
+            DeadlineError: some ranks did not arrive within `control_timeout_s`; names them. Raised on all ranks that
+                did.
+            EngineStateError: some ranks are at the barrier of another call. Raised on all ranks.
         """
         if self._engine.weights.ready:
             return
@@ -136,7 +137,7 @@ class Gathering:
                 self._engine.guard.gather()
 
     def _meet(self, meeting: Meeting, timeout_s: float) -> bool:
-        """Agree with the other ranks to gather. False: interrupted by Ctrl-C."""
+        """Agree with the other ranks to gather. False: Ctrl-C interrupted the wait."""
         decision = meeting.meet(timeout_s)
         if decision == GO:
             return True

@@ -27,17 +27,17 @@ LONGEST_LEAVE_S = 90.0
 
 
 class JobMember:
-    """Worker and client of one rank; `start` connects them to the job's coordinator, which rank 0 launches.
+    """The worker and client of one rank. `start` connects them to the job's coordinator, which rank 0 launches.
 
     Args:
-        engine: this rank's.
-        coordinator: of the job, not launched yet.
+        engine: the engine of this rank.
+        coordinator: the job's coordinator, not launched yet.
         loop: event loop of worker and client; the caller closes it after `close`.
-        name: of this rank.
-        new_client: creates this rank's client for the coordinator's address and keys; None: it sends no requests.
+        name: name of this rank.
+        new_client: creates this rank's client from the coordinator's address and keys. None: it sends no requests.
         on_joined: called on the loop with each client that has connected.
         on_event: called by any thread when a session is lost or the coordinator's process has exited; must not block.
-        worker_options: of `EngineWorker`.
+        worker_options: options of `EngineWorker`.
 
     Attributes:
         worker: makes the engine's steps; `start` connects it.
@@ -125,7 +125,7 @@ class JobMember:
 
     @property
     def lost(self) -> Exception | None:
-        """Why a session of this rank, or the coordinator itself, is lost. None: both are alive."""
+        """The reason if a session of this rank or the coordinator itself is lost. None: both are alive."""
         handle, address = self.coordinator.handle, self.coordinator.address
         if handle is not None and not handle.alive:
             return ConnectionLostError(
@@ -136,15 +136,15 @@ class JobMember:
         return self.worker.lost or (None if self._client is None else self._client.lost)
 
     def status(self) -> dict[str, Any]:
-        """The coordinator's view of the job; `ConnectionLostError` or `DeadlineError` without an answer."""
+        """Return the coordinator's status of the job; `ConnectionLostError` or `DeadlineError` without an answer."""
         return self.loop.run_sync(self.client.status(), self._timeout_s)
 
     def recover(self, why: Exception) -> None:
-        """Reconnect, to another coordinator if there is one; rank 0 starts one if its own has exited.
+        """Reconnect, to a new coordinator if there is one. Rank 0 starts one if its own has exited.
 
         Raises:
             ConnectionLostError: no coordinator accepted this rank within `control_timeout_s`, or the loss is final.
-            EngineDeadError: `why` is one.
+            EngineDeadError: `why` is an `EngineDeadError`.
         """
         if not isinstance(why, ConnectionLostError | DeadlineError) or _is_final(why):
             raise why
@@ -164,7 +164,7 @@ class JobMember:
 
     def _reconnect(self, again: bool) -> None:
         replaced = self._find_coordinator(again)
-        # A live session is kept, because the other ranks would take its end for the loss of this rank.
+        # A live session is kept, because other ranks would treat its end as the loss of this rank.
         if replaced or self.connected is None:
             self._leave_client(None)
             self._join(ATTEMPT_S)
@@ -172,14 +172,14 @@ class JobMember:
             self.worker.reconnect(self.coordinator.address, self.coordinator.keys, ATTEMPT_S)
 
     def _find_coordinator(self, again: bool) -> bool:
-        """Look for a new coordinator, or start one on rank 0; returns whether address or keys changed."""
+        """Find a new coordinator, or start one on rank 0; return whether address or keys changed."""
         coordinator = self.coordinator
         before = coordinator.address, coordinator.keys
         if coordinator.handle is not None:
             if coordinator.handle.alive and not again:
                 return False
             if coordinator.handle.alive:
-                # It runs, but does not answer on its own host.
+                # The coordinator runs, but does not answer on its own host.
                 coordinator.handle.kill()
             coordinator.handle.release()
             self._launch_or_learn()

@@ -34,10 +34,10 @@ class World:
     """The ranks of one manager and their shared store.
 
     Attributes:
-        rank: of this process, from 0.
+        rank: rank of this process, from 0.
         size: number of ranks.
         store: key-value store shared by all ranks.
-        prefix: of this manager's keys in the store; equal on all ranks that create their managers in the same order.
+        prefix: prefix of this manager's keys in the store, equal on ranks that create managers in the same order.
         one_host: whether all ranks run on this host.
     """
 
@@ -49,7 +49,7 @@ class World:
 
     @classmethod
     def of_torch(cls) -> World | None:
-        """Create it from the default process group; None without one, or with a single rank."""
+        """Create it from the default process group; None without a group or with a single rank."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return None
         size = dist.get_world_size()
@@ -61,19 +61,19 @@ class World:
 
     @classmethod
     def alone(cls) -> World:
-        """The world of this process only."""
+        """Return the world of this process only."""
         return cls(0, 1, HashStore(), "rollout/alone", one_host=True)
 
     def within(self, ranks: Sequence[int], name: str) -> World:
-        """The world of some of its ranks, including this one; its rank is the place in `ranks`.
+        """Return the world of some of the ranks, including this rank. Ranks are numbered by their place in `ranks`.
 
         Args:
-            name: part of its keys, different for every such world.
+            name: part of the keys, different for every such world.
         """
         return replace(self, rank=ranks.index(self.rank), size=len(ranks), prefix=f"{self.prefix}/{name}")
 
     def leaders(self, leader: int) -> list[int]:
-        """The ranks that lead a group, in order, given the leader of this rank's group; every rank calls it."""
+        """Return the leaders of all groups, in order, from the leader of this rank's group. Every rank calls it."""
         self.publish(f"leader/{self.rank}", str(leader).encode())
         return sorted({int(self.wait_for(f"leader/{rank}", HOSTS_TIMEOUT_S)) for rank in range(self.size)})
 
@@ -86,20 +86,18 @@ class World:
         self.store.set(f"{self.prefix}/{key}", value)  # type: ignore[arg-type]  # the stub lacks bytes
 
     def is_published(self, key: str) -> bool:
-        """Whether a key has a value; False if the store's process has ended."""
+        """Return whether a key has a value; False if the store's process has ended."""
         try:
             return bool(self.store.check([f"{self.prefix}/{key}"]))
         except dist.DistError:
             return False
 
     def settle(self, key: str, value: bytes) -> None:
-        """Publish a value unless the key has one. Among several ranks, exactly one succeeds."""
+        """Publish a value unless the key already has a value. Exactly one of several ranks succeeds."""
         self.store.compare_set(f"{self.prefix}/{key}", "", value.decode())
 
     def wait_until(self, key: str, timeout_s: float) -> bool:
-        """Wait for a key; returns whether it has a value within `timeout_s`. `ConnectionLostError`: the store's
-        process has ended.
-        """
+        """Wait for a key; return whether it has a value within `timeout_s`. `ConnectionLostError`: the store has ended."""
         full = f"{self.prefix}/{key}"
         try:
             # A timeout that rounds to 0 ms would mean waiting forever.
@@ -120,12 +118,12 @@ class World:
             self.publish(_CALLS_ENDED, str(count).encode())
 
     def calls_ended(self) -> int:
-        """Number of completed collective calls published last by any rank."""
+        """Return the number of completed collective calls that any rank published last."""
         return int(self.store.get(f"{self.prefix}/{_CALLS_ENDED}")) if self.is_published(_CALLS_ENDED) else 0
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Context manager that publishes an exception raised inside, so that ranks that wait for this one raise it too."""
+        """Publish an exception raised inside the block, so that ranks that wait for this rank raise it too."""
         try:
             yield
         except BaseException as exc:
@@ -143,14 +141,14 @@ class World:
 
     @property
     def _failed(self) -> str:
-        # The same key for all groups of these ranks.
+        # All groups of these ranks use the same key.
         return "/".join(self.prefix.split("/")[:2]) + "/failed"
 
     def wait_for(self, key: str, timeout_s: float) -> bytes:
         """Wait for a key and return its value.
 
         Raises:
-            DeadlineError: no value within `timeout_s`.
+            DeadlineError: the key has no value within `timeout_s`.
             ConfigError: a rank has failed to join.
             ConnectionLostError: the store's process has ended.
         """
@@ -196,7 +194,7 @@ class World:
 
 
 def loopback_identity() -> str:
-    """A text that is equal for two processes only if they share a loopback device: host name, boot, network namespace.
+    """Return a text that two processes share only if they share a loopback device: host, boot, network namespace.
 
     Containers of different hosts may have the same name.
     """
@@ -204,6 +202,6 @@ def loopback_identity() -> str:
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     with suppress(OSError):
-        # The thread's namespace, because a process may be in several.
+        # The namespace of the thread is read, because a process may be in several.
         parts.append(os.readlink("/proc/thread-self/ns/net"))
     return " ".join(parts)

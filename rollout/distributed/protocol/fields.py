@@ -32,14 +32,14 @@ Check = Callable[[Any], bool]
 
 
 class Rule(NamedTuple):
-    """Validation rule of a field: its description in words, and a predicate."""
+    """The validation rule of a field: its description in words, and a predicate."""
 
     text: str
     holds: Check
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is an integer in [0, 2**63)."""
+    """Return whether the value is an integer in [0, 2**63)."""
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -146,7 +146,7 @@ class Message:
 
     __slots__ = ()
     header: ClassVar[int]
-    """The message's number on the wire."""
+    """The number of the message type on the wire."""
     way: ClassVar[str]
     """Sender → receiver."""
 
@@ -158,7 +158,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass_transform(field_specifiers=(field,))
 def message(header: int, way: str) -> Callable[[type[M]], type[M]]:
-    """Class decorator: a dataclass that travels under a header."""
+    """Decorate a class as a dataclass that is sent under this header."""
 
     def register(kind: type[M]) -> type[M]:
         made = dataclass(slots=True)(kind)

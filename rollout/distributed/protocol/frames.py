@@ -29,7 +29,7 @@ MAX_ITEMS = 1 << 19
 
 
 class _Row:
-    """Converts one dataclass to a positional list and back, checking every field."""
+    """A converter of one dataclass to a positional list and back, which checks every field."""
 
     def __init__(self, kind: type[Any]) -> None:
         self.kind = kind
@@ -53,7 +53,7 @@ class _Row:
         if not self.least <= len(row) <= len(self.rules):
             refuse(self.kind.__name__, f"{len(row)} fields", f"{self.least} to {len(self.rules)} fields")
         values = list(row)
-        # Check all together; check one by one only to name the field that breaks its rule.
+        # All fields are checked together; they are checked separately only to name the malformed field.
         if not all(map(call, self._holds, values)):
             for name, rule, value in zip(self.names, self.rules, values, strict=False):
                 if not rule.holds(value):
@@ -91,7 +91,8 @@ def decode(frame: bytes | memoryview) -> tuple[int, Message]:
     """Decode a frame to (sequence, message).
 
     Raises:
-        SerializationError: longer than `MAX_FRAME_BYTES`, not msgpack, an unknown header, or a malformed field.
+        SerializationError: the frame exceeds `MAX_FRAME_BYTES`, is not msgpack, or has an unknown header or malformed
+            field.
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise SerializationError(f"frame of {len(frame)} bytes: at most {MAX_FRAME_BYTES} are taken; split the request")
@@ -108,7 +109,7 @@ def decode(frame: bytes | memoryview) -> tuple[int, Message]:
 
 
 class Sequencer:
-    """Sequence numbers of one connection, both directions."""
+    """The sequence numbers of one connection, in both directions."""
 
     __slots__ = ("_received", "_sent")
 
@@ -126,7 +127,7 @@ class Sequencer:
         self._received += 1
 
     def accept(self, sequence: int) -> bool:
-        """Whether a received frame is new; False for a duplicate. `LostFramesError` if earlier frames are missing."""
+        """Return whether a received frame is new or a duplicate. `LostFramesError` if earlier frames are missing."""
         if sequence < self._received:
             return False
         if sequence > self._received:

@@ -22,10 +22,10 @@ from rollout.errors import ConnectionLostError
 
 @message(20, "client → coordinator")
 class Submit(Message):
-    """New group of n samples of one prompt."""
+    """A new group of n samples of one prompt."""
 
     request_id: wire.Count
-    """Client-side id; increases with every message."""
+    """Client-side id, which increases with every message."""
     prompt: wire.Prompt
     n: wire.Count
     params: wire.Blob
@@ -56,7 +56,7 @@ class Submit(Message):
 
 @message(21, "coordinator → client")
 class Accepted(Message):
-    """Token ids of a prompt that was submitted as text."""
+    """The token ids of a prompt that was submitted as text."""
 
     request_id: wire.Count
     prompt: wire.Tokens
@@ -64,7 +64,7 @@ class Accepted(Message):
 
 @message(22, "coordinator → rank")
 class Assign(Message):
-    """Samples assigned to one rank."""
+    """The samples that one rank has to compute."""
 
     request_id: wire.Count
     """Coordinator-side id."""
@@ -85,7 +85,7 @@ class Assign(Message):
 
 @message(23, "rank → coordinator")
 class Progress(Message):
-    """Report of a rank since its previous one: tokens, prefix cache changes, load."""
+    """A rank's report since its previous report: tokens, prefix cache changes, load."""
 
     stretches: Stretches
     blocks_added: wire.Hashes = b""
@@ -103,14 +103,14 @@ class Progress(Message):
 
 @message(24, "coordinator → client")
 class Update(Message):
-    """New tokens and finished samples of a client's requests."""
+    """The new tokens and finished samples of a client's requests."""
 
     stretches: Stretches
 
 
 @message(25, "coordinator → client")
 class RequestFailed(Message):
-    """Failure of a whole group."""
+    """The failure of a whole group."""
 
     request_id: wire.Count
     error: wire.Name
@@ -120,14 +120,14 @@ class RequestFailed(Message):
 
 @message(26, "client → coordinator")
 class Abort(Message):
-    """Abort a group; answered by `RequestFailed` unless the group has just finished."""
+    """A request to abort a group. The answer is `RequestFailed`, unless the group has just finished."""
 
     request_id: wire.Count
 
 
 @message(27, "coordinator → rank")
 class Cancel(Message):
-    """Cancel an assignment whose result is no longer needed."""
+    """The end of an assignment whose result is no longer needed."""
 
     request_id: wire.Count
     attempt: wire.Count
@@ -135,7 +135,7 @@ class Cancel(Message):
 
 @message(28, "rank → coordinator")
 class Decline(Message):
-    """Rejection of an assignment that the engine can never serve."""
+    """The rejection of an assignment that the engine can never serve."""
 
     request_id: wire.Count
     attempt: wire.Count
@@ -151,7 +151,7 @@ PROTOCOL_VERSION = 6
 
 @message(0, "client → coordinator")
 class Connect(Message):
-    """Handshake: a client's first frame."""
+    """The handshake and first frame of a client."""
 
     protocol_version: wire.Count
     name: wire.Name
@@ -161,7 +161,7 @@ class Connect(Message):
 
 @message(1, "coordinator → client")
 class ConnectAck(Message):
-    """Handshake reply to a client: state of the job and heartbeat intervals."""
+    """The handshake reply to a client: state of the job and heartbeat intervals."""
 
     instance: wire.Name
     """Unique id of this run of the coordinator."""
@@ -175,7 +175,7 @@ class ConnectAck(Message):
 
 @message(2, "rank → coordinator")
 class Register(Message):
-    """Handshake: a rank's first frame, with the engine's capacity and state."""
+    """The handshake and first frame of a rank, with the engine's capacity and state."""
 
     protocol_version: wire.Count
     name: wire.Name
@@ -190,7 +190,7 @@ class Register(Message):
 
 @message(3, "coordinator → rank")
 class RegisterAck(Message):
-    """Handshake reply to a rank: state and version to reach before any work; a `Command` follows for each step."""
+    """The handshake reply to a rank: state and version to reach before any work. A `Command` follows for each step."""
 
     instance: wire.Name
     state: wire.CoordinatorStateName
@@ -203,12 +203,12 @@ class RegisterAck(Message):
 
 @message(4, "any → any")
 class Heartbeat(Message):
-    """Liveness signal, sent when nothing else was sent for the heartbeat interval."""
+    """A liveness signal, sent when nothing else was sent for the heartbeat interval."""
 
 
 @message(5, "coordinator → any")
 class Refused(Message):
-    """Rejection of a frame. The sender's other requests are unaffected unless `over`."""
+    """The rejection of a frame. The sender's other requests are unaffected unless `over`."""
 
     code: wire.Name
     """`malformed` or `not_yours`. With `over`: one of `TRY_AGAIN`, or final: `malformed`, `version`, `too_long`,
@@ -224,7 +224,7 @@ TRY_AGAIN = frozenset({"unknown_peer", "lost_frames", "silent"})
 
 @message(60, "any → any")
 class Disconnect(Message):
-    """Orderly end of the session."""
+    """The orderly end of a session."""
 
     reason: wire.Name = ""
 
@@ -234,7 +234,7 @@ class Disconnect(Message):
 
 @message(40, "client → coordinator")
 class Control(Message):
-    """A call that is answered by `ControlDone`."""
+    """A control call, answered by `ControlDone`."""
 
     call_id: wire.Count
     signal: wire.Signal
@@ -254,7 +254,7 @@ class Command(Message):
 
 @message(42, "rank → coordinator")
 class CommandAck(Message):
-    """Result of a `Command`."""
+    """The result of a `Command`."""
 
     command_id: wire.Count
     state: wire.EngineStateName
@@ -267,7 +267,7 @@ class CommandAck(Message):
 
 @message(43, "coordinator → client")
 class ControlDone(Message):
-    """Result of a control call: `error` is None, or an exception name with the engines concerned."""
+    """The result of a control call: `error` is None, or an exception name with the engines concerned."""
 
     call_id: wire.Count
     error: wire.OptionalText = None
@@ -280,7 +280,7 @@ class ControlDone(Message):
 
 @message(44, "rank → coordinator")
 class EngineMoved(Message):
-    """Change of state, policy version or idleness made by the rank's own training loop."""
+    """A change of state, policy version or idleness that the rank's own training loop made."""
 
     state: wire.EngineStateName
     policy_version: wire.Count
@@ -290,7 +290,7 @@ class EngineMoved(Message):
 
 @message(45, "client → coordinator")
 class Barrier(Message):
-    """Arrival of this member at barrier `index`."""
+    """The arrival of this member at barrier `index`."""
 
     index: wire.Count
     what: wire.Name = ""
@@ -301,7 +301,7 @@ class Barrier(Message):
 
 @message(46, "coordinator → client")
 class BarrierDone(Message):
-    """Barrier `index` passed: every member has arrived there or at a later one."""
+    """The news that barrier `index` was passed: every member has arrived there or at a later barrier."""
 
     index: wire.Count
     differences: wire.Text = ""
@@ -310,14 +310,14 @@ class BarrierDone(Message):
 
 @message(47, "client → coordinator")
 class StatusQuery(Message):
-    """Request for a `Status`."""
+    """A request for a `Status`."""
 
     call_id: wire.Count
 
 
 @message(48, "coordinator → client")
 class Status(Message):
-    """Snapshot of the coordinator, as `CoordinatorCore.status` makes it."""
+    """A snapshot of the coordinator, as `CoordinatorCore.status` makes it."""
 
     call_id: wire.Count
     table: wire.Table

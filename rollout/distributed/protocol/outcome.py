@@ -45,13 +45,13 @@ _GAPS = Codec(lambda gaps: struct.pack(f"<{len(gaps)}d", *gaps), FLOATS.decode)
 
 @dataclass(slots=True)
 class Outcome:
-    """Final result of a sample: finish reason, version runs, timings; each field with its codec."""
+    """The final result of a sample: finish reason, version runs, timings. Each field has its codec."""
 
     finish_reason: Annotated[FinishReason, member_of(FinishReason)]
     stop_reason: Annotated[str | int | None, optional(STR_OR_INT)]
     error: Annotated[str | None, optional(STR)]
     policy_version: Annotated[int, _COUNT]
-    """Engine's policy version when the sample finished."""
+    """Policy version of the engine when the sample finished."""
     policy_spans: Annotated[VersionSpans, SPANS]
     """Policy versions over prompt and completion."""
     kv_spans: Annotated[VersionSpans, SPANS]

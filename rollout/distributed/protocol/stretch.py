@@ -34,7 +34,7 @@ _ABSENT = (None,) * len(COLUMNS)
 
 @dataclass(slots=True)
 class Stretch:
-    """Columnar batch of sample deltas of one request. Lists are parallel to `indices`."""
+    """A columnar batch of sample deltas of one request. Lists are parallel to `indices`."""
 
     request_id: Count
     attempt: Count
@@ -58,7 +58,7 @@ class Stretch:
     def of(cls, request_id: int, attempt: int, deltas: Sequence[SampleDelta]) -> Stretch:
         """Build the columns from deltas of different samples of one request."""
         if len(deltas) == 1:
-            # Takes a third of the time: a step of many groups of one sample makes one stretch per token.
+            # A step of many groups of one sample makes one stretch per token. This path takes a third of the time.
             (delta,) = deltas
             optional, tokens = _OPTIONAL(delta), delta.token_ids
             values = () if optional == _ABSENT else zip(COLUMNS, optional, strict=True)
@@ -81,9 +81,7 @@ class Stretch:
         )
 
     def check(self) -> None:
-        """Check that columns agree in length, and the values of the optional ones; `SerializationError` names a wrong
-        one.
-        """
+        """Check column lengths and optional values. A `SerializationError` names the wrong column."""
         samples = len(self.indices)
         for name in ("starts", "counts", "versions"):
             _check_length(name, getattr(self, name), samples)
@@ -107,7 +105,7 @@ class Stretch:
             refuse("Stretch.indices", self.indices, "different samples")
 
     def join_into(self, joins: dict[int, DeltaJoin], samples: Collection[int]) -> None:
-        """Add the deltas of these samples to their joins, creating missing ones."""
+        """Add the deltas of these samples to their joins, and create missing joins."""
         high = 0
         for column, index in enumerate(self.indices):
             low, high = high, high + TOKEN_BYTES * self.counts[column]
@@ -148,15 +146,15 @@ class Stretch:
         return Stretch.of(self.request_id, self.attempt, self.deltas(samples))
 
     def ended(self) -> list[int]:
-        """Samples that finished with this stretch."""
+        """Return the samples that finished with this stretch."""
         if "outcome" not in self.columns:
             return []
         outcomes = self.columns["outcome"]
         return [index for index, outcome in zip(self.indices, outcomes, strict=True) if outcome is not None]
 
     def newest_version(self) -> int:
-        """Highest policy version of any prompt or token; 0 without samples."""
-        # Versions only rise, and the prompt's is at most the tokens', so the last run has the highest.
+        """Return the highest policy version of any prompt or token; 0 without samples."""
+        # Versions only rise, and no prompt is newer than its tokens, so the last run has the highest version.
         newest = 0
         for runs in self.versions:
             version: int = runs[-2] if len(runs) > 1 else runs[0]
@@ -190,7 +188,7 @@ ENTRIES_TOGETHER = 64
 
 
 class PartialGroup:
-    """Tokens received so far of the samples of one group.
+    """The tokens received so far for the samples of one group.
 
     Attributes:
         lengths: number of completion tokens per sample that has any delta.
@@ -206,7 +204,7 @@ class PartialGroup:
         self._next_look = ENTRIES_TOGETHER
 
     def take(self, stretch: Stretch) -> None:
-        """Add a stretch. `LostFramesError`: a gap to the tokens known; nothing was added."""
+        """Add a stretch. `LostFramesError`: tokens before it are missing, and nothing was added."""
         lengths, indices, starts, counts = self.lengths, stretch.indices, stretch.starts, stretch.counts
         if starts != [*map(lengths.get, indices)]:
             for index, start in zip(indices, starts, strict=True):
@@ -233,7 +231,7 @@ class PartialGroup:
             self._next_look = ENTRIES_TOGETHER
 
     def forget(self, samples: Collection[int]) -> None:
-        """Drop samples that are not read any more."""
+        """Drop samples that will not be read again."""
         for index in samples:
             del self.lengths[index]
             self._joined.pop(index, None)
@@ -241,7 +239,7 @@ class PartialGroup:
             self.rows.pop()
 
     def deltas(self, samples: Collection[int]) -> dict[int, SampleDelta]:
-        """All known tokens of each of these samples as one delta, without samples that have none."""
+        """Return all known tokens of each of these samples as one delta, without samples that have no tokens."""
         if not self.rows:
             return {index: self._joined[index] for index in samples if index in self._joined}
         chosen = frozenset(samples)
@@ -254,13 +252,13 @@ class PartialGroup:
         return {index: joins[index].delta() for index in samples if index in joins}
 
     def known(self, samples: Collection[int]) -> list[Stretch]:
-        """All known tokens of these samples as at most one stretch."""
+        """Return all known tokens of these samples as at most one stretch."""
         deltas = list(self.deltas(sorted(samples)).values()) if self.lengths else []
         return [Stretch.of(0, 0, deltas)] if deltas else []
 
 
 def oldest_version(deltas: Iterable[SampleDelta]) -> int | None:
-    """Return the lowest policy version of any token; None: there is none."""
+    """Return the lowest policy version of any token; None: there are no tokens."""
     return min((oldest for delta in deltas if (oldest := delta.versions.oldest()) is not None), default=None)
 
 

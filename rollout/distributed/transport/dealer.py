@@ -37,12 +37,12 @@ LINGER_MS = 1000
 
 
 class Dealer:
-    """Connection to a coordinator over a ZMQ DEALER socket; may be reopened after `close`.
+    """A connection to a coordinator over a ZMQ DEALER socket. It may be reopened after `close`.
 
     Args:
         address: `tcp://host:port`; an IPv6 host in brackets.
         identity_name: prefix of the ZMQ identity. Eight random bytes follow, new for each `open`.
-        keys: of the job, to encrypt and authenticate the socket; None: plain.
+        keys: the job's keys, to encrypt and authenticate the socket; None: plain text.
         on_message: called with each message in order, except heartbeats and messages that end the session.
         on_lost: called with the reason when the connection is lost: ended by the coordinator, missing frames, a
             malformed frame, or a heartbeat timeout. Not called for `close`.
@@ -98,7 +98,7 @@ class Dealer:
         self._sequencer = Sequencer()
         self._socket = socket
         self._loop.add_reader(socket.FD, self._turn)
-        # The descriptor is edge-triggered, and edges may have passed already.
+        # The descriptor is edge-triggered, and an edge may have passed already.
         self._turn_soon()
 
     def _prepare(self, socket: zmq.Socket[bytes]) -> None:
@@ -121,7 +121,7 @@ class Dealer:
         self._turn_soon()
 
     def heartbeat(self, interval_s: float, timeout_s: float) -> None:
-        """Send at least every `interval_s` from now on, and treat `timeout_s` without a message as a lost connection."""
+        """From now on, send at least every `interval_s`, and treat `timeout_s` without a message as a lost connection."""
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._said = self._heard = self._loop.time()
         self._set_timer()
@@ -194,7 +194,8 @@ class Dealer:
         for frame in frames:
             try:
                 sequence, message = decode(frame)
-                # Checked before the sequence number: a coordinator without this session numbers its frames from 0.
+                # This check precedes the sequence number, because a coordinator without this session counts frames from
+                # 0.
                 if (error := session_end(message)) is not None:
                     self._lose(str(error), tell=False, final=error.final)
                 elif self._sequencer.accept(sequence) and not isinstance(message, Heartbeat):
@@ -258,7 +259,7 @@ class Dealer:
         self._close_socket(socket, 0 if tell is None else LINGER_MS)
 
     def _close_socket(self, socket: zmq.Socket[bytes], linger_ms: int) -> None:
-        """Close in the background, on a non-daemon thread that the process waits for at exit."""
+        """Close in the background on a non-daemon thread, so that the process waits for it at exit."""
         socket.close(linger=linger_ms)
         try:
             threading.Thread(target=self._context.term, name="rollout-linger").start()

@@ -1,7 +1,7 @@
 """CURVE keys of a job and their authentication.
 
-The coordinator's server pair authenticates it to clients and ranks; these share one client pair, whose public key is
-the only one admitted. All processes but the coordinator get `client_side()`. No secret appears in a repr, log or
+The coordinator's server pair authenticates it to clients and ranks; clients and ranks share one client pair, and only
+its public key is admitted. All processes but the coordinator get `client_side()`. No secret appears in a repr, log or
 traceback.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from struct import error as StructError  # noqa: N812 - a class, named like a function
+from struct import error as StructError  # noqa: N812 - a class with the name of a function
 from typing import Any
 
 import zmq
@@ -28,10 +28,10 @@ ZAP_DOMAIN = b"rollout"
 
 @dataclass(frozen=True, slots=True)
 class JobKeys:
-    """CURVE keys of one job, each 40 characters of z85.
+    """The CURVE keys of one job, each 40 characters of z85.
 
     Raises:
-        ConfigError: malformed key, or a public key that does not match its secret.
+        ConfigError: a key is malformed, or a public key does not match its secret.
     """
 
     server_public: bytes
@@ -58,7 +58,7 @@ class JobKeys:
         return JobKeys(self.server_public, None, self.client_public, self.client_secret)
 
     def serialize(self) -> dict[str, bytes | None]:
-        """Return a plain dict, secrets included; the inverse of `deserialize`."""
+        """Return a plain dict that includes the secrets; the inverse of `deserialize`."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
@@ -91,7 +91,7 @@ class JobKeys:
 
 
 class Gatekeeper:
-    """ZAP handler (ZMQ RFC 27): admits only connections with the job's client key. One per context.
+    """A ZAP handler (ZMQ RFC 27) that admits only connections with the job's client key. One per context.
 
     The owner polls `socket` and calls `answer` when it is readable.
     """
@@ -116,7 +116,7 @@ class Gatekeeper:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a listening address is reachable from this machine only. Host names other than `localhost` are not."""
+    """Return whether a listening address is reachable from this machine only. Of host names, only `localhost` is."""
     if host == "localhost":
         return True
     try:
@@ -126,7 +126,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _check_pair(name: str, public: bytes, secret: bytes | None) -> None:
-    """Check that both are keys and belong together; None: the secret is with another process."""
+    """Check that both are keys and match. None: another process has the secret."""
     try:
         belongs = len(z85.decode(public)) == 32 if secret is None else zmq.curve_public(secret) == public
     except (KeyError, StructError, TypeError, ValueError, zmq.ZMQError):

@@ -19,7 +19,7 @@ UNKNOWN: Known = (0, 0, 0)
 
 @dataclass(eq=False, slots=True)
 class Assignment:
-    """Samples of one request that one attempt computes here."""
+    """The samples of one request that one attempt computes here."""
 
     request_id: int
     attempt: int
@@ -32,7 +32,9 @@ class Assignment:
 
 @dataclass(eq=False, slots=True)
 class _Pace:
-    """Samples with the same reporting interval. A step adds at most one token per sample, so steps are counted."""
+    """A set of samples with the same reporting interval. A step adds at most one token per sample, so steps are
+    counted.
+    """
 
     steps: int = 0
     """Steps since the last report."""
@@ -40,7 +42,7 @@ class _Pace:
 
 
 class Assignments:
-    """Assigned unfinished samples, by attempt, by request id of the engine, and by sample."""
+    """The assigned unfinished samples, by attempt, by request id of the engine, and by sample."""
 
     def __init__(self) -> None:
         self.of_attempt: dict[int, Assignment] = {}
@@ -96,7 +98,8 @@ class Assignments:
     def last_deltas(
         self, ended: Iterable[DynamicInferenceRequestRecord], due: dict[Key, Known]
     ) -> tuple[dict[int, list[SampleDelta]], list[DynamicInferenceRequestRecord]]:
-        """Split finished records: last deltas of assigned samples by engine request id, and records of other callers.
+        """Split finished records into last deltas of assigned samples, by engine request id, and records of other
+        callers.
 
         The assigned samples are removed from `due`.
         """
@@ -115,7 +118,7 @@ class Assignments:
         return grown, foreign
 
     def stretch(self, number: int, deltas: list[SampleDelta]) -> Stretch:
-        """Return new tokens of an assignment as columns. They count as sent, and finished samples are removed."""
+        """Return new tokens of an assignment as columns. Count them as sent and remove finished samples."""
         assignment = self.of_number[number]
         known = self._paces[assignment.interval].known
         for delta in deltas:

@@ -14,7 +14,7 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 
 @dataclass(eq=False)
 class Link:
-    """A session and its inbox. Every method except `put` needs the engine's lock."""
+    """A session with its inbox. Every method except `put` requires the engine's lock."""
 
     address: str
     name: str
@@ -24,7 +24,7 @@ class Link:
     cut: bool = False
     """Whether the session is ending: nothing is sent, and incoming messages are dropped."""
     error: Exception | None = None
-    """Why the session has ended, or None."""
+    """The reason why the session has ended, or None."""
 
     @property
     def live(self) -> bool:
@@ -32,7 +32,7 @@ class Link:
         return self.session.entered and not self.cut
 
     def transmit(self, message: wire.Message) -> None:
-        """Send a message unless the connection was closed in the meantime; on the loop's thread."""
+        """Send a message, on the loop's thread, unless the connection was closed in the meantime."""
         if self.dealer.is_open:
             self.dealer.send(message)
 
@@ -42,7 +42,7 @@ class Link:
         self.inbox.append(item)
 
     def apply(self, foreign: list[DynamicInferenceRequestRecord]) -> None:
-        """Apply the messages received so far; raises if the session is lost or the engine cannot follow it.
+        """Apply the messages received so far; raise if the session is lost or the engine cannot follow it.
 
         Args:
             foreign: collects the finished records of other callers' requests.

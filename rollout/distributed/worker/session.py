@@ -45,7 +45,7 @@ Records = list[DynamicInferenceRequestRecord]
 
 
 class RankSession:
-    """State of one rank in one session with the coordinator.
+    """The state of one rank in one session with the coordinator.
 
     Args:
         engine: called at a step boundary.
@@ -55,9 +55,9 @@ class RankSession:
         idle: whether no thread steps the engine.
 
     Attributes:
-        entered: the engine has reached the state and version of `RegisterAck`; nothing is sent before.
-        stopped: the coordinator has stopped the engine.
-        changes: changes of the engine's prefix cache, not sent yet.
+        entered: whether the engine has reached the state and version of `RegisterAck`. Nothing is sent before.
+        stopped: whether the coordinator has stopped the engine.
+        changes: unsent changes of the engine's prefix cache.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RankSession:
     # --- messages of the coordinator --------------------------------------------------------------------------------
 
     def receive(self, message: wire.Message) -> Records:
-        """Handle a message for a rank; returns the records of other callers' requests that it ended (`stop` ends all)."""
+        """Handle a message; return the records of other callers' requests that it ended (`stop` ends all)."""
         if isinstance(message, wire.Assign):
             self._assign(message)
         elif isinstance(message, wire.Cancel):
@@ -115,7 +115,7 @@ class RankSession:
             # If the engine stopped by itself, the session ends and the coordinator reassigns its requests.
             if self.stopped:
                 self._decline(message, number, exc)
-        except Exception as exc:  # noqa: BLE001 - whatever a request makes an engine raise harms this request alone
+        except Exception as exc:  # noqa: BLE001 - an engine error of one request must not affect other requests
             self._discard(number)
             self._decline(message, number, exc)
         else:
@@ -126,12 +126,12 @@ class RankSession:
             )  # fmt: skip
 
     def _decline(self, message: wire.Assign, number: int, exc: Exception) -> None:
-        # The engine's request id means nothing to the client.
+        # The engine's request id has no meaning for the client.
         text = str(exc).removeprefix(f"request {number}: ")
         self._send(wire.Decline(message.request_id, message.attempt, type(exc).__name__, text))
 
     def _supersede(self, message: wire.Assign) -> list[int]:
-        """End older attempts at the samples of an assignment; returns the samples without a newer attempt."""
+        """End older attempts at the samples of an assignment; return the samples without a newer attempt."""
         wanted = []
         for index in dict.fromkeys(message.indices):
             before = self._assignments.of_sample.get((message.request_id, index))
@@ -214,11 +214,11 @@ class RankSession:
         return foreign
 
     def _signal(self, signal: str, argument: int | str | None) -> Records:
-        """Apply a control signal, or `set_version`; returns the records that it ended."""
+        """Apply a control signal or `set_version`; return the records that it ended."""
         if signal == SET_VERSION:
             if type(argument) is not int:
                 raise EngineStateError(f"{SET_VERSION}({argument!r}): must be an integer")
-            # An equal version is applied too, because the weights may have changed under the same number.
+            # An equal version is also applied, because the weights may have changed under the same number.
             if argument >= self._engine.policy_version:
                 self._engine.weights_updated(argument)
             return []
@@ -266,7 +266,7 @@ class RankSession:
     # --- reports of the engine --------------------------------------------------------------------------------------
 
     def take_ended(self) -> Records:
-        """Finished records of assigned samples that no step has returned."""
+        """Return the finished records of assigned samples that no step has returned."""
         return self._engine.take_ended(lambda key: key[0] in self._assignments.of_number)
 
     def report(
@@ -275,7 +275,7 @@ class RankSession:
         """Send the due tokens and finished samples, in one `Progress` for every `MAX_STRETCHES` requests.
 
         Args:
-            ended: records that the engine has finished.
+            ended: records of finished samples.
             steps: number of steps since the last call.
             everything: include tokens that are not due yet.
 
@@ -298,7 +298,7 @@ class RankSession:
             self._send_state()
 
     def report_idle(self) -> None:
-        """Send all tokens known so far, and that the rank is idle: its waiting samples may be reassigned."""
+        """Send all known tokens and report the rank as idle, so that its waiting samples may be reassigned."""
         self.report([], everything=True)
         self._send(wire.Progress([], b"", b"", False, *self._load()))
 
@@ -320,7 +320,7 @@ class RankSession:
         self._send(wire.EngineMoved(*self._said(), self._sent_idle))
 
     def _load(self) -> tuple[int, int]:
-        """(running, waiting) samples; all count as waiting while no thread steps the engine."""
+        """Return the numbers of (running, waiting) samples. All are waiting while no thread steps the engine."""
         running, waiting = self._engine.load
         return (0, running + waiting) if self._idle() else (running, waiting)
 

@@ -44,23 +44,23 @@ RETRY_S = 0.5
 
 
 class EngineWorker:
-    """One rank of a coordinator: connects an engine to it and makes the engine's steps.
+    """One rank of a coordinator. It connects an engine and makes the engine's steps.
 
     The engine may also serve other callers: they call `wake` after queueing requests, and get records finished in this
     worker's steps from `take_ended`. No step is made while the engine is held (`Holds.forbid_steps`).
 
     Args:
         engine: may also serve other callers.
-        address: of the coordinator, `tcp://host:port`.
-        name: of this rank; a later process with the same name replaces it.
-        keys: of the job, if the coordinator requires them.
+        address: `tcp://host:port` of the coordinator.
+        name: name of this rank. A later process with the same name replaces it.
+        keys: the job's keys, if the coordinator requires them.
         loop: event loop for the socket; None: one is created.
         reconnect_timeout_s: how long `reconnect` looks for a lost coordinator.
         on_lost: called with the reason when a session is lost; on a thread of the worker, so it must not block.
         follows_version: see `RankSession`.
 
     Attributes:
-        lost: why the session was lost; None: connected, not started, or stopped.
+        lost: the reason for a lost session; None: connected, not started, or stopped.
     """
 
     def __init__(
@@ -86,21 +86,21 @@ class EngineWorker:
         self._owns_loop = loop is None
         self._loop = loop
         self._link = self._new_link()
-        # Not connected: it sends nothing, and every finished record belongs to another caller.
+        # This link is not connected, so it sends nothing, and every finished record belongs to another caller.
         self._link.cut, self._link.error = True, EngineStateError(f"worker {name!r}: start() it first")
         self._thread: threading.Thread | None = None
         self._ended: list[DynamicInferenceRequestRecord] = []
         self._idle = False
-        # Serialises the start and end of sessions.
+        # This lock serialises the start and end of sessions.
         self._connecting = threading.Lock()
-        # Guards the fields below and the inbox. A leaf lock: its holder acquires no other lock, least of all the engine's.
+        # This guards the fields below and the inbox. It is a leaf lock: its holder must not acquire the engine's lock.
         self._changed = threading.Condition()
         self._engine_moved = False
         self._closed = False
         watch(self)
 
     def describe_state(self) -> Iterator[str]:
-        """Lines for `rollout.threads.diagnosis`."""
+        """Yield lines for `rollout.threads.diagnosis`."""
         how = f"lost ({self.lost})" if self.lost is not None else "in a session" if self._link.live else "no session"
         yield (
             f"worker {self.name!r} of {self.address}: {how}{', idle' if self._idle else ''}"
@@ -112,9 +112,9 @@ class EngineWorker:
 
         Raises:
             DeadlineError: no answer within `timeout_s`.
-            ConnectionLostError: the coordinator refused: another protocol version or block size, or it is stopping.
+            ConnectionLostError: the coordinator is stopping, or has another protocol version or block size.
             ConfigError: invalid address.
-            EngineStateError: started before.
+            EngineStateError: the worker was started before.
         """
         if self._thread is not None or self._closed:
             raise EngineStateError(f"worker {self.name!r}: start() again; build another, or reconnect()")
@@ -134,7 +134,7 @@ class EngineWorker:
         Idempotent.
 
         Raises:
-            Exception: what resuming the engine raises; the worker is stopped.
+            Exception: resuming the engine failed. The worker is stopped.
         """
         with self._changed:
             if self._thread is None or self._closed:
@@ -151,17 +151,17 @@ class EngineWorker:
         if self._owns_loop:
             self._its_loop().close()
         with self.engine.locked():
-            # No coordinator could release it any more.
+            # No coordinator could release the hold later.
             if COORDINATOR in self.engine.holds and self.engine.state is not EngineState.STOPPED:
                 self.engine.holds.release(COORDINATOR)
 
     def reconnect(
         self, address: str | None = None, keys: JobKeys | None = None, timeout_s: float | None = None
     ) -> None:
-        """Start a new session with the same or another coordinator, ending the old one; retries until `timeout_s`.
+        """End the session and start a new one, with the same or another coordinator. Retry until `timeout_s`.
 
         Args:
-            address, keys: of another coordinator; None: unchanged.
+            address, keys: address and keys of another coordinator; None: unchanged.
             timeout_s: deadline for all attempts; None: `reconnect_timeout_s`.
 
         Raises:
@@ -296,7 +296,7 @@ class EngineWorker:
                 self._on_lost(lost)
 
     def _apply(self) -> Exception | None:
-        """Apply the inbox; returns why the session was lost, or None."""
+        """Apply the inbox; return the reason if the session was lost, else None."""
         link = self._link
         if link.error is not None:
             return None
@@ -323,7 +323,7 @@ class EngineWorker:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Make one engine step and report its results; returns False without work, or if the engine is not RUNNING.
+        """Make one engine step and report its results. Return False without work, or if the engine is not RUNNING.
 
         Raises:
             EngineDeadError: the engine has died; the session is ended and the coordinator reassigns its requests.
@@ -335,7 +335,7 @@ class EngineWorker:
             return True
 
     def steps(self) -> bool:
-        """Make engine steps until there is no work, another thread wants the engine, or Ctrl-C is pending; raises as `step`.
+        """Make engine steps until there is no work, another thread waits, or Ctrl-C is pending. Raises as `step`.
 
         The module counts as unchanged between the steps, until the last step is reported.
         """
@@ -372,7 +372,7 @@ class EngineWorker:
                     self._link.session.moved()
 
     def report_idle(self) -> None:
-        """Report all tokens known so far and this rank as idle; its waiting samples may be reassigned."""
+        """Report all known tokens and this rank as idle; its waiting samples may be reassigned."""
         with self.engine.locked():
             self._idle = True
             if self._link.live:
@@ -419,8 +419,7 @@ class EngineWorker:
                 raise
 
     def wait_for_work(self, timeout_s: float, *, or_when: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until there is work, the session is lost, or the worker or engine has stopped; returns False after
-        `timeout_s`.
+        """Wait for work, a lost session, or a stopped worker or engine. Return False after `timeout_s`.
 
         Args:
             or_when: additional condition; `wake` must be called when it becomes true. It must not block.
@@ -438,7 +437,7 @@ class EngineWorker:
             )
 
     def wake(self) -> None:
-        """Make `wait_for_work` check its conditions again, after another caller has queued work in the engine."""
+        """Make `wait_for_work` check its conditions again, for example after another caller has queued work."""
         with self._changed:
             self._changed.notify_all()
         self.engine.ask_for_boundary()

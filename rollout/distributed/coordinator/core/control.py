@@ -27,7 +27,7 @@ class Call:
     deadline: float
     timeout_s: float
     awaited: dict[bytes, str]
-    """Engines that have not answered: identity → name."""
+    """The engines that have not answered: identity → name."""
     failures: dict[str, str] = field(default_factory=dict)
     """Engine name → its error."""
     amount: int = 0
@@ -35,7 +35,7 @@ class Call:
 
 
 class ControlPlane:
-    """State and policy version of the job, and the control calls that change them.
+    """The state and policy version of the job, and the control calls that change them.
 
     Args:
         on_stopped: called when every engine has stopped, or STOP's deadline has passed, before the caller's reply.
@@ -57,7 +57,7 @@ class ControlPlane:
         )
 
     def call(self, client: ClientPeer, message: Control, now: float) -> None:
-        """Relay a control call to every engine, or reject it."""
+        """Send a control call to every engine, or reject it."""
         refusal = self._move(message)
         if refusal is not None:
             self._peers.say(client, ControlDone(message.call_id, "ControlError", shortened(refusal)))
@@ -120,11 +120,11 @@ class ControlPlane:
                 self._settle(command_id)
 
     def next_deadline(self) -> float:
-        """Earliest deadline of a pending call, or infinity."""
+        """Return the earliest deadline of a pending call, or infinity."""
         return min((call.deadline for call in self._calls.values()), default=float("inf"))
 
     def expire(self, now: float) -> None:
-        """Fail calls past their deadline, naming the engines that have not answered."""
+        """Fail calls after their deadline; the error names the engines that have not answered."""
         for command_id, call in [each for each in self._calls.items() if each[1].deadline <= now]:
             late = sorted(call.awaited.values())
             text = f"{call.signal}: {', '.join(late)} did not answer within {call.timeout_s} s"
@@ -154,7 +154,7 @@ def _failed(call: Call) -> str:
 
 
 class Barriers:
-    """Numbered barriers of the members. A member whose session is lost may reconnect during a grace period."""
+    """The numbered barriers of the members. After a lost session, a member may reconnect during a grace period."""
 
     def __init__(self, peers: Peers, size: int) -> None:
         self._peers = peers
@@ -194,7 +194,7 @@ class Barriers:
         self._settle()
 
     def missing(self) -> list[str]:
-        """Names of members that have not arrived at the highest barrier reached; the last entry counts absent ones."""
+        """Return the names of members missing at the highest barrier reached; the last entry counts absent members."""
         members = self._members()
         furthest = max((member.barrier for member in members), default=self.passed)
         late = sorted(member.name for member in members if member.barrier < furthest)

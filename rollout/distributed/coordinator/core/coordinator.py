@@ -1,9 +1,9 @@
 """The coordinator's state machine: messages in, messages out. No I/O; the clock is passed in.
 
-    CoordinatorCore            hands a frame to the part that its peer and kind call for; timers; outgoing messages
+    CoordinatorCore            passes each frame to the part for its peer and kind; timers; outgoing messages
      ├ Sessions                handshake, sequence numbers, heartbeats, ends of sessions
      ├ RequestTable            open requests from submission to their outcome; memory, texts, deadlines
-     ├ Dispatcher ─ Router     queues of samples, and the choice of a rank
+     ├ Dispatcher ─ Router     queues samples and chooses a rank
      └ ControlPlane, Barriers  calls to all engines; meetings of all members
 
 Always true:
@@ -34,7 +34,7 @@ from rollout.state import ControlSignal, CoordinatorState, EngineState
 
 
 class CoordinatorCore:
-    """Routes requests of clients to ranks and relays control calls.
+    """The router of clients' requests to ranks, and of control calls to engines.
 
     Args:
         instance: unique id of this run of the coordinator.
@@ -62,7 +62,7 @@ class CoordinatorCore:
     # --- in ---------------------------------------------------------------------------------------------------------
 
     def receive(self, identity: bytes, sequence: int, message: wire.Message, now: float) -> None:
-        """Handle a frame of a peer. Never raises, whatever the peer sends."""
+        """Handle a frame of a peer. Never raises, even for a malformed frame."""
         self._now = now
         peer = self.peers.get(identity)
         if peer is None:
@@ -70,7 +70,8 @@ class CoordinatorCore:
             self.requests.look_for_ranks(now)
         elif self.sessions.is_next(peer, sequence, now):
             if isinstance(message, wire.Heartbeat):
-                # It does not change what can be dispatched, and looking for room on 1,000 ranks costs more than the rest.
+                # The message cannot make a sample dispatchable, and checking 1,000 ranks for room costs more than the
+                # rest.
                 return
             self._take(peer, message)
         self._go_on()
@@ -186,7 +187,7 @@ class CoordinatorCore:
         self._go_on()
 
     def next_deadline(self) -> float:
-        """Time at which `tick` is due."""
+        """Return the time at which `tick` is due."""
         return min(self.sessions.next_beat(), self.control.next_deadline(), self.requests.next_deadline())
 
     def tokenized(self, job_id: int, tokens: Sequence[int] | Exception, now: float) -> None:
@@ -214,7 +215,7 @@ class CoordinatorCore:
         return self.peers.take_outbox(self._now)
 
     def take_text_jobs(self) -> list[TextJob]:
-        """Return new jobs for the tokenizer; each must be answered by `tokenized` or `detokenized`."""
+        """Return new tokenizer jobs. The caller answers each by `tokenized` or `detokenized`."""
         return self.requests.take_text_jobs()
 
     def take_decisions(self) -> list[ScheduleRecord]:
@@ -223,7 +224,7 @@ class CoordinatorCore:
         return taken
 
     def status(self) -> dict[str, Any]:
-        """Snapshot of the job in plain values, for a `Status` message; durations in seconds."""
+        """Return a snapshot of the job as plain values, for a `Status` message. Durations are in seconds."""
         open_requests = list(self.requests)
         latencies = [pair for rank in self.peers.ranks.values() for pair in rank.latencies]
         return {
@@ -260,6 +261,6 @@ class CoordinatorCore:
 
 
 def _median_and_p99(seconds: list[float]) -> list[float]:
-    """[median, 99th percentile]; empty if no sample has finished."""
+    """Return [median, 99th percentile]; empty if no sample has finished."""
     ordered = sorted(seconds)
     return [ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.99)] if ordered else []

@@ -49,7 +49,7 @@ class ScheduleRecord(NamedTuple):
 
 
 class Dispatcher:
-    """Queue of requests and their assignment to ranks."""
+    """The queue of requests, and their assignment to ranks."""
 
     def __init__(self, config: CoordinatorConfig, peers: Peers) -> None:
         policy = config.prefix_caching_coordinator_policy
@@ -83,7 +83,7 @@ class Dispatcher:
     def any_rank_ready(self) -> bool:
         """Whether any rank is ready for work, now or when it has room."""
         if self._deterministic:
-            # Otherwise the result would depend on which ranks have connected so far.
+            # Otherwise the result would depend on the order in which ranks connect.
             return self.router.complete and bool(self._peers.ranks) and not self._unready
         return len(self._peers.ranks) > len(self._unready)
 
@@ -97,7 +97,7 @@ class Dispatcher:
 
     def blocks_changed(self, rank: RankPeer, added: bytes, removed: bytes, flushed: bool) -> None:
         if added or removed or flushed:
-            # With more removals than are processed, treat it as a flush. Unlisted hashes only make routing less precise.
+            # Too many removals are treated as a flush, because missing hashes only make routing less precise.
             flushed = flushed or len(removed) > MAX_HASHES * HASH_BYTES
             self.router.reported(rank.name, _unpacked(added), _unpacked(removed), flushed)
 
@@ -117,15 +117,13 @@ class Dispatcher:
         self.look_at_versions()
 
     def look_at_versions(self) -> None:
-        """Queue the requests again that waited for a rank with a suitable version."""
+        """Queue again all requests that waited for a rank with a suitable version."""
         waiting, self.too_new = self.too_new, []
         for request in waiting:
             self.enqueue(request)
 
     def remove_rank(self, rank: RankPeer) -> list[OpenRequest]:
-        """Remove a lost rank; its samples return to their old places in the queue. Returns the requests that it had
-        been sent.
-        """
+        """Remove a lost rank and return the requests sent to it. Their samples return to their old places in the queue."""
         self.router.remove_rank(rank.name)
         self._away = [each for each in self._away if each is not rank]
         told: dict[int, OpenRequest] = {}
@@ -218,7 +216,7 @@ class Dispatcher:
         return self.router.place(self._hashes(request), samples, exclude=exclude)
 
     def _ahead_of(self, request: OpenRequest) -> set[str]:
-        """Ranks whose weights are too new for a request: its asker's training loop is catching up."""
+        """Return the ranks whose weights are too new for a request, because its client's training loop is catching up."""
         if not request.client.catching_up:
             return set()
         own = self._peers.by_name.get(request.client.name)

@@ -21,7 +21,7 @@ MAX_ERROR_CHARACTERS = 2000
 
 
 class Peers:
-    """Registry of sessions by identity, and the outbox."""
+    """The registry of sessions by identity, and the outbox."""
 
     def __init__(self) -> None:
         self.clients: dict[bytes, ClientPeer] = {}

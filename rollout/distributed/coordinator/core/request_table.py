@@ -36,7 +36,7 @@ SAMPLE_BYTES = 128
 
 
 def cost(message: Submit) -> int:
-    """Memory that a request holds until it ends, without its tokens if the prompt is text."""
+    """Return the bytes that a request occupies until it ends. The tokens of a text prompt do not count."""
     known = sum(row.buffer_bytes + SAMPLE_BYTES * len(row.indices) for row in message.known)
     prompt = sys.getsizeof(message.prompt) + len(message.images) + len(message.keyed)
     return REQUEST_BYTES + prompt + len(message.params) + SAMPLE_BYTES * message.n + known
@@ -46,7 +46,7 @@ _STOPPING = ("EngineStateError", "the job is stopping and accepts no requests; s
 
 
 class RequestTable:
-    """Table of the open requests; each is also in its client's `requests`."""
+    """The table of open requests. Each is also in its client's `requests`."""
 
     def __init__(self, config: CoordinatorConfig, peers: Peers, dispatcher: Dispatcher) -> None:
         self.texts: dict[int, tuple[OpenRequest, Stretch | None]] = {}
@@ -62,13 +62,13 @@ class RequestTable:
         self._next_request_id = 0
 
     def __iter__(self) -> Iterator[OpenRequest]:
-        """All open requests; safe while some of them end."""
+        """Iterate over all open requests; safe while requests end."""
         yield from [request for client in self._peers.clients.values() for request in client.requests.values()]
 
     # --- submission -------------------------------------------------------------------------------------------------
 
     def submit(self, client: ClientPeer, message: Submit, now: float, *, stopping: bool) -> None:
-        """Accept and queue a request, or reject it with a reason."""
+        """Queue a request, or reject it with a reason."""
         if message.request_id <= client.last_request_id:
             text = (
                 f"request id {message.request_id}: must be above {client.last_request_id}, the last one of this client"
@@ -152,7 +152,7 @@ class RequestTable:
         self._new_jobs.append(job)
 
     def _done(self, job_id: int) -> tuple[OpenRequest | None, Stretch | None]:
-        """Remove an answered job; returns its request and stretch, or (None, None) if the request has ended."""
+        """Remove an answered job; return its request and stretch, or (None, None) if the request has ended."""
         request, stretch = self.texts.pop(job_id)
         request.text_jobs.pop(job_id, None)
         return (None, None) if request.closed else (request, stretch)
@@ -195,7 +195,7 @@ class RequestTable:
         ended = request.absorb(stretch)
         self._charge(request, stretch.buffer_bytes)
         if request.losses and any(stretch.counts):
-            # New tokens since the last loss mean progress, so this request is not what kills the ranks.
+            # New tokens since the last loss mean progress, so this request does not kill the ranks.
             request.losses = 0
         wants_text = ended and self._config.tokenizer is not None and "text" not in stretch.columns
         token_ids = [each.token_ids for each in request.tokens.deltas(ended).values()] if wants_text else []
@@ -225,7 +225,7 @@ class RequestTable:
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float:
-        """Time at which `expire` is due; infinity if no request has a deadline."""
+        """Return the time at which `expire` is due; infinity if no request has a deadline."""
         return self._due
 
     def expire(self, now: float) -> None:

@@ -25,7 +25,7 @@ NO_BARRIER = -1
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """Session of one connected process."""
+    """The session of one connected process."""
 
     identity: bytes
     name: str
@@ -38,16 +38,16 @@ class Peer:
 
 @dataclass(eq=False, slots=True)
 class ClientPeer(Peer):
-    """Session of a client."""
+    """The session of a client."""
 
     member: int | None = None
-    """Rank whose training loop it is; None: not a member."""
+    """Rank of this client's training loop; None: not a member."""
     catching_up: bool = False
-    """Whether it is a member that has not arrived at an open barrier yet: the others may have continued without it."""
+    """Whether this member has not arrived at an open barrier yet, so others may have continued without it."""
     barrier: int = NO_BARRIER
-    """Highest barrier it has arrived at."""
+    """Highest barrier at which it has arrived."""
     answered: int = NO_BARRIER
-    """Highest barrier that was reported to it as passed."""
+    """Highest barrier reported to it as passed."""
     word: Barrier | None = None
     """The client's last `Barrier` message."""
     last_request_id: int = -1
@@ -63,7 +63,7 @@ class ClientPeer(Peer):
 
 @dataclass(eq=False, slots=True)
 class RankPeer(Peer):
-    """Session of a rank, with the state of its engine."""
+    """The session of a rank, with the state of its engine."""
 
     max_requests: int = 0
     state: EngineState = EngineState.RUNNING
@@ -79,16 +79,16 @@ class RankPeer(Peer):
     progressed: float = 0.0
     """Time of its last `Progress`."""
     tokens: int = 0
-    """Tokens it has reported in this session."""
+    """Number of tokens that it has reported in this session."""
     latencies: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=512))
-    """Seconds to the first token, and per token after it, for the samples that finished last."""
+    """(seconds to the first token, seconds per later token) of recently finished samples."""
     assignments: dict[int, Assignment] = field(default_factory=dict)
     """Open assignments by attempt."""
 
 
 @dataclass(eq=False, slots=True)
 class TextJob:
-    """Job for a tokenizer: a text to tokenise, or completions (int32 token ids) to detokenise. Neither: cancelled."""
+    """A tokenizer job: a text to tokenise, or completions (int32 token ids) to detokenise. Neither: cancelled."""
 
     job_id: int
     text: str | None = None
@@ -101,7 +101,7 @@ class TextJob:
 
 @dataclass(eq=False, slots=True)
 class Assignment:
-    """Samples of one request assigned to one rank."""
+    """The samples of one request that one rank computes."""
 
     attempt: int
     request: OpenRequest
@@ -132,15 +132,15 @@ class OpenRequest:
     deadline: float
     """Monotonic seconds."""
     since: float = 0.0
-    """When it was accepted, monotonic seconds."""
+    """Time of acceptance, in monotonic seconds."""
     charged: int = 0
     """Bytes charged to its client until it ends."""
     prompt: bytes | None = None
-    """Token ids (int32); None until a text is tokenised."""
+    """Token ids (int32); None until the text is tokenised."""
     images: bytes = b""
-    """msgpack of its images' tensors, opaque here."""
+    """msgpack of its images' tensors, which the coordinator never decodes."""
     keyed: bytes = b""
-    """Bytes that block hashes are computed from, instead of the prompt. With images it is empty: hashes are not known."""
+    """Input of the block hashes, instead of the prompt. Empty with images: there are no hashes."""
     hashes: list[int] | None = None
     """Hashes of the prompt's complete blocks, computed on first use."""
     open: set[int] = field(default_factory=set)
@@ -154,21 +154,21 @@ class OpenRequest:
     """Whether it has ended or failed."""
     assignments: dict[int, Assignment] = field(default_factory=dict)
     tokens: PartialGroup = field(default_factory=PartialGroup)
-    """Tokens known of the samples that have not ended."""
+    """Known tokens of the samples that have not ended."""
     newest_version: int = 0
     """Highest version of its tokens, or of its client's weights when it was submitted; older engines do not compute it."""
     losses: int = 0
     """Number of ranks lost while computing it, since its last new token."""
     too_new_since: float = math.inf
-    """Time since when it waits for a rank of `newest_version`; infinity: it does not wait."""
+    """Start of its wait for a rank of `newest_version`; infinity: it does not wait."""
     text_jobs: dict[int, TextJob] = field(default_factory=dict)
-    """Pending text jobs by id: its prompt, or completions to detokenise."""
+    """Pending text jobs by id: the prompt to tokenise, or completions to detokenise."""
 
     def absorb(self, stretch: Stretch) -> list[int]:
-        """Add a stretch of new tokens; returns the samples that ended with it, which `tokens.forget` drops.
+        """Add a stretch of new tokens; return the samples that it ended. `tokens.forget` drops them.
 
         Raises:
-            SerializationError: a sample is not open, or the tokens do not continue it.
+            SerializationError: a sample is not open, or the tokens do not continue its known tokens.
         """
         if not self.open.issuperset(stretch.indices):
             index = next(index for index in stretch.indices if index not in self.open)

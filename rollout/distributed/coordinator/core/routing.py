@@ -1,14 +1,14 @@
 """Routing: scores every rank by cached prefix and free slots, and picks one for a group.
 
-    score(rank) = α · matched leading blocks / blocks asked + (1 - α) · (slots - load) / slots
+    score(rank) = α · matched leading blocks / blocks of the prompt + (1 - α) · (slots - load) / slots
 
-A rank has `max_requests` slots. Ties go to the rank that was assigned something last, then to the lowest name. A rank is a
-candidate for a group of n while it has *room*: load + min(n, slots) <= slots + max(1, slots // 8). Without a candidate the
-group stays queued at the caller, and goes to the first rank that has room.
+A rank has `max_requests` slots. Ties go to the rank that was assigned something last, then to the lowest name. A rank
+is a candidate for a group of n while it has *room*: load + min(n, slots) <= slots + max(1, slots // 8). Without a
+candidate the group stays queued at the caller, and goes to the first rank that has room.
 
 Always true (asserted by `check()`): a rank holds a hash if an open assignment will cache it there (*expected*,
 reference-counted) or the rank has reported it (*listed*, bounded LRU). Its load is the exact number of its assigned
-samples that have not ended. A decision looks at every rank once. No clock, no randomness, no I/O, no request ids.
+samples that have not ended. A decision scores every rank once. No clock, no randomness, no I/O, no request ids.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ replaces the counters, which voids the claim."""
 
 
 class Placement(NamedTuple):
-    """Part of a group placed on one rank."""
+    """The part of a group that is placed on one rank."""
 
     rank: str
     samples: int
@@ -42,7 +42,7 @@ class Placement(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Rank:
-    """Load and hashes of one rank."""
+    """The load and hashes of one rank."""
 
     name: str
     max_requests: int
@@ -59,14 +59,14 @@ class _Rank:
     """Least recently used first."""
 
     def free(self, more: int = 0) -> float:
-        """Free share of its slots after `more` further samples; negative if it has more samples than slots."""
+        """Return the free share of slots after `more` further samples; negative if samples exceed slots."""
         return (self.max_requests - self.load - more) / self.max_requests
 
     def has_room(self, samples: int) -> bool:
         return self.load + min(samples, self.max_requests) <= self.limit
 
     def match(self, hashes: Sequence[int]) -> int:
-        """Number of leading hashes that it holds."""
+        """Return the number of leading hashes that the rank has."""
         expected, listed = self.expected, self.listed
         for depth, each in enumerate(hashes):
             if each not in expected and each not in listed:
@@ -86,7 +86,7 @@ class _Rank:
 
 
 class Router:
-    """Chooses ranks for the samples of a group.
+    """The router, which chooses ranks for the samples of a group.
 
     Args:
         policy: LONGEST_PREFIX scores all blocks, FIRST_PREFIX_BLOCK the first one only; without hashes both take the
@@ -149,7 +149,7 @@ class Router:
     # --- deciding -----------------------------------------------------------------------------------------------
 
     def hashes_wanted(self) -> bool:
-        """Whether decisions depend on hashes. False: they need not be computed."""
+        """Return whether decisions depend on hashes. False: the caller need not compute hashes."""
         return self._by_prefix and self._alpha > 0 and max(len(self._ranks), self._data_parallel_size) > 1
 
     def place(self, hashes: Sequence[int], samples: int, *, exclude: Collection[str] = ()) -> list[Placement]:
@@ -160,9 +160,9 @@ class Router:
         for the whole group.
 
         Args:
-            hashes: of the prompt's complete blocks, from the first.
+            hashes: hashes of the prompt's complete blocks, from the first block on.
             samples: number of samples of the group, at least 1.
-            exclude: ranks that are no candidates.
+            exclude: ranks that are not candidates.
 
         Returns:
             Parts of the group, in the order in which to assign them; empty if no rank has room.
@@ -246,7 +246,7 @@ class Router:
             name: the rank.
             flushed: whether all earlier hashes were dropped; applied first.
             removed: evicted hashes; hashes of open assignments stay expected. Applied second.
-            added: newly cached hashes, of one prompt from its first block on.
+            added: newly cached hashes of one prompt, from its first block on.
         """
         rank = self._ranks[name]
         if self._deterministic or not self._by_prefix:

@@ -26,7 +26,7 @@ request may be the cause."""
 
 
 class Sessions:
-    """Opens and ends the sessions in `Peers`.
+    """The handshakes and ends of the sessions in `Peers`.
 
     Args:
         instance: unique id of this run of the coordinator.
@@ -110,7 +110,7 @@ class Sessions:
         self._peers.say(rank, wire.RegisterAck(*self._terms(), self._config.advanced.progress_interval))
 
     def _terms(self) -> tuple[str, str, int, float, float]:
-        """Fields that `ConnectAck` and `RegisterAck` begin with."""
+        """Return the first fields of `ConnectAck` and `RegisterAck`."""
         config, control = self._config, self._control
         return (
             self._instance, control.state.value, control.policy_version, config.advanced.heartbeat_interval_s,
@@ -120,7 +120,7 @@ class Sessions:
     # --- frames and heartbeats --------------------------------------------------------------------------------------
 
     def is_next(self, peer: Peer, sequence: int, now: float) -> bool:
-        """Whether a frame is the peer's next. False: it was repeated, or frames were lost, which ends the session."""
+        """Return whether a frame is the peer's next. False: it is a repetition, or lost frames have ended the session."""
         try:
             new = peer.frames.accept(sequence)
         except LostFramesError as exc:
@@ -147,7 +147,7 @@ class Sessions:
                 self._peers.say(peer, wire.Heartbeat())
 
     def next_beat(self) -> float:
-        """Time at which `beat` is due."""
+        """Return the time at which `beat` is due."""
         return self._last_beat + self._config.advanced.heartbeat_interval_s / 2
 
     # --- ends -------------------------------------------------------------------------------------------------------
