@@ -1,7 +1,7 @@
 """Rollouts for a training loop, sampled with the module the optimizer steps.
 
 A name is imported when it is first used. The vocabulary (requests, records, sampling parameters, states, errors)
-costs no torch, so a process that only talks about requests never loads it.
+does not need torch, so a process that only sends requests never loads it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what a training loop uses
+if TYPE_CHECKING:  # Names that a training loop uses.
     from rollout.config import InferenceConfig as InferenceConfig
     from rollout.current import close as close
     from rollout.current import generate as generate
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # what a training loop uses
     from rollout.manager.manager import RolloutManager as RolloutManager
     from rollout.sampling_params import SamplingParams as SamplingParams
 
-if TYPE_CHECKING:  # further public names
+if TYPE_CHECKING:  # Further public names.
     from rollout.config import Advanced as Advanced
     from rollout.config import CoordinatorConfig as CoordinatorConfig
     from rollout.config import ServerConfig as ServerConfig
@@ -78,7 +78,7 @@ if TYPE_CHECKING:  # further public names
     from rollout.state import KVCacheManagementMode as KVCacheManagementMode
     from rollout.state import StalenessPolicy as StalenessPolicy
 
-if TYPE_CHECKING:  # results, and parts of the engine and of a job, for tests and for ports of other engines
+if TYPE_CHECKING:  # Results, and parts of the engine and of a job. Tests and ports of other engines use them.
     from rollout.config import CoordinatorAdvanced as CoordinatorAdvanced
     from rollout.distributed.client.futures import Delta as Delta
     from rollout.distributed.client.futures import RequestFuture as RequestFuture
@@ -123,7 +123,7 @@ if TYPE_CHECKING:  # results, and parts of the engine and of a job, for tests an
 
 
 def _homes() -> list[dict[str, str]]:
-    """Name → module, read from the three blocks of imports above: every name is written once."""
+    """Return name → module, read from the three blocks of imports above. Each name is therefore written once."""
     blocks = [
         each.body for each in ast.parse(Path(__file__).read_text(encoding="utf-8")).body if isinstance(each, ast.If)
     ]

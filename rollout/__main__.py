@@ -113,7 +113,7 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
         llm.close()
     except KeyboardInterrupt:
         code = INTERRUPTED
-    # Our own resources are closed, or must not be waited for. An orderly teardown of torch would take seconds.
+    # Our own resources are closed, and an orderly teardown of torch would take seconds.
     _leave_at_once(code)
 
 
@@ -163,7 +163,7 @@ def _examine_machine(options: DoctorOptions, config: InferenceConfig) -> int:
     for title, work in trials.items():
         try:
             rows += work()
-        except Exception as exc:  # noqa: BLE001 - the page says what does not work
+        except Exception as exc:  # noqa: BLE001 - the page reports what does not work
             rows.append((title, f"FAILED: {type(exc).__name__}: {_first_line(exc)}"))
             code = FAILED
     rows.append(("next", "`rollout doctor MODEL_DIR` says what the engine does with your model"))
@@ -173,7 +173,7 @@ def _examine_machine(options: DoctorOptions, config: InferenceConfig) -> int:
 
 
 def _installed() -> Iterator[tuple[str, str]]:
-    """Packages by the extra that installs them, with their versions, or how to install those that are missing."""
+    """Yield (extra, its packages with their versions, or how to install the missing packages)."""
     wanted = [Requirement(each) for each in metadata.requires("rollout-engine") or ()]
     core = [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
     for extra in ("", "serve", "structured", "peft", "trl", "vision", "report", "top"):

@@ -50,7 +50,7 @@ except PackageNotFoundError:
 
 @dataclass(frozen=True, kw_only=True)
 class Advanced(Options):
-    """Options of one engine that few runs set: `InferenceConfig(advanced=Advanced(...))`. Frozen; validated."""
+    """Options of one engine that are rarely set: `InferenceConfig(advanced=Advanced(...))`. Frozen; validated."""
 
     block_size_tokens: int = 16
     """Tokens per KV block. At least 1."""

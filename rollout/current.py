@@ -89,7 +89,7 @@ def init(
 
 
 def _acting(method: Callable[Concatenate[RolloutManager, P], R]) -> Callable[P, R]:
-    """Return a function that calls `method` of the manager of this process."""
+    """Return a function that calls `method` of this process's manager."""
 
     @wraps(method)
     def function(*args: P.args, **named: P.kwargs) -> R:

@@ -70,19 +70,20 @@ def importance_weights(
     cap: float = 2.0,
     detach: bool = True,
 ) -> Tensor:
-    """Truncated importance weights min(ρ, cap) of every token.
+    """Return the truncated importance weight min(ρ, cap) of every token.
 
-        token      ρ = exp Δ. Espeholt et al. 2018, IMPALA, arXiv:1802.01561 (ρ̄); for the gap between trainer and sampler:
-                   Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS)
+        token      ρ = exp Δ. Espeholt et al. 2018, IMPALA, arXiv:1802.01561 (ρ̄); for the gap between trainer and
+                   sampler: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+                   (TIS)
         sequence   ρ = exp ΣΔ, the probability ratio of the whole row. Liu, Li et al. 2025, "When Speed Kills Stability:
                    Demystifying RL Collapse from the Training-Inference Mismatch"; verl `rollout_is="sequence"`
-        geometric  ρ = exp(ΣΔ / number of tokens). Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7. As GSPO's policy
-                   ratio (current against old log-probs): `cap=math.inf, detach=False`, and clip it in the loss
+        geometric  ρ = exp(ΣΔ / number of tokens). Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7. As GSPO's
+                   policy ratio (current against old log-probs): `cap=math.inf, detach=False`, and clip it in the loss
 
     Args:
         logprobs, rollout_logprobs: floating [N, T].
         mask: bool [N, T], `RolloutBatch.response_mask`.
-        level: of ρ; all tokens of a row have the row's weight, unless it is "token".
+        level: how ρ is aggregated. Unless it is "token", all tokens of a row have the same weight.
         cap: largest weight; math.inf: no truncation. TRL has 3, verl 2.
         detach: weights are constants. False: gradients flow to both log-probs, where a weight was not truncated.
 
@@ -94,12 +95,12 @@ def importance_weights(
     """
     check_above_zero("cap", cap)
     delta = _of_level(log_ratio(logprobs, rollout_logprobs, mask, detach), mask, level)
-    # Clamped before exp as well: a gradient through an infinity would be NaN.
+    # The ratio is also clamped before exp, because a gradient through an infinity would be NaN.
     return torch.where(mask, delta.clamp(max=math.log(cap) + 1).exp().clamp(max=cap), 0)
 
 
 def _of_level(delta: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """[N, T] or [N, 1] log-ratios of tokens, or of rows."""
+    """Return the log-ratio of each token [N, T], or of each row [N, 1]."""
     if level == "token":
         return delta
     if level == "sequence":
@@ -131,7 +132,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor | None = None, *, normal
     if not mask.numel():
         return torch.zeros((), dtype=wide(weights).dtype, device=weights.device)
     counted = torch.where(mask, wide(weights.detach()), 0)
-    # Scaled by the largest weight, so that squares neither overflow nor underflow.
+    # Weights are scaled by the largest one, so that squares neither overflow nor underflow.
     largest = counted.max()
     shares = torch.where(largest == 0, 0, counted / largest)
     size = shares.sum().square() / torch.where(largest == 0, 1, shares.square().sum())
@@ -144,7 +145,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor | None = None, *, normal
 def ratio_mask(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float, high: float, level: Level = "token"
 ) -> Tensor:
-    """`mask` without tokens or rows whose trainer/sampler ratio ρ is outside [low, high].
+    """Remove tokens or rows from `mask` whose trainer/sampler ratio ρ is outside [low, high].
 
         token      ρ = exp Δ, drops the token. IcePop: 0.5 and 5; Ling Team 2025, arXiv:2510.18855
         sequence   ρ = exp ΣΔ, drops the row. Masked importance sampling (MIS): low = 0; Liu, Li et al. 2025,
@@ -173,7 +174,7 @@ def rollout_kl(
     estimator: Literal["k1", "k2", "k3"] = "k3",
     detach: bool = True,
 ) -> Tensor:
-    """KL(sampler ‖ trainer), one estimate per sampled token; `masked_mean` of them estimates the divergence.
+    """Estimate KL(sampler ‖ trainer) at each sampled token; `masked_mean` of the estimates is the divergence.
 
         k1  −Δ               unbiased, either sign; verl's `rollout_corr/kl`
         k2  Δ² / 2           biased, low variance
@@ -201,15 +202,16 @@ def reverse_kl(logprobs: Tensor, top_logprobs: Tensor, mask: Tensor) -> Tensor:
 
         Σ p log(p / q) over the k tokens  +  p′ log(p′ / q′)
 
-    p is the policy, q the teacher, p′ and q′ their probability of all other tokens together. It equals the KL of the whole
-    vocabulary if k does, and is never above it (log-sum inequality: Cover and Thomas, "Elements of Information Theory",
-    theorem 2.7.1). The method: Agarwal et al. 2024, "On-Policy Distillation of Language Models",
+    p is the policy, q the teacher, p′ and q′ their probability of all other tokens together. It equals the KL of the
+    whole vocabulary if k does, and is never above it (log-sum inequality: Cover and Thomas, "Elements of Information
+    Theory", theorem 2.7.1). The method: Agarwal et al. 2024, "On-Policy Distillation of Language Models",
     https://arxiv.org/abs/2306.13649.
 
     Args:
-        logprobs: floating [N, T, k], the policy's of the teacher's most likely tokens: `top_logprobs` of
+        logprobs: floating [N, T, k], the policy's log-probs of the teacher's most likely tokens: `top_logprobs` of
             `batch.scores_of(model, temperature=1.0, top_k=scores.top_ids)`. Gradients flow to them.
-        top_logprobs: floating [N, T, k], the teacher's: `scores = rollout.score(teacher, batch, temperature=1.0, top_k=k)`.
+        top_logprobs: floating [N, T, k], the teacher's: `scores = rollout.score(teacher, batch, temperature=1.0,
+            top_k=k)`.
         mask: bool [N, T] of the tokens that count.
 
     Returns:
@@ -252,11 +254,11 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def substitute(logprobs: Tensor, exact: Tensor, mask: Tensor) -> Tensor:
-    """The values of `exact`, with the gradient of `logprobs`: exact + logprobs − stop_gradient(logprobs).
+    """Return the values of `exact` with the gradient of `logprobs`: exact + logprobs − stop_gradient(logprobs).
 
-    Use it with log-probs of the sampler's own arithmetic (`RolloutManager.score`) in a loss that is differentiated through
-    the trainer's forward. The ratio to the rollout's log-probs then does not include the difference between the two
-    forwards; it is 1 until the weights change. It is not computed as that sum, which would round.
+    Use it with log-probs of the sampler's own arithmetic (`RolloutManager.score`) in a loss that is differentiated
+    through the trainer's forward. The ratio to the rollout's log-probs then does not include the difference between the
+    two forwards; it is 1 until the weights change. The sum itself is not computed, because it would round.
 
     Args:
         logprobs: floating [N, T] from the trainer's forward, which is differentiated.

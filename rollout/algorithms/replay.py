@@ -1,8 +1,8 @@
-"""Log-probs of the distribution sampled from: softmax over the tokens that top_k, top_p and min_p kept.
+"""Log-probs under the sampling distribution: softmax over the tokens that top_k, top_p and min_p kept.
 
-Truncated sampling renormalises over sets that the trainer does not have. Without them the ratio between trainer and sampler
-is the probability mass that was cut off, and it shrinks with the length. DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556,
-section 3.1 ("Keep Sampling Mask").
+Truncated sampling renormalises over sets that the trainer does not have. Without them the ratio between trainer and
+sampler is the probability mass that was cut off, and it shrinks with the length. DeepSeek-AI 2025, DeepSeek-V3.2,
+arXiv:2512.02556, section 3.1 ("Keep Sampling Mask").
 
 Always true: only logits of kept tokens are read; other memory is a few numbers per kept token.
 """
@@ -62,16 +62,16 @@ def replay_logprobs(
     prompt_lengths: Tensor | None = None,
     predictors: Tensor | None = None,
 ) -> Tensor:
-    """Log-prob of each token under the trainer's logits, renormalised over the set it was drawn from; differentiable.
+    """Compute each token's log-prob under the trainer's logits, renormalised over the set it was drawn from.
 
-    The logits are shaped as the sampler shapes them: bias, repetition, presence and frequency penalty, temperature, then
-    the set. With the weights that sampled, this is `RolloutBatch.logprobs`.
+    The result is differentiable. Logits are shaped as in the sampler: bias, repetition, presence and frequency penalty,
+    temperature, then the set. With the weights that sampled, this is `RolloutBatch.logprobs`.
 
     Args:
-        logits: floating [N, T, V] of a forward of `input_ids`: column t predicts token t + 1. With `predictors`: [K, V], or
-            a `LogitReader`.
-        kept: ids, integer [S], row after row and ascending in each token; and their counts, integer [N, T], 0 where a token
-            has no set and any token could be drawn. `RolloutBatch.kept_tokens`.
+        logits: floating [N, T, V] of a forward of `input_ids`: column t predicts token t + 1. With `predictors`: [K,
+            V], or a `LogitReader`.
+        kept: ids, integer [S], row after row and ascending in each token; and their counts, integer [N, T], 0 where a
+            token has no set and any token could be drawn. `RolloutBatch.kept_tokens`.
         input_ids: int64 [N, T]; an id outside of the vocabulary is padding, which must not count for a penalty.
         mask: bool [N, T]: tokens whose log-probs are computed, `RolloutBatch.response_mask`.
         temperature: above 0.
@@ -83,8 +83,8 @@ def replay_logprobs(
         float32 [N, T] (float64 of float64 logits), 0 outside of `mask`; -inf for a token that is not in its set.
 
     Raises:
-        ValueError: shapes or dtypes do not fit; a penalty without `prompt_lengths`; a penalty or bias where a token has no
-            set.
+        ValueError: shapes or dtypes do not fit; a penalty without `prompt_lengths`; a penalty or bias where a token has
+            no set.
     """
     ids, counts = kept
     _check(logits, ids, counts, input_ids, mask, predictors)
@@ -158,7 +158,7 @@ class _Drawn(NamedTuple):
 
 
 def _normalised(scores: Tensor, token: Tensor, chosen: Tensor, count: int) -> Tensor:
-    """[M]: log-softmax of the chosen entry of each token's set; -inf if none is."""
+    """Return [M]: the log-softmax of the chosen entry in each token's set; -inf if no entry is chosen."""
     peak = scores.new_full((count,), -torch.inf).scatter_reduce(0, token, scores.detach(), "amax")
     total = scores.new_zeros(count).index_add(0, token, (scores - peak[token]).exp())
     score = scores.new_zeros(count).index_add(0, token, torch.where(chosen, scores, 0))
@@ -195,9 +195,9 @@ def _of_each_row(biases: Biases, count: int) -> list[Mapping[int, float]]:
 
 
 def _biases(biases: Sequence[Mapping[int, float]], rows: Tensor, members: Tensor, like: Tensor) -> Tensor:
-    """[S']: the bias of each entry, 0 where there is none."""
+    """Return [S']: the bias of each entry; 0 for an entry without a bias."""
     pairs = sorted((row, token, value) for row, own in enumerate(biases) for token, value in own.items())
-    # Wide enough for every token id of a bias and of a set.
+    # The table must cover every token id of a bias and of a set.
     span = 1 << 32
     keys = torch.tensor([row * span + token for row, token, _ in pairs], device=members.device)
     values = like.new_tensor([value for *_, value in pairs])

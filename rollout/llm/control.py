@@ -34,11 +34,11 @@ _PAUSE_IS_DIRECT = (
 
 
 class LLMControl:
-    """Control of the engines behind an `LLM`. Every method except `relay` blocks, mostly until the next step boundary.
+    """The control of an `LLM`'s engines. Every method except `relay` blocks, usually until the next step boundary.
 
     Args:
         gathering: gathers sharded weights.
-        service: an `EngineService` if there is a coordinator.
+        service: an `EngineService` if the LLM has a coordinator.
     """
 
     def __init__(
@@ -59,9 +59,10 @@ class LLMControl:
         return self.engine.model
 
     def admit(self, what: str) -> None:
-        """Raise if this call cannot be served here: not the primary rank, or weights changed without an update.
+        """Raise if this is not the primary rank, or if weights changed without an announced update.
 
-        Weights are checked only while no request and no long call runs, so a request need not wait for a step boundary."""
+        Weights are checked only while no request and no long call runs, so a request need not wait for a step
+        boundary."""
         self.refuse_unless_primary(what)
         if not self._service.num_open and not self._long_calls:
             with self.engine.locked():
@@ -72,7 +73,7 @@ class LLMControl:
 
     @contextmanager
     def _long_call(self, what: str) -> Iterator[None]:
-        """Context manager for calls that may occupy the engine for seconds although no request runs."""
+        """Mark a call that may occupy the engine for seconds although no request runs."""
         self._long_calls.append(what)
         try:
             yield
@@ -80,10 +81,10 @@ class LLMControl:
             self._long_calls.remove(what)
 
     async def relay(self, what: str, state: EngineState, *arguments: Any) -> None:
-        """Ask the coordinator for a lifecycle call; on a rank that is not primary, wait until its engine is in `state`.
+        """Send a lifecycle call to the coordinator. On a rank that is not primary, wait until its engine is in `state`.
 
         Args:
-            arguments: of the client's call; the last one is its `timeout_s`.
+            arguments: arguments of the client's call; the last argument is `timeout_s`.
         """
         if self._job is None:
             raise RuntimeError(_PAUSE_IS_DIRECT.format(what))
@@ -102,7 +103,7 @@ class LLMControl:
         entropy: bool = False,
         adapter: str | None = None,
     ) -> TokenScores:
-        """Log-probs of given sequences, by this rank's engine; see `RolloutManager.score`. Running requests wait for it.
+        """Score given sequences with this rank's engine; see `RolloutManager.score`. Running requests wait.
 
         Raises:
             InvalidRequestError, ConfigError: see `RolloutManager.score`.
@@ -120,11 +121,11 @@ class LLMControl:
         )
 
     def flush_prefix_cache(self) -> int:
-        """Evict cached blocks that no request uses, on every rank of a coordinator; returns their number.
+        """Evict cached blocks that no request uses, on every rank of a coordinator; return their number.
 
         Raises:
             RuntimeError: not the primary rank: call `llm.engine.flush_prefix_cache()` for this rank's own.
-            ControlError: engines are late; names them.
+            ControlError: some engines, which it names, did not answer in time.
         """
         self.refuse_unless_primary("flush_prefix_cache")
         if self._job is None:
@@ -135,10 +136,10 @@ class LLMControl:
     # --- weights and memory -----------------------------------------------------------------------------------------
 
     def weights_updated(self, version: int | None = None) -> int:
-        """Announce changed weights, on every rank; returns the policy version, which moves by 1, or to `version`.
+        """Announce changed weights, on every rank; return the policy version, raised by 1 or to `version`.
 
-        Also resumes what `before_optimizer_step` stopped; the optimizer hook calls both. Raises `ConfigError` for a version
-        below the current one.
+        Also resumes what `before_optimizer_step` stopped; the optimizer hook calls both. Raises `ConfigError` for a
+        version below the current one.
         """
         self.refuse_in_group("weights_updated")
         if self.engine.state is not EngineState.STOPPED:
@@ -164,7 +165,7 @@ class LLMControl:
 
     @contextmanager
     def suspended(self, mode: Mode = None) -> Iterator[None]:
-        """A `with` block in which this rank runs no step and its KV cache is suspended; both resume on exit.
+        """Stop this rank's steps and suspend its KV cache for a `with` block; both resume on exit.
 
         Args:
             mode: what happens to the KV cache; None: the configured mode.
@@ -178,7 +179,7 @@ class LLMControl:
                 finally:
                     self._gathering.ensure()
         finally:
-            # Steps stopped by `before_optimizer_step` inside the block continue, too.
+            # Steps that `before_optimizer_step` stopped inside the block also continue.
             self._let_go()
 
     def _let_go(self) -> None:
@@ -186,13 +187,13 @@ class LLMControl:
             self.engine.holds.release(UPDATE)
 
     def load_weights(self, folder: str | PathLike[str], version: int | None = None) -> int:
-        """Load a folder of safetensors into the module of every rank and announce it; returns the policy version.
+        """Load a folder of safetensors into the module of every rank and announce it; return the policy version.
 
         Running requests continue under the new weights; no step runs during the call.
 
         Raises:
             ConfigError: the folder does not fit the model, and nothing was changed; or `version` is too low.
-            ControlError: it does not fit, or is missing, on one of several ranks; names them.
+            ControlError: it does not fit or is missing on some of several ranks, which it names.
             RuntimeError: not the primary rank.
         """
         self.refuse_in_group("load_weights")
@@ -208,18 +209,18 @@ class LLMControl:
         return self._load_everywhere("load_weights", lambda client: client.load_weights(str(folder)), chosen)
 
     def load_lora_adapter(self, name: str, folder: str | PathLike[str], *, replace: bool = False) -> int:
-        """Load a LoRA adapter saved by PEFT on every rank, for `SamplingParams.adapter`; returns the policy version.
+        """Load a LoRA adapter saved by PEFT on every rank, for `SamplingParams.adapter`; return the policy version.
 
         The model, and requests that name no adapter, do not change.
 
         Args:
-            replace: replace a loaded adapter of that name, whose requests continue with the new one; the policy version
-                moves by 1.
+            replace: replace a loaded adapter of that name. Its requests continue with the new adapter, and the policy
+                version rises by 1.
 
         Raises:
-            ConfigError: an adapter of that name is loaded and `replace` is False; or it does not fit the model. Nothing was
+            ConfigError: the name is in use and `replace` is False, or the adapter does not fit the model. Nothing was
                 changed.
-            ControlError: it does not fit, or is missing, on some of several ranks; names them, and no rank has it.
+            ControlError: it does not fit or is missing on some ranks, which it names. No rank has the adapter then.
             UnsupportedModelError: requests for this model cannot name adapters.
             RuntimeError: not the primary rank.
         """
@@ -242,11 +243,11 @@ class LLMControl:
             )
 
     def unload_lora_adapter(self, name: str) -> int:
-        """Unload an adapter on every rank; returns the number of its samples, which fail with `RequestAbortedError`.
+        """Unload an adapter on every rank; return the number of its samples, which fail with `RequestAbortedError`.
 
         Raises:
             InvalidRequestError: no adapter of that name is loaded.
-            ControlError: engines are late; names them.
+            ControlError: some engines, which it names, did not answer in time.
             RuntimeError: not the primary rank.
         """
         self.refuse_unless_primary("unload_lora_adapter")

@@ -25,7 +25,7 @@ Listener = RequestFuture | RequestStream
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """An open group: its request, its listener, and its finished samples."""
+    """An open group: request, listener, and finished samples."""
 
     number: int
     tokens: list[int]
@@ -42,13 +42,13 @@ class Group:
     steps: int = 0
     """Steps since tokens were last delivered."""
     begun: bool = False
-    """Whether any tokens were delivered; the first ones are never held back."""
+    """Whether any tokens were delivered. The first tokens are never held back."""
     known: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """Per unfinished sample, (tokens, version of the prompt, events) that were delivered."""
+    """Unfinished sample → delivered (tokens, version of the prompt, events)."""
 
 
 class Delivery:
-    """Open groups of one engine, for the thread that steps it.
+    """The open groups of one engine, for the thread that steps it.
 
     Attributes:
         groups: number → open group.
@@ -82,7 +82,7 @@ class Delivery:
             if group is not None:
                 try:
                     self._take_ended(group, record)
-                except Exception as exc:  # noqa: BLE001 - a result that cannot be built harms its group alone
+                except Exception as exc:  # noqa: BLE001 - a result that cannot be built fails only its group
                     self.fail(group, exc)
         if self._streams:
             self._tell_streams(everything)
@@ -101,7 +101,7 @@ class Delivery:
     def _tell_streams(self, everything: bool) -> None:
         now, step = time.monotonic(), self._engine.parts.stepper.last
         early = now < self._next_deltas
-        # First tokens come from a step that computes prompts, so streams that wait cost nothing here.
+        # Only a step that computes prompts makes first tokens, so waiting streams cost nothing here.
         fresh = set() if step is None else {sample.record.request_id for sample in step.prefills}
         due: dict[tuple[int, int], tuple[int, int, int]] = {}
         for number, (group, stream) in self._streams.items():

@@ -43,10 +43,10 @@ CLOSED = "the LLM was closed: build another"
 
 
 class EngineLoop:
-    """Steps one engine on its own thread, only while it is RUNNING; other threads may control it and call all methods.
+    """A thread that steps one engine while it is RUNNING. Other threads may control the engine and call all methods.
 
     Attributes:
-        over: done when the thread has finished; its exception says why the engine died.
+        over: done when the thread has finished. Its exception is the reason if the engine died.
         readers: wakes the readers of streams.
         is_primary: whether this rank takes requests.
         world_size: number of engines that compute them."""
@@ -60,7 +60,7 @@ class EngineLoop:
         self._groups, self.readers = self._delivery.groups, self._delivery.readers
         self._next_deadline = math.inf
         self._next_beat = 0.0
-        # Guards the three fields below. A leaf lock: its holder acquires no other lock, least of all the engine's.
+        # This guards the three fields below. It is a leaf lock: its holder must not acquire the engine's lock.
         self._changed = threading.Condition()
         self._arrived: deque[Group] = deque()
         self._commands: list[Callable[[], None]] = []
@@ -72,7 +72,7 @@ class EngineLoop:
         self._thread.start()
 
     def describe_state(self) -> Iterator[str]:
-        """Lines for `rollout.threads.diagnosis`."""
+        """Yield lines for `rollout.threads.diagnosis`."""
         end = ", over" if self.over.done() else ", closed" if self._closed else ""
         yield (
             f"engine loop {self._thread.name!r}: {len(self._groups)} groups and {self._delivery.num_streams} streams open, "
@@ -111,8 +111,8 @@ class EngineLoop:
         """Queue a group; the listener receives its tokens and its result.
 
         Args:
-            tokens: as `DynamicInferenceEngine.check_request` returned them for these parameters.
-            interval: steps after which a stream receives new tokens; it receives the first ones at once.
+            tokens: the result of `DynamicInferenceEngine.check_request` for these parameters.
+            interval: steps between two deliveries to a stream. First tokens are delivered at once.
             timeout_s: seconds after which the group fails with `RequestTimeoutError`. None: never.
         """
         ends_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -168,7 +168,7 @@ class EngineLoop:
             failure = exc
         except EngineStateError:
             pass
-        except BaseException as exc:  # noqa: BLE001 - the thread ends here; later calls raise it
+        except BaseException as exc:  # noqa: BLE001 - the thread ends here, and later calls raise the error
             failure = exc
         if failure is not None and not self._closed:
             _log.error("the engine's thread has ended: %s: %s", type(failure).__name__, failure)
@@ -185,7 +185,7 @@ class EngineLoop:
             self.engine.lifecycle.refuse_when_stopped()
 
     def _wait(self) -> bool:
-        """Wait for work; False: the engine has stopped, or the loop was closed."""
+        """Wait for work. False: the engine has stopped or the loop was closed."""
         with self._changed:
             while not (self._commands or self._arrived or self._moved or self._closed or self._has_work()):
                 due = self._due()
@@ -196,7 +196,7 @@ class EngineLoop:
             return not self._closed and self.engine.state is not EngineState.STOPPED
 
     def _due(self) -> float:
-        """Seconds until a deadline, or until the other members of a group need a heartbeat."""
+        """Return the seconds until a deadline, or until other members of a group need a heartbeat."""
         beat = math.inf if self.engine.peers.leader is None else self._next_beat
         return min(self._next_deadline, beat) - time.monotonic()
 
@@ -259,13 +259,13 @@ class EngineLoop:
         return taken
 
     def _queue(self, group: Group) -> None:
-        # The engine may serve other callers, too, who use the same number.
+        # The engine may also serve other callers, which use the same number.
         number = None if group.number in self.engine.parts.ledger.live else group.number
         try:
             group.in_engine = self.engine.add_request(
                 group.tokens, group.params, request_id=number, priority=group.priority, arrival_time=group.arrival_time
             )
-        except Exception as exc:  # noqa: BLE001 - passed to the waiting caller, whatever it is
+        except Exception as exc:  # noqa: BLE001 - the waiting caller gets any error
             self._delivery.fail(group, exc)
             return
         self._delivery.queued(group)
@@ -309,7 +309,7 @@ class EngineLoop:
 
 
 class FollowerLoop(EngineLoop):
-    """Follows the first rank until it shuts down; takes no requests."""
+    """A loop that follows the first rank until it shuts down and accepts no requests."""
 
     is_primary = False
 
@@ -317,7 +317,7 @@ class FollowerLoop(EngineLoop):
         self.engine.parts.stepper.follow()
 
     def close(self) -> None:
-        """Wait until the first rank has shut down, because it could not compute without this one. Idempotent."""
+        """Wait until the first rank has shut down, because it cannot compute without this rank. Idempotent."""
         while self._thread.is_alive():
             self._thread.join(LOOK_S)
         self._closed = True

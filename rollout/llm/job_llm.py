@@ -100,9 +100,10 @@ class JobLLM(LLMRequests):
 
 
 class _BesideRequests(JobRequests):
-    """Requests of a client that reconnects after a loss, because the job replaces a dead coordinator.
+    """The requests of a client that reconnects after a loss, because the job replaces a dead coordinator.
 
-    Open groups are submitted again with the received tokens, which are not recomputed, and the rest of their `timeout_s`."""
+    Open groups are submitted again with the received tokens, which are not recomputed, and the rest of their
+    `timeout_s`."""
 
     def __init__(self, manager: RolloutManager, loop: LoopThread) -> None:
         super().__init__(manager.engine, loop)
@@ -114,7 +115,7 @@ class _BesideRequests(JobRequests):
         """Connect unless a client is connected; concurrent callers share one attempt and its failure.
 
         Raises:
-            EngineStateError: closed, or the manager is closed.
+            EngineStateError: this object or the manager is closed.
             DeadlineError, ConnectionLostError: the coordinator does not answer.
         """
         if self._client is None or self._client.lost is not None:
@@ -137,7 +138,7 @@ class _BesideRequests(JobRequests):
         loop = asyncio.get_running_loop()
         deadline = loop.time() + CONNECT_TIMEOUT_S
         while True:
-            # Client of the current coordinator: its successor may listen elsewhere.
+            # Each client belongs to the current coordinator, because a successor may listen elsewhere.
             client = self._manager.client("beside the job")
             try:
                 await client.start(ATTEMPT_S)
@@ -163,7 +164,7 @@ class _BesideRequests(JobRequests):
     async def _serve(
         self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, options: dict[str, Any]
     ) -> None:
-        """Serve a group until it ends, through one client after the other."""
+        """Serve a group until it ends, through successive clients."""
         loop, timeout_s = asyncio.get_running_loop(), options.get("timeout_s")
         ends_at = None if timeout_s is None else loop.time() + timeout_s
         try:
@@ -183,7 +184,7 @@ class _BesideRequests(JobRequests):
         except asyncio.CancelledError:
             aborted = RequestAbortedError("aborted by its caller", number)
             self._failed(number, listener, EngineStateError(_CLOSED) if self._closed else aborted)
-        except Exception as exc:  # noqa: BLE001 - passed to the waiting caller, whatever it is
+        except Exception as exc:  # noqa: BLE001 - the waiting caller gets any error
             self._failed(number, listener, exc)
         else:
             self._ended(number, listener, group)

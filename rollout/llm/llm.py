@@ -79,7 +79,7 @@ class AsyncLLM(LLMRequests):
                 "for the others' forwards; load the model with ep_size=tp_size, or generate by RolloutManager on every rank"
             )
         engine = DynamicInferenceEngine(model, tokenizer, inference_config)
-        # Gathered until the shutdown, because requests come at any time and the ranks have to gather together.
+        # Weights stay gathered until the shutdown, because requests arrive at any time and all ranks gather together.
         world = World.of_torch() if engine.weights.collective else None
         calls = "LLM(), suspended(), before_optimizer_step() and weights_updated()"
         gathering = Gathering(engine, lambda call: None, world, calls)
@@ -96,12 +96,13 @@ class AsyncLLM(LLMRequests):
             raise
         self._control = LLMControl(engine, loop, gathering, self._service)
         super().__init__(engine, loop, self._service)
-        # Threads that compute while the interpreter shuts down would crash it.
+        # Threads that still compute would crash the interpreter's shutdown.
         self._at_exit = partial(_shut_down, weakref.ref(self))
         atexit.register(self._at_exit)
 
     def __del__(self) -> None:
-        # Otherwise its KV cache and its threads would never be freed. On a new thread: this one may be the engine's own.
+        # Otherwise KV cache and threads would never be freed. This needs a new thread, because this thread may be the
+        # engine's.
         service: EngineLoop | EngineService | None = getattr(self, "_service", None)
         if service is not None and not service.closed:
             with suppress(RuntimeError):
@@ -111,7 +112,7 @@ class AsyncLLM(LLMRequests):
         self._control.admit(what)
 
     async def abort(self, request_id: int | None = None) -> int:
-        """Abort one request, or all open requests (None); returns their number."""
+        """Abort one request, or all open requests (None); return their number."""
         numbers = None if request_id is None else [request_id]
         return await asyncio.wrap_future(self._service.abort(numbers))
 
@@ -123,7 +124,7 @@ class AsyncLLM(LLMRequests):
 
         Raises (the other three too):
             RuntimeError: direct mode, which has no coordinator.
-            ControlError: not allowed now, or engines are late; names them.
+            ControlError: not allowed now, or some engines, which it names, did not answer in time.
             DeadlineError: no result in time.
         """
         await self._control.relay("pause", EngineState.PAUSED, timeout_s)
@@ -146,7 +147,7 @@ class AsyncLLM(LLMRequests):
         self._control.refuse_in_group("set_policy_version")
         if not isinstance(self._service, EngineService):
             announce = self._control.weights_updated if self.engine.weights.collective else self.engine.weights_updated
-            # On a thread, because it waits for a step boundary, and this may be the loop of the server's streams.
+            # This runs on a thread, because it waits for a step boundary, and this loop may serve streams.
             return await on_thread(announce, chosen)
         await asyncio.wrap_future(self._service.control(lambda client: client.set_policy_version(chosen)))
         return chosen
@@ -171,7 +172,7 @@ class AsyncLLM(LLMRequests):
 
     @property
     def blocking(self) -> LLMControl:
-        """The same calls for code that cannot await, such as the optimizer hook of `attach(optimizer, llm)`."""
+        """The same calls for code that cannot await, such as the optimizer hook from `attach(optimizer, llm)`."""
         return self._control
 
     @property
@@ -205,7 +206,7 @@ class AsyncLLM(LLMRequests):
 
     @property
     def is_primary_rank(self) -> bool:
-        """Whether this rank takes requests: every rank in direct mode, rank 0 with a coordinator, the first rank of a
+        """Whether this rank accepts requests: every rank in direct mode, rank 0 with a coordinator, the first rank of a
         tensor-parallel group."""
         return self._service.is_primary
 
@@ -228,7 +229,7 @@ class AsyncLLM(LLMRequests):
 
         Raises:
             DeadlineError: it has not stopped within `timeout_s`.
-            EngineDeadError, ConnectionLostError: why it stopped.
+            EngineDeadError, ConnectionLostError: it stopped because of this error.
         """
         try:
             await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._service.over)), timeout_s)

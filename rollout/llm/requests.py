@@ -31,7 +31,7 @@ Samples = list[DynamicInferenceRequest]
 
 
 class Service(Protocol):
-    """Computes requests, with the engine of this process or of a job. Methods may be called from any thread."""
+    """A backend that computes requests with the engine of this process or of a job. Any thread may call its methods."""
 
     readers: Readers
 
@@ -40,18 +40,20 @@ class Service(Protocol):
         """Number of accepted groups that have not finished."""
 
     def refuse_when_over(self) -> None:
-        """Raise `EngineDeadError`, `EngineStateError` or `ConnectionLostError` if requests are no longer served."""
+        """Raise `EngineDeadError`, `EngineStateError` or `ConnectionLostError` if the service has ended."""
 
     @property
     def open_group(self) -> Callable[..., None]:
-        """Submit a group (number, tokens, params, listener, **options); the listener receives its tokens and its result."""
+        """A function that submits a group (number, tokens, params, listener, **options). The listener gets tokens and
+        result.
+        """
 
     def abort(self, numbers: Iterable[int] | None = None) -> Future[int]:
-        """Abort these groups, or all (None); returns the number of open ones."""
+        """Abort these groups, or all (None); return the number of groups that were open."""
 
 
 class LLMRequests:
-    """Requests to a service, properties of the engine, and HTTP in front of it: common to `AsyncLLM` and `JobLLM`.
+    """The common part of `AsyncLLM` and `JobLLM`: requests to a service, properties of the engine, and HTTP.
 
     Attributes:
         loop: the private event loop on its thread.
@@ -65,7 +67,7 @@ class LLMRequests:
         self._server: Server | None = None
 
     def _admit(self, what: str) -> None:
-        """Raise if this call cannot be served now."""
+        """Raise an error if this call cannot be served now."""
 
     @takes_options
     def submit(
@@ -241,7 +243,7 @@ class LLMRequests:
         return self.service.num_open
 
     def refuse_when_over(self) -> None:
-        """Raise `EngineDeadError`, `EngineStateError` or `ConnectionLostError` if requests are no longer served."""
+        """Raise `EngineDeadError`, `EngineStateError` or `ConnectionLostError` if the service has ended."""
         self.service.refuse_when_over()
 
     @property

@@ -51,7 +51,7 @@ JOIN_POLL_S = 0.05
 
 
 class JobRequests:
-    """Open groups of a client, from any thread; a subclass connects `_client` on the private loop."""
+    """The open groups of a client, for any thread. A subclass connects `_client` on the private loop."""
 
     def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread) -> None:
         self.engine = engine
@@ -82,7 +82,7 @@ class JobRequests:
     def open_group(
         self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, **options: Any
     ) -> None:
-        """Open a group like `Service.open_group`; `options` of `ClientSession.submit`."""
+        """Open a group as `Service.open_group` does, with the `options` of `ClientSession.submit`."""
         self.refuse_when_over()
         self._groups[number] = None
         try:
@@ -96,7 +96,7 @@ class JobRequests:
     ) -> None:
         try:
             group = self._the_client().open_group(tokens, params, **options)
-        except Exception as exc:  # noqa: BLE001 - passed to the waiting caller, whatever it is
+        except Exception as exc:  # noqa: BLE001 - the waiting caller gets any error
             self._failed(number, listener, exc)
             return
         self._groups[number] = group
@@ -111,7 +111,7 @@ class JobRequests:
         self._groups.pop(number, None)
         try:
             samples = group.result()
-        except Exception as exc:  # noqa: BLE001 - passed to the waiting caller, whatever it is
+        except Exception as exc:  # noqa: BLE001 - the waiting caller gets any error
             listener.fail(exc)
         else:
             for sample in samples:
@@ -134,7 +134,7 @@ class JobRequests:
     # --- control ----------------------------------------------------------------------------------------------------
 
     def control(self, ask: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start a control call of the client on the private loop; raises `EngineStateError` if there is no client."""
+        """Start a control call of the client on the private loop; raise `EngineStateError` if there is no client."""
         return self._start(ask(self._the_client()))
 
     def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -150,7 +150,7 @@ class JobRequests:
 
 
 def follow(group: OpenGroup, listener: Listener) -> None:
-    """Pass new tokens of a group to its listener, if this is a stream of pieces."""
+    """Pass new tokens of a group to its listener, if the listener is a stream of pieces."""
     if not isinstance(listener, RequestStream) or listener.whole:
         return
 
@@ -162,15 +162,15 @@ def follow(group: OpenGroup, listener: Listener) -> None:
 
 
 class EngineService(JobRequests):
-    """Client, worker and engine thread of one `LLM`; running from construction on.
+    """The client, worker and engine thread of one `LLM`, which run from construction on.
 
     Args:
-        coordinator: options of the coordinator, a separate process for all ranks of the job.
+        coordinator: options of the coordinator, which is a separate process for all ranks of the job.
 
     Attributes:
         is_primary: whether this rank takes requests.
         member: this rank of the job.
-        over: done when the engine's thread has finished; its exception says why it died.
+        over: done when the engine's thread has finished. Its exception is the reason if the engine died.
 
     Raises:
         DeadlineError: the ranks have not found each other.
@@ -230,11 +230,11 @@ class EngineService(JobRequests):
             torch.cuda.set_device(device)
         try:
             self.member.worker.run()
-        except Exception as exc:  # noqa: BLE001 - the thread ends here; later calls raise it
+        except Exception as exc:  # noqa: BLE001 - the thread ends here, and later calls raise the error
             if not self._closed:
                 _log.error("the engine's thread has ended: %s: %s", type(exc).__name__, exc)
             try:
-                # Without steps its requests would never finish here, so other ranks take them.
+                # Without steps its requests would never finish here, so other ranks compute them.
                 self.member.worker.stop()
             finally:
                 self._end(exc)
@@ -277,7 +277,7 @@ async def _end_job(client: InferenceClient) -> None:
 
 
 async def _joined(client: InferenceClient, size: int, timeout_s: float) -> None:
-    """Return when the coordinator has `size` ranks."""
+    """Wait until the coordinator has `size` ranks."""
     end = time.monotonic() + timeout_s
     while len(ranks := (await client.status())["ranks"]) < size:
         if time.monotonic() > end:
@@ -292,7 +292,7 @@ async def _joined(client: InferenceClient, size: int, timeout_s: float) -> None:
 def options_of_coordinator(
     wanted: bool, host: str | None, port: int | None, config: CoordinatorConfig | None
 ) -> CoordinatorConfig | None:
-    """Options of the coordinator of an `LLM`; None if `wanted` is False. Raises `ConfigError` if they contradict."""
+    """Return the coordinator options of an `LLM`; None if `wanted` is False. `ConfigError` if they contradict."""
     given = {"coordinator_host": host, "coordinator_port": port, "coordinator_config": config}
     named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
     if not wanted:
