@@ -116,7 +116,7 @@ class Gatekeeper:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a listening address is reachable from this machine only. Of host names, only `localhost` is."""
+    """Return whether a listening address is reachable from this machine only. The only such host name is `localhost`."""
     if host == "localhost":
         return True
     try:
