@@ -341,9 +341,7 @@ ADDRESS: Rule = (is_text, "an address")
 
 
 class Options(NamedOptions):
-    """The shared validation of configuration dataclasses. The default implies the rule of booleans and enums; `_rules`
-    has others.
-    """
+    """The validation of configuration dataclasses: booleans and enums by their defaults, other fields by `_rules`."""
 
     _rules: ClassVar[Rules] = {}
 
