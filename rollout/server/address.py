@@ -11,7 +11,7 @@ from rollout.errors import ConfigError
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """Return a listening socket; raises `ConfigError` if the address is taken or not one of this machine."""
+    """Return a listening socket; raise `ConfigError` if the address is taken or not an address of this machine."""
     try:
         host = config.host.removeprefix("[").removesuffix("]")
         found = socket.getaddrinfo(host, config.port, type=socket.SOCK_STREAM)

@@ -51,7 +51,7 @@ _PARSED_BODIES = (
     ChatRequest, ChatTokensRequest, CompletionRequest, GenerateRequest, TokenizeRequest, AbortRequests,
     UpdateWeightsRequest, WeightVersionRequest, LoadAdapterRequest, UnloadAdapterRequest,
 )  # fmt: skip
-"""Bodies that endpoints parse themselves."""
+"""Endpoints parse these bodies themselves."""
 
 
 def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:
@@ -126,7 +126,7 @@ def add_model_routes(app: FastAPI, serving: Serving) -> None:
 
 
 def add_watching_routes(app: FastAPI, serving: Serving) -> None:
-    """Register `/health` and its other name `/ping`, and `/metrics`."""
+    """Register `/health`, its alias `/ping`, and `/metrics`."""
 
     async def health() -> Response:
         """Return `status` and `policy_version`: 200 while the engine is alive, even if paused or suspended, else 503.
@@ -163,7 +163,7 @@ async def _tell(_: Request, exc: Exception) -> Response:
 
 
 class _DescribedApp(FastAPI):
-    """FastAPI whose OpenAPI document has one description of all errors, and no 422: an invalid body is a 400 here."""
+    """A FastAPI application that documents all errors once. It has no 422, because an invalid body is a 400 here."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema:
@@ -172,7 +172,7 @@ class _DescribedApp(FastAPI):
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
-        # Bodies that endpoints parse themselves.
+        # Endpoints parse these bodies themselves.
         for model in (*_PARSED_BODIES, ErrorReply):
             schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
@@ -211,7 +211,7 @@ def _own_name(model: Any) -> str:
 
 
 def _template(given: str | None) -> str | None:
-    """Return a template's text: `given` itself, or the content of the file that it names."""
+    """Return a template's text: `given` itself, or the content of the file at this path."""
     if given is None or any(mark in given for mark in "{}\n"):
         return given
     try:

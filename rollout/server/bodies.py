@@ -21,7 +21,7 @@ LARGE = 32 * 1024
 
 
 def _described(schema: dict[str, Any]) -> None:
-    """Allow nulls; describe the options of `SamplingParams` as it does."""
+    """Allow nulls; describe options as `SamplingParams` describes them."""
     schema["additionalProperties"] = {"type": "null"}
     documented = documentation(SamplingParams)
     for name, option in schema.get("properties", {}).items():
@@ -33,7 +33,7 @@ def _described(schema: dict[str, Any]) -> None:
 
 
 class Body(BaseModel):
-    """JSON object. Null stands for the default, and is allowed in unknown fields, too."""
+    """A JSON object. Null stands for the default, and is also allowed in unknown fields."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -56,10 +56,10 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 async def body_of(serving: Serving, request: Request, model: type[Model], *, required: bool = True) -> Model:
-    """Read, parse and validate the body of a request; if none is `required`, a missing one has the defaults.
+    """Read, parse and validate the body of a request. Unless it is `required`, a missing body has the defaults.
 
     Raises:
-        ApiError: 400, not JSON that fits `model`; 408, it arrived too slowly; 413, it is larger than `MAX_BODY_BYTES`.
+        ApiError: 400, the body does not fit `model`; 408, it arrived too slowly; 413, it exceeds `MAX_BODY_BYTES`.
         ClientGoneError: the client disconnected.
     """
     text = await _read(serving, request)
@@ -103,13 +103,13 @@ def _parsed(model: type[Model], text: bytes) -> Model:
 
 
 async def off_the_loop(request: Request, size: int, work: Callable[[], T]) -> T:
-    """Return the result of work whose duration grows with the body: run inline if the body is small, else in a thread.
+    """Run work whose duration grows with the body: inline for a small body, else in a thread. Return its result.
 
     Raises `ClientGoneError` if the client disconnects before the thread has ended.
 
     Args:
-        request: its body has been read.
-        size: bytes of the body.
+        request: a request whose body has been read.
+        size: size of the body in bytes.
     """
     return work() if size < LARGE else await or_disconnected(request, asyncio.to_thread(work))
 

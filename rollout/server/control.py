@@ -119,7 +119,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
 
     @router.post("/sleep")
     async def sleep(level: Annotated[Literal["1", "2"], Query()] = "1", mode: OpenRequests = "keep") -> Reply:
-        """Pause, and release the KV memory: kept on the host (level 1), or computed again (level 2)."""
+        """Pause and release the KV memory. Level 1 keeps the KV on the host; level 2 computes it again later."""
         await control.pause(mode)
         if llm.state == EngineState.PAUSED:
             await control.ask(
@@ -134,7 +134,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
             Query(description="What to restore; weights are never released. Without: all."),
         ] = None,
     ) -> Reply:
-        """Restore the KV memory and continue, unless `tags` leaves it out."""
+        """Restore the KV memory and continue, unless `tags` excludes the KV cache."""
         return control.now() if tags and "kv_cache" not in tags else await control.go_on()
 
     @router.get("/is_sleeping")
@@ -191,7 +191,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
 
     @router.get("/server_info")
     async def server_info() -> dict[str, Any]:
-        """Describe the server where clients look for vLLM's configuration; null for values that it does not have."""
+        """Describe the server in the form of vLLM's configuration; null for values that it does not have."""
         config = {
             "model_config": {"model": serving.model_name, "max_model_len": llm.max_sequence_length},
             "parallel_config": {
@@ -207,19 +207,19 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
 
 
 class Control:
-    """Control calls over one server's engines. Each reaches all ranks, and returns after it has completed."""
+    """The control calls on one server's engines. Each reaches all ranks, and returns after it has completed."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._llm = serving.llm
 
     def now(self, **done: int) -> Reply:
-        """State and policy version of the engine, and the effect of a call."""
+        """Return the engine's state and policy version, and the effect of a call."""
         told = {"state": str(self._llm.state), "policy_version": self._llm.policy_version}
         return told | {"aborted": 0, "flushed_blocks": 0} | done
 
     async def ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the LLM; raises `ApiError` 409 if its state, or direct mode, does not allow it."""
+        """Call a method of the LLM; raise `ApiError` 409 if its state, or direct mode, does not allow it."""
         try:
             return await self._serving.ask(method, *arguments)
         except RuntimeError as exc:
@@ -228,7 +228,7 @@ class Control:
             raise ApiError(409, str(exc), code="not_allowed_now", headers={"x-should-retry": "false"}) from exc
 
     async def pause(self, mode: Literal["keep", "wait", "abort"]) -> None:
-        """Pause the engines, unless they are paused or suspended; `mode` decides about requests over HTTP."""
+        """Pause the engines unless they are paused or suspended. `mode`: handling of open requests over HTTP."""
         serving = self._serving
         serving.let_in(mode == "keep")
         with serving.closing():
@@ -238,12 +238,12 @@ class Control:
             elif mode == "wait" and self._llm.state == EngineState.RUNNING:
                 await serving.drained(None)
                 if not serving.shut:
-                    return  # the engines were told to continue in the meantime
+                    return  # another call has resumed the engines in the meantime
             if self._llm.state == EngineState.RUNNING:
                 await self.ask(self._llm.pause)
 
     async def go_on(self) -> Reply:
-        """Restore the KV memory and continue, as far as needed."""
+        """Restore the KV memory and continue, if necessary."""
         self._serving.let_in(True)
         if self._llm.state == EngineState.SUSPENDED:
             await self.ask(self._llm.resume)

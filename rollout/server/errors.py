@@ -43,7 +43,7 @@ MAX_MESSAGE, MAX_PARAM = 3000, 160
 
 
 class ErrorDetail(BaseModel):
-    """Description of an error."""
+    """The description of an error."""
 
     message: str
     type: str
@@ -52,7 +52,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """Reply of every path but /health if the status is not 200."""
+    """The reply of every path except /health if the status is not 200."""
 
     error: ErrorDetail
 
@@ -90,14 +90,14 @@ class ApiError(Exception):
 
 
 class ClientGoneError(ApiError):
-    """The client has closed its connection; its request is aborted."""
+    """The client has closed its connection, so its request is aborted."""
 
     def __init__(self) -> None:
         super().__init__(CLIENT_GONE, "the client has closed its connection")
 
 
 def _cut(text: str, most: int) -> str:
-    """The text, without its middle if it has more than `most` characters, because the cure is at the end."""
+    """Remove the middle of a text with more than `most` characters, because the cure is at the end."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[1 - most // 2 :]}"
 
 
@@ -198,8 +198,8 @@ _SHORT.maxstring = _SHORT.maxother = 60
 def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str | None]:
     """Return (message, field) of the first error; for a union, the message lists what each alternative requires.
 
-    An unknown field is reported before a missing one: it is likely to be the missing one, misspelt. A field of the query is
-    named as vLLM does, `query.mode`.
+    An unknown field is reported before a missing field, because it is probably the missing field misspelt. A field of the
+    query is named as vLLM does, `query.mode`.
 
     Args:
         errors: as returned by `RequestValidationError.errors()`.
@@ -222,7 +222,7 @@ def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str 
 
 
 def _field(error: Any) -> str | None:
-    """Field path of an error: `("body", "messages", 0, "content", "Many", 1, "text")` → `messages[0].content[1].text`."""
+    """Return the field path of an error: `("body", "messages", 0, "content", "Many", 1)` → `messages[0].content[1]`."""
     location = error["loc"][1:]
     parts: list[str] = ["query"] if error["loc"][0] == "query" else []
     for position, part in enumerate(location):

@@ -31,7 +31,7 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
 class Boundary:
-    """Converts exceptions to error replies and counts all replies."""
+    """An error boundary that converts exceptions to error replies and counts all replies."""
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app = app
@@ -83,10 +83,10 @@ class Boundary:
 
 
 class Auth:
-    """Checks the API key. Without one, rejects requests that a browser sends for a page of another site.
+    """A check of the API key. Without a key, it rejects requests that a browser sends for a page of another site.
 
-    Such a page reaches a server on loopback by a request that needs no preflight, or under its own name that resolves
-    to this machine.
+    Such a page can reach a server on loopback by a request without preflight, or by a host name that resolves to this
+    machine.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -95,7 +95,7 @@ class Auth:
         self._host = config.host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward an authenticated request; others raise `ApiError` 401 or, without a key, 403."""
+        """Forward an authenticated request; raise `ApiError` 401 for others or, if no key is configured, 403."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             if self._key is not None:
                 self._check(scope, self._key)
@@ -129,12 +129,12 @@ class Auth:
 
 
 def _endpoint(scope: Scope) -> str:
-    """Path of the route, such as `/v1/models/{model}`; "other" for unknown paths and requests rejected before routing."""
+    """Return the route's path, such as `/v1/models/{model}`; "other" for unknown paths and rejected requests."""
     return getattr(scope.get("route"), "path", "other")
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's `x-request-id` if it fits into a log line, else a new one."""
+    """Return the client's `x-request-id` if it fits into a log line, else a new id."""
     given = [value for name, value in scope["headers"] if name == b"x-request-id"]
     return given[0].decode() if given and _REQUEST_ID.fullmatch(given[0]) else uuid.uuid4().hex
 
@@ -150,7 +150,7 @@ def _name(host: str) -> str:
 
 
 def _is_local(host: str) -> bool:
-    """Whether a `Host` header is an address, or a name without a dot, which no site on the internet can have."""
+    """Return whether a `Host` header is an address or has no dot. No site on the internet has a name without a dot."""
     name = _name(host).lower().removesuffix(".")
     try:
         return bool(ipaddress.ip_address(name))

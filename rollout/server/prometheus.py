@@ -22,13 +22,13 @@ _TOKENS = tuple(2**power for power in range(18))
 
 
 class EngineNumbers(Collector):
-    """Collector of `llm.stats()`, read at scrape time; a dead engine reports only `rollout_engine_up 0`."""
+    """A collector that reads `llm.stats()` at scrape time; a dead engine reports only `rollout_engine_up 0`."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # so that registration does not query the engine
+        return ()  # This method lets registration skip a query of the engine.
 
     def collect(self) -> Iterator[Metric]:
         try:
@@ -49,7 +49,7 @@ class EngineNumbers(Collector):
 
 
 class RequestMetrics:
-    """Request counters and latency histograms of one HTTP server, next to the statistics of its engine."""
+    """The request counters and latency histograms of one HTTP server, next to the statistics of its engine."""
 
     def __init__(self, llm: Any) -> None:
         self._registry = CollectorRegistry()

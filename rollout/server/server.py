@@ -97,7 +97,7 @@ class Server:
                     self._end(self._life), self._config.shutdown_grace_s + 2 * ABORT_TIMEOUT_S + START_TIMEOUT_S
                 )
             except RuntimeError:
-                # If the loop was closed in the meantime, it has cancelled all tasks of the server.
+                # A loop that was closed in the meantime has cancelled all tasks of the server.
                 if not self._life.done():
                     raise
 
@@ -141,7 +141,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn with our shutdown sequence, triggered by an event instead of uvicorn's polling ten times a second."""
+    """A uvicorn server whose shutdown is triggered by an event instead of polling ten times a second."""
 
     def __init__(self, app: Any, serving: Serving) -> None:
         super().__init__(
@@ -205,7 +205,7 @@ class _Uvicorn(uvicorn.Server):
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Context manager in which SIGINT and SIGTERM raise `KeyboardInterrupt`, if this is the main thread."""
+    """Make SIGINT and SIGTERM raise `KeyboardInterrupt` inside the block, if this is the main thread."""
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
     before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}

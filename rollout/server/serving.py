@@ -33,7 +33,7 @@ _SAMPLES = "rollout.samples"
 
 @dataclass(kw_only=True, eq=False)
 class Serving:
-    """State of one server, shared by its endpoints. Used on the server's event loop only."""
+    """The state of one server, shared by its endpoints. Used on the server's event loop only."""
 
     llm: Any
     """An `AsyncLLM`, `LLM` or `JobLLM`."""
@@ -50,11 +50,11 @@ class Serving:
     stopping: bool = False
     """True during shutdown: new requests are refused."""
     shut: bool = False
-    """Whether a pause by `abort` or `wait` is in force: new requests are rejected until the engines continue."""
+    """Whether a pause by `abort` or `wait` is active: new requests are rejected until the engines continue."""
     samples: int = 0
     """Number of open samples, including those whose prompts are still being parsed."""
     _computed: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Id that the client sees → ids of its requests, for every reply while it is computed."""
+    """Reply id of the client → ids of its requests, for every reply that is being computed."""
     _cut: set[str] = field(default_factory=set)
     _closing: int = 0
     _drained: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,7 +62,7 @@ class Serving:
     # --- may this request be served? ----------------------------------------------------------------------------
 
     def adapter_of(self, model: str | None) -> str | None:
-        """The LoRA adapter that `model` of a request names; None: the served model. Raises `ApiError` 404 for others."""
+        """Return the LoRA adapter that a request's `model` names; None: the served model. `ApiError` 404 for other names."""
         if model is None or model == self.model_name:
             return None
         adapters = self.llm.lora_adapters
@@ -83,7 +83,7 @@ class Serving:
         if self.stopping:
             raise shutting_down()
         state = EngineState(self.llm.state)
-        # If the engines run and no pause is in progress, the program that owns them has resumed them.
+        # If the engines run and no pause is in progress, the owning program has resumed them.
         self.shut = self.shut and (bool(self._closing) or state is not EngineState.RUNNING)
         if self.shut:
             raise EngineStateError(
@@ -110,7 +110,7 @@ class Serving:
             self._drained.set()
 
     def time_limit(self, timeout_s: float | None) -> float:
-        """Deadline of a request in seconds: `timeout_s`, capped at `ServerConfig.request_timeout_s`."""
+        """Return a request's deadline in seconds: `timeout_s`, capped at `ServerConfig.request_timeout_s`."""
         longest = self.config.request_timeout_s
         return longest if timeout_s is None else min(timeout_s, longest)
 
@@ -124,7 +124,7 @@ class Serving:
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Context manager that ends with a pause: a shut server stays shut although the engines run."""
+        """Keep a shut server shut although the engines run, until the pause inside the block has completed."""
         self._closing += 1
         try:
             yield
@@ -160,29 +160,29 @@ class Serving:
         return wanted or f"{prefix}-{uuid.uuid4().hex}"
 
     async def abort(self, reply_id: str) -> int:
-        """Abort the requests of a reply; returns the number of open ones: 0 for an unknown or finished reply."""
+        """Abort the requests of a reply; return the number of open requests, 0 for an unknown or finished reply."""
         if reply_id in self._computed:
             self._cut.add(reply_id)
         return sum([await self.ask(self.llm.abort, request_id) for request_id in self._computed.get(reply_id, ())])
 
     def was_cut(self, reply_id: str) -> bool:
-        """Whether a control call aborted a reply that is being computed; its stream then ends with the tokens so far."""
+        """Return whether a control call aborted an unfinished reply. Its stream then ends with the tokens so far."""
         return reply_id in self._cut and not self.stopping
 
     async def abort_all(self) -> int:
-        """Abort all requests over HTTP; returns the number of open ones."""
+        """Abort all requests over HTTP; return the number of open requests."""
         return sum([await self.abort(reply_id) for reply_id in tuple(self._computed)])
 
     @staticmethod
     async def ask(method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a blocking method of the LLM: awaited if it is a coroutine function, else run in a thread."""
+        """Call a method of the LLM: await a coroutine function, run another function in a thread."""
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
         return await asyncio.to_thread(method, *arguments)
 
 
 class Turn:
-    """Bounds a turn of the event loop; long work calls `pause` between its parts."""
+    """A bound on a turn of the event loop; long work calls `pause` between its parts."""
 
     def __init__(self) -> None:
         self._until = time.monotonic() + TURN_S
@@ -198,7 +198,7 @@ async def or_disconnected(request: Request, awaitable: Awaitable[T]) -> T:
     """Return the result of `awaitable`; cancel it and raise `ClientGoneError` if the client disconnects first.
 
     Args:
-        request: its body has been read.
+        request: a request whose body has been read.
     """
     work = asyncio.ensure_future(awaitable)
     gone = asyncio.ensure_future(_disconnected(request))

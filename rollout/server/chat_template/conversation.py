@@ -45,15 +45,15 @@ class RenderedPrompt:
     digest: str
     """Digest of the prompt's text."""
     inside_reasoning: bool = False
-    """Whether the prompt ends inside an open reasoning."""
+    """Whether the prompt ends inside an open reasoning block."""
     reused: int = 0
     """Number of leading tokens reused from an earlier reply's ids."""
     retokenized: str | None = None
-    """Why the ids sent back with the last reply were not reused; None if they were, or none were sent."""
+    """Reason why the ids sent back with the last reply were not reused; None if they were, or no ids were sent."""
 
 
 class Conversation:
-    """Renders conversations with one tokenizer and one chat template.
+    """A renderer of conversations with one tokenizer and one chat template.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -104,7 +104,7 @@ class Conversation:
             template_kwargs: additional variables of the template.
 
         Raises:
-            InvalidRequestError: a message or a variable cannot be honoured, or the template refuses them.
+            InvalidRequestError: a message or variable is not supported, or the template rejects it.
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidRequestError(
@@ -112,7 +112,7 @@ class Conversation:
                 "answered; set add_generation_prompt=false"
             )
         template = self._template(tools)
-        # A model may have learnt a tool that its template never prints; then the template writes calls of it.
+        # A model may have learnt a tool that its template never lists. Then the template still formats the tool's calls.
         if tools and "tools" not in template and format_of(template) is None:
             raise InvalidRequestError(
                 "tools: the chat template never prints them, and writes no calls; describe them in a message, or set "
@@ -172,7 +172,7 @@ class Conversation:
     def constraint_on(
         self, prompt: RenderedPrompt, schema: Any, tools: Tools | None, forced: Tools
     ) -> StructuredOutput | None:
-        """Return the constraint that `response_format` and tools put on a reply: a call of a `forced` tool, if any."""
+        """Return the constraint on a reply from `response_format` and tools, or for a call of a `forced` tool."""
         template = self._template(tools)
         known = format_of(template)
         if forced:
@@ -220,13 +220,13 @@ class Conversation:
                     messages, chat_template=self._chat_template, tokenize=False, **options, **variables
                 )
             )
-        except Exception as exc:  # templates are third-party code and may raise anything
+        except Exception as exc:  # templates are third-party code and may raise any exception
             raise InvalidRequestError(
                 f"messages: the chat template cannot write them: {type(exc).__name__}: {str(exc)[:500]}"
             ) from exc
 
     def _encode_behind(self, text: str) -> list[int]:
-        """Return the token ids of a text that continues another one.
+        """Return the token ids of a text that continues another text.
 
         Some tokenizers insert a space at the start of a text; a special token before the text prevents this.
         """

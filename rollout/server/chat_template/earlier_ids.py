@@ -40,7 +40,7 @@ def text_digest(text: str) -> str:
 
 
 class ReplyDigest:
-    """Incremental digest of a reply's content and tool calls. Independent of call ids and JSON formatting."""
+    """An incremental digest of a reply's content and tool calls, independent of call ids and JSON formatting."""
 
     def __init__(self) -> None:
         self._content = blake2b(digest_size=DIGEST_BYTES)
@@ -68,7 +68,7 @@ class EarlierReply:
     index: int
     """Index of its message."""
     prompt_token_ids: list[int]
-    """Token ids of the prompt that it answered."""
+    """Token ids of the prompt before it."""
     token_ids: list[int]
     """Generated token ids, including the one that ended the reply, if any."""
 
@@ -76,12 +76,12 @@ class EarlierReply:
 def latest_reply(
     messages: Sequence[Mapping[str, Any]], plain: list[Message], ask: Write, vocab_size: int
 ) -> tuple[EarlierReply | None, str | None]:
-    """Return the latest reply whose digests match, and why the ids of the last reply are not used; None if they are.
+    """Return the latest reply whose digests match, and the reason why the last reply's ids are not used, or None.
 
     Args:
         messages: assistant messages may have `rollout`, an object with `prompt_token_ids` and `token_ids`.
         plain: the same messages in the format of chat templates.
-        ask: renders messages followed by a generation prompt.
+        ask: function that renders messages followed by a generation prompt.
 
     Raises:
         InvalidRequestError: the ids cannot be token ids of a prompt and its reply.
@@ -113,7 +113,7 @@ def _what_changed(plain: list[Message], index: int, rollout: Mapping[str, Any], 
     try:
         prompt = text_digest(ask(plain[:index]))
     except InvalidRequestError:
-        # The template rendered the reply's original prompt, so a conversation that it rejects is a different one.
+        # The template rendered the reply's original prompt, so a conversation that it rejects is different.
         return _OTHER_PROMPT
     if prompt != rollout["prompt_digest"]:
         return _OTHER_PROMPT

@@ -10,7 +10,7 @@ from rollout.errors import InvalidRequestError
 
 
 class PromptTokenizer:
-    """Tokenises prompts with length checks.
+    """A tokenizer of prompts that checks their length.
 
     Args:
         tokenizer: not shared: a trainer may change the padding and truncation of its tokenizer.
@@ -24,7 +24,7 @@ class PromptTokenizer:
         self._special = special
 
     def ids(self, text: str, field: str) -> list[int]:
-        """Return the token ids of a text; raises `InvalidRequestError`, which names the request's `field`."""
+        """Return the token ids of a text; an `InvalidRequestError` names the request's `field`."""
         self.check(text, field)
         try:
             read = self._tokenizer(text, add_special_tokens=self._special, verbose=False)
@@ -45,5 +45,5 @@ class PromptTokenizer:
 
     @cached_property
     def _longest(self) -> int:
-        """Characters of the longest token name: an upper bound of the characters that a token stands for."""
+        """Length of the longest token name, which bounds the characters of a token."""
         return max(map(len, self._tokenizer.get_vocab()), default=1)

@@ -39,7 +39,7 @@ def reply_constraint(
         schema: JSON schema of the reply's content; None: any text.
         tools: functions that the reply may call; None: calls are text.
         tool_format: None: unknown.
-        reasoning: "open": the prompt ends inside one; "possible": the reply may begin with one; None: neither.
+        reasoning: "open": the prompt ends inside a reasoning; "possible": the reply may begin with it; None: neither.
 
     Raises:
         InvalidRequestError: schema and tools cannot be combined in this format, or the schemas are too large.
@@ -56,7 +56,7 @@ def reply_constraint(
     if tools:
         rules += _rules_of_calls(tools)
     if schema is None:
-        # Here reasoning is text like any other, so a call inside it must fit too.
+        # Here reasoning is ordinary text, so a call inside it must also fit.
         rules += ["opening[lazy]: TEXT " + json.dumps(HERMES.marker), _TEXT]
         return _grammar(["start: (opening body)* TEXT", *rules])
     begin = _reasoning(reasoning, rules)
@@ -67,7 +67,7 @@ def reply_constraint(
 
 
 def forced_call(tools: Tools, known: ToolFormat) -> StructuredOutput:
-    """Return the constraint on a reply that is a complete call of one of `tools`; raises `InvalidRequestError`."""
+    """Return the constraint that a reply is one complete call of `tools`; raise `InvalidRequestError` if unsupported."""
     rules, calls = [_SPACE], []
     for place, tool in enumerate(tools):
         function = tool["function"]
@@ -94,7 +94,7 @@ def _rules_of_calls(tools: Tools) -> list[str]:
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        # References in the arguments' schema start from its own root, which `arguments` no longer is.
+        # References start from the root of the arguments' schema, but here `arguments` is not the root.
         call |= {word: arguments[word] for word in ("$defs", "definitions") if word in arguments}
         rules.append(f"call_{place}: {json_rule(call)}")
     names = " | ".join(f"call_{place}" for place in range(len(tools)))
@@ -102,7 +102,7 @@ def _rules_of_calls(tools: Tools) -> list[str]:
 
 
 def _parameters(place: int, schema: Mapping[str, Any], around: tuple[str, str], strict: bool) -> list[str]:
-    """Rules of arguments written one by one, in the order of the schema."""
+    """Return the grammar rules of arguments that are written one by one, in the order of the schema."""
     rules, names = [], []
     defined = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
     for number, (key, inner) in enumerate((schema.get("properties") or {}).items()):
@@ -122,7 +122,7 @@ def _parameters(place: int, schema: Mapping[str, Any], around: tuple[str, str], 
 
 
 def _pattern(text: str) -> str:
-    """Regular expression of a text, in the form of a grammar, between slashes."""
+    """Return a regular expression for a text in grammar syntax, between slashes."""
     return re.escape(text).replace("/", r"\/").replace("\n", "n")
 
 

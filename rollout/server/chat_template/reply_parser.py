@@ -26,12 +26,12 @@ def opens_reasoning(prompt: str) -> bool:
 
 
 def _held_back(text: str, marker: str) -> int:
-    """Number of characters at the end of a text that may be the beginning of a marker."""
+    """Return the number of characters at the end of a text that may begin a marker."""
     return next(n for n in range(len(marker) - 1, -1, -1) if text.endswith(marker[:n]))
 
 
 class ReplyReader:
-    """Reads the text of one reply, whole or piece by piece.
+    """A reader of the text of one reply, whole or piece by piece.
 
     Attributes:
         called: whether the reply has called a function.
@@ -43,7 +43,7 @@ class ReplyReader:
         self.called = False
 
     def push(self, text: str, *, ended: bool) -> tuple[str, str, list[dict[str, Any]]]:
-        """Return the reasoning, the content and the calls that are final with the next piece, the last one if `ended`.
+        """Return the reasoning, content and calls that are final with the next piece, which is the last piece if `ended`.
 
         Calls are in the format of a stream."""
         thought, found = "", list[dict[str, Any]]()
@@ -60,7 +60,7 @@ class ReplyReader:
 
 
 class ReasoningParser:
-    """Splits one reply. White space around the tags belongs to neither part; a tag inside the content is content.
+    """A parser that splits one reply. White space around the tags is dropped; a tag inside the content is content.
 
     Args:
         opened: the prompt ends with the opening tag. Otherwise the reply has a reasoning only if it begins with the tag.
@@ -122,7 +122,7 @@ def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class ToolCallParser:
-    """Incremental tool-call parser of one reply. A state is a method that consumes text from the front of the buffer.
+    """An incremental tool-call parser of one reply. A state is a method that consumes text from the front of the buffer.
 
     Text before, between and after calls is content. Only the formatting around a call is dropped: white space before it,
     the separators of its format, white space between it and the end of the reply.
@@ -163,7 +163,7 @@ class ToolCallParser:
         self._buffer = self._buffer[length:]
 
     def _lead(self) -> bool:
-        """State: only white space since the start or the previous call."""
+        """Handle the state with only white space since the start or the previous call."""
         marker, bare = self._format.marker, self._format.bare
         rest = self._buffer.lstrip()
         if marker.startswith(rest) and rest != marker:
@@ -186,12 +186,12 @@ class ToolCallParser:
         return True
 
     def _enter_block(self, start: int) -> None:
-        """The buffer holds white space, an optional marker, and the calls from `start` on."""
+        """Enter a block; the buffer has white space, an optional marker, and the calls from `start` on."""
         self._block_start = self._searched = start
         self._state = self._block
 
     def _block(self) -> bool:
-        """State: inside calls, until their closing text, or the end of the reply if the format has none."""
+        """Handle the state inside calls, until their closing text, or the end of the reply if there is no closing text."""
         closing = self._format.closing
         at = self._buffer.find(closing, self._searched) if closing else -1
         if at < 0:
@@ -201,7 +201,7 @@ class ToolCallParser:
         return True
 
     def _end_block(self, end: int, behind: int) -> None:
-        """Emit the calls of a block that ends at `end`; if the text is not calls, it is content up to `behind`."""
+        """Emit the calls of a block that ends at `end`. Text without calls is content up to `behind`."""
         calls = self._read(self._buffer[self._block_start : end])
         if not calls:
             self._give(behind)
@@ -216,7 +216,7 @@ class ToolCallParser:
         self._state = self._lead
 
     def _read(self, text: str) -> list[Call]:
-        """Return the calls of a text; none if it is not calls, or has no marker and calls no offered function."""
+        """Return the calls of a text; empty if it has other text, or no marker and no offered function."""
         try:
             calls = self._format.calls(text, self._tools)
         except (ValueError, RecursionError):

@@ -30,7 +30,7 @@ _DEEPSEEK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """Tool-call syntax of a family of chat templates."""
+    """The tool-call syntax of a family of chat templates."""
 
     name: str
     signs: tuple[str, ...]
@@ -45,7 +45,7 @@ class ToolFormat:
     closing: str = ""
     """Text after calls; optional in a reply. "": the end of the reply."""
     closed: bool = False
-    """A block counts only with its closing text; otherwise a block that was cut off would look complete."""
+    """Whether a block counts only with its closing text, because a truncated block would otherwise look complete."""
     named: str
     """Beginning of a forced call of the function NAME (a JSON string) or BARE (its name)."""
     ending: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class ToolFormat:
         return self.named.replace("NAME", json.dumps(function)).replace("BARE", function)
 
     def calls(self, text: str, schemas: Schemas) -> list[Call]:
-        """Return the calls of the text between `marker` and `closing`; raises `ValueError` if it is anything else."""
+        """Return the calls of the text between `marker` and `closing`; raise `ValueError` for any other text."""
         if self.call is None:
             return _json_calls(text)
         found = []
@@ -89,7 +89,7 @@ _NAME = re.compile(r"[^\W\d][\w.:-]*")
 
 
 def _each(pattern: str, text: str) -> list[re.Match[str]]:
-    """The consecutive matches from the beginning of a text to its end, at least one."""
+    """Return at least one match; the matches cover a text from beginning to end."""
     found: list[re.Match[str]] = []
     at, compiled = 0, re.compile(pattern, re.DOTALL)
     while at < len(text) or not found:
@@ -102,7 +102,7 @@ def _each(pattern: str, text: str) -> list[re.Match[str]]:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """The value of a text: the text itself if the schema says string, else parsed JSON if it is valid JSON."""
+    """Return the text itself if the schema requires a string; otherwise its parsed JSON, if it is valid JSON."""
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return text
     try:

@@ -79,7 +79,7 @@ def _prepared(serving: Serving, body: ChatRequest) -> ChatChoices:
 
 
 def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
-    """Stop strings of the request, plus the one that ends a reply after its first call if parallel calls are off."""
+    """Return the request's stop strings. Without parallel calls, add the stop string after the first call."""
     asked = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if body.parallel_tool_calls:
         return asked
@@ -88,7 +88,7 @@ def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
 
 
 class ChatChoices:
-    """Choices of one chat; `texts` gives the text of tokens in log-probs, `reader` makes the reader of one sample's text."""
+    """The choices of one chat. `texts`: text of tokens in log-probs. `reader`: factory of readers of a sample's text."""
 
     def __init__(
         self,
@@ -189,6 +189,6 @@ def _piece(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = 
 
 
 def _finish_reason(delta: TextDelta, reader: ReplyReader) -> str | None:
-    """OpenAI's finish reason; `tool_calls` for a reply that stopped by itself and contains calls."""
+    """Return OpenAI's finish reason; `tool_calls` for a reply that stopped by itself and contains calls."""
     reason = finish_reason(delta)
     return "tool_calls" if reason == "stop" and reader.called else reason

@@ -40,7 +40,7 @@ MAX_MESSAGES = 8192
 
 
 class TextPart(Body):
-    """Text part of a message. Parts are concatenated without a separator."""
+    """A text part of a message. Parts are concatenated without a separator."""
 
     type: Literal["text"]
     text: str
@@ -54,7 +54,7 @@ class ImageUrl(Body):
 
 
 class ImagePart(Body):
-    """Image part of a message, for a vision model served with its processor."""
+    """An image part of a message, for a vision model served with its processor."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
@@ -69,7 +69,7 @@ class CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """Tool call of an earlier reply."""
+    """A tool call of an earlier reply."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -85,7 +85,7 @@ class RolloutIds(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
     prompt_token_ids: TokenIds
-    """Token ids of the prompt that the message answered."""
+    """Token ids of the prompt before the message."""
     token_ids: TokenIds
     """Token ids that the model generated."""
     prompt_digest: str | None = Field(None, max_length=256)
@@ -100,7 +100,7 @@ ContentPart = Annotated[Annotated[TextPart, Tag("Text")] | Annotated[ImagePart, 
 
 
 class Message(Body):
-    """One message of a conversation; assistant messages may be returned as replies contained them."""
+    """One message of a conversation. Clients may return assistant messages exactly as replies contained them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """`developer` is passed as `system` to chat templates without that role."""
@@ -123,13 +123,15 @@ class Message(Body):
     refusal: str | None = None
     """Ignored."""
     rollout: RolloutIds | None = None
-    """Assistant messages: `rollout` of the reply, unchanged. The prompt reuses these token ids as far as the conversation is
-    unchanged; the new reply's `rollout.retokenized` gives the reason if not. Omit it to have the text tokenised again."""
+    """In assistant messages, `rollout` of the reply, unchanged. The prompt reuses these token ids as far as the
+    conversation is unchanged; the new reply's `rollout.retokenized` gives the reason if not. Omit it to tokenise the text
+    again.
+    """
 
     @model_validator(mode="before")
     @classmethod
     def _as_clients_keep_it(cls, value: Any) -> Any:
-        """Drop unknown fields that client libraries add to assistant messages; find `rollout` where litellm puts it."""
+        """Drop unknown fields that client libraries add to assistant messages; read `rollout` where litellm puts it."""
         if not isinstance(value, dict) or value.get("role") != "assistant":
             return value
         known = {name: field for name, field in value.items() if name in cls.model_fields}
@@ -164,7 +166,7 @@ class FunctionDefinition(Body):
 
 
 class Tool(Body):
-    """Function that the model may call."""
+    """A function that the model may call."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -175,14 +177,14 @@ class NamedFunction(Body):
 
 
 class NamedTool(Body):
-    """`tool_choice` that requires one function."""
+    """A `tool_choice` that requires one function."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class TemplateFields(Body):
-    """Options of the chat template."""
+    """The options of the chat template."""
 
     tools: list[Tool] = Field([], max_length=1024)
     """Functions that the model may call, rendered by its chat template."""
@@ -198,7 +200,7 @@ class TemplateFields(Body):
         return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
     def rendered_by(self, conversation: Conversation, messages: list[Message]) -> RenderedPrompt:
-        """Render a conversation; raises `InvalidRequestError`."""
+        """Render a conversation; raise `InvalidRequestError` if it is invalid."""
         return conversation.render(
             [message.model_dump(exclude_none=True) for message in messages],
             tools=self.shown_tools,
@@ -213,7 +215,7 @@ class TemplateFields(Body):
 
 
 class JsonSchema(Body):
-    """Schema of a reply of JSON."""
+    """The schema of a JSON reply."""
 
     name: str | None = None
     description: str | None = None
@@ -225,7 +227,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """Any text, any JSON object, or JSON that fits a schema."""
+    """The format of a reply: any text, any JSON object, or JSON that fits a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = Field(None, validate_default=True)
@@ -257,7 +259,7 @@ class ChatRequest(SamplingBody, TemplateFields):
     top_logprobs: int = Field(0, ge=0, le=20)
     """Number of most likely tokens to return per position. Requires logprobs=true."""
     max_completion_tokens: int | None = None
-    """Newer name of max_tokens, and used if both are given."""
+    """Newer name of max_tokens, which it overrides."""
     tool_choice: Annotated[
         Annotated[Literal["none", "auto", "required"], Tag("Word")] | Annotated[NamedTool, Tag("Named")],
         Discriminator(_kind_of_choice),
@@ -272,7 +274,7 @@ class ChatRequest(SamplingBody, TemplateFields):
     """Variable of the chat template; `none` also sets `enable_thinking=false`."""
     parallel_tool_calls: bool = True
     """false: a reply ends after its first call; an error if the chat template's call format has no end marker."""
-    # OpenAI's, without effect
+    # Fields of OpenAI without effect here.
     store: Literal[False] | None = None
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -337,7 +339,7 @@ class ChatRequest(SamplingBody, TemplateFields):
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
-        """Tools of which the reply must call one; none if it may be text."""
+        """Return the tools of which the reply must call one; empty if the reply may be text."""
         if isinstance(self.tool_choice, NamedTool):
             return [tool for tool in self.shown_tools if tool["function"]["name"] == self.tool_choice.function.name]
         return self.shown_tools if self.tool_choice == "required" else []
@@ -353,4 +355,4 @@ class ChatTokensRequest(ChatRequest):
     """Body of `POST /v1/chat/completions/tokens`: a chat whose prompt is given as token ids."""
 
     tokens: Annotated[TokenIds, Field(min_length=1)]
-    """Token ids of the prompt, used as they are. `messages` and `tools` say how to read the reply."""
+    """Token ids of the prompt, used as they are. `messages` and `tools` determine how the reply is parsed."""

@@ -110,7 +110,7 @@ class _Completions:
             yield choice, {}
 
     def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
-        return {}  # no fields: the prompt is part of the choices
+        return {}  # There are no extra fields, because the prompt is part of the choices.
 
     def _choice(
         self, index: int, delta: TextDelta, version: int, sample: DynamicInferenceRequest | None = None
@@ -135,7 +135,7 @@ class _Completions:
         return choice
 
     def _echo(self, prompt: int) -> str:
-        """Prompt text that a choice begins with if `echo` is set, else ""."""
+        """Return the prompt text if `echo` is set, else "". A choice begins with it."""
         if not self._body.echo:
             return ""
         given = self._body.prompts[prompt]

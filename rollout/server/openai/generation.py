@@ -40,15 +40,15 @@ REPLY: dict[int | str, dict[str, Any]] = {
 }
 """`responses` of the routes that generate."""
 
-# Beginning of the engine's message for an error of a constraint.
+# The engine's message for a constraint error begins with this.
 _CONSTRAINT = re.compile(r"structured: (?:the (?:json_schema|regex|grammar) )?")
 
-# Field path at the beginning of an error message, such as `messages[1].content`.
+# This matches the field path that begins an error message, such as `messages[1].content`.
 _FIELD = re.compile(r"([a-z_]+)(?:\[\d+\]|\.\w+)*")
 
 
 def admit(serving: Serving, request: Request, body: RequestFields, prompts: int) -> None:
-    """Admit a request, or raise as `Serving.adapter_of` and `Serving.admit` do."""
+    """Admit a request. Raises as `Serving.adapter_of` and `Serving.admit`."""
     serving.adapter_of(body.model)
     serving.admit(request, prompts * body.samples)
 
@@ -84,12 +84,12 @@ def work_of(body: SamplingFields, size: int) -> int:
 
 
 def listed(serving: Serving, options: SamplingFields, prompt_tokens: int) -> int | None:
-    """Return how many most likely tokens to list per prompt position; raises as `listed_per_position`."""
+    """Return the number of most likely tokens per prompt position. Raises as `listed_per_position`."""
     return listed_per_position(options.prompt_logprobs, serving.llm.controller.layout.vocab_size, prompt_tokens)
 
 
 def params_of(serving: Serving, body: RequestFields, options: SamplingFields, **decided: Any) -> SamplingParams:
-    """Return the sampling parameters of a request, with their constraint compiled; `decided`: the endpoint's fields.
+    """Return the sampling parameters of a request, with a compiled constraint. `decided`: fields set by the endpoint.
 
     Raises `ApiError` 400 if values contradict each other, `InvalidRequestError` if the constraint does not compile.
     """
@@ -106,7 +106,7 @@ def texts_for(serving: Serving, body: SamplingBody) -> TokenTexts:
 
 
 def refused(exc: InvalidRequestError, body: RequestFields, where: str = "") -> ApiError:
-    """Return a 400, its message after `where`, whose `param` is the field at the start of the error, else the prompt."""
+    """Return a 400 whose message begins with `where`. Its `param` is the field that begins the error, else the prompt."""
     if found := _CONSTRAINT.match(str(exc)):
         field = body.constraint_field
         return bad_request(f"{where}{field}: {str(exc)[found.end() :]}", param=field)
@@ -119,10 +119,10 @@ def refused(exc: InvalidRequestError, body: RequestFields, where: str = "") -> A
 
 
 class Dialect(Protocol):
-    """How one route writes the choices of a reply. An object serves one reply and may keep state per choice."""
+    """The format of one route's choices. An object serves one reply and may have state per choice."""
 
     def whole(self, index: int, delta: TextDelta, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
-        """Return the choice of a finished sample; `delta`: the sample as one piece."""
+        """Return the choice of a finished sample. `delta`: the whole sample as one piece."""
 
     def pieces(self, index: int, delta: TextDelta, version: int) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
         """Return the chunks of a delta, each as (choice, fields next to it)."""
@@ -133,7 +133,7 @@ class Dialect(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Computes the reply to one request. Choice c is sample c % n of prompt c // n."""
+    """The reply to one request. Choice c is sample c % n of prompt c // n."""
 
     serving: Serving
     body: RequestFields
@@ -168,7 +168,7 @@ class Reply:
         return Response(await self._encoded(groups), media_type="application/json")
 
     async def _encoded(self, groups: list[Group]) -> bytes:
-        """Encode a whole reply. Choices are encoded in turns: thousands must not stop the event loop."""
+        """Encode a whole reply, a few choices per turn: thousands of choices must not block the event loop."""
         version, turn = self.serving.llm.policy_version, Turn()
         choices: list[bytes] = []
         for prompt, group in enumerate(groups):
@@ -183,7 +183,7 @@ class Reply:
 
     async def _chunks(self) -> AsyncGenerator[bytes]:
         serving, body, dialect = self.serving, self.body, self.dialect
-        # vLLM's route of tokens has no `"usage": null` in the other chunks.
+        # vLLM's token route has no `"usage": null` in the other chunks.
         chunks = Chunks(self.head | self.chunk, with_usage=body.stream_options.include_usage and "object" in self.head)
         streams = await self._begin(growing=True)
         async with aclosing(self._deltas(streams)) as deltas:
@@ -205,7 +205,7 @@ class Reply:
         return self._texts[index].of(delta)
 
     async def _begin(self, *, growing: bool) -> list[Any]:
-        """Submit every prompt, or none on an error; streams yield deltas as they arrive if `growing`, else whole groups."""
+        """Submit every prompt, or none on an error. If `growing`, streams yield deltas as they arrive, else whole groups."""
         serving, body, asked = self.serving, self.body, self.asked
         options: dict[str, Any] = {"priority": body.urgency, "timeout_s": serving.time_limit(body.timeout_s)}
         streams: list[Any] = []
@@ -235,8 +235,7 @@ class Reply:
         return await self._counted(streams)
 
     async def _deltas(self, streams: Sequence[Any]) -> AsyncGenerator[tuple[int, TextDelta]]:
-        """Yield (choice index, delta) until all streams have finished; the last ones are `abort` if a control call aborted
-        them."""
+        """Yield (choice index, delta) until all streams have finished. After a control call's abort they end as `abort`."""
         samples = self.body.samples
         begun: set[int] = set()
         ended: set[int] = set()
@@ -248,7 +247,7 @@ class Reply:
                             choice = prompt * samples + delta.sample_index
                             if delta.finish_reason is not None:
                                 if delta.finish_reason == FinishReason.ABORT:
-                                    continue  # the stream raises the cause
+                                    continue  # The stream raises the cause.
                                 refuse_failed(delta.finish_reason, delta.error, choice)
                                 ended.add(choice)
                             if delta.restarted and choice in begun:

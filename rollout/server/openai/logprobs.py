@@ -26,7 +26,7 @@ LOWEST = -9999.0
 
 
 class TokenTexts:
-    """Cached text and bytes of single tokens. `tokenizer` None: a token reads as `token_id:7` and has no bytes."""
+    """The cached text and bytes of single tokens. Without a `tokenizer`, a token's text is `token_id:7` without bytes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -35,20 +35,20 @@ class TokenTexts:
         """Ids that `decode` omits."""
 
     def text_of(self, token: int) -> str:
-        """Text of the token; an incomplete character becomes U+FFFD."""
+        """Return the text of the token; an incomplete character becomes U+FFFD."""
         return f"token_id:{token}" if self._tokenizer is None else self.bytes_of(token).decode("utf-8", "replace")
 
     def distinct(self, token: int) -> str:
-        r"""Text of the token, or `bytes:\xe2\x82` for an incomplete character, so that different tokens differ."""
+        r"""Return the text of the token, or `bytes:\xe2\x82` for an incomplete character."""
         text = self.text_of(token)
         return text if "\ufffd" not in text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes_of(token))
 
     def bytes_of(self, token: int) -> bytes:
-        """Bytes of the token; empty if there is no tokenizer."""
+        """Return the bytes of the token; empty if there is no tokenizer."""
         return b"" if self._known is None else self._known.of(token)
 
     def shown(self, token: int, *, first: bool) -> bytes:
-        """Bytes that the token adds to the text: none if special; no leading space at the start if `decode` drops it."""
+        """Return the token's bytes in the text: empty if special; without a leading space that `decode` drops."""
         if self._known is None or token in self.special:
             return b""
         if first and not self._known.byte_level:
@@ -57,7 +57,7 @@ class TokenTexts:
 
 
 class TokenIdNames(TokenTexts):
-    """`TokenTexts` that name every token by its id: `token_id:7`, for `return_tokens_as_token_ids`."""
+    """A `TokenTexts` that names every token by its id, `token_id:7`, for `return_tokens_as_token_ids`."""
 
     def text_of(self, token: int) -> str:
         return f"token_id:{token}"
@@ -93,7 +93,7 @@ def _entry(texts: TokenTexts, token: int, log_prob: float | None) -> dict[str, A
 
 
 class CompletionLogprobs:
-    """Builder of `choice.logprobs` of one completion choice, whole or chunk by chunk; tracks the text offset."""
+    """A builder of a completion choice's `logprobs`, whole or chunk by chunk, which tracks the text offset."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
@@ -121,7 +121,7 @@ class CompletionLogprobs:
     def _likeliest(self, token: int, log_prob: float, likeliest: list[tuple[int, float]]) -> dict[str, float | None]:
         named: dict[str, float | None] = {}
         for each, value in (*likeliest, (token, log_prob)):
-            # Two tokens may have the same text; the likelier one comes first and keeps the key.
+            # Two tokens may have the same text. The more likely token comes first and keeps the key.
             named.setdefault(self._texts.distinct(each), finite(value))
         return named
 
@@ -134,7 +134,7 @@ class CompletionLogprobs:
 
 
 def finite(log_prob: float | None) -> float | None:
-    """Return the log-prob, `LOWEST` instead of minus infinity."""
+    """Return the log-prob, or `LOWEST` for minus infinity."""
     # NaN passes through and becomes null in JSON.
     return log_prob if log_prob is None or log_prob != -float("inf") else LOWEST
 
@@ -143,7 +143,7 @@ def finite(log_prob: float | None) -> float | None:
 
 
 def listed_per_position(asked: int | None, vocab_size: int, prompt_tokens: int) -> int | None:
-    """Return how many most likely tokens to list per position of all prompts; -1 requests all.
+    """Return the number of most likely tokens per position of all prompts; -1 requests all tokens.
 
     Raises `ApiError` 400 if there would be more than `MAX_LISTED` entries.
     """
@@ -164,7 +164,7 @@ def prompt_logprobs(
 ) -> list[dict[str, dict[str, Any]] | None]:
     """Return a prompt's log-probs in vLLM's shape: per position, token id → log-prob, rank and text; null for the first.
 
-    If the prompt's own token is not among the `top` most likely ones, its rank is `top + 1`, the best possible one.
+    If the prompt's token is not among the `top` most likely tokens, its rank is `top + 1`, the lowest possible rank.
     """
     found: list[dict[str, dict[str, Any]] | None] = []
     for token, log_prob, row in zip(*prompt_columns(sample, top), strict=True):
@@ -182,7 +182,7 @@ def _ranked(texts: TokenTexts, token: int, log_prob: float, rank: int) -> dict[s
 
 
 class SpecialText:
-    """Text of a sample with its special tokens, except the one that ended it.
+    """The text of a sample with its special tokens, except the token that ended it.
 
     A trailing special token is held back until it is known not to be the last.
     """

@@ -29,7 +29,7 @@ _CALLERS_FAULT = re.compile(r"InvalidRequestError: (?:request \d+ sample \d+: )?
 
 
 def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
-    """Merge queued deltas to one per sample, in order of first appearance; a restart discards the earlier ones."""
+    """Merge queued deltas to one per sample, in order of first appearance. A restart discards earlier deltas."""
     if len(deltas) == 1:
         return list(deltas)
     waiting: dict[int, list[TextDelta]] = {}
@@ -86,18 +86,18 @@ def refuse_failed(finish_reason: str | None, error: str | None, index: int) -> N
 
 
 def finish_reason(delta: TextDelta) -> str | None:
-    """OpenAI's finish reason of the sample; None while it is unfinished."""
+    """Return OpenAI's finish reason of the sample; None while it is unfinished."""
     return _FINISH_REASONS[delta.finish_reason]
 
 
 def rollout(delta: TextDelta, policy_version: int, prompt_token_ids: list[int] | None = None) -> dict[str, Any]:
-    """Return the `rollout` object of a choice; staleness is measured against `policy_version`, the current one."""
+    """Return the `rollout` object of a choice; staleness is relative to `policy_version`, the current version."""
     fields: dict[str, Any] = {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
     return fields | tokens(delta, policy_version) | ending(delta)
 
 
 def tokens(delta: TextDelta, policy_version: int) -> dict[str, Any]:
-    """Per-token fields of the `rollout` object."""
+    """Return the per-token fields of the `rollout` object."""
     fields = {
         "token_ids": delta.token_ids,
         "log_probs": delta.log_probs,
@@ -108,7 +108,7 @@ def tokens(delta: TextDelta, policy_version: int) -> dict[str, Any]:
 
 
 def staleness(delta: TextDelta, policy_version: int) -> list[int]:
-    """Number of policy versions since each token was sampled."""
+    """Return the number of policy versions since each token was sampled."""
     versions = delta.policy_versions
     if versions.count(policy_version) == len(versions):
         return [0] * len(versions)
@@ -116,7 +116,7 @@ def staleness(delta: TextDelta, policy_version: int) -> list[int]:
 
 
 def routed_experts(delta: TextDelta) -> dict[str, Any]:
-    """Field `routed_experts`: little-endian integers in base64, with shape and dtype; empty if none were recorded."""
+    """Return the field `routed_experts`, little-endian integers in base64 with shape and dtype; empty if not recorded."""
     routes = delta.routed_experts
     if routes is None:
         return {}
@@ -126,12 +126,12 @@ def routed_experts(delta: TextDelta) -> dict[str, Any]:
 
 
 def sampling_mask(delta: TextDelta) -> dict[str, Any]:
-    """Field `sampling_mask` of a choice, the ids that each token was drawn from; empty unless requested."""
+    """Return the field `sampling_mask`, the ids that each token was drawn from; empty unless requested."""
     return {} if delta.kept_tokens is None else {"sampling_mask": delta.kept_tokens}
 
 
 def ending(delta: TextDelta) -> dict[str, Any]:
-    """Field `finish_reason` of the `rollout` object (the engine's); empty while the sample is unfinished."""
+    """Return the field `finish_reason` of `rollout`, the engine's reason; empty while the sample is unfinished."""
     return {} if delta.finish_reason is None else {"finish_reason": delta.finish_reason}
 
 

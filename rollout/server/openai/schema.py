@@ -69,7 +69,7 @@ class StreamOptions(Body):
 
 
 class StructuredOutputs(Body):
-    """Constraint on a text: exactly one of the fields, as in vLLM."""
+    """A constraint on a text: exactly one of the fields, as in vLLM."""
 
     json_: str | dict[str, JsonValue] | bool | None = Field(None, alias="json")
     regex: str | None = None
@@ -98,7 +98,7 @@ class StructuredOutputs(Body):
 
 
 class RequestFields(Body):
-    """Fields of a request next to its prompt and its sampling options."""
+    """The fields of a request other than its prompt and sampling options."""
 
     prompt_field: ClassVar[str]
     """Name of the field that holds the prompt."""
@@ -134,12 +134,12 @@ class RequestFields(Body):
 
     @property
     def urgency(self) -> int:
-        """Priority within the engine: higher first."""
+        """Priority within the engine; requests with a higher priority run first."""
         return self.priority
 
 
 class SamplingFields(Body):
-    """Options of sampling, the same on every route: the fields of `SamplingParams`, which checks their values."""
+    """The sampling options of every route: the fields of `SamplingParams`, which checks their values."""
 
     n: int = Field(1, le=MAX_N)
     temperature: float | None = None
@@ -190,7 +190,7 @@ class SamplingFields(Body):
         return self.structured_outputs is not None
 
     def sampling_params(self, **decided: Any) -> SamplingParams:
-        """Build the request's `SamplingParams`; raises `ApiError` 400 for a value out of range.
+        """Build the request's `SamplingParams`; raise `ApiError` 400 for a value out of range.
 
         `decided` are the fields set by the endpoint, at least `max_tokens`."""
         asked = {name: getattr(self, name) for name in _SAMPLING & self.model_fields_set} | decided
@@ -218,7 +218,7 @@ _SAMPLING = {each.name for each in fields(SamplingParams)} & SamplingFields.mode
 
 
 class SamplingBody(RequestFields, SamplingFields):
-    """Fields common to chats and completions."""
+    """The fields common to chats and completions."""
 
     return_token_ids: bool = False
     """Include `prompt_token_ids` and each choice's `token_ids`, placed as in vLLM."""

@@ -41,11 +41,11 @@ def event(value: Any) -> bytes:
 
 
 class Chunks:
-    """Encoder of the chunks of one reply.
+    """The encoder of the chunks of one reply.
 
     Args:
         head: fields common to all chunks, which are encoded once.
-        with_usage: the last chunk has the usage, and all others have `"usage": null`.
+        with_usage: whether the last chunk has the usage, and all others `"usage": null`.
     """
 
     def __init__(self, head: dict[str, Any], *, with_usage: bool) -> None:
@@ -53,7 +53,7 @@ class Chunks:
         self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
 
     def choice(self, choice: dict[str, Any], policy_version: int, beside: dict[str, Any] | None = None) -> bytes:
-        """Encode a chunk with one choice, and the fields `beside` it."""
+        """Encode a chunk with one choice and the further fields `beside`."""
         others = b"" if not beside else b"," + encode(beside)[1:-1]
         return b'%b%d%b,"choices":[%b%b' % (self._head, policy_version, others, encode(choice), self._tail)
 
@@ -109,26 +109,26 @@ async def _together(streams: Sequence[Any]) -> AsyncGenerator[Burst]:
 
 
 class EventStream(Response):
-    """Response that streams events until the source ends or the client disconnects.
+    """A response that streams events until the source ends or the client disconnects.
 
     Args:
-        serving: while it is stopping, aborts are reported as a shutdown.
+        serving: state of the server. While it is stopping, aborts are reported as a shutdown.
         first: first bytes of the body; once they exist, the status is 200.
-        source: yields the following bytes; closed in any case.
+        source: yields the following bytes; always closed at the end.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, serving: Serving, first: bytes, source: AsyncGenerator[bytes]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        # The length is not known before the end.
+        # The length is unknown until the end.
         del self.headers["content-length"]
         self._serving = serving
         self._first = first
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the whole reply; raises `ClientGoneError` if the client disconnects, after closing the source."""
+        """Send the whole reply. If the client disconnects, close the source and raise `ClientGoneError`."""
         async with aclosing(self._source):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await or_disconnected(Request(scope, receive), self._send_all(send))

@@ -32,7 +32,7 @@ from rollout.server.serving import Serving
 
 
 class GenerateParams(SamplingFields):
-    """Sampling parameters of vLLM."""
+    """The sampling parameters of vLLM."""
 
     logprobs: int | None = Field(None, ge=0, le=20)
     """Return log-probs of every token, and of this many most likely tokens per position. 0: only the sampled tokens."""
