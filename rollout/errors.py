@@ -341,7 +341,7 @@ ADDRESS: Rule = (is_text, "an address")
 
 
 class Options(NamedOptions):
-    """The validation of configuration dataclasses: booleans and enums by their defaults, other fields by `_rules`."""
+    """The shared validation of option dataclasses. Defaults imply the rules of booleans and enums; `_rules` has others."""
 
     _rules: ClassVar[Rules] = {}
 

@@ -155,7 +155,8 @@ class Journal:
         self._line.append(self._begin(step))
         os.close(before)
         if len(self._line) >= self._keep:
-            # Files of the current line are counted: a newer mark may belong to a checkpoint that was never saved.
+            # Files are counted along the current line, because a newer mark may belong to a checkpoint that was never
+            # saved.
             oldest = next((name.number for name in names if name.mark == self._line[-self._keep]), 0)
             for name in names:
                 if name.number < oldest:
@@ -274,7 +275,7 @@ class Journal:
 
 
 def _locked(folder: Path) -> int:
-    """Return the descriptor of the folder's lock. Forked children close theirs, so the lock ends with this process."""
+    """Return the descriptor of the folder's lock. It ends with this process, because forked children close copies."""
     # O_NOFOLLOW: a planted symbolic link must not make this process overwrite another file.
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:

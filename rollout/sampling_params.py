@@ -51,7 +51,7 @@ class StructuredOutput(NamedOptions):
     """Constraint on the text of a completion: exactly one of the three fields. Needs the extra `structured`.
 
     Tokens that violate the constraint get probability 0 before temperature and filters; log-probs are of that distribution.
-    The completion finishes when its text is complete, even before `min_tokens`.
+    The completion finishes when the constraint is complete, even before `min_tokens`.
 
     Raises:
         ConfigError: (a `ValueError`) not exactly one field is given, or one is malformed. Whether it compiles is
@@ -89,7 +89,7 @@ class StructuredOutput(NamedOptions):
         """Return the constraint that the text is one of `choices`.
 
         Raises:
-            ConfigError: there are none, one is empty or not text, or they are too long.
+            ConfigError: there are no choices, a choice is empty or not text, or they are too long.
         """
         if isinstance(choices, str) or not choices or not all(isinstance(each, str) and each for each in choices):
             raise ConfigError(f"choices={choices!r:.80}: must be a list of texts, none of them empty")
@@ -112,8 +112,8 @@ class StructuredOutput(NamedOptions):
         """Return the constraint from `given`: a constraint, the result of `serialize`, or None.
 
         Raises:
-            ConfigError: as the class.
-            TypeError: something else.
+            ConfigError: raised as by the class.
+            TypeError: `given` is of another type.
         """
         if given is None or isinstance(given, cls):
             return given
@@ -152,7 +152,7 @@ def _check_schema(text: str) -> None:
 
 
 class _Kind(NamedTuple):
-    """A kind of option: `convert` returns the value to store, or raises; `rule` describes valid values, for messages."""
+    """A kind of option. `convert` returns the value to store, or raises; `rule` describes valid values for messages."""
 
     convert: Callable[[Any], Any]
     rule: str
@@ -325,12 +325,12 @@ class SamplingParams(NamedOptions):
     tokens."""
 
     prompt_logprobs: int | None = _option(None, _or_none(_WHOLE), host="int32")
-    """The same for prompt tokens, from the second token on (the first has no log-prob)."""
+    """Log-probs to return per prompt token, as `logprobs`, from the second token on (the first has no log-prob)."""
 
     logprobs_mode: str = _option(
         "processed", _text("|".join(LOGPROBS_MODES), f"one of {', '.join(map(repr, LOGPROBS_MODES))}"), stored="int8"
     )
-    """Distribution of the log-probs. `processed`: the distribution sampled from (greedy: at temperature 1). `raw`: softmax
+    """Distribution of the log-probs. `processed`: the sampling distribution (greedy: at temperature 1). `raw`: softmax
     of the model's logits. `tempered`: softmax(logits / temperature), without penalties, biases and filters."""
 
     return_kept_tokens: bool = _option(False, _SWITCH, stored="bool")
@@ -409,7 +409,7 @@ class SamplingParams(NamedOptions):
         return any(getattr(self, name) != off for name, off in FILTERS.items())
 
     def shaping(self, names: Iterable[str] | None = None) -> list[str]:
-        """Options with which the sampling distribution differs from softmax(logits / temperature), as `name=value`.
+        """Return the options, as `name=value`, by which sampling differs from softmax(logits / temperature).
 
         Args:
             names: the options to check; None: all.
@@ -442,7 +442,7 @@ class SamplingParams(NamedOptions):
 
     @classmethod
     def deserialize(cls, plain: Mapping[str, Any]) -> Self:
-        """Inverse of `serialize`; missing fields take their defaults.
+        """Decode the result of `serialize`; missing fields have their defaults.
 
         Raises:
             SerializationError: `plain` is not a mapping.
@@ -454,7 +454,7 @@ class SamplingParams(NamedOptions):
 
 
 def prefix_share(cache_salt: str | None, adapter: str | None) -> str | None:
-    """`SamplingParams.prefix_share` of these fields."""
+    """Return `SamplingParams.prefix_share` for these fields."""
     if adapter is None:
         return cache_salt
     return f"{adapter}{_SEPARATOR}{cache_salt or ''}"
@@ -491,11 +491,11 @@ def warn_of_equal_samples(params: SamplingParams, n: int) -> None:
 
 
 def one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Sampling parameters per prompt, from one for all `count` prompts, one each, or None (defaults).
+    """Return parameters for `count` prompts, from one for all prompts, one per prompt, or None (defaults).
 
     Raises:
         ConfigError: their number is not `count`.
-        TypeError: one is not a `SamplingParams`.
+        TypeError: an element is not a `SamplingParams`.
     """
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
@@ -511,7 +511,7 @@ def one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int
 
 
 def _must_be(given: object) -> str:
-    # A GenerationConfig of transformers has a method for its non-default fields, and is greedy by default.
+    # A GenerationConfig of transformers has a method that returns its non-default fields, and is greedy by default.
     known = given if isinstance(given, Mapping) else getattr(given, "to_diff_dict", dict)()
     names = SamplingParams.__dataclass_fields__
     options = {
@@ -531,10 +531,10 @@ Called = TypeVar("Called", bound=Callable[..., Any])
 
 
 def takes_options(method: Called) -> Called:
-    """Decorate a method so that fields of `SamplingParams` are keywords of it, in place of `sampling_params`.
+    """Decorate a method to accept fields of `SamplingParams` as keywords, in place of `sampling_params`.
 
     Raises:
-        TypeError: an unknown keyword; or fields next to `sampling_params`.
+        TypeError: a keyword is unknown, or fields are combined with `sampling_params`.
     """
     shape = signature(method)
     known = [name for name, each in shape.parameters.items() if each.kind is not Parameter.VAR_KEYWORD]

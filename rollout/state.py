@@ -22,7 +22,7 @@ _State = TypeVar("_State", bound=StrEnum)
 
 
 class Status(IntEnum):
-    """Status of one request."""
+    """The status of one request."""
 
     WAITING_IN_QUEUE = 1
     ACTIVE_AND_GENERATING_TOKENS = 2
@@ -32,7 +32,7 @@ class Status(IntEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a sample finished."""
+    """The reason why a sample finished."""
 
     STOP = "stop"
     """An end-of-sequence token, a stop token id or a stop string."""
@@ -47,7 +47,7 @@ class FinishReason(StrEnum):
 
 
 class KVCacheManagementMode(StrEnum):
-    """Handling of the KV cache while the engine is suspended."""
+    """The handling of the KV cache while the engine is suspended."""
 
     PERSIST = "persist"
     """It stays in device memory."""
@@ -58,7 +58,7 @@ class KVCacheManagementMode(StrEnum):
 
     @classmethod
     def parse(cls, mode: Self | str | None) -> Self | None:
-        """The member of this name; None stays None; `ConfigError` for any other name."""
+        """Return the member of this name; None stays None; `ConfigError` for any other name."""
         try:
             return None if mode is None else cls(mode)
         except ValueError:
@@ -71,7 +71,7 @@ Mode = KVCacheManagementMode | str | None
 
 
 class PrefixCachingEvictionPolicy(StrEnum):
-    """When an unreferenced KV block is evicted from the prefix cache."""
+    """The rule when an unreferenced KV block is evicted from the prefix cache."""
 
     LRU = "lru"
     """When its memory is needed, least recently used first."""
@@ -80,7 +80,7 @@ class PrefixCachingEvictionPolicy(StrEnum):
 
 
 class PrefixCachingCoordinatorPolicy(StrEnum):
-    """Policy by which the coordinator routes a request to a rank."""
+    """The policy by which the coordinator routes a request to a rank."""
 
     LONGEST_PREFIX = "longest_prefix"
     """Highest score of cached leading blocks and free slots."""
@@ -93,7 +93,7 @@ class PrefixCachingCoordinatorPolicy(StrEnum):
 
 
 class StalenessPolicy(StrEnum):
-    """Handling of a request that would exceed `max_staleness`."""
+    """The handling of a request that would exceed `max_staleness`."""
 
     PARTIAL = "partial"
     """It finishes with the tokens it has and the finish reason `stale`."""
@@ -104,7 +104,7 @@ class StalenessPolicy(StrEnum):
 
 
 class EngineState(StrEnum):
-    """Lifecycle states of one engine; `wait_until` accepts the `STABLE_ENGINE_STATES`."""
+    """The lifecycle states of one engine; `wait_until` accepts the `STABLE_ENGINE_STATES`."""
 
     RUNNING = "running"
     PAUSING = "pausing"
@@ -121,7 +121,7 @@ STABLE_ENGINE_STATES = frozenset({EngineState.RUNNING, EngineState.PAUSED, Engin
 
 
 class CoordinatorState(StrEnum):
-    """Lifecycle states of the coordinator."""
+    """The lifecycle states of the coordinator."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -130,7 +130,7 @@ class CoordinatorState(StrEnum):
 
 
 class ControlSignal(StrEnum):
-    """Signal that triggers a lifecycle transition."""
+    """A signal that triggers a lifecycle transition."""
 
     PAUSE = "pause"
     UNPAUSE = "unpause"
@@ -140,7 +140,7 @@ class ControlSignal(StrEnum):
 
 
 _TRANSITIONS = (
-    # signal, from, through, to, states in which it changes nothing; the coordinator ends in "stopping"
+    # Columns: signal, from, through, to, states in which it changes nothing. The coordinator ends in "stopping".
     ("pause", "running", "pausing", "paused", "paused suspended"),
     ("unpause", "paused", "unpausing", "running", "running"),
     ("suspend", "paused", "suspending", "suspended", "suspended"),

@@ -73,8 +73,7 @@ def importance_weights(
     """Return the truncated importance weight min(ρ, cap) of every token.
 
         token      ρ = exp Δ. Espeholt et al. 2018, IMPALA, arXiv:1802.01561 (ρ̄); for the gap between trainer and
-                   sampler: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
-                   (TIS)
+                   sampler (TIS): Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
         sequence   ρ = exp ΣΔ, the probability ratio of the whole row. Liu, Li et al. 2025, "When Speed Kills Stability:
                    Demystifying RL Collapse from the Training-Inference Mismatch"; verl `rollout_is="sequence"`
         geometric  ρ = exp(ΣΔ / number of tokens). Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7. As GSPO's
@@ -210,8 +209,7 @@ def reverse_kl(logprobs: Tensor, top_logprobs: Tensor, mask: Tensor) -> Tensor:
     Args:
         logprobs: floating [N, T, k], the policy's log-probs of the teacher's most likely tokens: `top_logprobs` of
             `batch.scores_of(model, temperature=1.0, top_k=scores.top_ids)`. Gradients flow to them.
-        top_logprobs: floating [N, T, k], the teacher's: `scores = rollout.score(teacher, batch, temperature=1.0,
-            top_k=k)`.
+        top_logprobs: floating [N, T, k], from `scores = rollout.score(teacher, batch, temperature=1.0, top_k=k)`.
         mask: bool [N, T] of the tokens that count.
 
     Returns:

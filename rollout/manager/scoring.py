@@ -66,7 +66,7 @@ class ScoredBatch(RolloutBatch):
 
     discarded_rewards: Tensor
     """float32 [M]: rewards of the groups that this call has discarded. The mean of both is the policy's reward; `rewards`
-    alone cover only prompts that are sometimes solved.
+    alone are biased.
     """
 
 

@@ -47,9 +47,9 @@ def lines(
 
     Args:
         series: (name, colour, values) of each line; None leaves a gap.
-        band: (name, colour, lower, upper) behind the lines.
+        band: (name, colour, lower, upper) of an area behind the lines.
         log: decades on the y axis; values up to `SMALLEST` are gaps.
-        top: upper end of the y axis; None: of the values.
+        top: upper end of the y axis; None: the largest value.
     """
 
     def plain(values: Values) -> list[float]:
@@ -139,7 +139,7 @@ def slots(engine: TracedEngine, duration_s: float) -> str:
 
 
 def _stays(sample: TracedSample) -> Iterator[tuple[Stay, bool]]:
-    """Each stay in a slot, and whether it ended by a preemption."""
+    """Yield each period of a sample in a slot, and whether a preemption ended it."""
     stay: Stay = []
     for state in sample.states:
         if state[0] in (PREFILL, DECODE, HELD):
@@ -157,7 +157,7 @@ def note(text: str = "not recorded in this run") -> str:
 
 
 def _svg(draw: Any, size: tuple[float, float], tips: Sequence[str] = ()) -> str:
-    """Return the result of `draw` for a page: without declarations and clips; `tips` are shown at the pointer."""
+    """Return the SVG of `draw` for a page, without declarations and clips. The page shows `tips` at the pointer."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure

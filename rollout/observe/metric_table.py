@@ -1,4 +1,4 @@
-"""Table of metrics: name, kind, unit, meaning, and the place from which an engine's counters and gauges are read.
+"""The table of metrics: name, kind, unit, meaning, and the source of an engine's counters and gauges.
 
 `METRICS` defines every metric; `LOGGED` lists the flat names that a snapshot can contain, and `ENGINE_STATS` the plain names
 of `engine.stats()`. A new counter or gauge of an engine is one row with `read`: the manager's metrics,
@@ -19,7 +19,7 @@ from rollout.errors import did_you_mean
 
 
 class Kind(StrEnum):
-    """How a metric is recorded, and how a snapshot reports it."""
+    """The way a metric is recorded and reported in a snapshot."""
 
     COUNTER = "counter"
     """`add`: sum over the interval, 0 if nothing was added. With `total`, also the sum since construction."""
@@ -42,12 +42,12 @@ Statistic = Literal["mean", "p50", "p99", "max", "nonzero_share"]
 
 @dataclass(frozen=True)
 class Metric:
-    """Definition of one metric.
+    """The definition of one metric.
 
     Attributes:
-        kind: how it is recorded.
+        kind: the way it is recorded.
         unit: unit of the value; statistics of a summary have the same unit, except `nonzero_share`, in [0, 1].
-        help: meaning, one line.
+        help: meaning, in one line.
         read: counters and gauges of an engine: where `engine.stats()` reads them, below scheduler, allocator, cache or
             ledger; "": not of an engine.
         stats: summaries: the statistics logged, as `<name>_<statistic>`.
@@ -69,7 +69,7 @@ class Metric:
     logged: bool = True
 
     def logged_as(self, name: str) -> tuple[str, ...]:
-        """Flat names under which a snapshot reports the metric `name`."""
+        """Return the flat names under which a snapshot reports the metric `name`."""
         if not self.logged:
             return ()
         if self.kind is Kind.SUMMARY:
@@ -237,7 +237,7 @@ def unknown_name(name: str, known: Mapping[str, Metric]) -> KeyError:
 
 
 def short_count(number: float) -> str:
-    """`596 M`, `1.5 G`, `12 k`: three digits and a decimal unit."""
+    """Format a number with three digits and a decimal unit: `596 M`, `1.5 G`, `12 k`."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"
@@ -245,7 +245,7 @@ def short_count(number: float) -> str:
 
 
 def binary_bytes(number: float) -> str:
-    """`1.1 GiB`, `12.0 MiB`, `3 KiB`, `96 B`."""
+    """Format a number of bytes: `1.1 GiB`, `12.0 MiB`, `3 KiB`, `96 B`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if number >= size:
             return f"{number / size:.1f} {unit}"

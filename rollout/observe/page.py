@@ -30,7 +30,7 @@ def report(
     """Write the page of a run that `RunLog` has logged.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         out: the file. None: `report.html` in the folder.
         trace: file of the step whose slots are drawn. None: the last one in the folder or in its `traces`; without one,
             that part is left out.

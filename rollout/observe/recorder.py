@@ -1,7 +1,7 @@
 """Records the work of the engines and the trainer of one process as rows in memory, and the lives of samples.
 
     Stepper, Ledger, EngineControl → EngineTap → EngineLog      steps, ended samples, control calls of one engine
-    manager phases, `span`, `mark`  → TraceRecorder             what happens around the engines
+    manager phases, `span`, `mark`  → TraceRecorder             events outside the engines
 
 A trace covers a process, including engines that are built while it is on. It only appends to lists, so any thread may
 report. After `MAX_ROWS` steps or samples, further ones are counted, not kept.
@@ -31,12 +31,12 @@ engine makes no steps."""
 
 @dataclass(frozen=True)
 class Life:
-    """One sample.
+    """The history of one sample.
 
     Attributes:
         states: (state, start, end) in order of time, seconds by the engine's clock.
         versions: (time, policy version) of its first token and of every change of version.
-        prompt_tokens, tokens: lengths of prompt and completion.
+        prompt_tokens, tokens: lengths of prompt and completion in tokens.
         cached_tokens: prompt tokens whose KV came from the prefix cache at its first admission.
         finish: value of the `FinishReason`; "unfinished" at the end of the trace.
     """
@@ -60,7 +60,7 @@ class Life:
 
 
 def life_of(record: DynamicInferenceRequestRecord, until: float) -> Life:
-    """Life of a sample; an unfinished sample lives `until` that time."""
+    """Build the history of a sample; an unfinished sample's history ends at `until`."""
     first, last = record[0], record[-1]
     at, state = first.arrival_time, WAITING
     states: list[tuple[str, float, float]] = []
@@ -98,7 +98,7 @@ _FOLLOWS = {
 def _close(
     states: list[tuple[str, float, float]], state: str, start: float, end: float, first_token: float | None
 ) -> float:
-    """Append `state`, in two parts if a prefill has produced a first token; returns its end, at least `start`."""
+    """Append `state`, in two parts if a prefill has produced a first token; return its end, at least `start`."""
     end = max(start, end)
     if state == PREFILL and first_token is not None and start <= first_token < end:
         states.append((PREFILL, start, first_token))
@@ -148,7 +148,7 @@ class StepRow(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Something with a start and an end on a track; `end` equals `start` for an instant."""
+    """An interval on a track; `end` equals `start` for an instant."""
 
     track: str
     name: str
@@ -158,10 +158,10 @@ class Span(NamedTuple):
 
 
 class EngineLog:
-    """Rows of one engine.
+    """The rows of one engine.
 
     Attributes:
-        lives: of finished samples.
+        lives: histories of finished samples.
         controls: control calls and weight updates.
         states: (time, value of the `EngineState`), from the beginning on.
         dropped: rows beyond `MAX_ROWS`.
@@ -179,13 +179,13 @@ class EngineLog:
         self._marks: list[float] = []
 
     def step_begins(self, tokens_saved: int) -> None:
-        """Record the start of a step; `step_reached` and `step_ends` follow, unless it is empty or fails."""
+        """Record the start of a step. `step_reached` and `step_ends` follow, unless the step is empty or fails."""
         self._marks = [self.clock()]
         if not self.steps:
             self.saved_before = tokens_saved
 
     def step_reached(self) -> None:
-        """Record that the step is scheduled, or executed."""
+        """Record that the step is scheduled or executed."""
         self._marks.append(self.clock())
 
     def step_ends(self, numbers: Iterable[int]) -> None:
@@ -214,7 +214,7 @@ class EngineLog:
 
 
 class TraceRecorder:
-    """Rows of one process: a log per engine, and spans of the trainer and the job, in seconds since the epoch."""
+    """The rows of one process: a log per engine, and spans of trainer and job, in seconds since the epoch."""
 
     def __init__(self, clock: Callable[[], float] = time.time, destination: str = "") -> None:
         self.clock = clock
@@ -227,7 +227,7 @@ class TraceRecorder:
         self._lock = threading.Lock()
 
     def log_of(self, tap: EngineTap) -> EngineLog:
-        """The log of an engine, from its first report on."""
+        """Return the log of an engine; the first report creates it."""
         with self._lock:
             if tap not in self._of_tap:
                 self._of_tap[tap] = EngineLog(tap.clock, tap.state())
@@ -243,7 +243,7 @@ class TraceRecorder:
             self.spans.append(span)
 
     def phase(self, of: object, phase: str | None, before: str | None) -> None:
-        """Record that `of` moves from the phase `before` to another; the earlier phase becomes a span."""
+        """Record that `of` moves from the phase `before` to another phase; the earlier phase becomes a span."""
         now = self.clock()
         name, since = self._phases.get(of, (before, self.started))
         if name == phase:
@@ -253,8 +253,7 @@ class TraceRecorder:
         self._phases[of] = (phase, now)
 
     def finish(self) -> None:
-        """Finish the trace: unfinished things are recorded in their current state. Waits for the step boundary of every
-        engine."""
+        """Finish the trace: record unfinished samples and phases as they are. Wait for every engine's step boundary."""
         self.ended = self.clock()
         for of in list(self._phases):
             self.phase(of, None, None)
@@ -267,10 +266,10 @@ _switching = threading.Lock()
 
 
 class EngineTap:
-    """Reports of one engine; `log` is None while nothing is recorded.
+    """The source of one engine's reports; `log` is None while nothing is recorded.
 
     Args:
-        clock: the engine's, for its events and steps.
+        clock: the engine's clock, for its events and steps.
         state: returns the value of its `EngineState`.
         records: updates the records of its unfinished samples and returns them; called when a trace ends.
     """
@@ -293,7 +292,7 @@ class EngineTap:
 
 
 def start(destination: str, clock: Callable[[], float] = time.time) -> TraceRecorder:
-    """Begin to record in this process; `EngineStateError` if a trace is being recorded already."""
+    """Start a recording in this process; `EngineStateError` if a trace is already being recorded."""
     global _active
     with _switching:
         if _active is not None:
@@ -316,18 +315,18 @@ def stop(recorder: TraceRecorder) -> None:
 
 
 def active() -> TraceRecorder | None:
-    """The recorder of this process, if it is on."""
+    """Return the active recorder of this process, or None."""
     return _active
 
 
 @contextmanager
 def span(name: str, *, track: str = "trainer", **args: Any) -> Iterator[None]:
-    """Context manager that a trace shows as a span on a track; no effect while no trace is recorded.
+    """Show a block as a span on a track of the trace; no effect while no trace is recorded.
 
     Args:
-        name: of the span, such as "reward".
+        name: name of the span, such as "reward".
         track: row of the timeline.
-        args: shown with it; numbers and strings.
+        args: numbers and strings that the trace shows with it.
     """
     recorder = _active
     if recorder is None:

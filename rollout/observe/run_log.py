@@ -25,12 +25,12 @@ LONGEST_TEXT = 4000
 
 
 class RunLog:
-    """Appends the steps of one run to `<folder>/run.jsonl`.
+    """A writer that appends the steps of one run to `<folder>/run.jsonl`.
 
     Args:
         folder: created if needed. An existing run is continued.
-        title: of the report.
-        samples: number of the slowest, and of the most stale samples that are kept per step.
+        title: title of the report.
+        samples: number of slowest samples, and of most stale samples, that are kept per step.
 
     Raises:
         ConfigError: the folder cannot be created, or the file not written.
@@ -59,14 +59,14 @@ class RunLog:
         """Append one step.
 
         Args:
-            number: of the step.
-            metrics: `manager.metrics()` of it, and any further numbers.
-            batch: the `RolloutBatch` it was trained on, for staleness and samples; None: neither is logged.
+            number: number of the step.
+            metrics: `manager.metrics()` of the step, and any further numbers.
+            batch: the step's `RolloutBatch`, for staleness and samples; None: neither is logged.
             rewards: one number per sample of the batch: a sequence, array or tensor of N elements.
-            tokenizer: decodes the samples' runs of tokens by version; None: their ids are kept.
+            tokenizer: decodes the samples' tokens per version; None: their ids are logged.
 
         Raises:
-            ValueError: `rewards` are not one per sample of `batch`, or there is no batch.
+            ValueError: there is not one reward per sample of `batch`, or no batch.
             OSError: the file cannot be written.
         """
         row: dict[str, Any] = {"step": int(number), "metrics": {k: _number(v) for k, v in metrics.items()}}
@@ -88,9 +88,7 @@ class RunLog:
 
 
 def read_log(folder: str | os.PathLike[str]) -> tuple[str, list[dict[str, Any]]]:
-    """Return the title and steps of a run, the last line of each step's number; `ConfigError` without a log or any
-    step.
-    """
+    """Return the title and steps of a run, from the last line of each step. `ConfigError` without a log or steps."""
     path = Path(folder) / FILE
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -166,8 +164,9 @@ def _number(value: Any) -> float | None:
 
 
 def flat_array(values: Any) -> NDArray[np.float64]:
-    """float64 [n] of a number, a sequence, an array, or a torch tensor on any device and with any dtype."""
-    # Duck-typed, because this module avoids torch: numpy cannot read tensors on a device, in bfloat16 or with a gradient.
+    """Convert a number, sequence, array or torch tensor (any device and dtype) to float64 [n]."""
+    # numpy cannot read tensors on a device, in bfloat16 or with a gradient. They are duck-typed, because this module
+    # avoids torch.
     if hasattr(values, "detach"):
         values = values.detach().double().cpu().numpy()
     return np.asarray(values, dtype=np.float64).reshape(-1)

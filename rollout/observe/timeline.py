@@ -47,7 +47,7 @@ def timeline(recorder: TraceRecorder, rank: int = 0) -> dict[str, Any]:
 
 
 def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one trace of all ranks, by the clocks of their hosts; the start of the first one is time 0."""
+    """Return one trace of all ranks, by the clocks of their hosts; time 0 is the start of the first trace."""
     first = traces[0]["otherData"]
     events: list[Event] = []
     end_s = 0.0
@@ -163,7 +163,7 @@ def _sample(pid: int, tid: int, life: Life, held: list[tuple[float, float]], bas
 
 
 def _held(log: EngineLog, around: Iterable[Span], end: float) -> list[tuple[float, float]]:
-    """Spans in which samples with KV produce no tokens: the engine is stopped, or its manager is in another phase."""
+    """Return spans in which samples with KV get no tokens: the engine is stopped, or its manager is in another phase."""
     found = [(span.start, span.end) for span in around if span.args.get("phase") not in (None, "generate")]
     for (time, state), (until, _) in zip(log.states, [*log.states[1:], (end, "")], strict=True):
         if state != "running":
@@ -180,7 +180,7 @@ def _held(log: EngineLog, around: Iterable[Span], end: float) -> list[tuple[floa
 def _without(
     state: str, start: float, end: float, held: list[tuple[float, float]]
 ) -> Iterator[tuple[str, float, float]]:
-    """The parts of a state; parts inside `held` become `HELD`. A sample in the queue keeps waiting there."""
+    """Split a state; parts inside `held` become `HELD`. A queued sample stays in the state waiting."""
     if end <= start:
         return
     if state in (PREFILL, DECODE):
@@ -221,7 +221,7 @@ Interval = tuple[str, float, float]
 
 
 class TracedSample(NamedTuple):
-    """One sample; `rollout.observe.recorder` lists its states."""
+    """A sample of a trace; `rollout.observe.recorder` lists its states."""
 
     request: int
     sample: int
@@ -240,7 +240,7 @@ class TracedEngine:
 
 
 class ReadTrace(NamedTuple):
-    """A trace file."""
+    """The content of a trace file."""
 
     duration_s: float
     engines: tuple[TracedEngine, ...]

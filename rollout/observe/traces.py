@@ -17,7 +17,7 @@ from rollout.observe.timeline import merged, timeline, write
 def trace(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
     """Context manager that writes a timeline of its block, even after an exception, for Perfetto and Chrome.
 
-    It covers all engines of this process: managers', an `LLM`'s, and bare ones. With torch.distributed on several ranks each
+    It covers all engines of this process, with or without a manager or `LLM`. With torch.distributed on several ranks each
     rank writes its own file, with `.rank<number>` before the suffix; `RolloutManager.trace` writes one for all.
 
     Args:
@@ -35,7 +35,7 @@ def trace(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
 
 @contextmanager
 def traced(path: str | os.PathLike[str], gather: Callable[[str, bytes], list[bytes] | None] | None) -> Iterator[Path]:
-    """See `RolloutManager.trace`; `gather` is a method of the manager's `Backend`. None: the path is this rank's own."""
+    """Implement `RolloutManager.trace`. `gather`: method of the manager's `Backend`; None: the path is this rank's."""
     target = Path(path)
     own = target if gather is None else _own_path(target)
     every: list[bytes] | None = []
@@ -55,7 +55,7 @@ def traced(path: str | os.PathLike[str], gather: Callable[[str, bytes], list[byt
 
 
 def of_rank(path: Path, rank: int) -> Path:
-    """`step.json` → `step.rank1.json`."""
+    """Insert the rank into a file name: `step.json` → `step.rank1.json`."""
     name, dot, suffixes = path.name.partition(".")
     return path.with_name(f"{name}.rank{rank}{dot}{suffixes}")
 
@@ -66,7 +66,7 @@ def _own_path(path: Path) -> Path:
 
 
 def _checked(path: Path) -> str:
-    """Raise for a bad path before the block, whose trace would be lost."""
+    """Check the path before the block; otherwise a bad path would lose the trace."""
     if not path.parent.is_dir():
         raise ConfigError(f"trace({str(path)!r}): there is no folder {str(path.parent)!r}; make it first")
     if path.is_dir():

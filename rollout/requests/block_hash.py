@@ -33,11 +33,11 @@ LAST_SHIFT = 31
 def compute_block_hashes_batched(
     prompt_tokens: Sequence[int] | NDArray[Any], block_size: int, salt: str | None = None
 ) -> list[int]:
-    """Hashes of the complete blocks of a prompt, each in 1 … `HASH_PRIME`.
+    """Return the hashes of a prompt's complete blocks, each in 1 … `HASH_PRIME`.
 
     Args:
         prompt_tokens: token ids (a list, a numpy array or a torch tensor of one dimension).
-        salt: `SamplingParams.prefix_share`: equal prompts with different salts have different hashes.
+        salt: `SamplingParams.prefix_share`. Equal prompts with different salts have different hashes.
 
     Raises:
         ConfigError: `block_size` is below 1, or the tokens are not integers of one dimension.
@@ -55,7 +55,7 @@ def compute_block_hashes_batched(
 
 
 def chain_root(salt: str | None) -> int:
-    """Start hash of a chain, in 0 … `HASH_PRIME`: 0 without a salt."""
+    """Return the start hash of a chain, in 0 … `HASH_PRIME`; 0 without a salt."""
     if salt is None:
         return 0
     return int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "little") % HASH_PRIME + 1
@@ -83,7 +83,7 @@ def chain_block_hashes(parents: NDArray[np.int64], blocks: NDArray[np.int64]) ->
 
 
 def _token_hashes(blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """int64 [B, block_size] → uint64 [B], below `HASH_PRIME`; sums wrap modulo 2^64."""
+    """Hash int64 [B, block_size] tokens to uint64 [B], below `HASH_PRIME`. Sums wrap modulo 2^64."""
     powers = np.cumprod(np.array([1] + [HASH_BASE] * (blocks.shape[1] - 1), dtype=np.uint64)[: blocks.shape[1]])
     sums: NDArray[np.uint64] = (_mix(blocks.view(np.uint64)) * powers).sum(axis=1, dtype=np.uint64)
     return _mix(sums) % np.uint64(HASH_PRIME)
@@ -97,7 +97,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _times_base(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """values · HASH_BASE, congruent modulo 2^61 - 1 and below 2^62, in 64-bit arithmetic (2^61 is congruent to 1)."""
+    """Return values · HASH_BASE modulo 2^61 - 1, below 2^62, in 64-bit arithmetic (2^61 is congruent to 1)."""
     high = (values >> np.uint64(31)) * np.uint64(HASH_BASE)
     low = (values & np.uint64(2**31 - 1)) * np.uint64(HASH_BASE)
     product: NDArray[np.uint64] = (high >> np.uint64(30)) + ((high & np.uint64(2**30 - 1)) << np.uint64(31)) + low
@@ -105,7 +105,7 @@ def _times_base(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def integer_array(name: str, values: Any, dimensions: int = 1) -> NDArray[np.int64]:
-    """Contiguous int64 array of nested sequences, an array or a tensor; `ConfigError` unless integers of `dimensions`."""
+    """Convert nested sequences, an array or a tensor to contiguous int64; `ConfigError` unless integers of `dimensions`."""
     rule = f"must be integers of {dimensions} dimension(s)"
     try:
         array = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
@@ -117,9 +117,9 @@ def integer_array(name: str, values: Any, dimensions: int = 1) -> NDArray[np.int
 
 
 def stream_key(seed: int, index: int) -> int:
-    """Key in [0, 2^63) of random stream `index` of `seed`: two rounds of splitmix64.
+    """Return the key in [0, 2^63) of random stream `index` of `seed`, by two rounds of splitmix64.
 
-    A request without a seed gets the stream of its number; its samples get the streams of their index.
+    A request without a seed gets the stream of its number; a sample gets the stream of its index.
     """
     return _mixed(_mixed(seed + GOLDEN) + (index + 1) * GOLDEN) >> 1
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Codec(NamedTuple):
-    """A pair of inverses; `decode` raises `SerializationError` for any value that `encode` cannot produce."""
+    """A pair of inverse functions. `decode` raises `SerializationError` for values that `encode` cannot produce."""
 
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
@@ -78,7 +78,7 @@ def unpack_msgpack(what: str, packed: bytes | memoryview, **options: Any) -> Any
 
 
 def unpack_joined(what: str, packed: bytes) -> list[Any]:
-    """Unpack msgpack values that were packed one after another, at least one; a `SerializationError` begins with `what`."""
+    """Unpack at least one concatenated msgpack value. The message of a `SerializationError` begins with `what`."""
     reader = msgpack.Unpacker(max_buffer_size=max(1, len(packed)))
     reader.feed(packed)
     values: list[Any] = []
@@ -94,7 +94,7 @@ def unpack_joined(what: str, packed: bytes) -> list[Any]:
 
 
 def optional(codec: Codec) -> Codec:
-    """Codec of the same value or None."""
+    """Return a codec for the same value or None."""
     return Codec(
         lambda value: None if value is None else codec.encode(value),
         lambda value: None if value is None else codec.decode(value),
@@ -102,7 +102,7 @@ def optional(codec: Codec) -> Codec:
 
 
 def list_of(codec: Codec) -> Codec:
-    """Codec of a list of such values."""
+    """Return a codec for a list of such values."""
 
     def decode(value: Any) -> list[Any]:
         if not isinstance(value, list | tuple):
@@ -113,10 +113,10 @@ def list_of(codec: Codec) -> Codec:
 
 
 def member_of(kind: type[Enum]) -> Codec:
-    """Codec of an enum member, by value."""
+    """Return a codec for an enum member, by value."""
 
     def decode(value: Any) -> Enum:
-        # True == 1, but a bool is not the value of a member
+        # True == 1, but a bool is not the value of a member.
         if type(value) not in (int, str):
             refuse(kind.__name__, value, f"one of {[member.value for member in kind]}")
         try:
@@ -129,7 +129,7 @@ def member_of(kind: type[Enum]) -> Codec:
 
 def _plain(rule: str, encode: Callable[[Any], Any], *types: type) -> Codec:
     def decode(value: Any) -> Any:
-        # type() and not isinstance(): True is no integer here
+        # type() and not isinstance(), because True is not an integer here.
         if type(value) not in types:
             refuse(types[0].__name__, value, rule)
         return encode(value)
@@ -187,14 +187,14 @@ def _encode_array(array: np.ndarray[Any, Any]) -> list[Any]:
 
 
 def _array(dtypes: str, rule: str) -> Codec:
-    """Codec of arrays whose dtype matches a pattern. An object dtype, which would be a pickle, matches none."""
+    """Return a codec for arrays whose dtype matches a pattern. Object dtypes, which need pickle, match no pattern."""
 
     def decode(value: Any) -> np.ndarray[Any, Any]:
         dtype, shape, data = _dtype_shape_data("array", value)
         if not re.fullmatch(dtypes, dtype):
             refuse("array", dtype, rule)
         _check_size("array", shape, np.dtype(dtype).itemsize, data)
-        # frombuffer is read-only; a field is not
+        # A copy, because frombuffer is read-only and a field is not.
         return np.frombuffer(data, dtype).reshape(shape).copy()
 
     return Codec(_encode_array, decode)
@@ -215,7 +215,7 @@ def deserialize_tensor(plain: list[Any]) -> torch.Tensor:
     """Decode a CPU tensor that owns its memory; the inverse of `serialize_tensor`.
 
     Raises:
-        SerializationError: not such a list, an unknown dtype, or a number of bytes that does not fit the shape.
+        SerializationError: it is not such a list, the dtype is unknown, or the bytes do not fit the shape.
     """
     import torch
 

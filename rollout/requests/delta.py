@@ -43,7 +43,7 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """How an optional field of `SampleDelta` is checked and joined. A missing value is None."""
+    """The checks and joining of an optional field of `SampleDelta`. A missing value is None."""
 
     types: frozenset[type]
     """Types of a value, sent as msgpack encodes it."""
@@ -55,7 +55,7 @@ class Column:
     """Whether joining keeps the values from before a restart."""
 
     def holds(self, values: list[Any]) -> bool:
-        """Whether every value is None or of these types; floats must be finite."""
+        """Return whether every value is None or of these types; floats must be finite."""
         # C-level operations on the whole list: a Python call per entry would dominate decoding.
         return self.types.issuperset(map(type, values)) and (
             float not in self.types or all(map(isfinite, filter(None, values)))
@@ -77,7 +77,7 @@ def _last(values: list[Any]) -> Any:
 
 @dataclass(slots=True)
 class SampleDelta:
-    """New completion tokens of one sample, with the other fields known at that time. Read-only after delivery."""
+    """The new completion tokens of one sample, with all other new fields. Read-only after delivery."""
 
     request_id: int
     sample_index: int
@@ -92,7 +92,7 @@ class SampleDelta:
     prompt_version: int = 0
     """Policy version under which the prompt was admitted."""
     ttft: float | None = _column("seconds", float, int, join=_first)
-    """Seconds from arrival to the first token, if that is among them."""
+    """Seconds from arrival to the first token, if this delta has the first token."""
     top_n: bytes | None = _column("bytes", bytes, join=b"".join)
     """Top log-probs of each token, packed by `pack_top_n`, if requested."""
     kept: bytes | None = _column("bytes", bytes, join=b"".join)
@@ -139,11 +139,11 @@ class SampleDelta:
         return self.versions.tolist()
 
     def top_n_rows(self) -> TopN:
-        """Top log-probs of each token; empty if they were not requested. Raises: see `unpack_top_n`."""
+        """Return the top log-probs of each token; empty if not requested. Raises as `unpack_top_n`."""
         return [] if self.top_n is None else unpack_top_n(self.top_n)
 
     def route_rows(self, positions: int) -> Routes | None:
-        """Expert routes [positions, layers, k]; None: not recorded. Raises `SerializationError` if malformed."""
+        """Return the expert routes [positions, layers, k]; None: not recorded. `SerializationError` if malformed."""
         if self.routes is None:
             return None
         first, routes = unpack_routes(self.routes)
@@ -153,7 +153,7 @@ class SampleDelta:
         return routes
 
     def kept_tokens(self) -> KeptTokens | None:
-        """Set that each token was drawn from; None: not requested. Raises `SerializationError` if malformed."""
+        """The set that each token was drawn from; None: not requested. Raises `SerializationError` if malformed."""
         if self.kept is None:
             return None
         sets = unpack_kept(self.kept)
@@ -162,7 +162,7 @@ class SampleDelta:
         return sets
 
     def value_rows(self) -> NDArray[np.float32] | None:
-        """float32 [count, k] values of the tokens; None: there are none. Raises `SerializationError` if malformed."""
+        """Return float32 [count, k] values of the tokens; None: there are no values. `SerializationError` if malformed."""
         if self.values is None:
             return None
         if not self.count or not self.values or len(self.values) % (TOKEN_BYTES * self.count):
@@ -178,10 +178,10 @@ class SampleDelta:
         priority: int = 0,
         arrival_time: float | None = None,
     ) -> DynamicInferenceRequest:
-        """Request that continues the sample after these tokens, which are its whole completion so far.
+        """Build the request that continues the sample after these tokens, its whole completion so far.
 
         Raises:
-            SerializationError: a column is malformed, or a requested one lacks a token.
+            SerializationError: a column is malformed, or a requested column lacks a token.
         """
         count, top_n = self.count, self.top_n_rows()
         if params.logprobs and len(top_n) != count:
@@ -221,7 +221,7 @@ COLUMNS: dict[str, Column] = {
 
 
 class DeltaJoin:
-    """Joins consecutive deltas of one sample, or columns of such deltas.
+    """A join of consecutive deltas of one sample, or of their columns.
 
     A part that starts at token 0 is a restart: earlier parts are dropped, except for columns that outlive it.
     """
@@ -242,7 +242,7 @@ class DeltaJoin:
         self._columns = {name: values for name, values in self._columns.items() if COLUMNS[name].outlives_restart}
 
     def add(self, start: int, prompt_version: int, token_ids: bytes, log_probs: bytes) -> VersionSpans:
-        """Add tokens; returns the spans to add their versions to."""
+        """Add tokens; return the spans to which the caller adds their versions."""
         if not start or not self._token_ids:
             self._begin(start, prompt_version)
         self._token_ids.append(token_ids)
@@ -262,7 +262,7 @@ class DeltaJoin:
         self._num_events = delta.num_events
 
     def delta(self) -> SampleDelta:
-        """Everything added as one delta."""
+        """Return the joined parts as one delta."""
         tokens, log_probs = b"".join(self._token_ids), b"".join(self._log_probs)
         delta = SampleDelta(*self.key, self._start, tokens, log_probs, self._versions, self._prompt_version)
         for name, values in self._columns.items():
@@ -280,7 +280,7 @@ MAX_EVENTS_SENT = 1 << 18
 def growth(
     record: DynamicInferenceRequestRecord, known: int, prompt_version: int, events_known: int = 0
 ) -> SampleDelta:
-    """New output of an inactive (waiting or finished) record after the known tokens and events.
+    """Return the new output of an inactive (waiting or finished) record after the known tokens and events.
 
     Args:
         known, events_known: number of known completion tokens, and of known events.
@@ -305,7 +305,7 @@ def growth(
     if live.sampling_params.logprobs:
         delta.top_n = pack_top_n(joined(record, "generated_top_n_logprobs", start))
     last = live.original_prompt_length + made - 1
-    # Samples that failed in their prompt have routes for a part of it.
+    # A sample that failed in its prompt has routes for a part of the prompt.
     if (made > start or not made) and 0 < last <= route_rows(record):
         first = first_unread(computed_length(record), live.original_prompt_length + start)
         routes = [each.routing_indices for each in record if each.routing_indices is not None]
@@ -318,18 +318,18 @@ def growth(
 
 
 def completion_length(live: DynamicInferenceRequest) -> int:
-    """Number of completion tokens of all segments up to this one."""
+    """Return the number of completion tokens of all segments up to this segment."""
     return live.total_length - live.original_prompt_length
 
 
 def computed_length(record: DynamicInferenceRequestRecord) -> int:
-    """Prompt length of the segment in which the last token was sampled, or of the first segment if there is none."""
+    """Return the prompt length of the segment that sampled the last token, or of the first segment without tokens."""
     sampled = (each for each in reversed(record.segments) if each.generated_tokens)
     return len(next(sampled, record[0]).prompt_tokens)
 
 
 def first_unknown(live: DynamicInferenceRequest, made: int, known: int, prompt_version: int) -> int:
-    """Index of the first unknown completion token: `known`, or 0 if the sample was restarted since.
+    """Return the index of the first unknown completion token: `known`, or 0 if the sample was restarted since.
 
     A restart happens under a later policy version than all earlier tokens, so the prompt's version detects it.
     """
@@ -338,12 +338,12 @@ def first_unknown(live: DynamicInferenceRequest, made: int, known: int, prompt_v
 
 
 def version_of_prompt(live: DynamicInferenceRequest) -> int:
-    """Policy version under which the prompt was admitted, or would be now."""
+    """Return the policy version at the prompt's admission; the current version before admission."""
     return live.policy_spans.version_at(0) if live.policy_spans else live.policy_version
 
 
 def versions(live: DynamicInferenceRequest, start: int, stop: int) -> VersionSpans:
-    """Policy versions of completion tokens `start` … `stop` - 1; the live version after the recorded spans."""
+    """Return the policy versions of completion tokens `start` … `stop` - 1: the recorded spans, then the live version."""
     first, last = live.original_prompt_length + start, live.original_prompt_length + stop
     spans = VersionSpans(live.policy_spans.window(first, last))
     spans.extend_to(last - first, live.policy_version)
@@ -351,7 +351,7 @@ def versions(live: DynamicInferenceRequest, start: int, stop: int) -> VersionSpa
 
 
 def joined(record: DynamicInferenceRequestRecord, name: str, start: int) -> list[Any]:
-    """Joined values of a per-token field, from completion token `start` on."""
+    """Join the values of a per-token field, from completion token `start` on."""
     live = record[-1]
     if start >= live.rng_offset:
         rows: list[Any] = getattr(live, name)[start - live.rng_offset :]
@@ -360,7 +360,7 @@ def joined(record: DynamicInferenceRequestRecord, name: str, start: int) -> list
 
 
 def kept_since(record: DynamicInferenceRequestRecord, start: int, stop: int) -> bytes:
-    """Packed sets of completion tokens `start` … `stop` - 1, from the segments that hold them."""
+    """Return the packed sets of completion tokens `start` … `stop` - 1."""
     packed = b""
     for segment in record.segments if start < stop else ():
         low, sets = segment.rng_offset, segment.generated_kept_tokens
@@ -370,7 +370,7 @@ def kept_since(record: DynamicInferenceRequestRecord, start: int, stop: int) -> 
 
 
 def values_since(record: DynamicInferenceRequestRecord, start: int, stop: int) -> bytes:
-    """Packed values of completion tokens `start` … `stop` - 1; empty if there are none."""
+    """Return the packed values of completion tokens `start` … `stop` - 1; empty without values."""
     values, before = joined_values(record.segments), record[0].rng_offset
     return b"" if values is None else values[max(0, start - before) : max(0, stop - before)].tobytes()
 

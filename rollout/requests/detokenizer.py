@@ -26,7 +26,7 @@ _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 class IncrementalDetokenizer:
-    """Converts tokens to text, emitting it as soon as no following token can change it.
+    """A converter of tokens to text, which emits text as soon as no later token can change it.
 
     A token is decoded together with some of its predecessors, because its text depends on them. Two kinds of text are
     unsettled: a trailing U+FFFD, which may be the start of a character, and a run of byte tokens (`<0x0A>`, sentencepiece's
@@ -53,11 +53,11 @@ class IncrementalDetokenizer:
         return self._pending
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns the newly settled text."""
+        """Add tokens; return the newly settled text."""
         return "".join([self._push(int(token)) for token in token_ids])
 
     def finish(self) -> str:
-        """Finish the tokens: returns the text that was held back."""
+        """Finish the completion; return the text that was held back."""
         return self._give(self._pending, "")
 
     def _push(self, token: int) -> str:
@@ -90,7 +90,7 @@ class IncrementalDetokenizer:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
 
     def _vanishes(self, token: int) -> bool:
-        """Whether `decode` always omits the token: it is special, or not in the vocabulary.
+        """Return whether `decode` always omits the token, because it is special or not in the vocabulary.
 
         Such tokens are kept out of the window, where they would displace the context.
         """
@@ -102,14 +102,14 @@ class IncrementalDetokenizer:
 
 
 def pieces_of(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """Text settled by each token; joined, the `decode` of all tokens."""
+    """Return the text that each token settles. The joined texts equal the `decode` of all tokens."""
     detokenizer = IncrementalDetokenizer(tokenizer)
     pieces = [detokenizer.push((token,)) for token in token_ids]
     return [*pieces[:-1], pieces[-1] + detokenizer.finish()] if pieces else []
 
 
 class CompletionText:
-    """Text of one completion, up to the first of its stop strings.
+    """The text of one completion, up to its first stop string.
 
     The stop string that starts earliest counts; if several start there, the longest. It may span tokens. A stop
     string that was completed while stopping was not allowed does not count later.
@@ -127,7 +127,7 @@ class CompletionText:
         self._ended_text = ""
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
-        """Add the next token; returns the stop string found, if any. Tokens after a stop are ignored."""
+        """Add the next token; return the completed stop string, if any. Tokens after a stop are ignored."""
         if self._stop is None:
             settled = self._tail + self._detokenizer.push((token_id,))
             seen = settled + self._detokenizer.pending.rstrip(_REPLACEMENT)
@@ -140,15 +140,16 @@ class CompletionText:
         return self._stop
 
     def text(self) -> str:
-        """The whole text if the completion finished now, cut before the stop string (after it, if it is included).
+        """Return the text as if the completion ended now, cut before the stop string (after an included stop string).
 
-        Incomplete bytes read as the tokenizer decodes them.
+        Incomplete bytes appear as the tokenizer decodes them.
         """
         return self._detokenizer.text + self._detokenizer.pending if self._stop is None else self._ended_text
 
     def _find(self, seen: str) -> None:
         searched = self._searched - self._before_tail
-        # New matches end after the searched text. Stops are sorted longest first, and `min` takes the first of equal ones.
+        # New matches end after the searched text. Stops are sorted longest first, and `min` takes the first of equal
+        # matches.
         hits = [(seen.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stops]
         start, self._stop = min((hit for hit in hits if hit[0] >= 0), key=lambda hit: hit[0], default=(0, None))
         if self._stop is not None:
@@ -157,7 +158,7 @@ class CompletionText:
 
 
 class StableText:
-    """Streams the text that no later token can change: no unsettled bytes, no tail that may become a stop string.
+    """A stream of the text that no later token can change: no unsettled bytes, no tail that may become a stop string.
 
     It does not search for stop strings: once the completion has finished, `rest` returns the part of its final text that is
     not shown yet.
@@ -171,7 +172,7 @@ class StableText:
         self._shown = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens, none of which completes a stop string; returns the text that may be shown now."""
+        """Add tokens that complete no stop string; return the text that may be shown now."""
         piece = self._detokenizer.push(token_ids)
         if not piece:
             return ""
@@ -183,17 +184,17 @@ class StableText:
         return settled[:safe]
 
     def text(self) -> str:
-        """The whole text if the completion finished now without a stop string."""
+        """Return the text as if the completion ended now without a stop string."""
         return self._detokenizer.text + self._detokenizer.pending
 
     def rest(self, text: str) -> str | None:
-        """The part of the final text that is not shown yet; None if the final text does not start with the shown text."""
+        """Return the rest of the final text; None if the final text does not start with the shown text."""
         shown = self._detokenizer.text[: self._shown]
         return text[self._shown :] if text.startswith(shown) else None
 
 
 def _held_back(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of a stop string."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of a stop string."""
     return max([_begun(text, stop) for stop in stops], default=0)
 
 
@@ -208,11 +209,11 @@ def _begun(text: str, stop: str) -> int:
 
 
 class TokenBytes:
-    """Bytes of single tokens, cached.
+    """The cached bytes of single tokens.
 
     Args:
-        tokenizer: of byte-level BPE (GPT-2, Llama 3, Qwen), sentencepiece (Llama 2, Mistral, Gemma), or any whose tokens
-            can be decoded one by one.
+        tokenizer: byte-level BPE (GPT-2, Llama 3, Qwen), sentencepiece (Llama 2, Mistral, Gemma), or any tokenizer that
+            can decode single tokens.
 
     Attributes:
         special: ids that `decode` omits: the named special tokens, and added tokens marked as special.
@@ -230,7 +231,7 @@ class TokenBytes:
         self._bytes: dict[int, bytes] = {}
 
     def of(self, token: int) -> bytes:
-        """Bytes of a token: a special token's name, and nothing for an id without a token."""
+        """Return the bytes of a token: the name of a special token; nothing for an id without a token."""
         known = self._bytes.get(token)
         if known is None:
             known = self._bytes[token] = self._read(token)
@@ -252,8 +253,9 @@ class TokenBytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character → byte of GPT-2's alphabet (inverse of `bytes_to_unicode`): printable bytes map to themselves, the others
-    to the characters from U+0100 on, in order."""
+    """Return character → byte of GPT-2's alphabet (inverse of `bytes_to_unicode`): printable bytes map to themselves, the
+    others to U+0100 and later, in order.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -58,7 +58,7 @@ class DynamicInferenceEvent:
     def __init__(
         self, timestamp: float | None = None, type: DynamicInferenceEventType | None = None, payload: Any = None
     ) -> None:
-        """`timestamp` None: now."""
+        """Check the payload. `timestamp` None: now."""
         if not isinstance(type, DynamicInferenceEventType):
             raise ValueError(f"type={type!r} of an event: must be a DynamicInferenceEventType")
         object.__setattr__(self, "timestamp", time.time() if timestamp is None else float(timestamp))
@@ -98,7 +98,7 @@ class DynamicInferenceEvent:
 
     @classmethod
     def deserialize(cls, row: Any) -> DynamicInferenceEvent:
-        """The inverse of `serialize`; `SerializationError` if the event is malformed."""
+        """Decode the result of `serialize`; `SerializationError` if the event is malformed."""
         if type(row) is not list or len(row) not in (2, 3) or type(row[0]) is not int or type(row[1]) is not float:
             refuse("event", row, "[type, timestamp, payload]")
         payload = row[2] if len(row) == 3 else None
@@ -148,7 +148,7 @@ def unpack_events(packed: bytes) -> list[DynamicInferenceEvent]:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class EventLog:
-    """Event list of a request, oldest first, with one method per type; `timestamp` None: now, by the wall clock."""
+    """The event list of a request, oldest first, with one method per type. `timestamp` None: now, by the wall clock."""
 
     events: list[DynamicInferenceEvent] = field(default_factory=list)
     event_add_engine: DynamicInferenceEvent | None = None
@@ -176,7 +176,7 @@ class EventLog:
     ) -> None:
         """Record a sampled token.
 
-        Counts of the whole KV pool: all blocks, registered blocks, registered blocks with holders, references to blocks.
+        Counts are of the whole KV pool: all blocks, registered blocks, registered blocks in use, references to blocks.
         """
         counts = (token_id, blocks_total, blocks_hashed_total, blocks_hashed_active, blocks_ref_count)
         payload = {name: int(count) for name, count in zip(_TOKEN_FIELDS, counts, strict=True) if count is not None}

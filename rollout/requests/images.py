@@ -29,28 +29,28 @@ TILED_DIMENSIONS = 5
 
 @dataclass(frozen=True, eq=False)
 class ImageInputs:
-    """Tensors of all images of one prompt, in the layout of the model's image processor."""
+    """The tensors of all images of one prompt, in the layout of the model's image processor."""
 
     tensors: Mapping[str, torch.Tensor]
-    """`pixel_values`, and the model's other inputs for them (`image_grid_thw`, `pixel_attention_mask`)."""
+    """`pixel_values`, and the model's other image inputs (`image_grid_thw`, `pixel_attention_mask`)."""
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes: BLAKE2b of names, dtypes, shapes and contents."""
+        """The BLAKE2b digest (32 bytes) of names, dtypes, shapes and contents."""
         return digest_of(self.tensors)
 
     def pack(self) -> bytes:
-        """msgpack of the tensors, exactly."""
+        """Pack the tensors as msgpack, without loss."""
         packed: bytes = msgpack.packb(TENSORS.encode(dict(self.tensors)))
         return packed
 
     @classmethod
     def unpack(cls, packed: bytes) -> ImageInputs:
-        """The inverse of `pack`; raises `SerializationError` if malformed."""
+        """Decode the result of `pack`; raise `SerializationError` if malformed."""
         return cls(TENSORS.decode(unpack_msgpack("images", packed)))
 
     def begins_with(self, earlier: ImageInputs) -> bool:
-        """Whether the first images equal `earlier`."""
+        """Return whether the first images equal `earlier`."""
         # Tiles of images are in the second dimension, after the batch dimension.
         tiled = PIXELS in self.tensors and self.tensors[PIXELS].ndim == TILED_DIMENSIONS
         dim = 1 if tiled else 0
@@ -65,7 +65,7 @@ class ImageInputs:
 
 
 class ImagePrompt(list[int]):
-    """Token ids of a prompt, including placeholders of images, with the images.
+    """The token ids of a prompt, including placeholders of images, with the images.
 
     Args:
         token_ids: every image's placeholder repeated once per embedding, as processors return them.
@@ -81,12 +81,12 @@ class ImagePrompt(list[int]):
 
 
 def images_of(tokens: object) -> ImageInputs | None:
-    """The images of token ids; None: no images."""
+    """Return the images of token ids; None: no images."""
     return tokens.images if isinstance(tokens, ImagePrompt) else None
 
 
 def processed_prompt(inputs: Mapping[str, Any]) -> list[int]:
-    """Prompt from a processor's result for one prompt; an `ImagePrompt` if there are images.
+    """Convert a processor's result for one prompt to token ids; an `ImagePrompt` if there are images.
 
     Args:
         inputs: `input_ids` [P] or [1, P], and the images' tensors (`pixel_values`, …). Masked padding is removed.
@@ -112,7 +112,7 @@ def processed_prompt(inputs: Mapping[str, Any]) -> list[int]:
 
 
 def as_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors without a graph of values by name; `InvalidRequestError` names a value of another kind."""
+    """Convert named values to tensors without autograd graph; `InvalidRequestError` names a value of another kind."""
     import torch
 
     tensors = {}
@@ -128,7 +128,7 @@ def as_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """32 bytes: BLAKE2b of names, dtypes, shapes and contents of tensors."""
+    """Return the BLAKE2b digest (32 bytes) of names, dtypes, shapes and contents of tensors."""
     import torch
 
     digest = hashlib.blake2b(digest_size=32)

@@ -1,4 +1,4 @@
-"""Prompts in all accepted forms: the `prompts` argument normalised, padding removed, chat messages made plain."""
+"""Prompts in all accepted forms: normalising the `prompts` argument, removing padding, simplifying chat messages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
 def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = False) -> Any:
-    """Return prompts that a tokenizer returned together as lists of token ids without padding; anything else as it is.
+    """Convert a tokenizer's batch of prompts to lists of token ids without padding; return anything else unchanged.
 
     A mapping with `input_ids` of several rows loses the positions that its `attention_mask` masks. A 2-D array has no mask,
     so a row that begins or ends with the padding token raises; lists of equal length lead to a warning. A bos or eos token
     that is also the padding token counts as a token if every row has one, because the longest row has no padding.
 
     Args:
-        owners: tokenizer and configurations of the model, which name the padding, bos and eos tokens.
+        owners: tokenizer and configurations of the model, which define the padding, bos and eos tokens.
         name: name of the argument, for messages.
         single: leave a mapping with one row as it is.
 
@@ -57,13 +57,13 @@ def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = F
         )
         if is_array:
             raise InvalidRequestError(f"{name}{found}: {cure}")
-        if len(rows) > 1:  # The text names no row, so Python shows it once per line of the caller.
+        if len(rows) > 1:  # The text has no row number, so Python shows it once per line of the caller.
             warn_caller(f"{name}: a row begins or ends with the padding token: {cure}")
     return rows if is_array else prompts
 
 
 def _rows(values: Any) -> list[list[int]] | None:
-    """The rows of a 2-D array, or of a list of lists or 1-D arrays of token ids; None: anything else."""
+    """Return the rows of a 2-D array, or of a list of lists or 1-D arrays of token ids; None: anything else."""
     ndim = getattr(values, "ndim", None)
     if ndim is not None:
         rows: list[list[int]] | None = values.tolist() if ndim == 2 else None
@@ -76,7 +76,7 @@ def _rows(values: Any) -> list[list[int]] | None:
 
 
 def _padded(rows: Sequence[Sequence[int]], owners: Sequence[Any]) -> str:
-    """Description of a row that begins or ends with padding, for a message; "" if there is none."""
+    """Describe a row that begins or ends with padding, for a message; "" if there is no such row."""
     found = [getattr(owner, "pad_token_id", None) for owner in owners]
     pad = next((each for each in found if isinstance(each, int)), None)
     special: list[Any] = []
@@ -92,7 +92,7 @@ def _padded(rows: Sequence[Sequence[int]], owners: Sequence[Any]) -> str:
 
 
 def has_images(prompt: object) -> bool:
-    """Whether a prompt is a processor's result, or chat messages with parts that are not text."""
+    """Return whether a prompt is a processor's result, or chat messages with parts other than text."""
     if isinstance(prompt, Mapping):
         return True
     if not isinstance(prompt, list | tuple) or not prompt or not isinstance(prompt[0], Mapping):
@@ -108,7 +108,7 @@ _RULE = (
 
 
 def normalized(prompts: object) -> tuple[list[Prompt], bool]:
-    """Return the prompts as a list, and whether a single one was given. `[]` means no prompt.
+    """Return the prompts as a list, and whether the argument was a single prompt. `[]` means no prompt.
 
     Args:
         prompts: a `Prompt`, or a list of prompts of one kind; tuples, numpy arrays and tensors count as lists.
@@ -128,7 +128,7 @@ def normalized(prompts: object) -> tuple[list[Prompt], bool]:
 
 
 def _processed(item: object) -> bool:
-    """Whether it is a processor's result for one prompt."""
+    """Return whether the item is a processor's result for one prompt."""
     return isinstance(item, Mapping) and "input_ids" in item
 
 
@@ -202,7 +202,7 @@ def plain_messages(
     shown: Collection[str] | None = None,
     images: list[MessageImage] | None = None,
 ) -> list[Message]:
-    """Copies of the messages for a template: text parts joined, call arguments parsed into objects, None values dropped.
+    """Copy messages for a template: join text parts, parse call arguments into objects, drop None values.
 
     Args:
         shown: keys that the template may read; None: all keys.
@@ -243,12 +243,12 @@ def _message(
 
 
 def image_of(part: Any, where: str) -> MessageImage | None:
-    """The image that a part of a content names, in OpenAI's form or transformers'; None: it is another part.
+    """Return the image that a content part names, in OpenAI's or transformers' form; None: it is another kind of part.
 
     {"type": "image_url", "image_url": {"url": …}}, {"type": "image", "image": …} (or "url", "path").
 
     Raises:
-        InvalidRequestError: it names no image, or has other fields; it is a video.
+        InvalidRequestError: the part names no image, has other fields, or is a video.
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("video_url", "video"):
@@ -311,7 +311,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def plain_arguments(written: Any) -> Any:
-    """Arguments of a call parsed from JSON into an object, for templates; other texts are returned unchanged."""
+    """Parse a call's arguments from JSON into an object, for templates; return other texts unchanged."""
     if not isinstance(written, str):
         return {} if written is None else written
     try:

@@ -47,7 +47,7 @@ class DynamicInferenceRequestRecord:
     """All segments of one sample.
 
     Raises:
-        ValueError: no segment, segments of different samples, or a segment that does not begin where the previous one ended.
+        ValueError: there is no segment, segments are of different samples, or they do not follow each other.
     """
 
     segments: list[DynamicInferenceRequest] = field(default_factory=list)
@@ -76,7 +76,7 @@ class DynamicInferenceRequestRecord:
 
     @classmethod
     def from_request(cls, request: DynamicInferenceRequest) -> DynamicInferenceRequestRecord:
-        """Record with `request` itself as its first and live segment."""
+        """Create a record whose first and live segment is `request` itself."""
         return cls(segments=[request])
 
     def __getitem__(self, index: int) -> DynamicInferenceRequest:
@@ -90,7 +90,7 @@ class DynamicInferenceRequestRecord:
 
     @property
     def requests(self) -> list[DynamicInferenceRequest]:
-        """Older name of `segments`."""
+        """An older name of `segments`."""
         return self.segments
 
     @property
@@ -109,11 +109,11 @@ class DynamicInferenceRequestRecord:
         return next((segment.ttft for segment in self.segments if segment.ttft is not None), None)
 
     def joined(self, name: str) -> list[Any]:
-        """The entries of a field of all segments, in order."""
+        """Concatenate the entries of a field of all segments."""
         return [entry for segment in self.segments for entry in getattr(segment, name)]
 
     def of_prompt(self, name: str) -> list[Any] | None:
-        """A per-token field of the prompt, from the first segment that has all of it; None: no such segment."""
+        """Return a per-token field of the prompt, from the first complete segment; None: no segment has all of it."""
         needed = len(self.segments[0].prompt_tokens) - 1
         rows = (getattr(segment, name) for segment in self.segments)
         return next((row[:needed] for row in rows if row is not None and len(row) >= needed), None)
@@ -123,7 +123,7 @@ class DynamicInferenceRequestRecord:
         self.segments[-1].advance_version(version, policy_only=policy_only)
 
     def increment_staleness(self, policy_only: bool = False) -> None:
-        """Record one weight update. `policy_only`: the request holds no KV (it waits)."""
+        """Record one weight update. `policy_only`: the request is waiting and has no KV."""
         self.segments[-1].increment_staleness(policy_only=policy_only)
 
     def checkpoint(self, tokenizer: object = None) -> DynamicInferenceRequest:
@@ -156,7 +156,8 @@ class DynamicInferenceRequestRecord:
         """Merge all segments into one request, as if it was never interrupted; the record is unchanged.
 
         From the first segment: id, prompt and its log-probs, budget, block hashes. Concatenated: tokens, log-probs,
-        top-n, kept tokens, values, tpot, events, routing indices. From the last: status, finish reason, versions. Time to
+        top-n, kept tokens, values, tpot, events, routing indices. From the last segment: status, finish reason, versions.
+        Time to
         first token and prompt log-probs come from the first segment that has them.
 
         Raises:
@@ -234,7 +235,7 @@ class DynamicInferenceRequestRecord:
 
 
 def joined_values(segments: Iterable[DynamicInferenceRequest]) -> NDArray[np.float32] | None:
-    """Values of the generated tokens of all segments, NaN in a segment without any; None: no segment has any."""
+    """Join the values of all generated tokens, NaN in a segment without values; None: no segment has values."""
     parts = [(segment.generated_length, segment.generated_values) for segment in segments]
     width = next((values.shape[1] for _, values in parts if values is not None), None)
     if width is None:
@@ -244,12 +245,12 @@ def joined_values(segments: Iterable[DynamicInferenceRequest]) -> NDArray[np.flo
 
 
 def route_rows(segments: Iterable[DynamicInferenceRequest]) -> int:
-    """Number of positions whose routes these segments have; each segment begins where the previous one ended."""
+    """Return the number of positions with routes; each segment begins where the previous segment ended."""
     return sum(len(each.routing_indices) for each in segments if each.routing_indices is not None)
 
 
 def set_routes(segments: Sequence[DynamicInferenceRequest], routes: Routes) -> None:
-    """Set the routes of all positions from 0 on; the last segment gets the remaining ones."""
+    """Set the routes of all positions from 0 on; the last segment gets the remaining routes."""
     start = 0
     for segment in segments[:-1]:
         stop = max(start, segment.total_length - 1) if segment.generated_tokens else start

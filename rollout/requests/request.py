@@ -58,10 +58,10 @@ def _codecs(kind: Any) -> dict[str, Codec]:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class InferenceRequest:
-    """A prompt with its sampling parameters and results. Token ids may be any sequence of integers, an array or a tensor.
+    """A prompt with its sampling parameters and results. Token ids may be any sequence, array or tensor of integers.
 
     Raises:
-        InvalidRequestError: the id or a token id is not an integer, or there is no such status.
+        InvalidRequestError: the id or a token id is not an integer, or the status is unknown.
     """
 
     request_id: int
@@ -76,7 +76,7 @@ class InferenceRequest:
     """Prompt of an encoder; rejected, because the engine runs decoders only."""
     generated_text: str | None = None
     segments: list[str] | None = None
-    """Text of each prompt token; None until `TextGenerationController.fill_segments`; the same for the next two."""
+    """Text of each prompt token; None until `TextGenerationController.fill_segments`."""
     generated_segments: list[str] | None = None
     generated_sequence_lengths: list[int] | None = None
     generated_tokens: list[int] = field(default_factory=list)
@@ -115,7 +115,7 @@ class InferenceRequest:
 
     @property
     def inference_parameters(self) -> SamplingParams:
-        """Older name of `sampling_params`."""
+        """An older name of `sampling_params`."""
         return self.sampling_params
 
     @inference_parameters.setter
@@ -160,16 +160,16 @@ class InferenceRequest:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class DynamicInferenceRequest(EventLog, InferenceRequest):
-    """One segment of one sample: from admission until it finishes, or until the next checkpoint.
+    """One segment of one sample, from admission until it finishes or until the next checkpoint.
 
     A position is an index into prompt + generated tokens (T = P + G). `policy_spans` has the version that sampled each of
     the first positions, `kv_spans` the version that computed its KV; for later positions both are `policy_version`.
     """
 
     sample_index: int = 0
-    """Index among the n samples of the prompt. (request_id, sample_index) is the key of a sample."""
+    """Index among the n samples of the prompt. (request_id, sample_index) identifies a sample."""
     priority: int = 0
-    """Higher runs first."""
+    """Requests with a higher priority run first."""
     seed: int | None = None
     """The effective seed: the caller's, or the one the engine derived."""
     rng_offset: int = 0
@@ -179,7 +179,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     stream_offset: int = 0
     """Completion tokens already streamed to the caller."""
     metadata: Any = None
-    """Opaque msgpack-able value of the caller."""
+    """The caller's msgpack-able value, never read here."""
     policy_version: int = 0
     """Policy version of its next token and KV."""
     policy_spans: VersionSpans = field(default_factory=VersionSpans)
@@ -205,7 +205,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     stop_reason: str | int | None = None
     """The stop string or stop token id that finished it."""
     error: str | None = None
-    """`Type: message` of its error."""
+    """Error of a failed request, as `Type: message`."""
     latency: float | None = None
     ttft: float | None = None
     """Seconds from arrival to the first token."""
@@ -234,11 +234,11 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
             )
 
     def succeeded(self) -> bool:
-        """Whether it finished with a result."""
+        """Return whether it finished with a result."""
         return self.status is Status.COMPLETED
 
     def failed(self) -> bool:
-        """Whether it finished without a result."""
+        """Return whether it finished without a result."""
         return self.status is Status.FAILED
 
     # --- lengths ------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def images(self) -> ImageInputs | None:
-        """All tensors of its images and videos; None without any."""
+        """All tensors of its images and videos; None without images."""
         return None
 
     # --- versions -----------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
         Args:
             version: the new policy version.
-            policy_only: the request holds no KV (it waits): KV spans keep their staleness, and policy spans stay empty
+            policy_only: the request is waiting and has no KV. KV spans keep their staleness, and policy spans stay empty
                 until there is a token.
 
         Raises:
@@ -294,7 +294,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         if not policy_only or self.policy_spans or self.generated_tokens:
             self.policy_spans.extend_to(self.total_length, self.policy_version)
         if policy_only:
-            # The staleness of any KV stays the same.
+            # The staleness of existing KV stays the same.
             self.kv_spans.shift(version - self.policy_version)
         else:
             self.kv_spans.extend_to(self.kv_length, self.policy_version)
@@ -339,14 +339,14 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @staticmethod
     def get_metadata_types() -> list[tuple[str, torch.dtype, bool]]:
-        """(name, dtype, whether on the device) of each per-request sampling option that the engine stores."""
+        """Return (name, dtype, whether on the device) of each per-request sampling option that the engine stores."""
         import torch
 
         return [(name, getattr(torch, dtype), on_device) for name, dtype, on_device in MIRRORED]
 
     @property
     def tracked_metadata(self) -> dict[str, int | float]:
-        """Values of `get_metadata_types` by name, in its order; -1 for None, for `logit_bias` its size."""
+        """Values of `get_metadata_types` by name, in its order. None becomes -1; `logit_bias` becomes its size."""
         params = self.sampling_params
         values = {name: getattr(params, name) for name, _, _ in MIRRORED} | {
             "seed": self.seed,
@@ -369,7 +369,7 @@ class VLMInferenceRequest(DynamicInferenceRequest):
     num_tiles: list[int] = field(default_factory=list)
     """Tiles of each image that the vision tower encodes on its own; set at admission."""
     decoder_seq_length: int | None = None
-    """Positions of the prompt once images have become embeddings; set at admission."""
+    """Number of prompt positions after images have become embeddings; set at admission."""
 
     @property
     def images(self) -> ImageInputs | None:
@@ -390,7 +390,7 @@ REQUEST = Codec(DynamicInferenceRequest.serialize, _decode_request)
 
 
 def with_images(request: DynamicInferenceRequest, images: ImageInputs | None) -> DynamicInferenceRequest:
-    """The same request with images; itself if there are none."""
+    """Return the same request with images; the request itself without images."""
     if images is None:
         return request
     tensors = dict(images.tensors)
@@ -399,10 +399,10 @@ def with_images(request: DynamicInferenceRequest, images: ImageInputs | None) ->
 
 
 def told_once(requests: Iterable[DynamicInferenceRequest]) -> dict[str, Any]:
-    """Plain values of requests; images that they share are included once."""
+    """Encode requests as plain values that contain shared images once."""
     plain: list[Any] = []
     images: list[Any] = []
-    # The requests keep the tensors alive.
+    # Ids stay valid, because the requests keep the tensors alive.
     places: dict[tuple[int, ...], int] = {}
     for request in requests:
         if not isinstance(request, VLMInferenceRequest) or (own := request.images) is None:
@@ -418,7 +418,7 @@ def told_once(requests: Iterable[DynamicInferenceRequest]) -> dict[str, Any]:
 
 
 def results_of(told: Mapping[str, Any]) -> list[DynamicInferenceRequest]:
-    """The inverse of `told_once`; requests that shared images share them again."""
+    """Decode the result of `told_once`; requests that shared images share them again."""
     images = [codec.TENSORS.decode(each) for each in told["images"]]
     results = []
     for plain, place in told["results"]:

@@ -19,7 +19,7 @@ MAX_VERSION = 2**31 - 1
 
 
 class VersionSpans:
-    """Consecutive runs of (version, count) from position 0 on; versions need not rise.
+    """The consecutive runs of (version, count) from position 0 on; versions need not rise.
 
     `version_at` costs O(log runs), `extend` and `len` O(1), `dense` O(positions).
 
@@ -37,7 +37,7 @@ class VersionSpans:
 
     @classmethod
     def of_run(cls, version: int, count: int) -> VersionSpans:
-        """Spans of a single run; `count` must be at least 0. Cheaper than the constructor."""
+        """Create spans of a single run; `count` must be at least 0. This is cheaper than the constructor."""
         spans = cls.__new__(cls)
         spans._versions, spans._ends = ([version], [count]) if count else ([], [])
         return spans
@@ -75,7 +75,7 @@ class VersionSpans:
             start = end
 
     def extend_to(self, length: int, version: int) -> None:
-        """Extend to `length` positions with `version`; no-op if already as long."""
+        """Extend to `length` positions with `version`; no-op if there are already as many."""
         self.extend(max(0, length - len(self)), version)
 
     def shift(self, count: int) -> None:
@@ -88,13 +88,13 @@ class VersionSpans:
         self._ends.clear()
 
     def version_at(self, position: int) -> int:
-        """Version of `position`; `IndexError` if it is not covered."""
+        """Return the version of `position`; `IndexError` if it is not covered."""
         if not 0 <= position < len(self):
             raise IndexError(f"VersionSpans.version_at: position={position!r} must be in [0, {len(self)})")
         return self._versions[bisect_right(self._ends, position)]
 
     def window(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """(version, count) runs of positions `start` … `stop` - 1, without uncovered ones."""
+        """Return the (version, count) runs of positions `start` … `stop` - 1, without uncovered positions."""
         runs = []
         at = max(0, start)
         for index in range(bisect_right(self._ends, at), len(self._ends)):
@@ -106,39 +106,39 @@ class VersionSpans:
         return runs
 
     def dense(self) -> NDArray[np.int64]:
-        """Version of every covered position, int64 [len]."""
+        """Return the version of every covered position, int64 [len]."""
         runs = self.runs
         return np.repeat(np.array([v for v, _ in runs], dtype=np.int64), np.array([n for _, n in runs], dtype=np.int64))
 
     def tolist(self) -> list[int]:
-        """Version of every covered position."""
+        """Return the version of every covered position."""
         if len(self._versions) == 1:
             return self._versions * self._ends[0]
         return [version for version, count in self.runs for _ in range(count)]
 
     def oldest(self, start: int = 0) -> int | None:
-        """Lowest version from position `start` on; None if none is covered."""
+        """Return the lowest version from position `start` on; None if no position is covered."""
         return min(self._versions[bisect_right(self._ends, start) :], default=None)
 
     def newest(self) -> int | None:
-        """Highest version of any position; None if none is covered."""
+        """Return the highest version of any position; None if no position is covered."""
         return max(self._versions, default=None)
 
     def copy(self) -> VersionSpans:
-        """An independent copy."""
+        """Return an independent copy."""
         twin = VersionSpans()
         twin._versions, twin._ends = self._versions.copy(), self._ends.copy()
         return twin
 
     def serialize(self) -> list[int]:
-        """Flat list [version, count, version, count, …]."""
+        """Return the flat list [version, count, version, count, …]."""
         if len(self._versions) == 1:
             return [self._versions[0], self._ends[0]]
         return [number for run in self.runs for number in run]
 
     @classmethod
     def deserialize(cls, flat: Sequence[int]) -> VersionSpans:
-        """Decode `serialize`'s list; `SerializationError` if it is not made of int pairs whose counts are at least 1."""
+        """Decode the list of `serialize`; `SerializationError` unless it has pairs of integers with counts of at least 1."""
         if not isinstance(flat, list | tuple) or any(type(number) is not int for number in flat):
             raise SerializationError(f"VersionSpans: {flat!r} must be a list of integers")
         if len(flat) % 2 or any(count < 1 for count in flat[1::2]):

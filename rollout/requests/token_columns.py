@@ -24,7 +24,7 @@ IntArray = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class KeptTokens:
-    """Ids that top_k, top_p and min_p left to draw from, for each of G sampled tokens, flat.
+    """The ids that top_k, top_p and min_p kept for each of G sampled tokens, as one flat array.
 
     Ids of a token ascend and include the token itself.
     """
@@ -36,14 +36,14 @@ class KeptTokens:
 
     @classmethod
     def of(cls, sets: Iterable[Any]) -> KeptTokens:
-        """Build it from the ids of each token: integers, or int32 arrays."""
+        """Build the column from each token's ids: integers, or int32 arrays."""
         rows = [np.asarray(ids, np.int32) for ids in sets]
         counts = np.fromiter(map(len, rows), np.int32, len(rows))
         return cls(np.concatenate(rows) if rows else np.zeros(0, np.int32), counts)
 
     @classmethod
     def join(cls, parts: Iterable[KeptTokens]) -> KeptTokens:
-        """The sets of consecutive tokens."""
+        """Join the sets of consecutive tokens."""
         both = [(part.ids, part.counts) for part in parts] or [(np.zeros(0, np.int32), np.zeros(0, np.int32))]
         ids, counts = zip(*both, strict=True)
         return cls(np.concatenate(ids), np.concatenate(counts))
@@ -59,7 +59,7 @@ class KeptTokens:
     @overload
     def __getitem__(self, index: slice) -> KeptTokens: ...
     def __getitem__(self, index: int | slice) -> IntArray | KeptTokens:
-        """The ids of one token, or the sets of a slice (of step 1)."""
+        """Return the ids of one token, or the sets of a slice."""
         ends = np.cumsum(self.counts)
         if not isinstance(index, slice):
             at = range(len(self))[index]
@@ -75,11 +75,11 @@ class KeptTokens:
         return f"KeptTokens({len(self)} tokens, {len(self.ids)} ids)"
 
     def tolist(self) -> list[list[int]]:
-        """The ids of each token."""
+        """Return the ids of each token."""
         return [ids.tolist() for ids in self]
 
     def wrong_for(self, tokens: list[int]) -> str | None:
-        """Why these cannot be the sets that `tokens` were drawn from; None: they can. Ids have no upper bound here."""
+        """Return the reason why `tokens` cannot come from these sets; None: they can. Ids have no upper bound here."""
         if len(self) != len(tokens):
             return f"{len(self)} sets for {len(tokens)} tokens: must be one each"
         if not len(self):
@@ -97,13 +97,13 @@ class KeptTokens:
 
 
 def pack_kept(sets: KeptTokens) -> bytes:
-    """Encode as little-endian int32: for each token the size of its set, then the ids."""
+    """Encode as little-endian int32: for each token, the size of its set, then the ids."""
     starts = np.cumsum(sets.counts) - sets.counts
     return np.insert(sets.ids, starts, sets.counts).astype("<i4", copy=False).tobytes()
 
 
 def packed_sets(sets: KeptTokens) -> list[bytes]:
-    """Each token's set, packed."""
+    """Pack each token's set separately."""
     packed, ends = pack_kept(sets), (4 * np.cumsum(sets.counts + 1)).tolist()
     return [packed[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -113,7 +113,7 @@ NO_SET = pack_kept(KeptTokens(np.zeros(0, np.int32), np.zeros(1, np.int32)))
 
 
 def joined_sets(packed: list[bytes]) -> KeptTokens:
-    """The sets of consecutive tokens, each packed."""
+    """Decode separately packed sets of consecutive tokens."""
     counts = np.fromiter(map(len, packed), np.int64, len(packed)) // 4 - 1
     numbers = np.frombuffer(b"".join(packed), "<i4")
     return KeptTokens(np.delete(numbers, np.cumsum(counts + 1) - counts - 1).astype(np.int32), counts.astype(np.int32))
@@ -172,7 +172,7 @@ def check_routes(name: str, routes: Any, positions: int) -> None:
 
 
 def first_unread(computed: int, position: int) -> int:
-    """First position of the routes that are sent with the tokens from `position` on.
+    """Return the first position of the routes that are sent with the tokens from `position` on.
 
     Args:
         computed: length of the prompt that was computed (again) before the newest tokens were sampled.
@@ -181,7 +181,7 @@ def first_unread(computed: int, position: int) -> int:
 
 
 def overlaid(parts: Sequence[tuple[int, Routes]]) -> tuple[int, Routes]:
-    """(first position, routes) of consecutive parts of one sample; a later part replaces the positions that it covers.
+    """Join consecutive parts of one sample to (first position, routes). A later part replaces the positions it covers.
 
     Raises:
         ValueError: positions between two parts are missing, or their [layers, k] differ.
@@ -206,7 +206,7 @@ def pack_routes(first: int, routes: Routes) -> bytes:
 
 
 def unpack_routes(packed: bytes) -> tuple[int, Routes]:
-    """(first position, routes) of the result of `pack_routes`, or of several joined; `SerializationError` if malformed."""
+    """Decode joined results of `pack_routes` to (first position, routes); `SerializationError` if malformed."""
     parts: list[tuple[int, Routes]] = []
     for value in unpack_joined("routes", packed):
         if type(value) is not list or len(value) != 2 or type(value[0]) is not int or value[0] < 0:

@@ -1,4 +1,4 @@
-"""Methods derived from another class's methods: same signature and docstring, called on a part, on a thread or on a loop.
+"""Methods derived from another class's methods, with the same signature and docstring: called on a part, a thread or a loop.
 
 A part is named by its attribute, `"control"`, or by a path of attributes, `"parts.control"`.
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def called(part: str, verb: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """A method that calls `verb` of a part; a coroutine method if `verb` is one."""
+    """Return a method that calls `verb` of a part; a coroutine method if `verb` is a coroutine function."""
     find = attrgetter(part)
 
     @wraps(verb)
@@ -35,7 +35,7 @@ def called(part: str, verb: Callable[Concatenate[Any, P], T]) -> Callable[Concat
 
     @wraps(verb)
     async def call_async(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        # Awaits here, so that the object lives as long as the call.
+        # The method awaits here, so that the object lives as long as the call.
         return await cast("Awaitable[Any]", verb(find(self), *args, **kwargs))
 
     return cast("Callable[Concatenate[Any, P], T]", call_async) if iscoroutinefunction(unwrap(verb)) else call
@@ -44,7 +44,7 @@ def called(part: str, verb: Callable[Concatenate[Any, P], T]) -> Callable[Concat
 def blocking(
     part: str, verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 ) -> Callable[Concatenate[Any, P], T]:
-    """A method that runs the async `verb` of a part by `self._run`, which waits for the result."""
+    """Return a method that runs the async `verb` of a part by `self._run`, which waits for the result."""
 
     @wraps(verb)
     def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -57,7 +57,7 @@ def blocking(
 def threaded(
     part: str, verb: Callable[Concatenate[Any, P], T]
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """A coroutine method that calls the blocking `verb` of a part by `on_thread`."""
+    """Return a coroutine method that calls the blocking `verb` of a part by `on_thread`."""
 
     @wraps(verb)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -67,7 +67,7 @@ def threaded(
 
 
 def read(part: str, getter: Callable[[Any], T]) -> T:
-    """A property with the name and value of the property `getter` of a part."""
+    """Return a property with the name and value of the property `getter` of a part."""
     find, source = attrgetter(part), cast("Any", getter).fget
 
     @wraps(source)
@@ -79,7 +79,7 @@ def read(part: str, getter: Callable[[Any], T]) -> T:
 
 
 async def on_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a blocking function on a thread, with the caller's CUDA stream.
+    """Run a blocking function on a thread, with the caller's CUDA stream.
 
     A cancelled caller waits until the call returns, so that it knows the outcome.
     """
@@ -102,7 +102,7 @@ async def on_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwar
 
 
 def _current_stream() -> AbstractContextManager[Any]:
-    """Context manager with the calling thread's current CUDA stream; a new thread would use the default stream."""
+    """Return a context manager for the caller's current CUDA stream; a new thread would use the default stream."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return nullcontext()

@@ -40,7 +40,7 @@ def watch(watched: Any) -> None:
 
 
 def report() -> str:
-    """State of all registered objects, and the stacks of all threads."""
+    """Return the state of all registered objects, and the stacks of all threads."""
     lines = [f"state of process {os.getpid()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"]
     # list() of a dictionary's values is atomic in the interpreter, so no other thread can interfere.
     for reference in list(_watched.values()):
@@ -49,7 +49,7 @@ def report() -> str:
             continue
         try:
             lines.extend(watched.describe_state())
-        except Exception as exc:  # noqa: BLE001 - it may be half built, or changing; the others are still worth reading
+        except Exception as exc:  # noqa: BLE001 - an object may be incomplete or changing, but the others are still useful
             lines.append(f"{type(watched).__name__}: cannot be read now ({type(exc).__name__}: {exc})")
     return "\n".join([*lines, *thread_lines()])
 
@@ -58,14 +58,14 @@ DeadlineError.note = staticmethod(lambda: report() if _watched else "")
 
 
 def thread_name(ident: int | None) -> str:
-    """Name of a thread of this process, quoted; `no thread` for None."""
+    """Return the quoted name of a thread of this process; `no thread` for None."""
     if ident is None:
         return "no thread"
     return next((repr(each.name) for each in threading.enumerate() if each.ident == ident), f"thread {ident}")
 
 
 def thread_lines() -> Iterator[str]:
-    """Name and innermost `FRAMES` frames of each thread, the innermost last."""
+    """Yield the name and innermost `FRAMES` frames of each thread, the innermost frame last."""
     for ident, frame in list(sys._current_frames().items()):
         here = " (reports this)" if ident == threading.get_ident() else ""
         yield f"thread {thread_name(ident)}{here}"

@@ -46,7 +46,7 @@ def _ends(connection: socket.socket) -> list[tuple[str, int]]:
 
 
 def _place(host: str, port: int | None) -> tuple[str, int]:
-    """Host and port; the names of the loopback device and of all interfaces map to one."""
+    """Return host and port; the names of the loopback device and of all interfaces become equal."""
     local = host in ("localhost", "::", "::1", "0.0.0.0", "*") or host.startswith("127.")
     return "local" if local else host, port or 0
 

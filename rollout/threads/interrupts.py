@@ -14,12 +14,12 @@ from typing import Any
 
 
 class _Deferral:
-    """Signal handler that remembers the first Ctrl-C, and passes on a second one unless the code is shielded.
+    """A signal handler that defers the first Ctrl-C, and passes on a second Ctrl-C unless the code is shielded.
 
     Attributes:
-        presses: number of presses since the block began.
+        presses: number of Ctrl-C presses since the block began.
         waiting: presses that wait for the end of the block.
-        shielded: whether further presses wait too; `wholly`: even inside `interruptible()`.
+        shielded: whether further presses also wait; `wholly`: even inside `interruptible()`.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
@@ -33,14 +33,14 @@ class _Deferral:
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Let a pending Ctrl-C take effect, unless it has to wait."""
+        """Let a pending Ctrl-C take effect, unless it must wait."""
         if self.presses > self.waiting and not self.shielded:
             self.presses = self.waiting
             self.handler(signal.SIGINT, None)
 
     @contextmanager
     def changed(self, *, waiting: int, shielded: bool, wholly: bool = False) -> Iterator[None]:
-        """Context manager that sets these attributes."""
+        """Set these attributes inside the block."""
         before = self.waiting, self.shielded, self.wholly
         self.waiting, self.shielded, self.wholly = waiting, shielded, wholly
         try:
@@ -62,13 +62,13 @@ def _on_main_thread() -> bool:
 
 
 def interrupt_pending() -> bool:
-    """Whether a Ctrl-C is deferred by the enclosing `interrupt_deferred()`."""
+    """Return whether the enclosing `interrupt_deferred()` has deferred a Ctrl-C."""
     return _thread.deferral is not None and _thread.deferral.presses > 0
 
 
 @contextmanager
 def interrupt_deferred() -> Iterator[None]:
-    """Context manager that delays a Ctrl-C to the end of the block; a second one takes effect at once.
+    """Delay a Ctrl-C to the end of the block; a second Ctrl-C takes effect at once.
 
     The installed handler is called, only later. No-op outside the main thread (Python interrupts only that one), without a
     Python handler of Ctrl-C, and nested in another such block.
@@ -83,7 +83,7 @@ def interrupt_deferred() -> Iterator[None]:
     try:
         yield
     finally:
-        # Another press now would leave this handler installed.
+        # Another Ctrl-C at this point would leave this handler installed.
         deferral.shielded = True
         _thread.deferral = None
         signal.signal(signal.SIGINT, handler)
@@ -92,12 +92,12 @@ def interrupt_deferred() -> Iterator[None]:
 
 
 def uninterrupted(*, wholly: bool = False) -> AbstractContextManager[None]:
-    """Context manager that delays every Ctrl-C to the end of a block that must not be left half done.
+    """Delay every Ctrl-C to the end of a block that must not be interrupted.
 
     Inside it, a second Ctrl-C takes effect in `interruptible()`, unless `wholly`. No-op under the same conditions as
     `interrupt_deferred()`.
     """
-    # A step has dozens of these blocks, one in another.
+    # A step has dozens of these blocks, nested in each other.
     deferral = _thread.deferral
     needed = _on_main_thread() if deferral is None else not deferral.shielded or (wholly and not deferral.wholly)
     return _shielded(wholly) if needed else nullcontext()
@@ -119,8 +119,7 @@ def _shielded(wholly: bool) -> Iterator[None]:
 
 @contextmanager
 def interruptible(*, first: bool = False) -> Iterator[None]:
-    """Context manager inside `uninterrupted()` for work that may take long: a second Ctrl-C, even one that has waited, takes
-    effect at once. `first`: the first one too."""
+    """Let a second Ctrl-C, even if deferred, interrupt long work inside `uninterrupted()`. `first`: even the first."""
     deferral = _thread.deferral
     if deferral is None or deferral.wholly:
         yield

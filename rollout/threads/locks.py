@@ -16,7 +16,7 @@ POLL_S = 0.1
 
 
 class FairLock:
-    """Reentrant lock; a waiting thread gets it before its last holder can reacquire it.
+    """A reentrant lock. A waiting thread gets it before its last holder can reacquire it.
 
     With a plain lock a loop of steps nearly always wins, and another thread's `pause` waits for thousands of steps.
 
@@ -33,7 +33,7 @@ class FairLock:
         self.asked = ctypes.c_int32(0)
 
     def ask(self) -> None:
-        """Ask the holder to finish soon, although no thread waits for the lock; from any thread."""
+        """Ask the holder to finish soon, although no thread waits for the lock. Any thread may call this."""
         self.asked.value = 1
 
     def heard(self) -> None:
@@ -46,7 +46,7 @@ class FairLock:
         return self._next.locked()
 
     def describe(self) -> str:
-        """Holder and waiters; takes no lock."""
+        """Describe the holder and the waiters without taking a lock."""
         return f"held by {thread_name(self._owner)}{', wanted by others' if self.wanted else ''}"
 
     def __enter__(self) -> None:
@@ -63,7 +63,7 @@ class FairLock:
                 raise
 
     def __exit__(self, *exc_info: object) -> None:
-        # No call may come before the release, because a Ctrl-C takes effect at calls.
+        # The release comes first, because a Ctrl-C takes effect at calls.
         if self._depth > 1:
             self._depth -= 1
         else:
@@ -71,7 +71,7 @@ class FairLock:
             self._lock.release()
 
     def _wait(self) -> None:
-        # Held by the first waiter; the last holder queues behind it.
+        # The first waiter holds this lock, and the last holder queues behind it.
         _acquire(self._next)
         try:
             if not self._lock.acquire(blocking=False):
@@ -89,12 +89,12 @@ def _acquire(lock: threading.Lock) -> None:
 
 
 class Turns:
-    """Queue of threads that run requests of one engine until they finish, because they would take each other's results.
+    """The queue of threads that run requests of one engine to completion, because they would take each other's results.
 
     A turn ends with its `with` block, even if that raises, and waiting can be interrupted.
 
     Args:
-        check: called before each turn; may raise.
+        check: called before each turn; it may raise.
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
@@ -105,10 +105,10 @@ class Turns:
 
     @contextmanager
     def taken(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Context manager that excludes other threads; reentrant.
+        """Exclude other threads during a `with` block; reentrant.
 
         Raises:
-            DeadlineError: earlier turns are not over within `timeout_s` (None: no limit).
+            DeadlineError: earlier turns did not end within `timeout_s` (None: no limit).
         """
         self._check()
         me, ticket = threading.current_thread(), object()
@@ -134,7 +134,7 @@ class Turns:
                 self._changed.notify_all()
 
     def describe(self) -> str:
-        """Holder and length of the queue; takes no lock."""
+        """Describe the holder and the length of the queue without taking a lock."""
         holder = self._holder
         return "free" if holder is None else f"held by {holder.name!r}, {len(self._queue) - 1} waiting"
 

@@ -1,7 +1,7 @@
 """An asyncio event loop on a private thread, for blocking callers.
 
 Always true: a wait fails if the loop is closed in the meantime; waiting for the loop from the loop itself raises instead of
-deadlocking. From the caller's thread only CUDA's current device is carried over, and only if torch is already loaded.
+deadlocking. Only CUDA's current device is copied from the caller's thread, and only if torch is already loaded.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class LoopThread:
     """A daemon thread that runs an event loop until `close`.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str = "rollout-loop") -> None:
         self._name = name
         self._loop = asyncio.new_event_loop()
         self._closed = False
-        # Also guards `_closed`, so that work submitted before `close` is among the tasks it cancels.
+        # This also guards `_closed`, so that `close` cancels all work that was submitted before it.
         self._handing_over = threading.Lock()
         device = _cuda_device()
         self._thread = threading.Thread(target=self._serve, args=(device,), name=name, daemon=True)
@@ -42,7 +42,7 @@ class LoopThread:
             timeout_s: deadline in seconds, after which the coroutine is cancelled. None: the coroutine has its own.
 
         Raises:
-            DeadlineError: it took longer.
+            DeadlineError: the coroutine took longer.
             RuntimeError: called on the loop itself, which would deadlock; or the loop is or gets closed.
         """
         try:
@@ -73,7 +73,7 @@ class LoopThread:
             self._refuse(what)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop from any thread; its future is cancelled if the loop is closed first."""
+        """Start a coroutine on the loop from any thread. Closing the loop cancels its future."""
         with self._handing_over:
             if self._closed:
                 coroutine.close()
@@ -81,7 +81,7 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Call `function(*args)` in the loop's next iteration; from any thread."""
+        """Call `function(*args)` in the loop's next iteration. Any thread may call this."""
         with self._handing_over:
             if self._closed:
                 self._refuse("call_soon()")
@@ -132,6 +132,6 @@ class LoopThread:
 
 
 def _cuda_device() -> int | None:
-    """The calling thread's current CUDA device, or None without CUDA; a new thread would start at device 0."""
+    """Return the caller's current CUDA device, or None without CUDA; a new thread would start at device 0."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return int(cuda.current_device()) if cuda is not None and cuda.is_initialized() else None

@@ -56,7 +56,7 @@ class TextCodec:
             raise InvalidRequestError(f"text of {len(text)} characters: {type(exc).__name__}: {exc}") from exc
 
     def detokenize(self, completions: Sequence[bytes]) -> list[str | None]:
-        """Return the text of each completion (little-endian int32) without special tokens; None: not decodable."""
+        """Return the text of each completion (little-endian int32) without special tokens; None if undecodable."""
         return [self._text(np.frombuffer(completion, "<i4").tolist()) for completion in completions]
 
     def _text(self, token_ids: list[int]) -> str | None:

@@ -135,7 +135,7 @@ class CollectiveCalls:
         return cut_off and self._world.calls_ended() > self._ended
 
     def refuse_if_ranks_are_missing(self) -> None:
-        """Raise `DeadlineError` after a wait without events, unless a rank computes or all ranks are paused."""
+        """Raise `DeadlineError` after a wait without events, unless a rank computes or all ranks are held."""
         try:
             status = self._member.status()
         except (ConnectionLostError, DeadlineError):

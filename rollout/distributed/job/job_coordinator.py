@@ -64,9 +64,7 @@ class JobCoordinator:
         self._incarnation += 1
 
     def client(self, name: str, control_timeout_s: float) -> InferenceClient:
-        """Return an unstarted client of the current coordinator. It is not a member of the job: no barrier waits for
-        it.
-        """
+        """Return an unstarted client of the current coordinator. No barrier waits for it."""
         return InferenceClient(self.address, name=name, keys=self.keys, control_timeout_s=control_timeout_s)
 
     @property

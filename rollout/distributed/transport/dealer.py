@@ -42,7 +42,7 @@ class Dealer:
     Args:
         address: `tcp://host:port`; an IPv6 host in brackets.
         identity_name: prefix of the ZMQ identity. Eight random bytes follow, new for each `open`.
-        keys: the job's keys, to encrypt and authenticate the socket; None: plain text.
+        keys: the job's keys, to encrypt and authenticate the socket; None: no encryption.
         on_message: called with each message in order, except heartbeats and messages that end the session.
         on_lost: called with the reason when the connection is lost: ended by the coordinator, missing frames, a
             malformed frame, or a heartbeat timeout. Not called for `close`.
@@ -194,8 +194,7 @@ class Dealer:
         for frame in frames:
             try:
                 sequence, message = decode(frame)
-                # This check precedes the sequence number, because a coordinator without this session counts frames from
-                # 0.
+                # This check comes before the sequence number: a coordinator without this session counts from 0.
                 if (error := session_end(message)) is not None:
                     self._lose(str(error), tell=False, final=error.final)
                 elif self._sequencer.accept(sequence) and not isinstance(message, Heartbeat):

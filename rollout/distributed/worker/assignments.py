@@ -32,7 +32,7 @@ class Assignment:
 
 @dataclass(eq=False, slots=True)
 class _Pace:
-    """A set of samples with the same reporting interval, counted in steps: a step adds at most one token per sample."""
+    """Samples with the same reporting interval. Steps are counted, because a step adds at most one token per sample."""
 
     steps: int = 0
     """Steps since the last report."""
@@ -96,7 +96,8 @@ class Assignments:
     def last_deltas(
         self, ended: Iterable[DynamicInferenceRequestRecord], due: dict[Key, Known]
     ) -> tuple[dict[int, list[SampleDelta]], list[DynamicInferenceRequestRecord]]:
-        """Split finished records: last deltas of assigned samples, by engine request id, and records of other callers.
+        """Split finished records into last deltas of assigned samples, by engine request id, and records of other
+        callers.
 
         The assigned samples are removed from `due`.
         """
