@@ -280,10 +280,10 @@ SPEC_NAMES = {name: names.split() for name, names in NAMES.items()}
 
 CEILINGS = {
     "files of rollout/": 261,
-    "lines of rollout/": 47_699,
+    "lines of rollout/": 47_697,
     "code lines of rollout/": 31_412,
     "classes of rollout/": 499,
-    "lines of the largest class": 405,
+    "lines of the largest class": 404,
     "methods of the largest class": 31,
     "modules with one importer": 47,
     "functions named refuse*": 39,
