@@ -47,6 +47,7 @@ def over_ranks(options: dict[str, Any], prompts: list[Any], params: SamplingPara
     """Answer the prompts on all ranks. Every rank calls this; rank 0 is the primary one."""
     dist.init_process_group()
     with LLM(**options, use_coordinator=True) as llm:
+        dist.barrier()  # the primary rank must not end the job before the others have joined
         if llm.is_primary_rank:
             a_list_at_once(llm, prompts, params)
         else:
