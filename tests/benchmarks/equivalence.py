@@ -84,7 +84,7 @@ def warm_up(model: Qwen3ForCausalLM, dice: random.Random, steps: int) -> None:
 
 
 def answer_of(prompt: Sequence[int]) -> list[int]:
-    """What is right."""
+    """Return the right answer."""
     return [*sorted(set(prompt[:DIGITS])), END]
 
 

@@ -187,7 +187,7 @@ def peak_of(work: Callable[[], Any]) -> int:
 
 
 def measure(methods: list[str], shape: str, vocabulary: int, *sizes: int) -> dict[str, Any]:
-    """Of one method the peak and seconds, of several the seconds, in this process; and the tokens of rows and tree."""
+    """Measure the peak and seconds of one method, or the seconds of several, here; count tokens of rows and tree."""
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
     model = model_of(vocabulary, *((64, 2) if shape == "group" else (256, 4)))
     attach(model)

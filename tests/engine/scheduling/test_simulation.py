@@ -241,7 +241,7 @@ class World:
             )
 
     def memory(self, blocks: np.ndarray) -> np.ndarray:
-        """Where these blocks are in the pool."""
+        """Return the places of these blocks in the pool."""
         return self.context.allocator.pages.of_blocks(blocks)
 
     def recur(self, states: FakeStates, step: ScheduledStep) -> None:
