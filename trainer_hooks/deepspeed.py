@@ -19,7 +19,7 @@ _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 
 
 def steps_by_itself(optimizer: object) -> bool:
-    """Whether it is a DeepSpeed optimizer, but not an engine or a plain torch optimizer."""
+    """Return whether `optimizer` is one of DeepSpeed's, neither an engine nor a plain torch optimizer."""
     package, _, rest = type(optimizer).__module__.partition(".")
     return package == "deepspeed" and rest.startswith("runtime") and not isinstance(optimizer, nn.Module)
 
@@ -41,7 +41,7 @@ def parameters(optimizer: Any) -> list[nn.Parameter]:
 
 
 def overflowed(optimizer: Any) -> bool:
-    """Whether the last step was skipped because of a gradient overflow."""
+    """Return whether the last step was skipped because of a gradient overflow."""
     return bool(getattr(optimizer, "overflow", False))
 
 

@@ -229,7 +229,7 @@ class GenerateHook:
             self._changes.note()
 
     def _logits(self, sequences: Tensor, width: int, given: Mapping[str, Any]) -> list[Tensor]:
-        """Logits [N, V] of every step, from one forward; they equal transformers' loop's."""
+        """Return the logits [N, V] of every step, from one forward; they equal those of transformers' loop."""
         model: Any = self.model
         mask = given.get("attention_mask")
         mask = torch.ones_like(sequences) if mask is None else mask
@@ -342,7 +342,7 @@ class _Changes:
         self._stepped = False
 
     def _state(self) -> list[tuple[int, int]]:
-        """Address and version counter of every parameter in torch's own memory; sharded ones have another address."""
+        """Return the address and version counter of every parameter in torch's own memory."""
         return [
             (parameter.data_ptr() if type(parameter.data) is Tensor else 0, parameter._version)
             for parameter in self._model.parameters()
@@ -403,7 +403,7 @@ def _wrap(model_class: type) -> None:
 
 
 def _counted(loop: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """A loop that the engine does not support, counted if a module has a hook."""
+    """Return a loop that the engine does not support, counted if a module has a hook."""
 
     @wraps(loop)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -442,7 +442,7 @@ def _cut(
 
 
 def _padded(input_ids: Tensor, completions: list[list[int]], config: GenerationConfig) -> Tensor:
-    """[N, T] prompts unchanged, with completions padded on the right."""
+    """Return the prompts [N, T] unchanged, with the completions appended and padded on the right."""
     longest = max(map(len, completions))
     pad = getattr(config, "_pad_token_tensor", None)
     new = input_ids.new_full((len(completions), longest), 0 if pad is None else int(pad))

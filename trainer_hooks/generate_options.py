@@ -175,5 +175,5 @@ def _check_ignored(ignored: int | Tensor | None, padding: Tensor) -> None:
 
 
 def _ids(tokens: Any, vocab: int) -> tuple[int, ...]:
-    """Token ids of a tensor or a list, without ids outside the vocabulary, which never occur."""
+    """Return the token ids of a tensor or a list, without ids outside the vocabulary, which never occur."""
     return tuple(token for token in torch.as_tensor(tokens).flatten().tolist() if 0 <= token < vocab)

@@ -48,7 +48,7 @@ class Row:
     tail: list[int] = field(default_factory=list)
 
     def continued(self, tail: list[int]) -> Row:
-        """The row with tokens after its prompt."""
+        """Return the row with tokens after its prompt."""
         return replace(self, tail=list(tail))
 
     @property
@@ -59,7 +59,7 @@ class Row:
 
 
 def grouped(rows: Sequence[Row], params: Sequence[SamplingParams]) -> Iterable[list[int]]:
-    """Numbers of rows with equal prompts, images and parameters, ordered by the first of each group."""
+    """Group the indices of rows with equal prompts, images and parameters, ordered by the first of each group."""
     groups: dict[Any, list[int]] = {}
     for number, (row, chosen) in enumerate(zip(rows, params, strict=True)):
         digest = None if row.images is None else row.images.digest
@@ -69,7 +69,7 @@ def grouped(rows: Sequence[Row], params: Sequence[SamplingParams]) -> Iterable[l
 
 
 def rows_of(model: nn.Module, input_ids: Tensor, given: Mapping[str, Any], copies: int) -> list[Row]:
-    """The rows of a batch.
+    """Return the rows of a batch.
 
     Args:
         input_ids: [N, T], padded on the left where `attention_mask` is 0.
@@ -110,7 +110,7 @@ def _check_positions(
 
 
 def _images(model: Any, input_ids: Tensor, pixels: Pixels) -> list[ImageInputs | None]:
-    """Images of each row: as many as its placeholders stand for."""
+    """Return the images of each row: as many as it has placeholders for."""
     if set(pixels.sizes) != {"image"}:
         raise NotServed(f"{', '.join(sorted(pixels.sizes))} in one batch: only images are split into rows")
     wanted = (input_ids == model.config.image_token_id).sum(1).tolist()

@@ -65,7 +65,7 @@ class RewardPool:
         return self._threads.submit(self._call, len(samples), (list(samples),), {})
 
     def __call__(self, *, completions: Sequence[Any], **columns: Any) -> Rewards:
-        """Rewards of rows, for TRL. Rows of one prompt are one call."""
+        """Return rewards of rows, for TRL. The rows of one prompt are one call of the reward function."""
         rows = {name: value for name, value in columns.items() if name not in NOT_PASSED} | {"completions": completions}
         prompts = columns.get("prompts", completions)
         futures = []

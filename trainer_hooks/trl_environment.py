@@ -26,7 +26,7 @@ from rollout.server.chat_template.conversation import Conversation, RenderedProm
 
 
 def environment_play(factory: Callable[[], Any], tokenizer: Any, max_turns: int = 16) -> Play:
-    """A coroutine function for `RolloutManager.run` that plays an environment of TRL's `environment_factory` (TRL 1.16).
+    """Return a coroutine function for `RolloutManager.run` that plays TRL's `environment_factory` (TRL 1.16).
 
     Tasks are rows of the dataset, passed to `reset(**row)`, whose text is appended to the last message of `prompt`; or
     prompts. Calls of public methods are read in the format of the tokenizer's chat template; if a method raises or does not
@@ -75,7 +75,7 @@ async def _result(tools: Mapping[str, Callable[..., Any]], call: Mapping[str, An
 def _reply(
     conversation: Conversation, schemas: list[Any], prompt: RenderedPrompt, token_ids: list[int], tokenizer: Any
 ) -> dict[str, Any]:
-    """The assistant message of a completion, with the ids from which the next prompt continues it token for token."""
+    """Return a completion as an assistant message, with the ids from which the next prompt continues it exactly."""
     reader = conversation.reader_for(prompt, schemas, reasons=False)()
     _, content, calls = reader.push(tokenizer.decode(token_ids, skip_special_tokens=True), ended=True)
     calls = [{"type": "function", "function": call["function"]} for call in calls]

@@ -22,7 +22,7 @@ def episode_rollout_func(
     sampling_params: SamplingParams | None = None,
     **options: Any,
 ) -> Callable[[list[Any], Any], dict[str, Any]]:
-    """A `rollout_func` for `GRPOTrainer`, whose tasks are the dataset's prompts.
+    """Return a `rollout_func` for `GRPOTrainer`, whose tasks are the dataset's prompts.
 
     A failed episode has `episode_rewards` None and no tokens to train on.
 
@@ -63,5 +63,5 @@ def episode_rollout_func(
 
 
 def episode_reward(*, episode_rewards: list[float | None], **_: Any) -> list[float | None]:
-    """Reward function for `GRPOTrainer`: the environments' rewards."""
+    """Return the environments' rewards; a reward function for `GRPOTrainer`."""
     return episode_rewards

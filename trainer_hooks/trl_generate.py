@@ -94,10 +94,10 @@ class TrlGenerateAttachment:
         return computed
 
     def _sampled(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> Tensor | None:
-        """Log-probs [N, width] of the last batch, once; None: the trainer would compute others.
-        It would compute the same if
-        the batch was sampled under these weights, in float32 without autocast, at the trainer's temperature, and
-                holds the same tokens.
+        """Return log-probs [N, width] of the last batch, once. None: the trainer would compute different ones.
+
+        They agree if the batch holds the tokens that were sampled, under these weights, in float32 without autocast, and
+        at the trainer's temperature.
         """
         last, self.hook.last = self.hook.last, None
         parameters = self.manager.model.parameters()

@@ -24,14 +24,12 @@ _TENSORS = ("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes
 
 
 def is_vision(trainer: Any) -> bool:
-    """Whether the trainer's prompts may have images: its processing class is a processor, not a tokenizer."""
+    """Return whether the trainer's prompts may have images: its processing class is a processor, not a tokenizer."""
     return hasattr(trainer.processing_class, "image_processor")
 
 
 def placeholders(trainer: Any) -> list[int]:
-    """Token ids of image and video placeholders, which a completion must not have, because the trainer's forward would look
-    for their images.
-    """
+    """Return the ids of image and video placeholders. A completion must not contain them, since they have no images."""
     if not is_vision(trainer):
         return []
     named = (getattr(trainer.model.config, name, None) for name in ("image_token_id", "video_token_id"))
@@ -41,7 +39,7 @@ def placeholders(trainer: Any) -> list[int]:
 def prompt_groups(
     trainer: Any, prompts: Sequence[list[int]], images: Sequence[Sequence[Any] | None] | None
 ) -> list[tuple[Prompt, int]]:
-    """Adjacent rows with equal tokens and equal images as one prompt each, and their number.
+    """Return adjacent rows with equal tokens and equal images as one prompt each, and their number.
 
     Args:
         prompts: token ids.
@@ -71,7 +69,7 @@ def prompt_groups(
 
 
 def images_of_rows(count: int, given: Mapping[str, Any]) -> list[ImageInputs | None]:
-    """Images of each row of a forward, from TRL's arguments for all rows; None: the row has none.
+    """Return the images of each row of a forward, from TRL's arguments for all rows; None: the row has none.
 
     Args:
         count: rows.
@@ -109,7 +107,7 @@ def _processed(trainer: Any, prompt: list[int], images: list[Any]) -> dict[str, 
 
 
 def _identity(image: Any) -> object:
-    """Equal for images of equal content."""
+    """Return a key that is equal for images of equal content."""
     if not hasattr(image, "tobytes"):
         return image
     form = [getattr(image, name, None) for name in ("mode", "size", "dtype", "shape")]

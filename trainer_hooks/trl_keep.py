@@ -93,7 +93,7 @@ class FullBatches:
         return self._trainer.accelerator.device
 
     def _groups(self, rows: int, size: int) -> Iterator[list[ScoredCompletion]]:
-        """The scored groups of this rank; TRL gathers rewards of all ranks."""
+        """Return the scored groups of this rank; TRL gathers rewards of all ranks."""
         assert self._rewards is not None
         first = self._trainer.accelerator.process_index * rows
         found = self._rewards[first : first + rows]
@@ -104,7 +104,7 @@ class FullBatches:
             yield each[start : start + size]
 
     def _drawn(self, count: int) -> list[dict[str, Any]]:
-        """Examples of the training set, different on every rank."""
+        """Draw `count` examples of the training set, different ones on every rank."""
         accelerator, data = self._trainer.accelerator, self._trainer.train_dataset
         numbers = torch.randint(len(data), (count * accelerator.num_processes,)).tolist()
         first = accelerator.process_index * count
@@ -165,7 +165,7 @@ def _rows(scored: dict[str, Any], rows: list[int]) -> dict[str, Any]:
 
 
 def _padded(values: list[Tensor], *, left: bool, value: int) -> Tensor:
-    """Rows below each other, with columns padded on one side."""
+    """Stack rows of different lengths; the shorter ones are padded on one side."""
     if values[0].dim() == 1:
         return torch.cat(values)
     width = max(each.shape[1] for each in values)

@@ -90,7 +90,7 @@ class LogprobPass:
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
-        """Log-probs of the last `logits_to_keep` columns, the model's entropies if requested, no load-balancing loss.
+        """Return log-probs of the last `logits_to_keep` columns, entropies if requested, and no load-balancing loss.
 
         Raises:
             ValueError: an input is not supported, such as images over prefix trees; names it.
@@ -122,7 +122,7 @@ class LogprobPass:
     def _padded(
         self, model: Any, input_ids: Tensor, real: Tensor, wanted: Tensor, rows: slice, _images: list[Any]
     ) -> tuple[Part, AbstractContextManager[None]]:
-        """Padded rows, and a context manager that replays their routes."""
+        """Return the forward's padded rows, and a context manager that replays their routes."""
         inputs = {"input_ids": input_ids, "attention_mask": real.to(torch.int64), "use_cache": False}
         before = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape) - 1
         return Part(inputs, input_ids.masked_fill(~real, -1), wanted, before), self._rows.routed(
@@ -138,7 +138,7 @@ class LogprobPass:
         rows: slice,
         images: list[ImageInputs | None],
     ) -> tuple[Part, AbstractContextManager[None]]:
-        """The same for the prefix tree of the rows, with the images of each."""
+        """Return the prefix tree of the rows and of their images, and a context manager that replays their routes."""
         pack = partial(self._pictured, images=images) if any(images) else pack_tree
         packed = pack(input_ids, real, wanted, routed_experts=self._rows.routes(rows))
         return packed.part(input_ids.masked_fill(~real, -1)), self._rows.routed_tree(model, packed)
@@ -152,7 +152,7 @@ class LogprobPass:
         routed_experts: Tensor | None,
         images: list[ImageInputs | None],
     ) -> PackedTree:
-        """`pack_tree` of rows with images, whose places count from the first token of a row."""
+        """Pack a tree of rows with images, whose places count from the first token of a row."""
         left = (~real).to(torch.uint8).argsort(dim=1, stable=True)
         ids, real, wanted = (each.gather(1, left) for each in (input_ids, real, wanted))
         tokens = ids.masked_fill(~real, -1).cpu().numpy()
@@ -165,7 +165,7 @@ class LogprobPass:
         return replace(packed, **of_rows)
 
     def _sets(self, shape: torch.Size, prompt: int, rows: slice) -> tuple[dict[str, Any], KeptSets]:
-        """The shaping of logits, and the sets that the tokens after the prompt were drawn from."""
+        """Return how logits are shaped, and the sets that the tokens after the prompt were drawn from."""
         ids, counts = self._rows.kept(rows)
         sizes = counts.new_zeros(shape)
         width = min(shape[1] - prompt, counts.shape[1])

@@ -47,7 +47,7 @@ def _check_routes(trainer: Any, asked: bool | None) -> None:
 
 
 def _why_not(trainer: Any, params: SamplingParams) -> str | None:
-    """Options that the log-prob pass over kept tokens does not support, with the cure; None: no such options."""
+    """Return the options that prevent a replay of kept tokens, with the cure; None: no such options."""
     if trainer.tools:
         return (
             "with tools: what they return was not sampled, and sets of earlier turns are not kept; train without tools"

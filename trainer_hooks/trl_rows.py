@@ -72,13 +72,13 @@ class GeneratedRows:
         return computed
 
     def kept(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """(ids, counts) of the kept tokens, int32 [N, S] and [N, completion], padded with 0."""
+        """Return the ids and counts of the kept tokens, int32 [N, S] and [N, completion], padded with 0."""
         return self._now[_IDS][rows], self._now[_COUNTS][rows]
 
     # --- routes -------------------------------------------------------------------------------------------------
 
     def routes(self, rows: slice) -> Tensor | None:
-        """int16 [N, W, layers, k] of the tokens of each row, from the first on; None: not replayed."""
+        """Return routes, int16 [N, W, layers, k], of each row from its first token on. None: not replayed."""
         return self._now[_ROUTES][rows] if _ROUTES in self._now else None
 
     @contextmanager
@@ -133,7 +133,7 @@ class GeneratedRows:
 
 
 def _padded(rows: list[list[int]], device: Any) -> Tensor:
-    """int32 [N, longest], padded with 0."""
+    """Pad rows with 0 to int32 [N, longest]."""
     padded = np.zeros((len(rows), max(map(len, rows), default=0)), np.int32)
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row

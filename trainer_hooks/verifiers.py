@@ -27,7 +27,7 @@ def trace_batch(
     sampling_params: SamplingParams | None = None,
     **options: Any,
 ) -> EpisodeBatch:
-    """Rows of the branches of every trace; each sampled token is marked once, even if branches share it.
+    """Return a batch with one row per branch of every trace; a token that branches share is trained once.
 
     Args:
         traces: of `verifiers.v1`, from its training client; the n traces of a task next to each other.
@@ -53,7 +53,7 @@ def _error(trace: Any) -> str:
 
 
 def _turns(trace: Any, index: int, params: SamplingParams, version: int) -> Iterator[DynamicInferenceRequest]:
-    """Each sampled part of the message graph once, after the tokens of its path from the root."""
+    """Yield each sampled part of the message graph once, after the tokens of its path from the root."""
     seen: set[int] = set()
     for branch in trace.branches:
         tokens: list[int] = []

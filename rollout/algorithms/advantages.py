@@ -19,7 +19,7 @@ def group_advantages(
     valid: Tensor | None = None,
     eps: float = 1e-4,
 ) -> Tensor:
-    """Advantage of each sample relative to its group, the n samples of one prompt with rewards r.
+    """Return the advantage of each sample relative to its group, the n samples of one prompt with rewards r.
 
         grpo     (r − mean) / (std + eps), std with n − 1 in the denominator, as TRL and verl have it
                  Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2

@@ -19,7 +19,7 @@ def wide(values: Tensor) -> Tensor:
 
 
 def log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, detach: bool) -> Tensor:
-    """[N, T] Δ = `logprobs` − `rollout_logprobs`, 0 where masked out."""
+    """Return Δ = `logprobs` − `rollout_logprobs` [N, T], 0 where masked out."""
     check_floating("logprobs", logprobs)
     check_floating("rollout_logprobs", rollout_logprobs)
     if mask.ndim != 2:
@@ -110,7 +110,7 @@ def _of_level(delta: Tensor, mask: Tensor, level: Level) -> Tensor:
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor | None = None, *, normalized: bool = False) -> Tensor:
-    """Effective sample size of importance weights, (Σw)² / Σw².
+    """Return the effective sample size of importance weights, (Σw)² / Σw².
 
     Kish 1965, "Survey Sampling". PipelineRL's `rl/ess` and verl's `rollout_is_eff_sample_size` are the normalised one.
 
@@ -197,7 +197,7 @@ def rollout_kl(
 
 
 def reverse_kl(logprobs: Tensor, top_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """KL(policy ‖ teacher) of every token, from the teacher's k most likely tokens: the loss of on-policy distillation.
+    """Return KL(policy ‖ teacher) of every token, from the teacher's k most likely: the loss of on-policy distillation.
 
         Σ p log(p / q) over the k tokens  +  p′ log(p′ / q′)
 
@@ -234,7 +234,7 @@ def reverse_kl(logprobs: Tensor, top_logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `values` where `mask` is True; 0 if it is nowhere. Gradients flow to `values`.
+    """Return the mean of `values` where `mask` is True; 0 if it is nowhere. Gradients flow to `values`.
 
     Args:
         values: floating, any shape.

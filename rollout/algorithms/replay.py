@@ -29,7 +29,7 @@ class LogitReader(Protocol):
     def read(
         self, rows: Tensor, temperature: PerRow, tokens: Tensor, ids: Tensor, whole: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logits of `ids` in rows `tokens`, and log-normalisers of rows `whole`."""
+        """Return the logits of `ids` in rows `tokens`, and the log-normalisers of rows `whole`."""
 
 
 class _Held:

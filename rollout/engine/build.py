@@ -82,7 +82,7 @@ class EngineBase:
         return dtype_named(self.config.autocast_dtype)
 
     def under_autocast(self) -> AbstractContextManager[object]:
-        """The autocast that forwards run under."""
+        """Return the autocast that forwards run under."""
         return (
             nullcontext() if self.autocast is None else torch.autocast(self.guard.training_device.type, self.autocast)
         )
@@ -398,5 +398,5 @@ def check_arguments(model: object, tokenizer: object, config: object) -> None:
 
 
 def step_tokens(config: InferenceConfig, device: torch.device) -> int:
-    """Token budget of a step if the configuration does not set one."""
+    """Return the token budget of a step if the configuration does not set one."""
     return max(CUDA_STEP_TOKENS, config.max_requests) if device.type == "cuda" else config.step_tokens

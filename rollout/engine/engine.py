@@ -115,7 +115,7 @@ class DynamicInferenceEngine:
         )
 
     def describe_state(self) -> Iterator[str]:
-        """Lines for `rollout.threads.diagnosis`: lifecycle, holds, lock, turn, scheduler, last step, oldest samples."""
+        """Yield lines for `rollout.threads.diagnosis`: lifecycle, holds, lock, scheduler, last step, oldest samples."""
         yield f"engine of {type(self.model).__name__}: {self.state.value}, policy version {self.policy_version}"
         yield (
             f"  holds: {self.holds.describe()}; lock: {self.lifecycle.lock.describe()}; turn: {self.turns.describe()}"

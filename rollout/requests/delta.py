@@ -126,16 +126,16 @@ class SampleDelta:
     # --- decoded ----------------------------------------------------------------------------------------------------
 
     def token_list(self) -> list[int]:
-        """Token ids."""
+        """Return the token ids as a list."""
         return memoryview(self.token_ids).cast("i").tolist()
 
     def log_prob_list(self) -> list[float]:
-        """Log-probs."""
+        """Return the log-probs as a list."""
         log_probs: list[Any] = memoryview(self.log_probs).cast("f").tolist()
         return log_probs
 
     def policy_versions(self) -> list[int]:
-        """Policy version of each token."""
+        """Return the policy version of each token."""
         return self.versions.tolist()
 
     def top_n_rows(self) -> TopN:
@@ -153,7 +153,7 @@ class SampleDelta:
         return routes
 
     def kept_tokens(self) -> KeptTokens | None:
-        """The set that each token was drawn from; None: not requested. Raises `SerializationError` if malformed."""
+        """Return the set that each token was drawn from; None: not requested. `SerializationError` if malformed."""
         if self.kept is None:
             return None
         sets = unpack_kept(self.kept)

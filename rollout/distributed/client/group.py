@@ -81,7 +81,7 @@ class OpenGroup:
         return self.complete or self.error is not None
 
     def open_samples(self) -> list[int]:
-        """Indices of the wanted samples that have not finished."""
+        """Return the indices of the wanted samples that have not finished."""
         return sorted(self._open)
 
     def want_only(self, wanted: Collection[int]) -> None:
@@ -92,7 +92,7 @@ class OpenGroup:
         self._open = set(wanted).difference(self._ended)
 
     def oldest_version(self) -> int | None:
-        """Lowest policy version of any token of the open samples; None: no token yet."""
+        """Return the lowest policy version of any token of the open samples; None: no token yet."""
         return oldest_version(self._tokens.deltas(self._open).values())
 
     def take(self, stretch: Stretch) -> None:

@@ -86,20 +86,20 @@ class BlockAllocator:
         return len(self.ref_count) - len(self._free) - self.num_cached
 
     def held_memory(self) -> IntArray:
-        """Ids of the pages of held blocks, ascending."""
+        """Return the ids of the pages of held blocks, ascending."""
         return np.sort(self.pages.of_blocks(np.flatnonzero(self.ref_count > 0).astype(np.int32)))
 
     def can_allocate(self, count: int) -> bool:
-        """Whether `allocate(count)` would succeed."""
+        """Return whether `allocate(count)` would succeed."""
         return count <= self.pages.num_free + len(self._lru)
 
     def writable(self, blocks: IntArray) -> NDArray[np.bool_]:
-        """[n] bool: the block has one holder and is not registered."""
+        """Return bool [n]: True if the block has one holder and is not registered."""
         writable: NDArray[np.bool_] = (self.ref_count[blocks] == 1) & ~self.index.registered[blocks]
         return writable
 
     def findable(self, block_hash: int) -> bool:
-        """Whether a block with this hash is in the index or on the host; its tokens may differ."""
+        """Return whether a block with this hash is in the index or on the host; its tokens may differ."""
         return block_hash in self.index.current or block_hash in self.host.blocks
 
     def counts(self) -> dict[str, int]:

@@ -67,7 +67,7 @@ class HostCache:
     def find(
         self, index: PrefixIndex, found: Sequence[int], hashes: Sequence[int], tokens: IntArray
     ) -> list[HostBlock]:
-        """Blocks that continue the cached prefix `found` of a chain, up to the first missing one.
+        """Return the blocks that continue the cached prefix `found` of a chain, up to the first missing one.
 
         Args:
             found: the leading blocks of the chain that are on the device.

@@ -20,7 +20,7 @@ IntArray = NDArray[np.int32]
 
 
 def chain_digest(before: bytes, block_hash: int, tokens: IntArray) -> bytes:
-    """Digest of a chain of complete blocks, computed from the digest of the chain before the last block and that block."""
+    """Return the digest of a chain of complete blocks, from the last block and the digest of the chain before it."""
     return blake2b(before + block_hash.to_bytes(8, "little") + tokens.tobytes(), digest_size=32).digest()
 
 
@@ -97,7 +97,7 @@ class PrefixIndex:
         return self._hash.item(block), self._tokens[block]
 
     def digest(self, block: int) -> bytes:
-        """`chain_digest` of the chain up to a registered block."""
+        """Return `chain_digest` of the chain up to a registered block."""
         chain: list[int] = []
         while block != NO_BLOCK and block not in self._digests:
             chain.append(block)
@@ -108,7 +108,7 @@ class PrefixIndex:
         return found
 
     def find(self, hashes: Sequence[int], tokens: IntArray) -> list[int]:
-        """Blocks of the longest cached prefix of a chain of complete blocks, from the first block on.
+        """Return the blocks of the longest cached prefix of a chain of complete blocks.
 
         Args:
             hashes: the chain's block hashes.
@@ -163,7 +163,7 @@ class PrefixIndex:
         self.changes.remove(block_hash)
 
     def behind(self, block: int) -> list[int]:
-        """Registered blocks whose chain continues the chain of `block`, each after its parent."""
+        """Return registered blocks whose chain continues the chain of `block`, each after its parent."""
         found = [block]
         for each in found:
             found += np.flatnonzero(self.registered & (self._parent == each)).tolist()

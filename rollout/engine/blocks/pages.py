@@ -42,12 +42,12 @@ class BlockPages:
         return len(self._free)
 
     def of_blocks(self, blocks: IntArray) -> IntArray:
-        """Pages of blocks in use."""
+        """Return the pages of blocks in use."""
         pages: IntArray = self.page_of[blocks]
         return pages
 
     def live(self) -> IntArray:
-        """Ids of the pages in use, ascending."""
+        """Return the ids of the pages in use, ascending."""
         return np.flatnonzero(self._used).astype(np.int32)
 
     def give(self, blocks: list[int]) -> None:

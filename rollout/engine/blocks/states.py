@@ -60,7 +60,7 @@ class StateSlots:
         return self.num_slots - len(self._free) - len(self.snapshots)
 
     def deepest(self, blocks: Sequence[int], most: int) -> int:
-        """Number of leading blocks of a chain after which a sequence can continue.
+        """Return the number of leading blocks of a chain after which a sequence can continue.
 
         If the model has states, the last of these blocks has a snapshot. The result is at most `most`.
         """
@@ -140,7 +140,7 @@ class StateSlots:
     # --- suspend and resume -------------------------------------------------------------------------------------
 
     def live_slots(self) -> IntArray:
-        """Ids of all held slots and snapshots, ascending; a suspend has to keep these."""
+        """Return the ids of all held slots and snapshots, ascending; a suspend has to keep these."""
         live = np.ones(self.num_slots, np.bool_)
         live[self._free] = False
         return np.flatnonzero(live).astype(np.int32)

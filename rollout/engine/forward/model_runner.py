@@ -137,7 +137,7 @@ class ModelRunner:
             self.states.move(moves)
 
     def why_not_fused(self) -> str | None:
-        """Reason why a step currently runs the module's own forward. None: it runs the fused forward."""
+        """Return the reason why a step currently runs the module's own forward. None: it runs the fused forward."""
         if self.fused is None:
             return self.without_fused
         with self.installation.inference():
@@ -168,7 +168,7 @@ class ModelRunner:
     def pictured(
         self, step: ScheduledStep, rows: PagedRows, table: SequenceTable
     ) -> tuple[PagedRows, StepImages | None]:
-        """The rows of a step with their image masks, and the changes that images make to its forward. None: no images."""
+        """Return a step's rows with their image masks, and what images change in its forward; None: no images."""
         pictured = any(each.images.items for each in step.prefills)
         with self.installation.forward() if pictured else nullcontext():
             images = self.vision.of_step(step, table, rows.offsets, rows.positions)
@@ -183,7 +183,7 @@ class ModelRunner:
         images: StepImages | None = None,
         named: Names | None = None,
     ) -> Tensor:
-        """Logits [len(keep), V] at packed positions `keep`, valid until the next call.
+        """Compute logits [len(keep), V] at packed positions `keep`, valid until the next call.
 
         Args:
             states: [R] state slot of each sequence, not read if the model has no states; None: the first R slots.
@@ -220,7 +220,7 @@ class DecodeRuns:
         self._asked = asked
 
     def serves(self, step: ScheduledStep) -> bool:
-        """Whether steps of these rows can follow one another without the scheduler.
+        """Return whether steps of these rows can follow one another without the scheduler.
 
         They are decodes without named adapters or images that shift later positions. Their tokens are drawn from the logits
         over the temperature, and they return only log-probs.

@@ -74,21 +74,21 @@ class ModelWatch:
         self._settings = self._mask_settings()
 
     def variant(self) -> Variant:
-        """Active adapters; raises as `variant_of` does."""
+        """Return the active adapters; raises as `variant_of` does."""
         return variant_of(self.adapted_layers())
 
     def adapted_layers(self) -> list[Any]:
-        """Layers with adapters, active or not."""
+        """Return the layers with adapters, active or not."""
         if (epoch := self._installation.module_epoch) != self._adapted[0]:
             self._adapted = epoch, layers_with_adapters(self._model)
         return self._adapted[1]
 
     def forward_key(self) -> Hashable:
-        """Key of everything else that affects a forward."""
+        """Return the key of everything else that affects a forward."""
         return self._precision(), self.modules()
 
     def modules(self) -> Hashable:
-        """Key of the modules' computation, without the precision. It is read again if the caller may have changed them."""
+        """Return the key of the modules' computation, without precision; read again if a caller may have changed them."""
         if (epoch := self._installation.module_epoch) != self._module_epoch:
             self._module_epoch = epoch
             scan = _Scan(self._contents)
@@ -98,12 +98,12 @@ class ModelWatch:
         return self._modules
 
     def changed_settings(self) -> str:
-        """Names of changed values in the configuration and attention layers that may affect masks."""
+        """Return the names of changed values in the configuration and attention layers that may affect masks."""
         before, now = self._settings, self._mask_settings()
         return ", ".join(sorted({key[1] for key in before | now if before.get(key) != now.get(key)}))
 
     def masks_changed(self, max_sequence_length: int | None) -> bool:
-        """Whether the masks differ from the layout's; inspects the model if settings have changed.
+        """Return whether the masks differ from the layout's; inspects the model if settings have changed.
 
         Raises:
             UnsupportedModelError: the attention layers now use something that the engine does not support.
@@ -148,7 +148,7 @@ class _Scan:
         self._configs: dict[int, PreTrainedConfig] = {}
 
     def model(self, model: nn.Module) -> Hashable:
-        """Everything that the key contains about the modules."""
+        """Return everything that the key contains about the modules."""
         modules = tuple(map(self._module, _modules_of(model)))
         configs = tuple(map(self._config, list(self._configs.values())))
         for hooks in (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks):
@@ -233,7 +233,7 @@ class _Contents:
         self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: Tensor) -> Hashable:
-        """Key of a tensor: its content if it is small; for a large tensor, a value that changes with every write."""
+        """Return the key of a tensor: the content of a small one; for a large one, a value that changes with every write."""
         plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
         version = None if tensor.is_inference() else tensor._version
         state = version, tensor.data_ptr() if plain else None

@@ -81,7 +81,7 @@ class ModuleForward:
         states: NDArray[np.int32],
         images: StepImages | None = None,
     ) -> Tensor:
-        """Logits [len(keep), V] at packed positions `keep`; advances the states in slots `states` [R]; see
+        """Compute logits [len(keep), V] at packed positions `keep`; advances the states in slots `states` [R]; see
         `ModelRunner.forward`.
         """
         if not self.layout.states:
@@ -106,7 +106,7 @@ class ModuleForward:
         states: StateRows | None = None,
         images: StepImages | None = None,
     ) -> Tensor:
-        """Logits [B, len(keep), V] of ids [B, L] at positions `keep` (none: the last) of every row."""
+        """Compute logits [B, len(keep), V] of ids [B, L] at positions `keep` (none: the last) of every row."""
         layout = self.layout
         keep = keep if len(keep) else rows.offsets[-1:] - 1
         rotary = rows.positions if images is None else images.positions
@@ -133,7 +133,7 @@ class ModuleForward:
         return logits
 
     def own_logits(self, tokens: Sequence[int]) -> Tensor:
-        """[V] logits after `tokens`, by the model's own unpaged attention, in eval mode."""
+        """Compute the logits [V] after `tokens`, by the model's own unpaged attention, in eval mode."""
         ids = torch.tensor([list(tokens)], device=self.layout.device)
         with in_eval_mode(self.model.modules()), torch.no_grad():
             # A short input computes all positions, which also verifies the code that honours `logits_to_keep`.
@@ -160,7 +160,7 @@ class ModuleForward:
 
 
 def _kernel_shapes(layout: ModelLayout) -> list[Heads]:
-    """Head counts and sizes of the model's layers that the Triton kernels take, without duplicates."""
+    """Return the head counts and sizes of the model's layers that the Triton kernels take, without duplicates."""
     found = (
         Heads(call.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim)
         for shape, call in zip(layout.layers, layout.calls, strict=True)

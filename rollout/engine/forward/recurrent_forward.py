@@ -38,7 +38,7 @@ class LengthGroup:
 
 
 def length_groups(rows: PagedRows, keep: IntArray) -> Iterator[LengthGroup]:
-    """Groups of sequences with equally many positions in this step.
+    """Return groups of sequences with equally many positions in this step.
 
     Args:
         keep: [K] packed positions whose logits are needed.

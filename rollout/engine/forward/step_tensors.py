@@ -24,7 +24,7 @@ PROMPT_LOGPROB_ROWS = 256
 
 
 def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], PagedRows]:
-    """Token ids [P] of a step and their rows, with block tables wide enough for the `step.ahead` steps that may follow."""
+    """Return the token ids [P] and rows of a step, with block tables wide enough for the next `step.ahead` steps."""
     offsets = np.zeros(len(step.rows) + 1, np.int64)
     np.cumsum(step.counts, out=offsets[1:])
     entries = np.repeat(np.arange(len(step.rows)), step.counts)
@@ -75,7 +75,7 @@ def sample_step(
 
 
 def prompt_spans(step: ScheduledStep, packed: PagedRows) -> list[tuple[Sequence, NDArray[np.int64]]]:
-    """Packed positions whose successor is a prompt token, for each sequence that requests prompt log-probs."""
+    """Return packed positions whose successor is a prompt token, for each sequence that requests prompt log-probs."""
     spans = []
     for entry, sequence in enumerate(step.prefills, step.num_decodes):
         if sequence.wants_prompt_logprobs:

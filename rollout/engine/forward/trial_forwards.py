@@ -113,7 +113,7 @@ def _verify(
 
 
 def difference(runner: ModelRunner, tokens: list[int], cuts: Sequence[int], fine: Callable[[float], bool]) -> float:
-    """Largest difference between the logits after `tokens`, in chunks that end at `cuts`, and the model's own.
+    """Return the largest difference between the logits after `tokens`, in chunks ending at `cuts`, and the model's own.
 
     It is relative to the largest of the model's own logits (at least 1). If it is not `fine` and the model has routers, the
     model's own forward takes the routes of the chunks, because rounding may decide between two experts with similar scores.
@@ -138,7 +138,7 @@ def difference(runner: ModelRunner, tokens: list[int], cuts: Sequence[int], fine
 def paged_logits(
     runner: ModelRunner, tokens: list[int], *cuts: int, routes: list[list[Tensor]] | None = None
 ) -> Tensor:
-    """[V] logits after `tokens`, in chunks that end at `cuts`, in the first blocks and state slot (all free).
+    """Compute the logits [V] after `tokens`, in chunks ending at `cuts`, in the first blocks and state slot (all free).
 
     Args:
         routes: gets one list per chunk with the experts [L, k] of each choice, in order; None: routes are not recorded.
@@ -226,7 +226,7 @@ class _Replayed(Topk):
 
 
 def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int:
-    """Device memory that a step takes in addition to weights and pool, measured by `run_prefill`; 0 on a CPU.
+    """Return the device bytes of a step in addition to weights and pool, measured by `run_prefill`; 0 on a CPU.
 
     If the device has no memory for `tokens` tokens, fewer are measured.
     """
@@ -251,7 +251,7 @@ def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int
 
 
 def bytes_to_come(runner: ModelRunner) -> int:
-    """Device memory that CUDA graphs will still take, in addition to a step's peak."""
+    """Return the device bytes that CUDA graphs will still take, in addition to a step's peak."""
     return 0 if runner.graphs is None else runner.graphs.bytes_to_come
 
 

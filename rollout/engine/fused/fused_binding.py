@@ -53,7 +53,7 @@ class Bound:
         self._checks.seal()
 
     def reads(self, cache: KVCache) -> bool:
-        """Whether the pools have not moved and a quick check finds no change of the model."""
+        """Return whether the pools have not moved and a quick check finds no change of the model."""
         return self._pools_now(cache) == self._pools and self._checks.hold() and self._buffers_now() == self._buffers
 
     def reach(self, length: int) -> None:
@@ -157,7 +157,7 @@ class Bound:
         return family
 
     def _buffers_now(self) -> tuple[object, ...]:
-        """Addresses and versions of the buffers that numbers were computed from."""
+        """Return the addresses and versions of the buffers that numbers were computed from."""
         found: list[object] = []
         for layer_type in self._rotated:
             frequencies, scaling = rotary_numbers(self._rotary, layer_type)
@@ -167,14 +167,14 @@ class Bound:
         return tuple(found)
 
     def _pools_now(self, cache: KVCache) -> tuple[int, ...]:
-        """Addresses and sizes of the pools; the addresses of their parts depend on both."""
+        """Return the addresses and sizes of the pools; the addresses of their parts depend on both."""
         found = cache.layer(0)[0].data_ptr(), cache.num_blocks
         if self._states is None:
             return found
         return *found, self._states.state(self._states.shapes[0].key).data_ptr(), self._states.num_blocks
 
     def _rotation(self) -> tuple[int, bool]:
-        """Number of rotated elements of a head, and whether the tables are wider than the model's dtype."""
+        """Return the number of rotated elements of a head, and whether the tables are wider than the model's dtype."""
         found = {(table.shape[1], table.dtype) for tables in self._tables.values() for table in tables}
         if not found:
             return 0, False
@@ -293,7 +293,7 @@ class Bound:
         self._widths.append(out.inner)
 
     def _without_lora(self, model: Any) -> Any:
-        """The model inside PEFT's LoRA wrappers, which only forward calls."""
+        """Return the model inside PEFT's LoRA wrappers, which only forward calls."""
         if not (is_of(model, "PeftModel", "peft.") or is_of(model, "PeftModelForCausalLM", "peft.")):
             return model
         self._checks.plain(model, "base_model")
@@ -303,7 +303,7 @@ class Bound:
 
 
 def _delta_width(layer: Layer) -> int:
-    """Outputs per position of a gated delta rule's projections; 0: the layer has none."""
+    """Return the number of outputs per position of a gated delta rule's projections; 0: the layer has none."""
     delta: DeltaNet = layer.delta
     keys, values = int(delta.key_heads * delta.key_dim), int(delta.value_heads * (delta.value_dim + 1))
     return 2 * (keys + values)

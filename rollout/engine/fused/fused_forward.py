@@ -66,7 +66,7 @@ class FusedForward:
         """Receives the hidden states that it requests."""
 
     def ready(self, module_epoch: int) -> bool:
-        """Whether the model, in its current state, can go through `run`. `module_epoch`: see `Installation`."""
+        """Return whether the model, in its current state, can go through `run`. `module_epoch`: see `Installation`."""
         if module_epoch != self._module_epoch or (self._bound is not None and not self._bound.reads(self._cache)):
             self._module_epoch = module_epoch
             self._bind()
@@ -85,7 +85,7 @@ class FusedForward:
     def run(
         self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64], states: NDArray[np.int32] | None = None
     ) -> Tensor:
-        """Logits [len(keep), V] at packed positions `keep`, valid until the next call; K, V and states are updated.
+        """Compute logits [len(keep), V] at packed positions `keep`, valid until the next call; updates K, V and states.
 
         Args:
             ids: [P] token ids.
@@ -170,7 +170,7 @@ class FusedForward:
         states: NDArray[np.int32] | None,
         steps: int = 1,
     ) -> tuple[Step, tuple[NDArray[np.int64], ...]]:
-        """C++ description of `steps` steps, with the arrays that it points to."""
+        """Return the C++ description of `steps` steps, with the arrays that it points to."""
         bound.reach(int(rows.positions.max()) + steps)
         kept = len(keep)
         need = self._library.rollout_workspace_bytes(
@@ -190,7 +190,7 @@ class FusedForward:
         ), (slots, places)  # fmt: skip
 
     def _hidden_of(self, step: Step, bound: Bound, steps: int) -> Tensor:
-        """[steps, kept, hidden], for a step to fill with the head's inputs; empty if they are not needed."""
+        """Return an array [steps, kept, hidden] for the head's inputs; empty if they are not needed."""
         hidden = torch.empty(steps * self.values.wanted, step.kept, bound.model.hidden, dtype=bound.dtype, device="cpu")
         step.hidden = hidden.data_ptr() if self.values.wanted else None
         return hidden

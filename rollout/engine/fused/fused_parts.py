@@ -232,17 +232,17 @@ class Parts:
 
 
 def base_of(module: Any) -> Any:
-    """The projection inside a LoRA layer, or the module itself."""
+    """Return the projection inside a LoRA layer, or the module itself."""
     return module.base_layer if is_of(module, "Linear", PEFT_LORA) else module
 
 
 def active_adapters(module: Any) -> list[str]:
-    """Names of the active adapters of a LoRA layer."""
+    """Return the names of the active adapters of a LoRA layer."""
     return [] if module.disable_adapters else [name for name in module.active_adapters if name in module.lora_A]
 
 
 def is_conv(module: Any) -> bool:
-    """Whether a projection is GPT-2's Conv1D, whose weight is transposed."""
+    """Return whether a projection is GPT-2's Conv1D, whose weight is transposed."""
     return type(module) is pytorch_utils.Conv1D
 
 
@@ -263,13 +263,13 @@ _kept: WeakKeyDictionary[nn.Module, dict[str | None, _Tables]] = WeakKeyDictiona
 
 
 def rotary_numbers(rotary: Any, layer_type: str | None = None) -> tuple[Tensor, float]:
-    """Frequencies and scaling of a rotary embedding for layers of a type. None: all layers share them."""
+    """Return frequencies and scaling of a rotary embedding for layers of a type. None: all layers share them."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     return getattr(rotary, f"{prefix}inv_freq"), getattr(rotary, f"{prefix}attention_scaling")
 
 
 def rotary_tables(rotary: Any, dtype: torch.dtype, length: int, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [at least max(`length`, 1), D] of the first positions, contiguous, on the CPU.
+    """Return cosines and sines [at least max(`length`, 1), D] of the first positions, contiguous, on the CPU.
 
     Args:
         dtype: dtype of the hidden states, and of the tables unless the module keeps them in float32.

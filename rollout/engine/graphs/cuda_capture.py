@@ -121,7 +121,7 @@ class CudaDevice:
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
-    """Whether the stream's capture was finished. A graph that could then not be instantiated cleans up itself."""
+    """Return whether the stream's capture was finished. A graph that cannot be instantiated then cleans up itself."""
     try:
         graph.pool()
     except RuntimeError:

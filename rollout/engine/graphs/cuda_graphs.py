@@ -282,8 +282,8 @@ def _addresses_of(model: nn.Module) -> list[object]:
 
 
 def _least_parts(layout: ModelLayout, rows: int) -> int:
-    """Parts of keys that every graph has room for: as many as fit into `LEAST_WORKSPACE`, or as `rows` rows of
-    `STATE_LENGTH` tokens have."""
+    """Return the number of key parts that every graph has room for: those that fit into `LEAST_WORKSPACE`, at most
+    those of `rows` rows of `STATE_LENGTH` tokens."""
     sizes = (call.num_heads * (shape.value_dim + 1) for shape, call in zip(layout.layers, layout.calls, strict=True))
     return min(LEAST_WORKSPACE // (4 * max(sizes)), rows * num_splits(STATE_LENGTH))
 

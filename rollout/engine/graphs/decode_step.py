@@ -101,7 +101,7 @@ class DecodeState:
         self._flat[: len(message)].copy_(staged(message, self._device), non_blocking=True)
 
     def inputs(self, count: int, capacity: int = 0) -> DecodeInputs:
-        """Inputs of the step's first `count` rows, computed by the first kernels of a graph.
+        """Return the inputs of the step's first `count` rows, computed by the first kernels of a graph.
 
         Args:
             capacity: see `DecodeParts`.

@@ -72,7 +72,7 @@ class CpuPagedAttention:
 
 
 def serves(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
-    """Whether the kernel supports these tensors: contiguous, float32 or bfloat16, all of one dtype."""
+    """Return whether the kernel supports these tensors: contiguous, float32 or bfloat16, all of one dtype."""
     return (
         query.dtype in (torch.float32, torch.bfloat16)
         and query.dtype == key_cache.dtype == value_cache.dtype

@@ -96,11 +96,11 @@ class CpuDraw:
 
 @cache
 def load() -> CpuDraw | None:
-    """The kernel, or None if it cannot be built."""
+    """Return the kernel, or None if it cannot be built."""
     library = cpu_library.load()
     return None if library is None else CpuDraw(library)
 
 
 def serves(scores: Tensor) -> bool:
-    """Whether the kernel supports these logits."""
+    """Return whether the kernel supports these logits."""
     return scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.bfloat16) and scores.stride(1) == 1

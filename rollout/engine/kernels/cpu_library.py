@@ -47,13 +47,13 @@ class Kernels:
 
 
 def load() -> ctypes.CDLL | None:
-    """The compiled library, built if needed; None if it cannot be built."""
+    """Return the compiled library, built if needed; None if it cannot be built."""
     return status().library
 
 
 @cache
 def status() -> Kernels:
-    """The library with its compiler, or the reason why it cannot be built; the first call builds it."""
+    """Return the library with its compiler, or the reason why it cannot be built; the first call builds it."""
     try:
         return _load()
     except (OSError, RuntimeError, subprocess.SubprocessError) as exc:
@@ -133,7 +133,7 @@ def _temporary() -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether no other user can have put a library there. Only the temporary directory is shared by all users."""
+    """Return whether no other user can have put a library there: only the temporary directory is shared."""
     if folder != _temporary():
         return True
     found = folder.lstat()
@@ -141,7 +141,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _built_in(folder: Path, name: str, compiler: _Compiler) -> Path:
-    """The library, compiled in `folder` by this process or by another.
+    """Return the library, compiled in `folder` by this process or by another.
 
     Raises:
         OSError: the folder cannot be written, or other users can write it.
@@ -185,7 +185,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _processor() -> str:
-    """Key of the processor's instructions that the library may use."""
+    """Return a key of the processor's instructions that the library may use."""
     if CPU_INFO.exists():
         lines = CPU_INFO.read_text().splitlines()
         wanted = ("flags", "Features", "CPU part")

@@ -42,7 +42,7 @@ class DecodeParts:
         self._lists: dict[int, PartList] = {}
 
     def of(self, *, window: int | None = None) -> PartList:
-        """Parts of the keys that the rows attend to; parts before the window are left out."""
+        """Return the parts of the keys that the rows attend to; parts before the window are left out."""
         key = window or 0
         if key not in self._lists:
             seen = self.positions + 1
@@ -58,5 +58,5 @@ class DecodeParts:
 
 
 def num_splits(tokens: int) -> int:
-    """Number of parts of `tokens` keys: [0, SPLIT), [SPLIT, 2 * SPLIT) and so on, independent of the batch."""
+    """Return the number of parts of `tokens` keys: [0, SPLIT), [SPLIT, 2 * SPLIT), ..., independent of the batch."""
     return -(-tokens // SPLIT)

@@ -36,7 +36,7 @@ class PagedRows:
         return self.positions[self.offsets[1:] - 1] + 1
 
     def select(self, entries: NDArray[np.int64]) -> tuple[PagedRows, NDArray[np.int64]]:
-        """Rows of the sequences `entries`, which ascend, and [P'] indices of their packed positions."""
+        """Return the rows of the sequences `entries`, which ascend, and the indices [P'] of their packed positions."""
         counts = self.counts[entries]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         chosen = np.repeat(self.offsets[entries] - offsets[:-1], counts) + np.arange(offsets[-1])

@@ -57,7 +57,7 @@ class PagedAttention(Protocol):
     """Attention of a step's queries over the paged cache, into which their own K and V are already written."""
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]) -> Tensor:
-        """Attention output of every position.
+        """Compute the attention output of every position.
 
         Args:
             query: [P, H, D] contiguous, the step's positions in packed order.
@@ -83,7 +83,7 @@ class _Tile:
     _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     def mask(self, keys: int, window: int | None, groups: int) -> Tensor:
-        """[B, 1, groups*T, keys] bool: keys that each query row attends to; one row serves all groups if T is 1."""
+        """Return which keys each query row attends to, bool [B, 1, groups*T, keys]; one row for all groups if T is 1."""
         if (window, groups) not in self._masks:
             key_positions = torch.arange(keys, device=self.positions.device)
             mask = key_positions <= self.last
@@ -106,7 +106,7 @@ class TorchPagedAttention:
         self._tiles: list[_Tile] = []
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]) -> Tensor:
-        """Attention output of every position; see `PagedAttention`."""
+        """Compute the attention output of every position; see `PagedAttention`."""
         if not self._tiles:
             self._tiles = _tiles(self._rows, self._device)
         out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
@@ -146,7 +146,7 @@ def _tile(rows: PagedRows, members: slice, ends: NDArray[np.int64], device: torc
 
 
 def _attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, tile: _Tile, rules: Rules) -> Tensor:
-    """Attention output [B*T, H, Dv] of one tile."""
+    """Compute the attention output [B*T, H, Dv] of one tile."""
     softcap, sinks = rules.get("softcap"), rules.get("sinks")
     batch, length, kv_heads = tile.positions.shape[0], tile.positions.shape[2], key_cache.shape[2]
     groups = query.shape[1] // kv_heads

@@ -36,12 +36,12 @@ class Scores:
     """Whether this layer is causal even within images."""
 
     def lasts(self, tree: Tensor) -> Tensor | None:
-        """int32 [L] last token that each token attends to. None: itself."""
+        """Return the last token, int32 [L], that each token attends to. None: itself."""
         return None if self.causal or tree.shape[2] == 2 else tree[0, 0, 2]
 
 
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
-    """Attention of every token to its ancestors and itself; differentiable.
+    """Compute attention of every token to its ancestors and itself; differentiable.
 
     Args:
         query: [1, H, S, D] for the last S tokens.
@@ -72,7 +72,7 @@ QUERIES = 512
 
 
 def torch_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
-    """`tree_attention` for every device and dtype: blocks of queries over the keys that some query of the block reads."""
+    """Compute `tree_attention` on any device: blocks of queries over the keys that some query of the block reads."""
     ends, positions = tree[0, 0, :2].to(torch.int64)
     index = torch.arange(key.shape[2], device=query.device)
     found = scores.lasts(tree)
@@ -104,7 +104,7 @@ ALIGNMENT = FLEX_BLOCK
 
 
 def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
-    """`tree_attention` by torch's FlexAttention, compiled on CUDA; blocks without visible pairs are skipped."""
+    """Compute `tree_attention` by torch's FlexAttention, compiled on CUDA; blocks without visible pairs are skipped."""
 
     def soften(score: Tensor, *_: Tensor) -> Tensor:
         assert scores.softcap is not None
@@ -128,7 +128,7 @@ _MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def block_mask(tree: Tensor, window: int | None, causal: bool = True, start: int = 0) -> BlockMask:
-    """FlexAttention's mask of queries from token `start` on, from the extremes of each block: no [L, L] array is made."""
+    """Return FlexAttention's mask of queries from token `start` on, from blocks' extremes, without an [L, L] array."""
     if tree not in _MASKS:
         _MASKS[tree] = {}
     known: dict[tuple[int | None, bool], BlockMask] = _MASKS[tree]
@@ -208,7 +208,7 @@ class _Attention(ctypes.Structure):
 
 
 def _strided(tensor: Tensor) -> _Strided:
-    """[1, heads, L, width], its rows contiguous."""
+    """Return a copy [1, heads, L, width] whose rows are contiguous."""
     return _Strided(tensor.data_ptr(), tensor.stride(1), tensor.stride(2))
 
 

@@ -69,12 +69,12 @@ class TritonPagedAttention:
 
 
 def table_columns(tokens: int, block_size: int) -> int:
-    """Columns of a block table for sequences of up to `tokens` tokens."""
+    """Return the number of columns of a block table for sequences of up to `tokens` tokens."""
     return -(-tokens // (block_size * TABLE_STEP)) * TABLE_STEP
 
 
 def num_parts(positions: NDArray[np.int64]) -> int:
-    """Number of parts into which the keys of rows at these positions are cut."""
+    """Return the number of parts into which the keys of rows at these positions are cut."""
     return int((positions // decode_parts.SPLIT + 1).sum())
 
 

@@ -42,7 +42,7 @@ def _tile(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Attention of `rows` queries of one KV head over keys `start` to `stop` of one sequence, by online softmax.
+    """Attend with `rows` queries of one KV head to keys `start` to `stop` of one sequence, by online softmax.
 
     query + places: address of each query [D]; position: its position in the sequence, negative for a row without a query.
     target: index of its output in out [., Dv] and, if `parted`, of its log-sum-exp in lse.
@@ -149,7 +149,7 @@ def attend_chunks(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Up to `tokens` queries of one chunk, over all keys; one KV head. Grid: tiles x KV heads; surplus tiles do nothing."""
+    """Attend with up to `tokens` queries of a chunk to all keys. Grid: tiles x KV heads; surplus tiles do nothing."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     # This tile belongs to the last chunk whose tiles begin at or before it (see `TritonPaged.prefill`).
@@ -217,7 +217,7 @@ def attend_parts(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Parts of the keys of decoding rows, from a list: item i is a part of row owners[i], whose first item is
+    """Attend to parts of the keys of decoding rows, from a list: item i is a part of row owners[i], whose first item is
     begins[owners[i]].
 
     Programs take pairs of an item and a KV head in turn; the grid is any number of programs. The result of item i goes to

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether the kernels support query [P, H, D] and caches [num_blocks, block_size, Hkv, D or Dv] of these dtypes."""
+    """Return whether kernels support query [P, H, D] and caches [num_blocks, block_size, Hkv, D or Dv] of these dtypes."""
     heads, kv_heads = query.shape[1], keys.shape[2]
     return (
         query.dtype in DTYPES
@@ -53,7 +53,7 @@ def serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def load(device: torch.device) -> TritonPaged | None:
-    """The kernels; None if Triton cannot be imported."""
+    """Return the kernels; None if Triton cannot be imported."""
     kernels = _kernels(device)
     return None if kernels is None else TritonPaged(kernels)
 
@@ -72,7 +72,7 @@ class TritonPaged:
         self._buffers: list[Tensor] = []
 
     def with_own_workspace(self) -> TritonPaged:
-        """The same kernels, for calls on another stream or in graphs."""
+        """Return the same kernels, for calls on another stream or in graphs."""
         return TritonPaged(self._kernels)
 
     def write(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, write_index: Tensor) -> None:
@@ -105,7 +105,7 @@ class TritonPaged:
         parts: DecodeParts,
         **rules: Unpack[Rules],
     ) -> Tensor:
-        """Attention of one query per sequence.
+        """Compute attention of one query per sequence.
 
         Args:
             query: [B, H, D].
@@ -147,7 +147,7 @@ class TritonPaged:
         starts: Tensor,
         **rules: Unpack[Rules],
     ) -> Tensor:
-        """Attention of chunks of several sequences, whose own K and V are already in the cache.
+        """Compute attention of chunks of several sequences, whose own K and V are already in the cache.
 
         The grid is P // tokens + R, an upper bound on the tiles of `tokens` queries in R chunks with P queries in total. Row
         r's tiles begin at begins[r] // tokens + r, so a program finds its row by a search in `begins`, and surplus programs
@@ -241,7 +241,7 @@ class _Kernels:
 
 @cache
 def _programs(device: torch.device) -> int:
-    """Maximum programs of a decode launch. The interpreter runs them one after the other."""
+    """Return the maximum number of programs of a decode launch. The interpreter runs them one after the other."""
     if device.type != "cuda":
         return 3
     return PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -280,7 +280,7 @@ class _Plan:
 
 
 def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
-    """Tile sizes by head dimension, computed rather than auto-tuned, which would cost start-up time and repeatability.
+    """Return tile sizes by head dimension. Auto-tuning instead would cost start-up time and repeatability.
 
     An H200 multiprocessor has 228 KB of shared memory and 65,536 registers. Shared memory holds Q and the K and V of an
     iteration, 2 x 64 x 128 x 2 B = 32 KB at dim 128 in 16 bits. Decoding with 120 registers in each of 128 threads leaves
@@ -312,5 +312,5 @@ def device_of(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

@@ -39,7 +39,7 @@ class Heads:
 def tried_out(
     paged: TritonPaged, kinds: Iterable[Heads], dtype: torch.dtype, block_size: int, device: torch.device
 ) -> TritonPaged | None:
-    """The kernels if they work for all `kinds`; else None, and a warning gives the reason."""
+    """Return the kernels if they work for all `kinds`; else None, and a warning gives the reason."""
     for heads in kinds:
         try:
             error = _error(paged, heads, dtype, block_size, device)
@@ -58,7 +58,7 @@ def tried_out(
 
 
 def _error(paged: TritonPaged, heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> float:
-    """Largest difference in a step of a decoding row and a chunk, whose sequences have several parts of keys."""
+    """Return the largest error in a step of a decoding row and a chunk, whose sequences have several parts of keys."""
     tokens, generator = SPLIT + 9, torch.Generator().manual_seed(0)
     width = -(-tokens // block_size)
     tables = np.arange(2 * width).reshape(2, width)

@@ -222,7 +222,7 @@ class _Range:
 
 
 def tensor_at(address: int, size: int, device: torch.device) -> Tensor:
-    """Tensor [size] uint8 at an address of `device`; the tensor does not own the memory."""
+    """Return a uint8 tensor [size] at an address of `device`; the tensor does not own the memory."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)
     # A tensor created in inference mode could not be written outside it.
     with torch.inference_mode(False):
@@ -230,7 +230,7 @@ def tensor_at(address: int, size: int, device: torch.device) -> Tensor:
 
 
 def pool_memory(device: torch.device, *, virtual: bool) -> PoolMemory:
-    """Memory for a pool on `device`; from torch's allocator if `virtual` is False or the driver lacks the calls."""
+    """Return memory for a pool on `device`, from torch's allocator if `virtual` is False or the driver lacks the calls."""
     if device.type != "cuda":
         return PoolMemory()
     if virtual and torch.version.cuda is not None:

@@ -21,7 +21,7 @@ _OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED")
 
 
 def lacks_device_memory(exc: BaseException) -> bool:
-    """Whether an operation failed because the device has no memory left, so that it may succeed with more.
+    """Return whether an operation failed because the device has no memory left, so that it may succeed with more.
 
     Torch's allocator raises `torch.OutOfMemoryError`; the driver (when a graph is instantiated or a kernel loaded), cuBLAS
     and Triton raise a RuntimeError whose message says so.
@@ -52,11 +52,11 @@ class Scratch:
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, scores: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[R, V] like `scores`, uninitialised. Reuses the buffer of this name, which has one dtype."""
+        """Return an uninitialised tensor [R, V] like `scores`. Reuses the buffer of this name, which has one dtype."""
         return self._take(name, (scores.shape[0], scores.shape[1]), dtype, scores.device)
 
     def blocks(self, name: str, scores: Tensor, padding: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[R, ceil(V / BLOCK), BLOCK] for scores [R, V], uninitialised except for the padding past V."""
+        """Return [R, ceil(V / BLOCK), BLOCK] for scores [R, V], uninitialised except for the padding past V."""
         count, vocabulary = scores.shape
         blocks = self._take(name, (count, -(-vocabulary // BLOCK), BLOCK), dtype, scores.device)
         blocks.flatten(1)[:, vocabulary:] = padding
@@ -74,18 +74,18 @@ class Scratch:
 
 
 def staged(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """`array` as a tensor that can be copied to `device` asynchronously (pinned for CUDA)."""
+    """Return `array` as a tensor that can be copied to `device` asynchronously (pinned for CUDA)."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """`array` as a tensor on `device`, copied asynchronously."""
+    """Return `array` as a tensor on `device`, copied asynchronously."""
     return staged(array, device).to(device, non_blocking=True)
 
 
 def upload_together(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[Tensor]:
-    """Each of `arrays` (one dtype) as a tensor on `device`, by a single asynchronous copy."""
+    """Return each of `arrays` (one dtype) as a tensor on `device`, by a single asynchronous copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     flat, begins = packed(arrays)

@@ -187,7 +187,7 @@ class HostBlocks:
         return zip(views, blocks.split_with_sizes([len(each) for each in views]), strict=True)
 
     def _views(self, slots: Slots) -> list[Tensor]:
-        """[n, width] views of the host, in the order of `slots`; adjacent slots are one view."""
+        """Return views [n, width] of the host memory, in the order of `slots`; adjacent slots are one view."""
         wanted = np.asarray(slots, np.int64)
         if not len(wanted):
             return []

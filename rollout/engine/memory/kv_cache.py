@@ -43,7 +43,7 @@ class RouteShape:
         return torch.uint8 if self.num_experts <= 256 else torch.int16
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes per block of `block_size` tokens, a multiple of the size of the cache's `dtype`."""
+        """Return bytes per block of `block_size` tokens, a multiple of the size of the cache's `dtype`."""
         used = block_size * self.num_layers * self.top_k * self.dtype.itemsize
         return -(-used // dtype.itemsize) * dtype.itemsize
 
@@ -92,7 +92,7 @@ class KVCache(BlockPool):
         return self.num_blocks * self.route_bytes if self.on_device else 0
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """K [num_blocks, block_size, Hkv, D] and V [num_blocks, block_size, Hkv, Dv] of one layer, contiguous."""
+        """Return a layer's K [num_blocks, block_size, Hkv, D] and V [num_blocks, block_size, Hkv, Dv], contiguous."""
         return self._layers[index]
 
     def materialize(self, num_blocks: int) -> None:
@@ -114,7 +114,7 @@ class KVCache(BlockPool):
         routes[slots // self.block_size, slots % self.block_size, layer] = experts.to(routes.dtype)
 
     def read_routes(self, blocks: NDArray[np.int32], start: int, stop: int) -> NDArray[np.integer[Any]]:
-        """Expert routes [stop - start, layers, k] of positions `start` … `stop` - 1 of the sequence that holds `blocks`.
+        """Return routes [stop - start, layers, k] of positions `start` … `stop` - 1 of the sequence that holds `blocks`.
 
         Between `save` and `restore` they are read from the host.
         """
@@ -132,7 +132,7 @@ class KVCache(BlockPool):
         return read
 
     def _routes(self, part: Tensor) -> Tensor:
-        """The routes as [blocks, block_size, layers, k]."""
+        """Return the routes as [blocks, block_size, layers, k]."""
         assert self.routes is not None
         shape = (self.block_size, self.routes.num_layers, self.routes.top_k)
         return part.view(self.routes.dtype)[:, : math.prod(shape)].view(-1, *shape)

@@ -42,7 +42,7 @@ class StateShape:
 
 
 def _shaped(flat: Tensor, state: StateShape) -> Tensor:
-    """[slots, elements] as [slots, *shape]; channels of a convolution are contiguous, since kernels read them at once."""
+    """View [slots, elements] as [slots, *shape]; a convolution's channels are contiguous, as kernels need them."""
     if state.key.kind != "conv":
         return flat.view(-1, *state.shape)
     return flat.view(-1, state.shape[-1], *state.shape[:-1]).movedim(1, -1)
@@ -63,7 +63,7 @@ class StatePool(BlockPool):
         super().__init__([each.num_bytes for each in shapes], num_slots, torch.uint8, device, memory)
 
     def state(self, key: StateKey) -> Tensor:
-        """[num_blocks, *shape] of its dtype: one state of every slot."""
+        """Return [num_blocks, *shape] in the layer's dtype: one state of every slot."""
         return self._states[key]
 
     def materialize(self, num_blocks: int) -> None:

@@ -22,7 +22,7 @@ class Stream(Protocol):
         """Queue the device work of `work`."""
 
     def mark(self) -> Any:
-        """Event at the end of the work queued so far."""
+        """Return an event at the end of the work queued so far."""
 
     def after(self, mark: Any) -> None:
         """Let all work queued from now on wait for `mark`, an event of any stream."""
@@ -69,7 +69,7 @@ class HostStream:
 
 
 def current_stream(device: torch.device) -> Stream:
-    """The current stream of the calling thread."""
+    """Return the current stream of the calling thread."""
     return CudaStream(torch.cuda.current_stream(device)) if device.type == "cuda" else HostStream()
 
 

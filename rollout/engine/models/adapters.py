@@ -194,7 +194,7 @@ class LoraAdapters:
         self._loaded.pop(name, None)
 
     def num_layers(self, name: str) -> int:
-        """Number of layers that a loaded adapter changes."""
+        """Return the number of layers that a loaded adapter changes."""
         return len(self._loaded[name].layers)
 
     def check(self, name: str | None) -> None:
@@ -213,7 +213,7 @@ class LoraAdapters:
             self._of_row.pop(row, None)
 
     def of(self, rows: NDArray[np.int32]) -> Names | None:
-        """[R] adapter of each row; None: no row has one."""
+        """Return the adapter [R] of each row; None: no row has one."""
         if not self._of_row:
             return None
         named = [self._of_row.get(row) for row in rows.tolist()]
@@ -222,7 +222,7 @@ class LoraAdapters:
     def run(
         self, ids: IntArray, rows: PagedRows, keep: IntArray, named: Names, plain: Forward, adapted: Forward
     ) -> Tensor:
-        """Logits [len(keep), V] of sequences with and without adapters, at packed positions `keep`.
+        """Compute logits [len(keep), V] of sequences with and without adapters, at packed positions `keep`.
 
         Args:
             plain: forward of sequences without an adapter.
@@ -274,7 +274,7 @@ class LoraAdapters:
 
 
 def _updated(forward: Callable[[Tensor], Tensor], path: str, updates: list[_Part], positions: int, x: Tensor) -> Tensor:
-    """Output of a linear layer with the low-rank updates of the positions that have one."""
+    """Compute a linear layer's output with the low-rank updates of the positions that have one."""
     base = forward(x)
     inputs, outputs = x.flatten(0, -2), base.flatten(0, -2)
     for layer, index in updates:

@@ -39,7 +39,7 @@ _in_forward: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
 
 
 def is_rollout_forward() -> bool:
-    """Whether the current thread runs a forward of an engine, not one of the trainer's."""
+    """Return whether the current thread runs a forward of an engine, not one of the trainer's."""
     return _carried.get() is not None
 
 
@@ -62,7 +62,7 @@ class AttentionBatch(Protocol):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, arguments: Arguments
     ) -> Tensor:
-        """Attention of query [B, H, P, D] with key, value [B, Hkv, P, D]; returns [B, P, H, Dv]."""
+        """Compute attention of query [B, H, P, D] to key and value [B, Hkv, P, D]; return [B, P, H, Dv]."""
 
 
 def rollout_attention(
@@ -75,7 +75,7 @@ def rollout_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered with transformers' `AttentionInterface` under `IMPLEMENTATION`."""
+    """Attend over paged rows; registered with transformers' `AttentionInterface` under `IMPLEMENTATION`."""
     batch: AttentionBatch | None = kwargs.pop(BATCH_ARGUMENT, None)
     if batch is None:
         # The decoder layers of some models drop keyword arguments.
@@ -97,7 +97,7 @@ AttentionInterface.register(IMPLEMENTATION, rollout_attention)
 
 
 def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The function that an attention layer calls for an implementation, looked up as in the file that defines the layer."""
+    """Return the function that an attention layer calls for an implementation, looked up as the layer's file does."""
     files = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__ if kind.__module__ in sys.modules]
     interface = next((file["ALL_ATTENTION_FUNCTIONS"] for file in files if "ALL_ATTENTION_FUNCTIONS" in file), None)
     eager = next((file["eager_attention_forward"] for file in files if "eager_attention_forward" in file), None)
@@ -108,7 +108,7 @@ def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[
 
 
 def forward_with(batch: AttentionBatch, model: nn.Module, **inputs: Any) -> Any:
-    """Output of one forward of `model` that passes `batch` to every attention layer; inside `Installation.forward`."""
+    """Run one forward of `model` that passes `batch` to every attention layer; inside `Installation.forward`."""
     with carried(batch), interruptible():
         return model(use_cache=False, **inputs, **{BATCH_ARGUMENT: batch})
 
@@ -283,7 +283,7 @@ _TOWERS = ("vision_config", "audio_config")
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether `model.compile()` was called on it, or it is a wrapper of torch.compile (accelerate's regions)."""
+    """Return whether `module.compile()` was called, or it is a wrapper of torch.compile (accelerate's regions)."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
@@ -304,7 +304,7 @@ def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """Every configuration object with an attention implementation, except vision and audio towers'."""
+    """Return every configuration object with an attention implementation, except vision and audio towers'."""
     found: dict[int, Any] = {}
     own = getattr(model, "config", None)
     towers = tuple({type(getattr(own, name)) for name in _TOWERS if getattr(own, name, None) is not None})

@@ -28,7 +28,7 @@ class OtherMask(Exception):  # noqa: N818 - describes a mask; the caller decides
 
 
 def probe_mask(*args: Any, **arguments: Any) -> Tensor:
-    """The function registered with transformers' `AttentionMaskInterface` under `PROBE`."""
+    """Return a causal mask that carries transformers' mask function; registered as mask implementation `PROBE`."""
     length = int(arguments["q_length"])
     mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=arguments.get("device")).tril()
     mask.rollout_mask_function = arguments["mask_function"]  # type: ignore[attr-defined]
@@ -40,13 +40,13 @@ AttentionMaskInterface.register(PROBE, probe_mask)
 
 
 def function_of(mask: Tensor) -> MaskFunction | None:
-    """Mask function that `mask`, or the tensor it is a view of, was made from; None if `probe_mask` did not make it."""
+    """Return the mask function of `mask`, or of the tensor it is a view of; None if `probe_mask` did not make it."""
     function: MaskFunction | None = getattr(mask, "rollout_mask_function", None)
     return function if function is not None or mask._base is None else function_of(mask._base)
 
 
 def window_of(function: MaskFunction, length: int, device: torch.device) -> int | None:
-    """Number of last positions, including its own, that each of the first `length` positions attends to; None: all.
+    """Return how many last positions, its own included, each of the first `length` positions attends to; None: all.
 
     Compares whole rows of some positions, and the edges of all of them.
 

@@ -413,7 +413,7 @@ def _windowed(
 
 
 def has_global_hooks() -> bool:
-    """Whether torch has hooks on every module's forward, so that only the module's own forward is correct."""
+    """Return whether torch has hooks on every module's forward, so that only the module's own forward is correct."""
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 

@@ -56,7 +56,7 @@ class Checks:
         self._attributes = list(map(len, self._dicts))
 
     def hold(self) -> bool:
-        """Whether a quick check finds no change."""
+        """Return whether a quick check finds no change."""
         return (
             RemovableHandle.next_id == self._hooks_ever
             and all(map(is_, map(getattr, self._owners, self._names, repeat(None)), self._values))
@@ -143,7 +143,7 @@ def require(ok: bool, why: str) -> None:
 
 
 def address(module: nn.Module, name: str, dtype: torch.dtype) -> int:
-    """Address of a parameter, which must be contiguous and of that dtype."""
+    """Return the address of a parameter, which must be contiguous and of that dtype."""
     parameter = module._parameters.get(name)
     if type(parameter) is not nn.Parameter or parameter.dtype != dtype or not parameter.is_contiguous():
         raise Unfusable(f"a parameter is not a contiguous {dtype} nn.Parameter")
@@ -151,13 +151,13 @@ def address(module: nn.Module, name: str, dtype: torch.dtype) -> int:
 
 
 def is_of(module: Any, name: str, package: str = "transformers.models.") -> bool:
-    """Whether a module's class has this name and comes from this package."""
+    """Return whether a module's class has this name and comes from this package."""
     kind = _kind(module)
     return kind.__name__ == name and kind.__module__.startswith(package)
 
 
 def only_marks(hook: Any) -> bool:
-    """Whether a hook comes from `gradient_checkpointing_enable`, which sets `requires_grad` of the embedding's output."""
+    """Return whether a hook is `gradient_checkpointing_enable`'s, which sets `requires_grad` of the embedding's output."""
     home, name = str(getattr(hook, "__module__", "")), getattr(hook, "__name__", "")
     return home.startswith(("transformers.", "peft.")) and name in (
         "make_inputs_require_grads",
@@ -166,7 +166,7 @@ def only_marks(hook: Any) -> bool:
 
 
 def bypassed(device: torch.device) -> str | None:
-    """Message about a global setting that a fused forward on `device` would bypass; None: there is no such setting."""
+    """Return a message about a global setting that a fused forward on `device` would bypass; None: no such setting."""
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     if has_global_hooks():
@@ -175,7 +175,7 @@ def bypassed(device: torch.device) -> str | None:
 
 
 def _torch_mode_active() -> bool:
-    """Whether a torch dispatch or function mode is active, device contexts excepted."""
+    """Return whether a torch dispatch or function mode is active, device contexts excepted."""
     count, at = torch._C._len_torch_function_stack(), torch._C._get_function_stack_at
     modes = (at(index) for index in range(count))
     return bool(torch._C._len_torch_dispatch_stack()) or any(type(mode) is not DeviceContext for mode in modes)
@@ -208,7 +208,7 @@ def foreign_part(model: nn.Module, attention_layers: Iterable[nn.Module]) -> str
 
 @cache
 def names_in(code: CodeType) -> tuple[str, ...]:
-    """Global names that a function, or a function nested in it, may read."""
+    """Return the global names that a function, or a function nested in it, may read."""
 
     def every(code: CodeType) -> Iterator[str]:
         yield from code.co_names
@@ -226,7 +226,7 @@ def _kind(module: Any) -> type:
 
 
 def _only_gathers(hook: Any) -> bool:
-    """Whether a hook is FSDP2's, which does nothing while the weights are whole."""
+    """Return whether a hook is FSDP2's, which does nothing while the weights are whole."""
     owner = getattr(hook, "__self__", None)
     owner = getattr(owner, "fsdp_state", owner)  # `MappedWeights` replaces FSDP2's hook by its own.
     ours = type(owner).__module__.startswith("torch.distributed.fsdp.") and type(owner).__name__ == "FSDPState"
@@ -238,7 +238,7 @@ def _only_gathers(hook: Any) -> bool:
 
 
 def _packaged(function: Any) -> bool:
-    """Whether a function and its decorators come from a package; accelerate wraps the forward of a whole model."""
+    """Return whether a function and its decorators come from a package; accelerate wraps a model's forward."""
     codes = [getattr(function, "__code__", None)]
     while (function := getattr(function, "__wrapped__", None)) is not None:
         codes.append(getattr(function, "__code__", None))
@@ -246,7 +246,7 @@ def _packaged(function: Any) -> bool:
 
 
 def _own_code(function: Any, module: ModuleType) -> CodeType | None:
-    """Code of a function under its decorators; None if it, or a decorator, comes from an unexpected file."""
+    """Return the code of a function under its decorators; None if it, or a decorator, comes from an unexpected file."""
     while hasattr(function, "__wrapped__"):
         if not _of_a_package(getattr(function, "__code__", None)):
             return None

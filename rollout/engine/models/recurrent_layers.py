@@ -29,7 +29,7 @@ class RecurrentLayers:
 
     @classmethod
     def of(cls, model: nn.Module, config: Any) -> RecurrentLayers:
-        """Layers of a text model's configuration; empty if this version of transformers has no cache protocol for them."""
+        """Return the layers of a text model's configuration; empty if this transformers has no cache protocol for them."""
         layers: Sequence[object] = ()
         if hasattr(DynamicCache, "get_conv_state"):
             try:

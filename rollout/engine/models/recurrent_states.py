@@ -43,11 +43,11 @@ class _NoKV(Cache):  # type: ignore[misc]
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """[B, channels, kernel size], may be changed in place; None: no state before this forward."""
+        """Return the state [B, channels, kernel size], which may be changed in place; None: there is no state yet."""
         return None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """[B, heads, ...], may be changed in place; None: no state before this forward."""
+        """Return the state [B, heads, ...], which may be changed in place; None: there is no state yet."""
         return None
 
 

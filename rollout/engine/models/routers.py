@@ -45,7 +45,7 @@ class Routers:
 
 
 def chosen_experts(router: nn.Module, output: Any, top_k: int) -> Tensor:
-    """Chosen experts [P, k] in the output of a router.
+    """Return chosen experts [P, k] in the output of a router.
 
     Raises:
         UnsupportedModelError: the output is not (logits, weights, indices).
@@ -60,7 +60,7 @@ def chosen_experts(router: nn.Module, output: Any, top_k: int) -> Tensor:
 
 
 def routers_of(model: nn.Module) -> Routers:
-    """The routers of `model`, which may be wrapped.
+    """Return the routers of `model`, which may be wrapped.
 
     Raises:
         UnsupportedModelError: the model has no routers, or routers of an unknown form, which the message names.

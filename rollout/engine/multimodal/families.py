@@ -182,7 +182,7 @@ FAMILIES: tuple[type[Family], ...] = (RotaryGridFamily, GridFamily, CropFamily, 
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """The family of a model; None: the engine does not support its images."""
+    """Return the family of a model; None: the engine does not support its images."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if not hasattr(model, "get_image_features"):
         return None

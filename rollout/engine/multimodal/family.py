@@ -104,7 +104,7 @@ class Family(ABC):
         """The module whose functions are used."""
 
     def items(self, images: ImageInputs) -> list[ImageItem]:
-        """The items of a prompt's images in the order of their placeholders, then the items of its videos.
+        """Return the items of a prompt's images in the order of their placeholders, then the items of its videos.
 
         Raises:
             InvalidRequestError: a tensor is missing, unknown, or of the wrong shape.
@@ -119,8 +119,7 @@ class Family(ABC):
         ]
 
     def encode(self, item: ImageItem, device: torch.device) -> list[Tensor]:
-        """[count, hidden] embeddings of an item; then the embeddings added after the first decoder layers (deepstack), if
-        any.
+        """Compute an item's embeddings [count, hidden], then any added after the first decoder layers (deepstack).
 
         The caller has gradients and training behaviour off.
         """
@@ -131,7 +130,7 @@ class Family(ABC):
         return [pooled, *(_joined(each) for each in getattr(output, "deepstack_features", None) or ())]
 
     def positions(self, tokens: Tensor, kinds: Tensor, images: ImageInputs) -> Tensor | None:
-        """[3, P + 1] rotary positions of a prompt and of the token after it; None: as in text.
+        """Return rotary positions [3, P + 1] of a prompt and of the token after it; None: as in text.
 
         Args:
             tokens: int64 [P].
@@ -140,8 +139,9 @@ class Family(ABC):
         return None
 
     def embed(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Arguments of the model's forward in place of `input_ids` [B, L], which are below 0 at images: `inputs_embeds` [B,
-        L, hidden], with any values there, and other inputs computed from the token ids.
+        """Return the forward's arguments in place of `input_ids` [B, L], which are below 0 at images.
+
+        They are `inputs_embeds` [B, L, hidden], with any values at images, and other inputs computed from the token ids.
         """
         return {"inputs_embeds": self.model.get_input_embeddings()(tokens.clamp(min=0))}  # type: ignore[operator]
 
@@ -176,7 +176,7 @@ class Family(ABC):
 
 
 def module_with(model: nn.Module, name: str) -> Any:
-    """The module of a model that has an attribute of this name."""
+    """Return the module of a model that has an attribute of this name."""
     return next(module for module in model.modules() if hasattr(module, name))
 
 

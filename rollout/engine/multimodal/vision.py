@@ -61,7 +61,7 @@ class FeatureCache:
         self.reused = 0
 
     def of(self, item: ImageItem) -> Embeddings:
-        """Embeddings of an item."""
+        """Return the embeddings of an item."""
         known = self._kept.get(item.digest)
         if known is not None:
             self._kept.move_to_end(item.digest)
@@ -158,7 +158,7 @@ class Vision:
     def _placed(
         self, items: Sequence[ImageItem], kinds: NDArray[np.int64]
     ) -> tuple[list[ImageItem], NDArray[np.int64]]:
-        """The items in the order of their placeholders, and the places of the placeholders.
+        """Return the items in the order of their placeholders, and the places of the placeholders.
 
         Raises:
             InvalidRequestError: a kind of placeholders does not fit its items.
@@ -186,7 +186,7 @@ class Vision:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def text_ids(self, ids: NDArray[Any]) -> NDArray[Any]:
-        """Token ids of the scheduler's arrays, with placeholders in place of keys."""
+        """Return the token ids of the scheduler's arrays, with placeholders in place of keys."""
         if self.image_token is None:
             return ids
         plain = np.where(ids < 0, self.image_token, ids)
@@ -293,7 +293,7 @@ class Vision:
 
 
 def _has_split_tower(model: nn.Module) -> bool:
-    """Whether a parameter outside of the decoder of a vision model is split over ranks."""
+    """Return whether a parameter outside of the decoder of a vision model is split over ranks."""
     if family_of(model) is None:
         return False
     decoder, head = model.get_decoder(), model.get_output_embeddings()  # type: ignore[operator]
@@ -302,7 +302,7 @@ def _has_split_tower(model: nn.Module) -> bool:
 
 
 def _runs(places: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
-    """(start, stop) of each run of consecutive positions."""
+    """Yield (start, stop) of each run of consecutive positions."""
     if not len(places):
         return ()
     cuts = np.flatnonzero(np.diff(places) > 1) + 1

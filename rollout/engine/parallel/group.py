@@ -103,7 +103,7 @@ class TensorParallelGroup:
         return rest[:length]
 
     def least(self, value: int) -> int:
-        """The smallest of the members' values; every member calls it."""
+        """Return the smallest of the members' values; every member calls it."""
         told = torch.tensor([value], dtype=torch.int64, device="cpu")
         self._exchange(lambda: self._channel.allreduce(told, dist.ReduceOp.MIN))
         return int(told)

@@ -69,7 +69,7 @@ class Lockstep(Together):
         self._layers = order
 
     def agree(self, state: int) -> int:
-        """The smallest of the ranks' states; every rank calls it before each round.
+        """Return the smallest of the ranks' states; every rank calls it before each round.
 
         Raises:
             EngineDeadError: a rank is lost, and so is the group.

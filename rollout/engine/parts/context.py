@@ -106,7 +106,7 @@ class DynamicInferenceContext:
         self._followed = live, held
 
     def blocks_in_use(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Arguments of `follow_blocks` on the other members."""
+        """Return the arguments of `follow_blocks` on the other members."""
         return self.allocator.pages.live(), self.allocator.held_memory()
 
     def _live_memory(self, keep_prefix_cache: bool = True) -> NDArray[np.int32]:
@@ -238,7 +238,7 @@ class DynamicInferenceContext:
             )
 
     def _least(self) -> int:
-        """Blocks that the largest unfinished request needs; the whole pool if it may not shrink."""
+        """Return the number of blocks that the largest unfinished request needs; the whole pool if it cannot shrink."""
         if not self.may_shrink:
             return self.num_blocks
         needed = [
@@ -288,7 +288,7 @@ class DynamicInferenceContext:
 
 
 def state_slots(config: InferenceConfig, shapes: Sequence[StateShape], device: torch.device) -> int:
-    """Number of slots of the state pool: two per running sequence (its state and a snapshot), in half of the memory.
+    """Return the slots of the state pool: two per running sequence (state and snapshot), in half of the memory.
 
     Raises:
         ConfigError: the memory budget does not hold a single slot.
@@ -316,7 +316,7 @@ def pool_size(
     routes: RouteShape | None,
     state_bytes: int,
 ) -> int:
-    """Number of blocks of the KV pool, from the configuration and free memory.
+    """Return the number of blocks of the KV pool, from the configuration and free memory.
 
     Args:
         routes: shape of the expert routes that every block holds next to K and V.
@@ -352,7 +352,7 @@ def _budget(config: InferenceConfig, device: torch.device) -> float:
 
 
 def spare_bytes(device: torch.device) -> float:
-    """Bytes that tensors on a CUDA device can still use, including memory cached by torch; infinite on other devices."""
+    """Return the bytes that tensors on a CUDA device can still use, torch's cache included; infinite elsewhere."""
     return _free_bytes(device) if device.type == "cuda" else math.inf
 
 

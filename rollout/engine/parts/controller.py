@@ -46,7 +46,7 @@ class TextGenerationController:
         return unpadded(prompts, *owners, name=name, single=single)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, an `ImagePrompt` if it has images; chat messages get a generation prompt.
+        """Return a prompt's token ids, or an `ImagePrompt` if it has images; chat messages get a generation prompt.
 
         Raises:
             TypeError: the prompt is not text, token ids, chat messages or a processor's output.
@@ -183,7 +183,7 @@ class TextGenerationController:
             )
 
     def completion_text(self, params: SamplingParams) -> CompletionText | None:
-        """Stop-string detector for these parameters; None without stop strings.
+        """Return a stop-string detector for these parameters; None without stop strings.
 
         Raises:
             ConfigError: there are stop strings and no tokenizer.
@@ -194,7 +194,7 @@ class TextGenerationController:
         return CompletionText(tokenizer, params.stop, params.include_stop_str_in_output)
 
     def detokenize(self, tokens: Sequence[int]) -> str | None:
-        """Text of completion tokens without special tokens; None without a tokenizer."""
+        """Return the text of completion tokens without special tokens; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -213,7 +213,7 @@ class TextGenerationController:
         request.generated_sequence_lengths = [request.generated_length]
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Token ids that finish a request: its own and, unless `ignore_eos`, the model's end-of-sequence ids."""
+        """Return token ids that finish a request: its own and, unless `ignore_eos`, the model's end-of-sequence ids."""
         eos = () if params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
 
@@ -242,7 +242,7 @@ def _warn_of_other_eos(model: nn.Module, tokenizer: Any) -> None:
 
 
 def eos_token_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    """End-of-sequence ids of a model's configurations and of its tokenizer (None: there is none)."""
+    """Return the end-of-sequence ids of a model's configurations and of its tokenizer (None: there is none)."""
     found: dict[int, None] = {}
     for owner in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
         value = getattr(owner, "eos_token_id", None)

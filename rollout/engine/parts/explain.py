@@ -52,7 +52,7 @@ class Explanation:
     """Causes of unnecessary slowness, with cures."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: whether the fused forward runs, the reason if not, and the texts of each title."""
+        """Return values for JSON: whether the fused forward runs, the reason if not, and the texts of each title."""
         texts: dict[str, list[str]] = {}
         for title, text in self.rows:
             texts.setdefault(title, []).append(text)
@@ -333,12 +333,12 @@ def _ranks_here() -> int:
 
 
 def _load() -> float:
-    """Runnable processes and threads, averaged over a minute; 0: unknown."""
+    """Return the number of runnable processes and threads, averaged over a minute; 0: unknown."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def usable_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Cores that this process may use.
+    """Return the number of cores that this process may use.
 
     Args:
         root: folder of the control groups, version 2 or 1; for tests.

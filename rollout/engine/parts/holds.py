@@ -77,14 +77,14 @@ class Holds:
         return holder in self._asked
 
     def level(self, holder: str) -> HoldLevel:
-        """Level that a holder requests; the level of `DIRECT` follows from the engine's state at its step boundary."""
+        """Return the level that a holder requests; `DIRECT`'s follows from the engine's state at its step boundary."""
         if holder == DIRECT:
             with self._engine.locked():
                 self._note_direct()
         return self._asked.get(holder, HoldLevel.RUNNING)
 
     def describe(self) -> str:
-        """Holders and the levels they request; takes no lock."""
+        """Return the holders and the levels they request; takes no lock."""
         asked = [f"{holder} ({level.name.lower()})" for holder, level in tuple(self._asked.items())]
         return ", ".join(asked) or "none"
 

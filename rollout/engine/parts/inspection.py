@@ -49,7 +49,7 @@ class Inspection:
         return bool(self._ledger.ended or self._context.scheduler.has_work(self._watch.variant()))
 
     def changed_settings(self) -> str:
-        """Names of settings that affect masks and have changed since the engine was built."""
+        """Return the names of settings that affect masks and have changed since the engine was built."""
         self._guard.source.follow()
         return self._watch.changed_settings()
 
@@ -90,7 +90,7 @@ class Inspection:
             )  # fmt: skip
 
     def describe(self) -> Iterator[str]:
-        """Lines about samples, blocks, last step and oldest samples; takes no lock."""
+        """Return lines about samples, blocks, last step and oldest samples; takes no lock."""
         scheduler, allocator, step = self._context.scheduler, self._context.allocator, self._stepper.last
         unfinished = self._ledger.unfinished()
         running = scheduler.num_active
@@ -112,7 +112,7 @@ class Inspection:
             )
 
     def snapshot(self) -> list[DynamicInferenceRequestRecord]:
-        """Copies of the records of all unfinished samples, in scheduling order.
+        """Return copies of the records of all unfinished samples, in scheduling order.
 
         Raises:
             EngineStateError: some samples wait for inactive adapters, which a record cannot express.
@@ -134,7 +134,7 @@ class Inspection:
             return records
 
     def progress(self, known: Mapping[tuple[int, int], tuple[int, int, int]]) -> list[SampleDelta]:
-        """Tokens that unfinished samples have gained since `known`; takes a few microseconds per sample.
+        """Return the tokens that unfinished samples have gained since `known`; takes a few microseconds per sample.
 
         Args:
             known: (request_id, sample_index) → (completion tokens known, the prompt's policy version at that time, events
@@ -157,7 +157,7 @@ class Inspection:
             return grown
 
     def staleness(self) -> dict[int, int]:
-        """Per unfinished request id: weight updates since the oldest token of its unfinished samples (0: no tokens)."""
+        """Return, by unfinished request id, the weight updates since the oldest token of its samples (0: no tokens)."""
         with self._lifecycle.lock:
             largest: dict[int, int] = {}
             for sample in self._context.scheduler:
@@ -171,7 +171,7 @@ class Inspection:
         return self._ledger.counters
 
     def stats(self) -> dict[str, float]:
-        """Counters since construction and current gauges, by the names of `ENGINE_STATS`."""
+        """Return counters since construction and current gauges, by the names of `ENGINE_STATS`."""
         scheduler, runner, allocator = self._context.scheduler, self._controller.runner, self._context.allocator
         sources = SimpleNamespace(
             scheduler=scheduler,
@@ -193,11 +193,11 @@ class Inspection:
     # --- what a trace reads (`TracedEngine`) ----------------------------------------------------------------------
 
     def traced_state(self) -> str:
-        """Value of the lifecycle state."""
+        """Return the value of the lifecycle state."""
         return self._lifecycle.state.value
 
     def traced_records(self) -> list[DynamicInferenceRequestRecord]:
-        """Current records of the unfinished samples, read at a step boundary."""
+        """Return current records of the unfinished samples, read at a step boundary."""
         with self._lifecycle.lock:
             unfinished = self._ledger.unfinished()
             for sample in unfinished:

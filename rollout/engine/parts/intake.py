@@ -139,7 +139,7 @@ class Intake:
             self.reserve(number + 1)
 
     def check_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
-        """Token ids of a prompt that `add_request` would accept; nothing is queued.
+        """Return the token ids of a prompt that `add_request` would accept; nothing is queued.
 
         Raises:
             InvalidRequestError, ConfigError, TypeError: `add_request` would raise.
@@ -314,7 +314,7 @@ class Intake:
         return True
 
     def images(self, number: int, tokens: list[int]) -> PromptImages:
-        """The images of a prompt.
+        """Return the images of a prompt.
 
         Raises:
             InvalidRequestError: the images do not fit the prompt or the model.
@@ -363,7 +363,7 @@ class Intake:
     def _request(
         self, images: ImageInputs | None, pictured: PromptImages, tokens: list[int], **fields: Any
     ) -> DynamicInferenceRequest:
-        """A request for this engine, in the class that its images need."""
+        """Return a request for this engine, in the class that its images need."""
         fields |= {
             "prompt_tokens": tokens,
             "block_size_tokens": self._config.advanced.block_size_tokens,
@@ -410,7 +410,7 @@ class Intake:
 
 
 def prompt_of(request: DynamicInferenceRequest) -> list[int]:
-    """Original prompt tokens of a record's first segment, with the images."""
+    """Return the original prompt tokens of a record's first segment, with the images."""
     given, images = request.prompt_tokens[: request.original_prompt_length], request.images
     return given if images is None else ImagePrompt(given, images)
 
@@ -437,7 +437,7 @@ def _refuse_unserved(record: DynamicInferenceRequestRecord, routes: RouteShape |
 
 
 def _wrong_routes(request: DynamicInferenceRequest, routes: RouteShape | None) -> str:
-    """Why the engine cannot continue after a request's expert routes; empty: it can."""
+    """Return why the engine cannot continue after a request's expert routes; empty: it can."""
     indices = request.routing_indices
     if indices is None:
         return ""
@@ -452,7 +452,7 @@ def _wrong_routes(request: DynamicInferenceRequest, routes: RouteShape | None) -
 
 
 def _wrong_kept_tokens(request: DynamicInferenceRequest, vocabulary: int) -> str:
-    """Why the engine cannot continue after a request's kept tokens; empty: it can."""
+    """Return why the engine cannot continue after a request's kept tokens; empty: it can."""
     sets = request.generated_kept_tokens
     if not request.sampling_params.return_kept_tokens:
         unwanted = "SamplingParams.return_kept_tokens is False, so later tokens would have none; set it"

@@ -48,7 +48,7 @@ class Ledger:
     counters: dict[str, int] = field(default_factory=_counters)
 
     def free_indices(self, number: int, n: int, samples: Sequence[int] | None) -> Sequence[int]:
-        """The sample indices that a request may add: `samples`, or all `n`.
+        """Return the sample indices that a request may add: `samples`, or all `n`.
 
         Raises:
             InvalidRequestError: an index is in use, repeated, or not in [0, n).
@@ -73,18 +73,18 @@ class Ledger:
             self.live.setdefault(number, {})[index] = sample
 
     def unfinished(self) -> list[Sample]:
-        """All unfinished samples."""
+        """Return all unfinished samples."""
         # Copies, because another thread may finish a sample in the meantime.
         return [sample for samples in list(self.live.values()) for sample in list(samples.values())]
 
     def oldest_arrival(self) -> float:
-        """Arrival of the oldest unfinished request, in seconds since the epoch; 0: there is none."""
+        """Return the arrival of the oldest unfinished request, in seconds since the epoch; 0: there is none."""
         # A continued request may be older than requests with lower ids.
         firsts = (next(iter(list(samples.values())), None) for samples in list(self.live.values()))
         return min((sample.record[0].arrival_time for sample in firsts if sample is not None), default=0.0)
 
     def staleness(self, sample: Sample) -> int:
-        """Weight updates since the oldest completion token of a sample; 0: it has no tokens."""
+        """Return the number of weight updates since the oldest completion token of a sample; 0: it has no tokens."""
         request = sample.request
         oldest = request.policy_spans.oldest(start=request.original_prompt_length)
         return 0 if oldest is None else self._scheduler.version - oldest

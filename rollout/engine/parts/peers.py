@@ -42,11 +42,11 @@ class Peers:
         return self.group if self.lockstep is None else self.lockstep.group
 
     def least(self, value: int) -> int:
-        """The smallest value among the tensor-parallel group, whose members all call it."""
+        """Return the smallest value among the tensor-parallel group, whose members all call it."""
         return value if self.group is None else self.group.least(value)
 
     def all_hold(self, holds: bool) -> bool:
-        """Whether a condition is true on every rank that computes forwards with this one; all of them call it."""
+        """Return whether a condition is true on all ranks that compute forwards with this one; all of them call it."""
         return holds if self.everyone is None else self.everyone.least(int(holds)) == 1
 
     def refuse_alone(self) -> None:

@@ -88,7 +88,7 @@ class Prefill:
                 scheduler.remove(lambda key: True)
 
     def _check(self, index: int, wanted: Wanted) -> int:
-        """Number of tokens of the longest image, which one step must compute together. Raises as `run`."""
+        """Return the number of tokens of the longest image, which one step must compute together. Raises as `run`."""
         tokens = _tokens(wanted, len(wanted.tokens))
         try:
             self._intake.clamped(index, tokens, wanted.params)
@@ -155,14 +155,14 @@ class Prefill:
 
 
 def _tokens(wanted: Wanted, count: int) -> list[int]:
-    """The first `count` tokens; all tokens if there are images, because every placeholder needs its image."""
+    """Return the first `count` tokens; all tokens if there are images, because every placeholder needs its image."""
     return list(wanted.tokens[:count]) if wanted.images is None else ImagePrompt(wanted.tokens, wanted.images)
 
 
 def _wanted_of(
     step: ScheduledStep, index_of: dict[Sample, int], wanted: Sequence[Wanted]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """[K] sequence index, position, and index into the packed row of each wanted position in a step."""
+    """Return sequence index, position, and index into the packed row [K] of each wanted position in a step."""
     indices, positions, packed = [], [], []
     offset = 0
     for sample, start, count in zip(step.prefills, step.starts.tolist(), step.counts.tolist(), strict=True):

@@ -234,7 +234,7 @@ class Stepper:
             return follow(self._peers.group, compute, encode)
 
     def agree(self, state: int) -> int:
-        """The smallest state of the ranks that exchange tokens with this one; all of them call it (see `Lockstep`).
+        """Return the smallest state of the ranks that exchange tokens with this one; all call it (see `Lockstep`).
 
         Raises:
             EngineDeadError: the group has ended.
@@ -255,7 +255,7 @@ class Stepper:
 
 
 def _traced_numbers(step: ScheduledStep, scheduler: Scheduler, made: int) -> tuple[int, ...]:
-    """Numbers of a step for its `StepRow`; `made`: decode steps of the call."""
+    """Return the numbers of a step for its `StepRow`; `made`: decode steps of the call."""
     allocator, counters = scheduler.allocator, scheduler.counters
     host = allocator.host
     decodes, entries = step.num_decodes, len(step.rows)

@@ -38,7 +38,7 @@ class Allowed:
     """Row → why its constraint cannot be followed any further. Such a row gets no token."""
 
     def only(self, row: int, tokens: Sequence[int]) -> bool:
-        """Whether `row` is constrained to exactly these tokens."""
+        """Return whether `row` is constrained to exactly these tokens."""
         if row not in self.rows:
             return False
         bits = self.bits[self.rows.index(row)].copy()
@@ -89,7 +89,7 @@ class Constraints:
             self._matchers.pop(slot, None)
 
     def constrains(self, slots: NDArray[np.integer]) -> bool:
-        """Whether a row of these slots is constrained."""
+        """Return whether a row of these slots is constrained."""
         return bool(self._matchers) and any(slot in self._matchers for slot in slots.tolist())
 
     def allowed(
@@ -99,7 +99,7 @@ class Constraints:
         origin: NDArray[np.int32],
         length: NDArray[np.int32],
     ) -> Allowed | None:
-        """Masks of the rows whose slots are constrained; None if there are none.
+        """Return the masks of the rows whose slots are constrained; None if there are none.
 
         Args:
             slots: [R], the slot of each row.
@@ -190,7 +190,7 @@ def _why(matcher: Any) -> str:
 
 
 def _lark(library: Any, constraint: StructuredOutput) -> str:
-    """The constraint as llguidance's Lark, without forced tokens, which would allow only the text's own tokenisation."""
+    """Return the constraint as llguidance's Lark. Forced tokens, which would allow only one tokenisation, are off."""
     if constraint.json_schema is not None:
         text = f"start: {json_rule(json.loads(str(constraint.json_schema)))}"
     elif constraint.regex is not None:

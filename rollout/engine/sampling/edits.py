@@ -51,7 +51,7 @@ def edited(
 
 
 def removed(allowed: Allowed, start: int, end: int, scores: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Constrained rows from `start` to `end`, counted from `start`, and the tokens that they exclude; None: no such row."""
+    """Return the constrained rows in [start, end), counted from `start`, and the tokens they exclude; None: no such row."""
     places = [place for place, row in enumerate(allowed.rows) if start <= row < end]
     if not places:
         return None
@@ -79,7 +79,7 @@ def _penalize(scores: Tensor, rows: SamplingRows, histories: Sequence[History]) 
 
 
 def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] int64 each, on the device: the row of every token, and its index in the flattened scores."""
+    """Return two int64 arrays [N] on the device: the row of every token, and its index in the flattened scores."""
     vocabulary = scores.shape[1]
     counts, token = np.array([len(ids) for ids in tokens]), np.concatenate(tokens)
     inside = (token >= 0) & (token < vocabulary)
@@ -94,7 +94,7 @@ def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: 
 
 
 def drawable(kept: Tensor, relative: Tensor, rows: SamplingRows, least: float) -> Sets:
-    """The kept tokens that can be drawn; on a CPU the C++ kernel finds them while it draws (`CpuDraw`).
+    """Return the kept tokens that can be drawn; on a CPU the C++ kernel finds them while it draws (`CpuDraw`).
 
     Tokens of weight 0 cannot be drawn. Without them, a set bounded only by top_k stays small if the distribution is sharp.
 
@@ -113,7 +113,7 @@ def drawable(kept: Tensor, relative: Tensor, rows: SamplingRows, least: float) -
 
 
 def no_sets(rows: SamplingRows, wanted: bool) -> Sets:
-    """Kept tokens of rows that return none; `wanted`: other rows of the step return theirs."""
+    """Return the kept tokens of rows that return none; `wanted`: other rows of the step return theirs."""
     if not wanted:
         return None, None
     device = rows.key.device

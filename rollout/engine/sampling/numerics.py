@@ -16,7 +16,7 @@ SHORT = 2**14
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Uniform float64 [R] in [0, 1) for int64 keys [R] and positions [R], equal bit for bit on every device.
+    """Return uniform float64 [R] in [0, 1) for int64 keys [R] and positions [R], equal bit for bit on every device.
 
     splitmix64 at counter `positions`, in wrap-around int64 (Steele, Lea, Flood: Fast splittable pseudorandom number
     generators, OOPSLA 2014).
@@ -37,7 +37,7 @@ def _logical_shift(state: Tensor, shift: int) -> Tensor:
 
 
 def over_temperature(scores: Tensor, temperature: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Scores [R, V] over the temperature [R] of each row, with the bits of torch's `scores / number`.
+    """Divide scores [R, V] by the temperature [R] of each row, with the bits of torch's `scores / number`.
 
     On CUDA torch multiplies by the reciprocal of a number; dividing by a tensor gives other bits there.
     """
@@ -47,7 +47,7 @@ def over_temperature(scores: Tensor, temperature: Tensor, *, out: Tensor | None 
 
 
 def softmax_logprobs(scores: Tensor, token_ids: Tensor, temperature: Tensor | None = None) -> Tensor:
-    """[R, k] float32 log-probs of token ids [R, k]: `(scores.float() / temperature).log_softmax(-1)`, bit for bit.
+    """Return float32 log-probs of ids [R, k]: `(scores.float() / temperature).log_softmax(-1)`, bit for bit.
 
     torch's log-softmax of a row is independent of the other rows. On a CPU rows are computed one by one, in operations too
     short for torch's OpenMP threads, which would keep spinning next to the kernels' threads.

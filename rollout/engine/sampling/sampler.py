@@ -115,7 +115,7 @@ def sample(
 def token_logprobs(
     logits: Tensor, targets: Tensor, k: int, *, exact: bool = False, temperature: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-softmax of logits [T, V] at targets [T] (int64), in float32, and of the k most likely tokens.
+    """Return float32 log-probs of logits [T, V] at targets [T] (int64), and of the k most likely tokens.
 
     Args:
         exact: compute the log-probs by torch's own `log_softmax`.
@@ -148,7 +148,7 @@ def token_logprobs(
 
 
 def _rows_at_once(logits: Tensor) -> int:
-    """Rows per operation: on a CPU as many as the cache holds, elsewhere as many as bound the temporaries."""
+    """Return the number of rows per operation: as many as a CPU's cache holds, elsewhere as bound the temporaries."""
     elements = CPU_ELEMENTS * torch.get_num_threads() if logits.device.type == "cpu" else DEVICE_ELEMENTS
     return max(1, elements // logits.shape[1])
 
@@ -209,7 +209,7 @@ def _sample(
 
 
 def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tensor, Tensor | None]:
-    """Scores [R, V] with -inf where filtered; if wanted, the scores of the final distribution."""
+    """Return scores [R, V] with -inf where filtered; if wanted, the scores of the final distribution."""
     if not (rows.filters or wanted.scores):
         return scores, None
     scratch, tempered = rows.scratch, scores
@@ -243,7 +243,7 @@ def _drawn(
 def _relative(
     scores: Tensor, rows: SamplingRows, wanted: _Wanted
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Sets]:
-    """Probabilities relative to the most likely token, 0 if filtered, in blocks [R, C, BLOCK].
+    """Return probabilities relative to the most likely token, 0 if filtered, in blocks [R, C, BLOCK].
 
     Also the largest score [R, 1]; its token ids [R], if some row is greedy; if wanted, the scores [R, V] of the final
     distribution, and the kept tokens.
@@ -279,7 +279,7 @@ def _chosen(weights: Tensor, ends: Tensor, greedy_ids: Tensor | None, rows: Samp
 
 
 def _kept(scores: Tensor, peak: Tensor, relative: Tensor, rows: SamplingRows) -> Tensor | None:
-    """[R, V] bool, the tokens that pass the filters; None when there are no filters."""
+    """Return the tokens that pass the filters, bool [R, V]; None when there are no filters."""
     kept = None
     if rows.filters & {"top_k", "top_p"}:
         kept = _likeliest(scores, peak, rows)
@@ -290,7 +290,7 @@ def _kept(scores: Tensor, peak: Tensor, relative: Tensor, rows: SamplingRows) ->
 
 
 def _likeliest(scores: Tensor, peak: Tensor, rows: SamplingRows) -> Tensor:
-    """[R, V] bool: the top-k/top-p mask."""
+    """Return the top-k/top-p mask, bool [R, V]."""
     limited, width = rows.limited, min(rows.limited_width or scores.shape[1], scores.shape[1])
     if len(limited) == len(scores):
         return _leading(scores, peak, rows.top_k, rows.top_p, width, rows.scratch)
@@ -299,7 +299,7 @@ def _likeliest(scores: Tensor, peak: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def _leading(scores: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, width: int, scratch: Scratch) -> Tensor:
-    """[L, V] bool, the top-k/top-p mask: the fewest of the top_k tokens with top_p of their weight, lower ids first on ties.
+    """Return the top-k/top-p mask, bool [L, V]: the fewest top_k tokens with top_p of their weight; lower ids on ties.
 
     `width`: upper bound on the tokens that a row keeps.
     """
@@ -318,7 +318,7 @@ def _leading(scores: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, width: 
 
 
 def _leading_count(negated: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, scratch: Scratch) -> Tensor:
-    """[L, 1] int64, the number of tokens to keep; `negated` [L, width] are the largest scores, negated, in order."""
+    """Return how many tokens to keep, int64 [L, 1]; `negated` [L, width] are the largest scores, negated, in order."""
     count = top_k.clamp(max=negated.shape[1])
     weights = _exponentials(torch.add(negated, peak, out=scratch.take("sorted", negated)).neg_()).mul_(UNIT)
     ends = scratch.take("weights", negated, torch.int64).copy_(weights).cumsum_(-1)
@@ -327,7 +327,7 @@ def _leading_count(negated: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, 
 
 
 def _smallest(values: Tensor, width: int) -> Tensor:
-    """[L, width]: the smallest values of each row [L, V], ascending. May reorder `values`."""
+    """Return the smallest values [L, width] of each row [L, V], ascending. May reorder `values`."""
     if values.device.type == "cpu":
         # numpy's vectorised sort takes a thirtieth of the time of torch's on a CPU.
         array = values.numpy()
@@ -345,14 +345,15 @@ def _smallest(values: Tensor, width: int) -> Tensor:
 
 
 def _first_best(blocks: Tensor) -> Tensor:
-    """[R] int64: the first largest element of each row. Two small searches, because one `argmax` takes ten times as long."""
+    """Return the first largest element of each row, int64 [R]. Two small searches are ten times as fast as one `argmax`."""
     block = blocks.amax(-1).argmax(-1, keepdim=True)
     return block[:, 0] * BLOCK + _inside(blocks, block).argmax(-1)
 
 
 def _first_above(weights: Tensor, ends: Tensor, level: Tensor) -> Tensor:
-    """[R] int64, inverse-CDF search: the first element whose running sum exceeds `level` [R]; `ends` [R, C]: sums after each
-    block.
+    """Return the first element whose running sum exceeds `level` [R], int64 [R]: inverse-CDF sampling.
+
+    `ends` [R, C] are the sums after each block.
     """
     level = level[:, None]
     block = torch.searchsorted(ends, level, right=True).clamp_(max=ends.shape[1] - 1)
@@ -386,7 +387,7 @@ def _raw_total(scores: Tensor, scratch: Scratch) -> _Total:
 
 
 def _total(peak: Tensor, weight: Tensor) -> _Total:
-    """Log-sum-exp from [R, 1] integer weights, `UNIT` for the peak."""
+    """Return the log-sum-exp from [R, 1] integer weights, `UNIT` for the peak."""
     log_sum = (weight.to(torch.float64) / UNIT).log_()
     return _Total(peak, torch.where(peak.isfinite(), log_sum, torch.nan))
 
@@ -398,7 +399,7 @@ def _log_probs(scores: Tensor, total: _Total) -> Tensor:
 def _by_softmax(
     scores: Tensor, token_ids: Tensor, top_ids: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probs [R] of token ids [R, 1], and `top_ids` [R, k] with their log-probs."""
+    """Return log-probs [R] of token ids [R, 1], and `top_ids` [R, k] with their log-probs."""
     if top_ids is None:
         return softmax_logprobs(scores, token_ids)[:, 0], None, None
     found = softmax_logprobs(scores, torch.cat([token_ids, top_ids], 1))
@@ -406,7 +407,7 @@ def _by_softmax(
 
 
 def _top(scores: Tensor | None, total: _Total, k: int, scratch: Scratch) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Ids and log-probs of the k largest scores, sorted by score and id in one integer, so that ties have an order."""
+    """Return ids and log-probs of the k largest scores; score and id are sorted as one integer, to order ties."""
     if scores is None or k == 0:
         return None, None
     bits, order = scores.contiguous().view(torch.int32), scratch.take("order", scores, torch.int32)

@@ -51,7 +51,7 @@ class SamplingRows:
         scratch: Scratch,
         device: torch.device,
     ) -> None:
-        """`columns` hold R values for every name of `_COLUMNS`."""
+        """Wrap `columns`, which hold R values for every name of `_COLUMNS`."""
         self._source = rows, columns, keys, biases
         self.scratch = scratch
         self._parts: tuple[int, list[SamplingRows]] = len(rows), [self]
@@ -138,7 +138,7 @@ class SamplingTable:
         self._selected = None
 
     def select(self, rows: NDArray[np.integer]) -> SamplingRows:
-        """Parameters of the table's `rows` [R], all set before; one may appear several times."""
+        """Return the parameters of the table's `rows` [R], all set before; one may appear several times."""
         if self._selected is None or not np.array_equal(self._selected[0], rows):
             chosen = np.array(rows, np.int64)
             # `take` leaves the values of a column adjacent, as the C++ kernel reads them.

@@ -93,7 +93,7 @@ class TokenValues:
         self._hidden.append(hidden)
 
     def take(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Values [len(keys), width] of the hidden states that were put with these keys.
+        """Return the values [len(keys), width] of the hidden states that were put with these keys.
 
         Raises:
             ConfigError: the function returns another shape than before.

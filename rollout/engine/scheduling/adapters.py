@@ -22,12 +22,12 @@ NO_ADAPTER: Variant = ()
 
 
 def layers_with_adapters(model: nn.Module) -> list[Any]:
-    """PEFT's layers of a model, whether their adapters are active or not."""
+    """Return PEFT's layers of a model, whether their adapters are active or not."""
     return [module for module in model.modules() if _has_switches(module)]
 
 
 def variant_of(layers: list[Any]) -> Variant:
-    """Variant of a model with these `layers_with_adapters`.
+    """Return the variant of a model with these `layers_with_adapters`.
 
     Raises:
         UnsupportedModelError: an activated LoRA is active.
@@ -38,7 +38,7 @@ def variant_of(layers: list[Any]) -> Variant:
 
 
 def described(variant: Variant) -> str:
-    """Names of the adapters in a variant, for messages."""
+    """Return the names of the adapters in a variant, for messages."""
     layers = (variant,) if variant and _is_pair(variant[0]) else variant
     names = dict.fromkeys(name for layer in layers for name, _ in layer)
     return ", ".join(map(repr, names)) or "none"
@@ -56,7 +56,7 @@ def _has_switches(module: nn.Module) -> bool:
 
 
 def _acting(layer: Any) -> Variant:
-    """(name, scaling) of each active adapter of a layer."""
+    """Return (name, scaling) of each active adapter of a layer."""
     if layer.disable_adapters:
         return NO_ADAPTER
     scaling, kinds = (layer.__dict__.get(name) or {} for name in ("scaling", "lora_variant"))

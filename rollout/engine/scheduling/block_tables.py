@@ -31,7 +31,7 @@ class BlockTables:
     # --- room to write ------------------------------------------------------------------------------------------
 
     def need_block(self, rows: IntArray) -> IntArray:
-        """Rows among `rows` that need a new or unshared block for their next position."""
+        """Return those of `rows` that need a new or unshared block for their next position."""
         table = self.table
         index = table.computed[rows] // table.block_size
         missing = index >= table.num_blocks[rows]
@@ -84,7 +84,7 @@ class BlockTables:
         self.table.state[target.row] = self.states.allocate(self.table.state.item(source.row))
 
     def memory(self, row: int) -> IntArray:
-        """Ids of the pages that a row holds."""
+        """Return the ids of the pages that a row holds."""
         return self.pages.of_blocks(self.table.held(row))
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
@@ -149,7 +149,7 @@ class BlockTables:
         return True
 
     def unregistered(self, sequence: Sequence) -> list[int]:
-        """Hashes of the prompt blocks that an active sequence will register."""
+        """Return the hashes of the prompt blocks that an active sequence will register."""
         row = sequence.row
         if not self.allocator.enable_prefix_caching or not self.table.current[row]:
             return []
@@ -193,13 +193,13 @@ class BlockTables:
     # --- snapshots of recurrent states --------------------------------------------------------------------------
 
     def cut(self, sequence: Sequence, count: int) -> int:
-        """Positions of a prompt chunk of at most `count`; it ends where a snapshot of the state is to be kept."""
+        """Return the length of a prompt chunk, at most `count`; it ends where a snapshot of the state is to be kept."""
         start, boundary = self.table.computed.item(sequence.row), self._boundary(sequence)
         pauses = sequence.pauses_for_snapshot and start < boundary < start + count
         return boundary - start if pauses else count
 
     def _boundary(self, sequence: Sequence) -> int:
-        """The last block boundary before the last token of a prompt, which a later request computes again."""
+        """Return the last block boundary before the last token of a prompt, which a later request computes again."""
         if not self.states.num_slots or not self.allocator.enable_prefix_caching:
             return 0
         return (len(sequence.tokens) - 1) // self.table.block_size * self.table.block_size

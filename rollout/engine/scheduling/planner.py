@@ -16,7 +16,7 @@ Chunk = tuple[Sequence, int]
 
 
 def blocks_for(prompt: int, length: int, block_size: int) -> int:
-    """Blocks for the KV of `length` tokens, `prompt` of them to be prefilled.
+    """Return the number of blocks for the KV of `length` tokens, `prompt` of them to be prefilled.
 
     The KV of the last token is only written by the step after it, unless it is a prompt token.
     """

@@ -76,26 +76,26 @@ class Queues:
         return sum(1 + len(sequence.siblings) for sequence in (*self.waiting, *self.parked))
 
     def active(self) -> list[Sequence]:
-        """Sequences that hold KV, oldest first; unforked samples are in their leader's `siblings`."""
+        """Return the sequences that hold KV, oldest first; unforked samples are in their leader's `siblings`."""
         return sorted([*self.decoding, *self.prefilling], key=rank)
 
     def leaders(self) -> list[Sequence]:
-        """Every sequence that is not in another sequence's `siblings`, in no order."""
+        """Return every sequence that is not in another sequence's `siblings`, in no order."""
         return [*self.waiting, *self.parked, *self.decoding, *self.prefilling]
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Every sequence, one per sample, in order of (priority, arrival, sample)."""
+        """Yield every sequence, one per sample, in order of (priority, arrival, sample)."""
         for leader in sorted(self.leaders(), key=rank):
             yield leader
             yield from leader.siblings
 
     def sequences_of(self, step: ScheduledStep) -> list[Sequence]:
-        """Every sequence with a row in `step`, unforked siblings included."""
+        """Return every sequence with a row in `step`, unforked siblings included."""
         owners = [self.by_row[row] for row in step.rows.tolist()]
         return [each for owner in owners for each in (owner, *owner.siblings)]
 
     def decode_rows(self) -> IntArray:
-        """[D] int32, the rows of `decoding`."""
+        """Return the rows of `decoding`, int32 [D]."""
         if self._decode_rows is None:
             self._decode_rows = np.fromiter((s.row for s in self.decoding), np.int32, len(self.decoding))
         return self._decode_rows

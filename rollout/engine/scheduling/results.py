@@ -70,8 +70,10 @@ class StepResults:
         return ended
 
     def _steps_without_end(self, rows: IntArray, sampled: StepTokens) -> int:
-        """Number of leading steps of a run that finish none of `rows`; the last step never counts, because rows may reach
-        their length there."""
+        """Return the number of leading steps of a run that finish none of `rows`.
+
+        The last step never counts, because rows may reach their length there.
+        """
         tokens, logprobs = (each.reshape(len(rows), -1) for each in (sampled.token_ids, sampled.logprobs))
         ends = np.isnan(logprobs)
         for stop_ids in self._queues.table.stop_ids[rows].T:

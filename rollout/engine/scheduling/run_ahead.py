@@ -39,7 +39,7 @@ class StepCost:
         self._rows += _NEWEST * (rows - self._rows)
 
     def step(self, rows: int) -> float:
-        """Maximum seconds expected for a step of this many rows; infinite before the first observation."""
+        """Return the longest expected duration of a step of this many rows, in seconds; infinite before the first."""
         return self._seconds * max(1.0, rows / self._rows)
 
 

@@ -113,7 +113,7 @@ class Scheduler(Queues):
             )
 
     def blocks_needed(self, prompt: int, length: int) -> int:
-        """Blocks for the KV of `length` tokens, `prompt` of them to be prefilled."""
+        """Return the number of blocks for the KV of `length` tokens, `prompt` of them to be prefilled."""
         return blocks_for(prompt, length, self.allocator.block_size)
 
     def remove(self, keys: Callable[[tuple[int, int]], bool]) -> list[Sequence]:
@@ -153,7 +153,7 @@ class Scheduler(Queues):
     # --- changes of the model -----------------------------------------------------------------------------------
 
     def has_work(self, variant: Variant) -> bool:
-        """Whether a sequence could run under `variant`."""
+        """Return whether a sequence could run under `variant`."""
         if variant == self.variant:
             return bool(self.waiting or self.by_row)
         return any(sequence.variant == variant for sequence in self.parked)

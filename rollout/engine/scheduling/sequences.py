@@ -84,20 +84,20 @@ class PromptImages:
         return max((stop - start for start, stop in self.whole), default=0)
 
     def keyed(self, tokens: list[int]) -> IntArray:
-        """Token ids with keys in place of the placeholders."""
+        """Return token ids with keys in place of the placeholders."""
         array = np.asarray(tokens, np.int32)
         array[self.places] = self.keys
         return array
 
     def fitting(self, start: int, count: int) -> int:
-        """Maximum positions, up to `count`, of a chunk from `start` that does not end inside a run; 0: a run is longer."""
+        """Return the longest chunk from `start`, up to `count`, that does not end inside a run; 0: a run is longer."""
         for first, stop in self.whole:
             if first < start + count < stop:
                 return max(0, first - start)
         return count
 
     def rotary(self, start: int, stop: int) -> NDArray[np.int64]:
-        """[3, stop - start] rotary positions."""
+        """Return rotary positions [3, stop - start]."""
         own = np.broadcast_to(np.arange(start, stop, dtype=np.int64), (3, stop - start))
         if self.positions is None:
             return own
@@ -105,7 +105,7 @@ class PromptImages:
         return np.concatenate([known, own[:, known.shape[1] :] + self.shift], axis=1)
 
     def seen(self, start: int, stop: int) -> NDArray[np.int64]:
-        """[stop - start] last position that each of these attends to: its own, or the last of its run."""
+        """Return the last position [stop - start] that each of these attends to: its own, or the last of its run."""
         last = np.arange(start, stop, dtype=np.int64)
         for first, end in self.whole:
             last[max(0, first - start) : max(0, end - start)] = end - 1
@@ -116,7 +116,7 @@ NO_IMAGES = PromptImages((), np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
 def image_keys(digests: list[bytes], counts: list[int], videos: list[bool]) -> IntArray:
-    """[sum of counts] int32 keys below 0: the words of each digest in turn, 31 bits each; the lowest is set for videos."""
+    """Return int32 keys below 0 [sum of counts]: each digest's words in turn, 31 bits each, the lowest set for videos."""
     words = [
         np.frombuffer(digest, "<u4").astype(np.int64) & 0x7FFFFFFE | video
         for digest, video in zip(digests, videos, strict=True)
@@ -126,7 +126,7 @@ def image_keys(digests: list[bytes], counts: list[int], videos: list[bool]) -> I
 
 
 def is_video(ids: NDArray[Any]) -> NDArray[np.bool_]:
-    """Bool array like `ids`: the ids that are keys of videos."""
+    """Return a bool array like `ids`: True for keys of videos."""
     keys: NDArray[np.bool_] = (ids < 0) & ((-1 - ids) % 2 == 1)
     return keys
 
@@ -314,20 +314,20 @@ class SequenceTable:
         self._free = list(range(self.capacity - 1, -1, -1))
 
     def held(self, row: int) -> IntArray:
-        """Blocks of a row, in chain order (a view)."""
+        """Return the blocks of a row, in chain order (a view)."""
         return self.blocks[row, : self.num_blocks[row]]
 
     def page_tables(self, rows: IntArray, width: int) -> NDArray[np.int64]:
-        """[R, width] pages of the leading blocks of these rows."""
+        """Return the pages [R, width] of the leading blocks of these rows."""
         return self._pages.of_blocks(self.blocks[rows, :width]).astype(np.int64)
 
     def generated(self, row: int) -> tuple[IntArray, NDArray[np.float32], NDArray[np.float64]]:
-        """Completion tokens of the live segment, their log-probs and arrival times (views)."""
+        """Return the completion tokens of the live segment, their log-probs and arrival times (views)."""
         span = slice(self.prompt_length[row], self.length[row])
         return self.tokens[row, span], self.logprobs[row, span], self.times[row, span]
 
     def growth(self, sequence: Sequence, known: int, prompt_version: int, events_known: int = 0) -> SampleDelta:
-        """New output of an active sequence beyond `known` tokens, without updating its record; see `growth`."""
+        """Return the output of an active sequence beyond `known` tokens, without updating its record; see `growth`."""
         row, record = sequence.row, sequence.record
         live = record.segments[-1]
         origin, end = self.origin.item(row), self.length.item(row)
@@ -372,7 +372,7 @@ class SequenceTable:
         return delta
 
     def routes(self, sequence: Sequence, start: int, stop: int) -> NDArray[np.integer[Any]]:
-        """Expert routes [stop - start, layers, k] of positions of an active sequence, without updating its record."""
+        """Return routes [stop - start, layers, k] of positions of an active sequence, without updating its record."""
         assert self.read_routes is not None
         row = sequence.row
         if self.length[row] > self.prompt_length[row]:

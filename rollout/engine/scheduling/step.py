@@ -47,7 +47,7 @@ class ScheduledStep:
         return int(self.counts.sum())
 
     def distinct_entries(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """`sampled_entries` without duplicates, and for each of the K entries its index in them."""
+        """Return `sampled_entries` without duplicates, and for each of the K entries its index in them."""
         if not self.prefills:
             entries = self.sampled_entries.astype(np.int64)
             return entries, entries

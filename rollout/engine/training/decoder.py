@@ -20,7 +20,7 @@ Tables = tuple[Tensor, Tensor]
 
 
 def logits_of(model: Any, windows: Sequence[int | None], ids: Tensor, packing: Packing, keep: int | Tensor) -> Tensor:
-    """Logits of `model.lm_head` [..., V] at the positions that `logits_to_keep` names, 0 at padding.
+    """Return the logits of `model.lm_head` [..., V] at the positions that `logits_to_keep` names, 0 at padding.
 
     Args:
         model: a …ForCausalLM that the fused forward serves.

@@ -26,7 +26,7 @@ from rollout.errors import UnsupportedModelError
 
 
 def why_not_exact(model: nn.Module, layout: ModelLayout, cache: KVCache) -> str | None:
-    """Why exact mode does not support a model in its current state; None: it does."""
+    """Return why exact mode does not support a model in its current state; None: it does."""
     try:
         library()
         _bound(model, layout, cache)

@@ -61,7 +61,7 @@ class LogitReader:
     def read(
         self, rows: Tensor, temperature: float | Tensor, tokens: Tensor, ids: Tensor, whole: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Single logits, and log-sum-exps of logits / temperature over the vocabulary; differentiable.
+        """Compute single logits, and log-sum-exps of logits / temperature over the vocabulary; differentiable.
 
         Args:
             rows: int64 [M], the row of the head's input that predicts each of M tokens.
@@ -114,7 +114,7 @@ class LogitReader:
         return [each + start.to(each) if each.is_floating_point() else each for each in values]
 
     def _forward(self, asked: _Asked, post: _Post) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """The row of the head's output given to the model, the values read, and the model's logits of the row."""
+        """Return the row of the head's output given to the model, the values read, and the model's logits of it."""
         head = self._model.get_output_embeddings()
         before, original, seen = vars(head).get("forward"), head.forward, []
 
@@ -146,7 +146,7 @@ class LogitReader:
 
 
 def _language_model(model: nn.Module) -> Any:
-    """The model of transformers inside of its wrappers (DDP, FSDP, PEFT)."""
+    """Return the model of transformers inside of its wrappers (DDP, FSDP, PEFT)."""
     for module in model.modules():
         if hasattr(type(module), "get_output_embeddings") and module.get_output_embeddings() is not None:  # type: ignore[operator]
             return module
@@ -173,17 +173,17 @@ class _Post(NamedTuple):
         return cls(scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None))
 
     def __call__(self, output: Tensor) -> Tensor:
-        """Logits, in place."""
+        """Transform logits, in place."""
         if self.scale != 1.0:
             output.mul_(self.scale)
         return output if self.cap is None else output.div_(self.cap).tanh_().mul_(self.cap)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Derivative of the logits with respect to the output."""
+        """Return the derivative of the logits with respect to the output."""
         return self.scale if self.cap is None else (logits / self.cap).square_().neg_().add_(1).mul_(self.scale)
 
     def makes(self, logits: Tensor, row: Tensor) -> bool:
-        """Whether the model computed these logits from a row of output, up to rounding in their dtype."""
+        """Return whether the model computed these logits from a row of output, up to rounding in their dtype."""
         ours, theirs = self(row.detach().float().clone()), logits.detach().float()
         most = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if theirs.numel() else 0.0
         return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=0, atol=0.02 * most, equal_nan=True)
@@ -205,13 +205,13 @@ class _Asked(NamedTuple):
     top_k: int
 
     def inside(self, tile: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Indices, rows and columns of the single logits in a tile."""
+        """Return indices, rows and columns of the single logits in a tile."""
         row, column = self.owners - rows.start, self.ids - columns.start
         at = ((row >= 0) & (row < tile.shape[0]) & (column >= 0) & (column < tile.shape[1])).nonzero()[:, 0]
         return at, row[at], column[at]
 
     def tempered(self, values: Tensor, rows: slice) -> Tensor:
-        """Values [u, ...] / temperature, in place."""
+        """Divide values [u, ...] by the temperature, in place."""
         if self.temperature is None:
             return values
         warm = self.temperature[rows].to(values.dtype)
@@ -246,7 +246,7 @@ class _Lane(NamedTuple):
         return cls(original, kept, linear, cast, row, (torch.get_rng_state(), *get_device_states(hidden)))
 
     def tiles(self, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool] = ()) -> _Columns | _Rows:
-        """The tiles of the logits; `needed`: see `_Columns`."""
+        """Yield the tiles of the logits; `needed`: see `_Columns`."""
         return (_Columns if self.linear else _Rows)(self, states, parameters, needed)
 
 

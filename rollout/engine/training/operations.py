@@ -43,7 +43,7 @@ class _RowWise(ctypes.Structure):
 
 
 def library() -> ctypes.CDLL:
-    """The compiled library.
+    """Return the compiled library.
 
     Raises:
         UnsupportedModelError: it cannot be built here.
@@ -57,7 +57,7 @@ def library() -> ctypes.CDLL:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padded: tuple[Tensor, int] | None = None
 ) -> Tensor:
-    """x [P, K] through nn.Linear's weight [N, K] and bias [N].
+    """Apply nn.Linear's weight [N, K] and bias [N] to x [P, K].
 
     Args:
         padded: places [P] int64 of the rows in the result, and its number of rows; other rows are 0. None: [P, N].
@@ -66,24 +66,24 @@ def linear(
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Root-mean-square norm over the last dimension (arXiv 1910.07467)."""
+    """Apply a root-mean-square norm over the last dimension (arXiv 1910.07467)."""
     return _apply(_RMSNorm, x, weight, epsilon)
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor) -> Tensor:
-    """Rotary embedding (arXiv 2104.09864) of x [P, H, D]; positions [P] index the tables [positions, D]."""
+    """Apply a rotary embedding (arXiv 2104.09864) to x [P, H, D]; positions [P] index the tables [positions, D]."""
     return _apply(_Rotate, x, cosines, sines, positions)
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """Return silu(gate) * up."""
     return _apply(_SiluTimes, gate, up)
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float, window: int | None
 ) -> Tensor:
-    """Causal attention inside each sequence: query [P, H, D], key and value [P, Hkv, D] → [P, H, D]."""
+    """Compute causal attention inside each sequence: query [P, H, D], key and value [P, Hkv, D] → [P, H, D]."""
     return _apply(_Attention, query, key, value, packing, scaling, window)
 
 
@@ -241,7 +241,7 @@ class _Attention(Function):
 def _attention_gradients(
     upstream: Tensor, parts: list[Tensor], window: int | None, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value [b, H or Hkv, L, D], computed from them, the output and its log-sums."""
+    """Compute gradients of query, key and value [b, H or Hkv, L, D] from them, the output and its log-sums."""
     query, key, value, *outputs = parts
     groups, mask = query.shape[1] // key.shape[1], None
     if window is not None:

@@ -35,7 +35,7 @@ class Packing:
         return int(np.diff(self.starts).max(initial=0))
 
     def rectangles(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Groups of sequences of similar length: places [b, L] int64 among the P tokens, and [b, L] bool, which are real.
+        """Group sequences of similar length: places [b, L] int64 among the P tokens, and [b, L] bool, which are real.
 
         Places after a sequence's end repeat its last token.
         """

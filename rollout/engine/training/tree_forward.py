@@ -50,7 +50,7 @@ class _Path:
         self._gradients: list[Tensor] = []
 
     def extended(self, key: Tensor, value: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the path [1, H, start + S, D]; the given keys and values are the last."""
+        """Return keys and values of the path [1, H, start + S, D]; the given keys and values are the last."""
         if not self._kept:
             self._kept = [each.new_zeros(*each.shape[:2], self._capacity, each.shape[3]) for each in (key, value)]
             # Many branches add to these sums, so they are at least float32.
@@ -161,7 +161,7 @@ class TreeAttachment:
 
 
 def is_attached() -> bool:
-    """Whether some model of this process has tree attention."""
+    """Return whether some model of this process has tree attention."""
     return bool(_layers)
 
 
@@ -171,7 +171,7 @@ def _own_of(config: Any) -> str | None:
 
 
 def _registered(own: str) -> str:
-    """Name of the implementation that wraps `own`; registered with attention and mask on first use."""
+    """Register an implementation that wraps `own`, for attention and masks; return its name."""
     name = TREE_PREFIX + own
     AttentionInterface.register(name, partial(_attention, own))
     masks = AttentionMaskInterface()
@@ -189,7 +189,7 @@ def _attention(
     attention_mask: Tensor | None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The function registered with transformers' `AttentionInterface`."""
+    """Attend over a tree, or call `own` for any other mask; registered with transformers' `AttentionInterface`."""
     if not _is_tree(attention_mask):
         return attention_of(module, own)(module, query, key, value, attention_mask, **arguments)
     assert attention_mask is not None

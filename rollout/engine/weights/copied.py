@@ -88,7 +88,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: torch.device) -> nn.Module:
-    """Deep copy of the module with the parameters of `fresh` and without instance-bound forwards."""
+    """Return a deep copy of the module with the parameters of `fresh` and without instance-bound forwards."""
     memo: dict[int, Any] = {id(parameter): fresh[name] for name, parameter in model.named_parameters()}
     memo |= {id(buffer): buffer.detach().to(device, copy=True) for buffer in model.buffers()}
     made = copy.deepcopy(model, memo)
@@ -99,7 +99,7 @@ def _skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: torch.de
 
 
 def _sharded_skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: torch.device) -> nn.Module:
-    """New instance of the class that `fully_shard` wrapped, with the parameters of `fresh`."""
+    """Return a new instance of the class that `fully_shard` wrapped, with the parameters of `fresh`."""
     plain = next((each for each in type(model).__mro__ if not each.__name__.startswith("FSDP")), nn.Module)
     config = getattr(model, "config", None)
     made: nn.Module = nn.Module()

@@ -24,7 +24,7 @@ _Part = tuple[list[tuple[str, torch.dtype, tuple[int, ...], int]], Tensor]
 
 
 def persistent_tensors(model: nn.Module) -> list[Named]:
-    """Every parameter and persistent buffer, without the running statistics of batch normalisation.
+    """Return every parameter and persistent buffer, without the running statistics of batch normalisation.
 
     A tied tensor is listed under each of its names, because each may be tied to another tensor later.
     """
@@ -39,13 +39,13 @@ def persistent_tensors(model: nn.Module) -> list[Named]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, or the tensor itself; memory is shared."""
+    """Return this rank's shard of a DTensor, or the tensor itself; memory is shared."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
 
 def plain_parts(name: str, tensor: Tensor) -> Iterator[Named]:
-    """Readable parts of a tensor: itself, or the tensors that a wrapper subclass (such as a quantised one) consists of.
+    """Return readable parts of a tensor: itself, or the tensors inside a wrapper subclass (such as a quantised one).
 
     A subclass that cannot be read is replaced by its identity and version.
     """
@@ -98,7 +98,7 @@ class Fingerprints:
 
     @torch.no_grad()
     def changed(self) -> list[str]:
-        """Names of tensors that differ from the reference or no longer exist.
+        """Return the names of tensors that differ from the reference or no longer exist.
 
         New tensors are not a change (an adapter not yet in use); they are included from then on.
         """
@@ -129,7 +129,7 @@ class Fingerprints:
 
 
 def _joined(rows: list[Named]) -> Tensor:
-    """Concatenated bytes as uint8; -0.0 becomes 0.0, because an update by zero may drop the sign."""
+    """Return concatenated bytes as uint8; -0.0 becomes 0.0, because an update by zero may drop the sign."""
     data = torch.cat([values for _, values in rows])
     if data.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         data += 0.0

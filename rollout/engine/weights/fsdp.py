@@ -67,13 +67,13 @@ class ShardedWeights(GatheredWeights):
             _stay_whole_after_state_dict(group, undo)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """This rank's shards, whether gathered or not, and the tensors that FSDP2 does not manage."""
+        """Return this rank's shards, whether gathered or not, and the tensors that FSDP2 does not manage."""
         local = self._local()
         shared = [(name, tensor) for name, tensor in persistent_tensors(self.trained) if name not in local]
         return [(name, tensor) for name, tensor in local.items() if tensor is not None] + shared
 
     def _local(self) -> dict[str, Tensor | None]:
-        """This rank's shard of every parameter of a unit; None under the further names of a tied parameter."""
+        """Return this rank's shard of every parameter of a unit; None under the further names of a tied parameter."""
         found: dict[str, Tensor | None] = {}
         for each, (first, *others) in self._parameters():
             found[first] = each.sharded_param.to_local()
@@ -100,12 +100,12 @@ class ShardedWeights(GatheredWeights):
 
 
 def state_of(unit: Any) -> Any:
-    """The FSDP state of a module that `fully_shard` made a unit."""
+    """Return the FSDP state of a module that `fully_shard` made a unit."""
     return unit._get_fsdp_state()
 
 
 def groups_of(state: Any) -> list[Any]:
-    """Parameter groups of an FSDP state: a list since torch 2.13, at most one before."""
+    """Return parameter groups of an FSDP state: a list since torch 2.13, at most one before."""
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [each for each in groups if each is not None]
 

@@ -60,11 +60,11 @@ class WeightsGuard:
         self._are_known = False
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether `model` is the trained module or the wrapper it was passed in."""
+        """Return whether `model` is the trained module or the wrapper it was passed in."""
         return model is self.model or model is self._given
 
     def sharded_since(self) -> bool:
-        """Whether FSDP2 has sharded the weights since the engine was built; the source is then chosen again. Local."""
+        """Return whether FSDP2 has sharded this rank's weights since the engine was built; if so, choose a new source."""
         if fully_sharded_since(self.source):
             with self._locked():
                 self._choose_source()
@@ -99,7 +99,7 @@ class WeightsGuard:
         self._take_fingerprints()
 
     def resized(self, vocabulary: int) -> int | None:
-        """Size of the model's vocabulary; None: still `vocabulary`."""
+        """Return the size of the model's vocabulary; None: still `vocabulary`."""
         now = int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
         return None if now == vocabulary else now
 
@@ -167,7 +167,7 @@ class WeightsGuard:
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
-    """`torch.float32` for "float32"; None for None."""
+    """Return `torch.float32` for "float32"; None for None."""
     return None if name is None else getattr(torch, name)
 
 

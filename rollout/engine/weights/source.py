@@ -50,7 +50,7 @@ def weights_of(model: nn.Module, *, dtype: torch.dtype | None = None, device: to
 
 
 def fully_sharded_since(weights: Weights) -> bool:
-    """Whether `fully_shard` was applied to the module after its source was chosen."""
+    """Return whether `fully_shard` was applied to the module after its source was chosen."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if weights.collective or fsdp is None:
         return False
@@ -102,7 +102,7 @@ def _source(model: nn.Module) -> Weights:
 
 
 def is_partitioned(model: nn.Module) -> bool:
-    """Whether the model is a DeepSpeed engine or has parameters that DeepSpeed partitions."""
+    """Return whether the model is a DeepSpeed engine or has parameters that DeepSpeed partitions."""
     return type(model).__module__.partition(".")[0] == "deepspeed" or any(
         hasattr(parameter, "ds_id") for parameter in model.parameters()
     )

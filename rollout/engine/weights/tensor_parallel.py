@@ -25,7 +25,7 @@ _OTHERS = {
 
 
 def expert_parallel_mesh(model: nn.Module) -> Any:
-    """The one-dimensional mesh of the ranks that exchange tokens inside each layer; None: no layer does.
+    """Return the one-dimensional mesh of the ranks that exchange tokens inside each layer; None: no layer does.
 
     Raises:
         UnsupportedModelError: some batches belong to a whole tensor-parallel group.
@@ -45,7 +45,7 @@ def expert_parallel_mesh(model: nn.Module) -> Any:
 
 
 def modules_split_over(name: str, model: nn.Module) -> list[nn.Module]:
-    """Modules with a parameter of their own that is a DTensor on a mesh with a dimension of this name."""
+    """Return modules with a parameter of their own that is a DTensor on a mesh with a dimension of this name."""
     return [
         module
         for module in model.modules()
@@ -57,7 +57,7 @@ def modules_split_over(name: str, model: nn.Module) -> list[nn.Module]:
 
 
 def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]]) -> Any:
-    """The one-dimensional mesh that splits a model's parameters, except exchanged experts; None: no mesh does.
+    """Return the one-dimensional mesh that splits a model's parameters, except exchanged experts; None: no mesh does.
 
     Args:
         gathered: names of the mesh dimensions that FSDP2 gathers, for each parameter that it manages.
@@ -120,6 +120,6 @@ def _refuse_other_meshes(model: nn.Module) -> None:
 
 
 def _sizes(manager: Any, mesh: str) -> dict[str, int]:
-    """Sizes of the named dimensions of one of transformers' meshes; {}: the model was not split by transformers."""
+    """Return the sizes of the named dimensions of transformers' mesh; {}: transformers did not split the model."""
     found = getattr(manager, mesh, None)
     return dict(zip(getattr(found, "mesh_dim_names", None) or (), getattr(found, "shape", ()), strict=False))
