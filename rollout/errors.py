@@ -304,7 +304,7 @@ class NamedOptions:
 # --- rules for the values of options ------------------------------------------------------------------------------------
 
 Rule = tuple[Callable[[Any], bool], str]
-"""Whether a value is allowed, and the allowed values in words."""
+"""A test whether a value is allowed, and the allowed values in words."""
 
 Rules = Mapping[Rule, tuple[str, ...]]
 """Rule → names of its options."""

@@ -35,13 +35,13 @@ class FinishReason(StrEnum):
     """The reason why a sample finished."""
 
     STOP = "stop"
-    """An end-of-sequence token, a stop token id or a stop string."""
+    """The sample ended with an end-of-sequence token, a stop token id or a stop string."""
     LENGTH = "length"
-    """`max_tokens`, or the maximum sequence length."""
+    """The sample reached `max_tokens`, or the maximum sequence length."""
     ABORT = "abort"
     """The request was aborted."""
     STALE = "stale"
-    """`max_staleness`, with the policy `partial`."""
+    """The sample would have exceeded `max_staleness`, with the policy `partial`."""
     ERROR = "error"
     """The request failed; its `error` has the cause."""
 
@@ -50,11 +50,11 @@ class KVCacheManagementMode(StrEnum):
     """The handling of the KV cache while the engine is suspended."""
 
     PERSIST = "persist"
-    """It stays in device memory."""
+    """The cache stays in device memory."""
     OFFLOAD = "offload"
-    """It is copied to host memory at `suspend` and back at `resume`; device memory is released."""
+    """The cache is copied to host memory at `suspend` and back at `resume`; device memory is released."""
     RECOMPUTE = "recompute"
-    """It is dropped at `suspend` and prefilled again after `resume`; device memory is released."""
+    """The cache is dropped at `suspend` and prefilled again after `resume`; device memory is released."""
 
     @classmethod
     def parse(cls, mode: Self | str | None) -> Self | None:
@@ -74,9 +74,9 @@ class PrefixCachingEvictionPolicy(StrEnum):
     """The rule when an unreferenced KV block is evicted from the prefix cache."""
 
     LRU = "lru"
-    """When its memory is needed, least recently used first."""
+    """Evict when memory is needed, the least recently used block first."""
     REF_ZERO = "ref_zero"
-    """When its last reference is released."""
+    """Evict when the last reference is released."""
 
 
 class PrefixCachingCoordinatorPolicy(StrEnum):
@@ -96,11 +96,11 @@ class StalenessPolicy(StrEnum):
     """The handling of a request that would exceed `max_staleness`."""
 
     PARTIAL = "partial"
-    """It finishes with the tokens it has and the finish reason `stale`."""
+    """The request finishes with the tokens it has and the finish reason `stale`."""
     REQUEUE = "requeue"
-    """It starts again from its prompt."""
+    """The request starts again from its prompt."""
     MASK = "mask"
-    """It continues; its stale tokens are masked out of the loss."""
+    """The request continues; its stale tokens are masked out of the loss."""
 
 
 class EngineState(StrEnum):

@@ -118,10 +118,10 @@ class GenerateHook:
         streamer: object,
         given: dict[str, Any],
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Replace transformers' `_sample`.
+        """Generate in place of transformers' `_sample`.
 
         Raises:
-            NotServed: transformers' loop has to run; says why.
+            NotServed: transformers' loop has to run; the message says why.
         """
         check_arguments(config, streamer, given)
         rows = rows_of(self.model, input_ids, given, config.num_return_sequences or 1)
@@ -222,7 +222,7 @@ class GenerateHook:
                 try:
                     return self.manager.generate(prompts, params, progress=False)
                 except WeightsChangedError:
-                    # Only the fingerprints notice it: a load, or another write that torch does not count.
+                    # Only the fingerprints detect a load of weights, or another write that torch does not count.
                     self.manager.weights_updated()
                     return self.manager.generate(prompts, params, progress=False)
         finally:
@@ -337,7 +337,7 @@ class _Changes:
             self._manager.weights_updated()
 
     def note(self) -> None:
-        """Remember the present weights."""
+        """Remember the current addresses and version counters of the weights."""
         self._known = self._manager.policy_version, self._state()
         self._stepped = False
 
@@ -360,7 +360,7 @@ class _Changes:
 
 
 def _wrap(model_class: type) -> None:
-    """Let the loops of a class check whether a module has a hook. Harmless when repeated."""
+    """Wrap the generation loops of a class: each first checks whether its module has a hook. Harmless when repeated."""
     of_class: Any = model_class
     if hasattr(of_class._sample, "serves"):
         return
@@ -403,7 +403,7 @@ def _wrap(model_class: type) -> None:
 
 
 def _counted(loop: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """Return a loop that the engine does not support, counted if a module has a hook."""
+    """Wrap a loop that the engine does not support, to count its calls for modules with a hook."""
 
     @wraps(loop)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -430,7 +430,7 @@ def _cut(
     stop: StopStringCriteria,
     config: GenerationConfig,
 ) -> list[bool]:
-    """Cut rows after the token that completes a stop string; returns which rows have one."""
+    """Cut rows after the token that completes a stop string; return which rows have a stop string."""
     sequences = _padded(input_ids, completions, config)
     width, ended = input_ids.shape[1], [False] * len(completions)
     for length in range(1, sequences.shape[1] - width + 1):

@@ -56,7 +56,7 @@ COMPUTED = frozenset({
 
 
 class NotServed(Exception):  # noqa: N818 - a decision, not an error
-    """The engine does not support a call; the message gives the reason."""
+    """Raised for a call that the engine does not support; the message gives the reason."""
 
 
 def check_arguments(config: GenerationConfig, streamer: object, given: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ def sampling_params(
     """Return the parameters of one sample, and the criterion of stop strings.
 
     Args:
-        config: of the two lists.
+        config: generation configuration that the two lists were made from.
         width: columns of the padded prompts.
         padding: int64 [N], padded columns on the left of each prompt.
         vocab: tokens of the model.

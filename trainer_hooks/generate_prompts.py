@@ -39,7 +39,7 @@ class Row:
 
     Attributes:
         tokens: prompt without padding.
-        images: of the prompt; None: it has none.
+        images: images of the prompt; None: no images.
         tail: existing tokens after the prompt.
     """
 

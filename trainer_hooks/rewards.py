@@ -28,7 +28,7 @@ class RewardPool:
     """A reward function that runs in other processes.
 
     Args:
-        reward: of `generate_scored` (samples of a group → numbers) or of TRL (columns of rows → numbers). It and its
+        reward: as for `generate_scored` (samples of a group → numbers) or TRL (columns of rows → numbers). It and its
             arguments are pickled, so it must be a function of a module.
         processes: calls at the same time.
         timeout_s: seconds that one call may take.

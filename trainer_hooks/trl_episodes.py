@@ -27,7 +27,7 @@ def episode_rollout_func(
     A failed episode has `episode_rewards` None and no tokens to train on.
 
     Args:
-        environment, sampling_params, options: of `RolloutManager.run`.
+        environment, sampling_params, options: as in `RolloutManager.run`.
 
     Raises:
         ConfigError: the manager records expert routes, which TRL would not replay.

@@ -41,8 +41,8 @@ Keep = Callable[[Sequence[ScoredCompletion]], bool]
 class FullBatches:
     """Replaces `_generate_and_score_completions` of a GRPOTrainer, with groups that `keep` accepts.
 
-    After `MOST_DISCARDED` times the batch was discarded, every group counts. Prompts are drawn from torch's CPU generator,
-    which the trainer's checkpoint contains.
+    Once `MOST_DISCARDED` times the batch has been discarded, every group is kept. Prompts are drawn from torch's CPU
+    generator, which the trainer's checkpoint contains.
 
     Attributes:
         discarded: groups rejected so far, on this rank.

@@ -11,7 +11,7 @@ from trainer_hooks.trl_images import is_vision
 
 
 def replayed(trainer: Any, asked: bool | None, routes: bool) -> str | None:
-    """Return None if kept tokens are replayed, else why not ("" if there are none).
+    """Return why kept tokens are not replayed. None: they are replayed. "": sampling is not truncated.
 
     Args:
         asked: `replay` of `attach`. None: if possible.

@@ -23,7 +23,7 @@ _IDS, _COUNTS, _ROUTES = "rollout_kept_ids", "rollout_kept_counts", "rollout_rou
 
 
 class GeneratedRows:
-    """Kept tokens and routes of the rows of the next forward, each if it is replayed."""
+    """The kept tokens and expert routes of the next forward's rows, as far as they are replayed."""
 
     def __init__(self, trainer: Any, *, kept: bool, routes: bool) -> None:
         self._trainer = trainer

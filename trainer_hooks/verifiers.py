@@ -31,7 +31,7 @@ def trace_batch(
 
     Args:
         traces: of `verifiers.v1`, from its training client; the n traces of a task next to each other.
-        policy_version: of all sampled tokens; a trace records none. With several, the oldest.
+        policy_version: version of all sampled tokens, which a trace does not record; the oldest of several.
         sampling_params: their sampling parameters.
         options: of `EpisodeBatch.from_episodes`.
 

@@ -86,7 +86,7 @@ class DynamicInferenceEngine:
         self.turns = Turns(refuse_inside_forward)
         """Queue of the threads that step until their requests finish."""
         self.tap = EngineTap(clock, lambda: self.inspection.traced_state(), lambda: self.inspection.traced_records())
-        """Reports to a trace of this process."""
+        """The engine's reports to a trace of this process."""
         with plain_tensors():
             self.guard = WeightsGuard(model, config, self.lifecycle.locked)
             """The model, its weights, and whether they changed without an announcement."""
@@ -149,12 +149,12 @@ class DynamicInferenceEngine:
 
     @property
     def controller(self) -> TextGenerationController:
-        """Tokenises, runs the model, samples and detokenises."""
+        """The part that tokenises, runs the model, samples and detokenises."""
         return self.parts.controller
 
     @property
     def inspection(self) -> Inspection:
-        """Reads the state of the engine."""
+        """The part that reads the state of the engine."""
         return self.parts.inspection
 
     @property

@@ -19,14 +19,14 @@ from rollout.engine.blocks.index import IntArray, PrefixIndex, chain_digest
 
 @dataclass(eq=False, slots=True)
 class HostBlock:
-    """Copy of one block."""
+    """A copy of one KV block in host memory."""
 
     block_hash: int
     """Hash of the chain up to and including this block."""
     digest: bytes
     """`chain_digest` of the same chain."""
     tokens: IntArray
-    """[block_size] int32."""
+    """[block_size] int32, the token ids of the block."""
     slot: int
 
 

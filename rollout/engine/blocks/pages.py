@@ -51,7 +51,7 @@ class BlockPages:
         return np.flatnonzero(self._used).astype(np.int32)
 
     def give(self, blocks: list[int]) -> None:
-        """Give each of these blocks a page."""
+        """Assign a free page to each of these blocks."""
         # A step takes one block per row at a time; for so few, numpy's indexing by lists is ten times slower than this loop.
         for block in blocks:
             page = self.page_of[block] = self._free.pop()

@@ -52,7 +52,7 @@ _SMALL_BYTES = 1 << 16
 
 
 class ModelWatch:
-    """Compares one model's active adapters, forward key and masks with earlier ones.
+    """A comparison of one model's active adapters, forward key and masks with earlier ones.
 
     Args:
         layout: layout of the model when the engine was built.
@@ -227,7 +227,7 @@ class _Scan:
 
 
 class _Contents:
-    """Contents of tensors, read again when they may have changed."""
+    """A cache of tensor contents, read again when they may have changed."""
 
     def __init__(self) -> None:
         self._known: Any = WeakTensorKeyDictionary()
@@ -249,7 +249,7 @@ class _Contents:
 
 
 class _Same:
-    """Compares by identity, and keeps the object alive so that its address is not reused."""
+    """A key that compares by identity, and keeps the object alive so that its address is not reused."""
 
     __slots__ = ("_it",)
 

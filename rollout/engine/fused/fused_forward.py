@@ -63,7 +63,7 @@ class FusedForward:
         self.record: Record | None = None
         """Receives the routers' choices in every forward. None: they are not recorded."""
         self.values = TokenValues(model, None)
-        """Receives the hidden states that it requests."""
+        """The user's function of hidden states, which receives those it requests."""
 
     def ready(self, module_epoch: int) -> bool:
         """Return whether the model, in its current state, can go through `run`. `module_epoch`: see `Installation`."""

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Uncapturable(Exception):  # noqa: N818 - not an error: the module's forward runs every step
-    """The reason why a model's forward is not captured."""
+    """Raised for a forward that cannot be captured; the message gives the reason."""
 
 
 class CudaDevice:

@@ -13,7 +13,7 @@ from rollout.engine.kernels import cpu_library
 
 
 class Draw(ctypes.Structure):
-    """`Draw` in cpu_sampling.h."""
+    """Mirror of the C++ struct `Draw` in cpu_sampling.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
@@ -25,10 +25,10 @@ class Draw(ctypes.Structure):
 
 
 class Drawn(NamedTuple):
-    """One token per row."""
+    """The result of a draw: one token per row."""
 
     token: Tensor
-    """[R] int64."""
+    """[R] int64, ids of the drawn tokens."""
     peak: Tensor
     """[R] float32, the largest score / temperature."""
     log_sum: Tensor

@@ -1,6 +1,6 @@
 """Structures that the fused C++ forward reads: the parts of decoder layers, a model, a step, and a run of steps.
 
-See `cpu_forward.h` and `cpu_decode.h`.
+Each class mirrors the C++ struct that its docstring names; the header documents the fields.
 """
 
 from __future__ import annotations

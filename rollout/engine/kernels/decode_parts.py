@@ -23,9 +23,9 @@ class PartList(NamedTuple):
     """Item i is part i - begins[owners[i]] of row owners[i]. There are begins[-1] items, and room for more."""
 
     begins: Tensor
-    """[B + 1] int32."""
+    """[B + 1] int32, index of each row's first item."""
     owners: Tensor
-    """[capacity] int32, undefined after the last item."""
+    """[capacity] int32, row of each item; undefined after the last item."""
 
 
 class DecodeParts:

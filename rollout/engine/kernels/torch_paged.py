@@ -79,7 +79,7 @@ class _Tile:
     positions: Tensor
     """[B, 1, T, 1] int64, position of each query in its sequence."""
     last: Tensor
-    """Like `positions`: last position that each query attends to."""
+    """[B, 1, T, 1] int64, last position that each query attends to."""
     _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     def mask(self, keys: int, window: int | None, groups: int) -> Tensor:

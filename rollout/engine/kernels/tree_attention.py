@@ -25,7 +25,7 @@ from rollout.engine.kernels import cpu_library
 
 @dataclass(frozen=True)
 class Scores:
-    """Steps between the product of query and key and the softmax."""
+    """The processing of products of queries and keys before the softmax."""
 
     scaling: float
     window: int | None = None

@@ -22,7 +22,7 @@ from rollout.engine.memory.streams import wait_for_steps
 _log = logging.getLogger(__name__)
 _OUT_OF_MEMORY = 2
 _SUPPORTED = 102
-"""CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED."""
+"""The driver's CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED."""
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 
 
@@ -33,9 +33,9 @@ def _struct(**fields: Any) -> type[Structure]:
 _Location = _struct(kind=c_int, id=c_int)
 _AllocationFlags = _struct(compression=c_ubyte, rdma=c_ubyte, usage=c_ushort, reserved=c_ubyte * 4)
 _Properties = _struct(kind=c_int, handle_types=c_int, location=_Location, metadata=c_void_p, flags=_AllocationFlags)
-"""CUmemAllocationProp."""
+"""Mirror of the driver's struct CUmemAllocationProp."""
 _Access = _struct(location=_Location, flags=c_int)
-"""CUmemAccessDesc."""
+"""Mirror of the driver's struct CUmemAccessDesc."""
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
@@ -168,7 +168,7 @@ class Arena:
         return [each.view(dtype).zero_() for each in found]
 
     def release(self) -> None:
-        """Return all memory to the device; the addresses stay reserved."""
+        """Return all mapped memory to the device; the addresses stay reserved."""
         if any(each.mapped for each in self._ranges):
             self._memory.settle()
         for each in self._ranges:

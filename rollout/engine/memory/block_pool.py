@@ -21,7 +21,7 @@ from rollout.engine.memory.host_blocks import HostBlocks
 from rollout.engine.memory.streams import CudaStream, HostStream, Stream, current_stream
 
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], list[Tensor]]
-"""Makes a flat device tensor of each of these sizes; raises `torch.OutOfMemoryError` when it cannot."""
+"""A function that makes a flat device tensor of each given size; raises `torch.OutOfMemoryError` when it cannot."""
 
 
 def zeros(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -46,7 +46,7 @@ class PoolMemory:
 
     allocate: Allocate = zeros
     release: Callable[[], object] = _nothing
-    """Called after the tensors were dropped."""
+    """Function to call after the tensors were dropped."""
 
 
 class BlockPool:

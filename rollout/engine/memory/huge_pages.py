@@ -24,7 +24,7 @@ _SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _log = logging.getLogger(__name__)
 
 Advise = Callable[[int, int], bool]
-"""Collapses [address, address + bytes); returns whether it succeeded."""
+"""A function that collapses [address, address + bytes) and returns whether it succeeded."""
 
 
 def collapse(tensors: Iterable[Tensor], advise: Advise | None = None) -> int:

@@ -28,7 +28,7 @@ class StateKey:
 
 @dataclass(frozen=True)
 class StateShape:
-    """One state of one sequence."""
+    """The key, shape and dtype of one state of one sequence."""
 
     key: StateKey
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class StateShape:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes, a multiple of `ALIGNMENT`."""
+        """Size in bytes, rounded up to a multiple of `ALIGNMENT`."""
         return -(-math.prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 

@@ -100,7 +100,7 @@ class StreamOrder:
         self._marks.append(self.stream().mark())
 
     def follow(self) -> None:
-        """Before a step: let later work of the caller's stream wait for everything marked since the last call."""
+        """Let the step's work wait for everything marked since the last call; called before a step."""
         if self._device.type == "cuda":
             _used.add(torch.cuda.current_stream(self._device))
         for mark in self._marks:

@@ -24,7 +24,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class OtherMask(Exception):  # noqa: N818 - describes a mask; the caller decides what follows
-    """A mask that is neither causal nor causal in a sliding window."""
+    """Raised for a mask that is neither causal nor causal in a sliding window."""
 
 
 def probe_mask(*args: Any, **arguments: Any) -> Tensor:

@@ -78,7 +78,7 @@ class ModelLayout:
 
     @property
     def masks(self) -> tuple[object, ...]:
-        """Keys that the attention masks let a query attend to."""
+        """The windows of each layer and of its mask, which determine the keys that a query attends to."""
         return self.layer_of, self.mask_windows, [call.window for call in self.calls]
 
 

@@ -31,7 +31,7 @@ PEFT_LORA = "peft.tuners.lora."
 
 
 class Unfusable(Exception):  # noqa: N818 - not an error: the module's own forward runs
-    """The reason why a model runs its own forward."""
+    """Raised for a model that must run its own forward; the message gives the reason."""
 
 
 class Checks:

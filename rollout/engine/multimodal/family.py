@@ -1,4 +1,4 @@
-"""How a family of vision-language models takes images: cut into items, encoded, and placed among the tokens of a step.
+"""Families of vision-language models: how images are cut into items, encoded, and placed among the tokens of a step.
 
 An *item* is an image, or one tile of it. The tower encodes each item alone, so its embeddings do not depend on the batch and
 can be shared. The model's own functions (`get_image_features`, `get_rope_index`) compute everything.
@@ -78,7 +78,7 @@ class StepImages:
 
 
 class Family(ABC):
-    """How models of some types process images."""
+    """The way in which models of some types process images."""
 
     types: ClassVar[tuple[str, ...]] = ()
     """`model_type` of the configurations."""

@@ -73,7 +73,7 @@ WORK = _record(
 
 
 class Together:
-    """How a step's forward involves other ranks. This implementation involves none."""
+    """The participation of other ranks in a step's forward. In this implementation no other rank takes part."""
 
     def refuse_alone(self) -> None:
         """Raise `EngineStateError` if the other ranks do not compute now, `EngineDeadError` if the group has been lost."""

@@ -56,7 +56,7 @@ class MemoryMove:
 
 
 class DynamicInferenceContext:
-    """Owns KV cache, state pool, block allocator and scheduler, and moves them together on suspend and resume.
+    """The KV cache, state pool, block allocator and scheduler, which suspend and resume together.
 
     Args:
         spare: returns the bytes of the device that a forward could take now.

@@ -25,23 +25,23 @@ class HoldLevel(IntEnum):
 
     RUNNING = 0
     PAUSED = 1
-    """No steps; the KV cache stays."""
+    """The engine makes no steps; the KV cache stays."""
     SUSPENDED = 2
-    """No steps; the KV cache is handled according to the mode."""
+    """The engine makes no steps; the KV cache is handled according to the mode."""
 
 
 COORDINATOR = "coordinator"
-"""The job's coordinator, by a control call."""
+"""Holder: the job's coordinator, by a control call."""
 UPDATE = "weight update"
-"""The optimizer hook, or `suspended()`: until the weights are announced, or until the next `generate`."""
+"""Holder: the optimizer hook or `suspended()`, until the weights are announced or until the next `generate`."""
 BLOCK = "suspended()"
-"""An open `with suspended():` block."""
+"""Holder: an open `with suspended():` block."""
 PAUSE = "pause()"
-"""`RolloutManager.pause`."""
+"""Holder: `RolloutManager.pause`."""
 SUSPEND = "suspend()"
-"""`RolloutManager.suspend`."""
+"""Holder: `RolloutManager.suspend`."""
 DIRECT = "engine"
-"""The engine's own verbs, called directly."""
+"""Holder: the engine's own methods, called directly."""
 
 _LEVELS = {
     EngineState.RUNNING: HoldLevel.RUNNING,
@@ -115,7 +115,7 @@ class Holds:
 
     @contextmanager
     def held(self, holder: str, level: HoldLevel, mode: Mode = None) -> Iterator[None]:
-        """A `with` block in which `holder` requests `level`; the last of nested and overlapping blocks to end releases.
+        """Open a block in which `holder` requests `level`; the last of nested and overlapping blocks to end releases.
 
         Does nothing on a stopped engine.
         """

@@ -157,7 +157,7 @@ class Inspection:
             return grown
 
     def staleness(self) -> dict[int, int]:
-        """Return, by unfinished request id, the weight updates since the oldest token of its samples (0: no tokens)."""
+        """Return unfinished request id → number of weight updates since the oldest token of its samples; 0: no tokens."""
         with self._lifecycle.lock:
             largest: dict[int, int] = {}
             for sample in self._context.scheduler:

@@ -162,7 +162,7 @@ def _tokens(wanted: Wanted, count: int) -> list[int]:
 def _wanted_of(
     step: ScheduledStep, index_of: dict[Sample, int], wanted: Sequence[Wanted]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return sequence index, position, and index into the packed row [K] of each wanted position in a step."""
+    """Return three arrays [K] for the wanted positions of a step: sequence index, position, and index in the packed row."""
     indices, positions, packed = [], [], []
     offset = 0
     for sample, start, count in zip(step.prefills, step.starts.tolist(), step.counts.tolist(), strict=True):

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Stepper:
-    """Makes the steps of one engine; the caller of `step` holds the engine's lock.
+    """The loop body of one engine; the caller of `step` holds the engine's lock.
 
     Attributes:
         last: the step that was scheduled last; None: there was nothing to run.

@@ -16,7 +16,7 @@ from rollout.engine.sampling.sampling_table import SamplingRows
 Sets = tuple[Tensor, Tensor] | tuple[None, None]
 """Kept tokens: ids [K] int32, row after row, ascending in a row; number of ids [R] int64, 0 for rows that return none."""
 History = tuple[NDArray[np.integer], NDArray[np.integer]]
-"""Token ids of one row: (prompt, completion)."""
+"""The token ids of one row, as (prompt, completion)."""
 
 
 def edited(

@@ -57,9 +57,9 @@ class Sampled:
     """One token per row. NaN in `logprobs`: the row had no finite largest logit."""
 
     token_ids: Tensor
-    """[R] int64."""
+    """[R] int64, ids of the drawn tokens."""
     logprobs: Tensor
-    """[R] float32 under the distribution selected by `logprobs_mode`."""
+    """[R] float32, log-probs under the distribution selected by `logprobs_mode`."""
     top_ids: Tensor | None
     """[R, k] int64, most likely first, lower id first on ties; k is the largest `logprobs` of a row, None if 0."""
     top_logprobs: Tensor | None
@@ -164,7 +164,7 @@ def _joined(parts: Sequence[tuple[Tensor | None, ...]]) -> tuple[Any, ...]:
 
 
 class _Wanted(NamedTuple):
-    """Results that a call returns in addition to tokens and log-probs."""
+    """The results that a call returns in addition to tokens and log-probs."""
 
     top_n: int
     kept: bool

@@ -69,7 +69,7 @@ class TokenValues:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Context manager for the forwards of one step."""
+        """Collect hidden states from the forwards of one step, which run inside the block."""
         self._keys, self._hidden, self.wanted = [], [], self._function is not None
         try:
             yield

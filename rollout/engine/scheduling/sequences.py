@@ -46,7 +46,7 @@ IntArray = NDArray[np.int32]
 ReadRoutes = Callable[[IntArray, int, int], NDArray[np.integer[Any]]]
 """(blocks of a sequence, start, stop) → expert routes [stop - start, layers, k] of these positions."""
 _one_run = lru_cache(maxsize=64)(VersionSpans.of_run)
-"""The rows of a step share their spans, because a delta is never changed."""
+"""Cached `VersionSpans.of_run`: the rows of a step can share spans, because a delta is never changed."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,11 +20,11 @@ class ScheduledStep:
     """
 
     rows: IntArray
-    """[E] int32."""
+    """[E] int32, table row of each entry."""
     starts: IntArray
-    """[E] int32."""
+    """[E] int32, first position that each entry computes."""
     counts: IntArray
-    """[E] int32."""
+    """[E] int32, number of positions that each entry computes."""
     num_decodes: int
     prefills: tuple[Sample, ...]
     """Sequences of the entries from `num_decodes` on."""
@@ -63,9 +63,9 @@ class StepTokens:
     """
 
     token_ids: NDArray[np.int64]
-    """[K]."""
+    """[K] sampled token ids."""
     logprobs: NDArray[np.float32]
-    """[K]; NaN where the logits had no finite value."""
+    """[K] log-probs of the sampled tokens; NaN where the logits had no finite value."""
     top: list[list[tuple[int, float]]] | None = None
     """[K] of (token, log-prob), best first; None if no request needs them."""
     failed: Mapping[int, str] = field(default_factory=dict)

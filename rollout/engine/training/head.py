@@ -199,7 +199,7 @@ class _Asked(NamedTuple):
     owners: Tensor
     """int64 [E]: the state of each single logit."""
     ids: Tensor
-    """int64 [E]."""
+    """int64 [E]: the vocabulary id of each single logit."""
     sums: bool
     entropy: bool
     top_k: int
@@ -219,7 +219,7 @@ class _Asked(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """Method by which a head computes its tiles."""
+    """The way in which a head computes its tiles."""
 
     original: Callable[[Tensor], Tensor]
     parameters: tuple[Tensor, ...]
@@ -227,7 +227,7 @@ class _Lane(NamedTuple):
     linear: bool
     autocast: torch.dtype | None
     row: Tensor
-    """[1, 1, V]: the output of the first state."""
+    """The head's output for the first state, [1, 1, V]."""
     random: tuple[Any, ...]
     """State of the random numbers, so that an adapter's dropout draws the same in the backward."""
 

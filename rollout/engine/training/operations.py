@@ -24,7 +24,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class _Product(ctypes.Structure):
-    """`Product` in cpu_exact.h."""
+    """Mirror of the C++ struct `Product` in cpu_exact.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("in", "weight", "bias", "places", "out")),
@@ -33,7 +33,7 @@ class _Product(ctypes.Structure):
 
 
 class _RowWise(ctypes.Structure):
-    """`RowWise` in cpu_exact.h."""
+    """Mirror of the C++ struct `RowWise` in cpu_exact.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("in", "other", "out", "cosines", "sines", "positions")),

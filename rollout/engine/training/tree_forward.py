@@ -34,11 +34,11 @@ _layers: WeakKeyDictionary[nn.Module, _Layer] = WeakKeyDictionary()
 
 
 class _Layer(NamedTuple):
-    """Tokens that an attention layer lets a token attend to."""
+    """The tokens that an attention layer lets a token attend to."""
 
     window: int | None
     causal: bool
-    """Whether it is causal even within an image."""
+    """Whether attention is causal even within an image."""
 
 
 class _Path:

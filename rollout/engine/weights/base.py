@@ -34,7 +34,7 @@ class Weights:
 
     @property
     def spread(self) -> bool:
-        """Whether the ranks hold parts of the weights."""
+        """Whether the weights are spread over the ranks, each of which holds a part."""
         return self.collective or self.tensor_parallel_mesh is not None
 
     @property

@@ -20,7 +20,7 @@ SAMPLES = 64
 Named = tuple[str, Tensor]
 _Kind = tuple[torch.dtype, torch.device]
 _Part = tuple[list[tuple[str, torch.dtype, tuple[int, ...], int]], Tensor]
-"""Name, dtype, shape and number of samples of each tensor of one kind, and the bytes of all samples."""
+"""The name, dtype, shape and sample count of each tensor of one kind, and the bytes of all samples."""
 
 
 def persistent_tensors(model: nn.Module) -> list[Named]:
