@@ -558,17 +558,17 @@ def test_tokens_of_one_completion_under_many_versions_each_have_the_logprobs_of_
 
 
 class Lane:
-    """A stream, and the end of the work on it, that notes what it is told."""
+    """A stream, and an event on it, that notes what it is told."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self._name, self._log = name, log
 
-    def mark(self) -> Lane:
+    def record_event(self) -> Lane:
         self._log.append(f"mark {self._name}")
         return self
 
-    def after(self, mark: Lane) -> None:
-        self._log.append(f"{self._name} after {mark._name}")
+    def wait_event(self, event: Lane) -> None:
+        self._log.append(f"{self._name} after {event._name}")
 
     def synchronize(self) -> None:
         self._log.append(f"host after {self._name}")
@@ -579,7 +579,7 @@ def test_a_forward_waits_once_for_an_update_and_a_resume_on_other_streams() -> N
     log: list[str] = []
     lanes = {name: Lane(name, log) for name in ("optimizer", "main", "rollout")}
     current = ["rollout"]
-    engine.controller.runner.order.stream = lambda: lanes[current[0]]  # type: ignore[assignment]
+    engine.controller.runner.order.stream = lambda: lanes[current[0]]
     engine.add_request(token_ids(5), greedily(6))
     steps(engine, 2)
     assert log == []
@@ -602,9 +602,9 @@ def test_a_follower_encodes_an_image_behind_an_update_on_another_stream() -> Non
     engine = make_engine("qwen3")
     log: list[str] = []
     runner, lanes = engine.controller.runner, {name: Lane(name, log) for name in ("optimizer", "rollout")}
-    runner.order.stream = lambda: lanes["optimizer"]  # type: ignore[assignment]
+    runner.order.stream = lambda: lanes["optimizer"]
     engine.weights_updated()
-    runner.order.stream = lambda: lanes["rollout"]  # type: ignore[assignment]
+    runner.order.stream = lambda: lanes["rollout"]
     runner.vision.encode = lambda item: log.append("encode")  # type: ignore[assignment,method-assign]
     runner.encode(None)  # type: ignore[arg-type]
     assert log == ["mark optimizer", "rollout after optimizer", "encode"]

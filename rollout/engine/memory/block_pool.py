@@ -18,7 +18,6 @@ from torch import Tensor
 
 from rollout.engine.memory.buffers import upload
 from rollout.engine.memory.host_blocks import HostBlocks
-from rollout.engine.memory.streams import CudaStream, HostStream, Stream, current_stream
 
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], list[Tensor]]
 """A function that makes a flat device tensor of each given size; raises `torch.OutOfMemoryError` when it cannot."""
@@ -72,8 +71,6 @@ class BlockPool:
         self._allocate, self._release = memory.allocate, memory.release
         self._parts: list[Tensor] = []
         self._held = False
-        cuda = device.type == "cuda"
-        self._copies: Stream = CudaStream(torch.cuda.Stream(device)) if cuda else HostStream()  # type: ignore[no-untyped-call]
         self._host, self._tier = self._host_blocks(), self._host_blocks()
         self._saved: NDArray[np.int32] | None = None
         self.materialize(num_blocks)
@@ -118,7 +115,6 @@ class BlockPool:
     def drop(self) -> int:
         """Free the device memory, losing its content; returns the bytes freed."""
         freed = self.device_bytes
-        self._tier.release(current_stream(self.device))
         self._parts, self._held = [], False
         self._release()
         return freed
@@ -136,9 +132,9 @@ class BlockPool:
         self._tier = self._host_blocks()
 
     def _host_blocks(self) -> HostBlocks:
-        stage = partial(torch.empty, dtype=self.dtype, device=self.device)
-        pinned = self.device.type == "cuda"
-        return HostBlocks(self._widths, self.dtype, pinned=pinned, stage=stage, copies=self._copies)
+        cuda = self.device.type == "cuda"
+        stage = partial(torch.empty, dtype=self.dtype, device=self.device) if cuda else None
+        return HostBlocks(self._widths, self.dtype, pinned=cuda, stage=stage)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `source` to block `destination` for each pair, in this order; `~s` is slot s on the host.
@@ -153,7 +149,7 @@ class BlockPool:
                 blocks, slots = (targets, sources) if from_host else (sources, targets)
                 move = self._tier.load if from_host else self._tier.offload
                 index = upload(np.array(blocks, np.int64), self.device)
-                move(current_stream(self.device), self._parts, index, [~slot for slot in slots])
+                move(self._parts, index, [~slot for slot in slots])
             else:
                 index, to = (upload(np.array(each, np.int64), self.device) for each in (sources, targets))
                 for part in self._parts:
@@ -175,8 +171,9 @@ class BlockPool:
         """
         self._host.grow(len(blocks), self.num_blocks)
         index = upload(blocks.astype(np.int64), self.device)
-        self._host.offload(current_stream(self.device), self._parts, index, range(len(blocks)))
-        self._host.finish()
+        self._host.offload(self._parts, index, range(len(blocks)))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
         self._saved = blocks.copy()
         self.drop()
         return len(blocks) * self.block_bytes
@@ -197,7 +194,7 @@ class BlockPool:
         # From now on blocks have their new ids, even if a copy fails and routes are still read from the host.
         self._saved = targets
         index = upload(targets[kept].astype(np.int64), self.device)
-        self._host.load(current_stream(self.device), self._parts, index, kept)
+        self._host.load(self._parts, index, kept)
         self._saved = None
         return len(kept) * self.block_bytes
 
