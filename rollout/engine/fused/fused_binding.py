@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rollout.engine.fused.families import FAMILIES, Family
-from rollout.engine.fused.fused_parts import Parts, base_of, is_conv, rotary_numbers, rotary_tables
+from rollout.engine.fused.fused_parts import Parts, base_of, is_conv, rotary_tables
 from rollout.engine.kernels.cpu_attention import MAX_GROUP
 from rollout.engine.kernels.cpu_forward import DeltaNet, Experts, Layer, Model, Norm
 from rollout.engine.memory.kv_cache import KVCache
@@ -50,11 +50,10 @@ class Bound:
         self._widths: list[int] = []
         self.mixtures: list[Experts] = []
         self._bind(self.causal_lm, cache)
-        self._checks.seal()
 
     def reads(self, cache: KVCache) -> bool:
-        """Return whether the pools have not moved and a quick check finds no change of the model."""
-        return self._pools_now(cache) == self._pools and self._checks.hold() and self._buffers_now() == self._buffers
+        """Whether the pools have not moved."""
+        return self._pools_now(cache) == self._pools
 
     def reach(self, length: int) -> None:
         """Extend the cosine and sine tables to `length` positions, by the module's own rotary embedding."""
@@ -102,7 +101,6 @@ class Bound:
         norm = self._parts.norm(getattr(decoder, names.final_norm))
         (head,) = self._parts.linear(model.lm_head, lora=False)
         require(head.bias is None, "its head has a bias")
-        self._buffers = self._buffers_now()
         positions = self._positions(getattr(decoder, names.positions)) if family.rotary is None else None
         self.model = self._model(model, norm, head.weight, positions)
 
@@ -111,9 +109,7 @@ class Bound:
         require(len(self._parts.epsilons) == 1, "its norms have several epsilons")
         require(len(self._parts.activations) == 1, "its layers have several activations")
         rotary_dim, rotary_wide = self._rotation()
-        final_softcap = None
-        if family.capped_logits:
-            final_softcap = self._checks.value(model.config, "final_logit_softcapping")
+        final_softcap = model.config.final_logit_softcapping if family.capped_logits else None
         return Model(
             layers=ctypes.addressof(self._layers),
             embedding=address(self._embedded, "weight", self.dtype),
@@ -156,16 +152,6 @@ class Bound:
             raise Unfusable(f"{type(model).__name__} is none of the families of {mode}: {known}")
         return family
 
-    def _buffers_now(self) -> tuple[object, ...]:
-        """Return the addresses and versions of the buffers that numbers were computed from."""
-        found: list[object] = []
-        for layer_type in self._rotated:
-            frequencies, scaling = rotary_numbers(self._rotary, layer_type)
-            found += [frequencies.data_ptr(), frequencies._version, scaling]
-        if self.family.scaled_embedding:
-            found += [self._embedded.embed_scale.data_ptr(), self._embedded.embed_scale._version]
-        return tuple(found)
-
     def _pools_now(self, cache: KVCache) -> tuple[int, ...]:
         """Return the addresses and sizes of the pools; the addresses of their parts depend on both."""
         found = cache.layer(0)[0].data_ptr(), cache.num_blocks
@@ -198,10 +184,9 @@ class Bound:
         self.narrow = int(self.dtype == torch.bfloat16)
 
     def _attention_in_common(self, config: Any, first: Any, count: int) -> None:
-        read = self._checks.value
         _require_known_attention(config, self._layout)
-        require(read(config, "num_hidden_layers") == count, "its configuration leaves out some of its layers")
-        self._scaling = read(first, "scaling")
+        require(config.num_hidden_layers == count, "its configuration leaves out some of its layers")
+        self._scaling = first.scaling
         require(isinstance(self._scaling, float), "its attention layers have no scaling")
         self._softcap = self._layout.calls[0].softcap
 
@@ -240,9 +225,7 @@ class Bound:
         else:
             self._fill_mlp(out, layer.mlp)
         if family.rotary is not None and mixer == names.attention:
-            layer_type = None
-            if family.rotary_by_type:
-                layer_type = self._checks.value(layer.self_attn.config, "layer_types")[index]
+            layer_type = layer.self_attn.config.layer_types[index] if family.rotary_by_type else None
             self._rotated.setdefault(layer_type, []).append(out)
 
     def _fill_attention(self, out: Layer, attention: Any, cache: KVCache) -> None:
@@ -267,13 +250,12 @@ class Bound:
         out.window = call.window or 0
 
     def _require_numbers(self, attention: Any, head_dim: int, call: AttentionCall) -> None:
-        read, family = self._checks.value, self.family
-        require(read(attention, "scaling") == self._scaling, "its attention layers scale their scores differently")
-        require(read(attention, "head_dim") == head_dim, "the head size of a layer was changed")
+        family = self.family
+        require(attention.scaling == self._scaling, "its attention layers scale their scores differently")
+        require(attention.head_dim == head_dim, "the head size of a layer was changed")
         place = {"none": None, "config": attention.config, "attention": attention}[family.window]
-        window = None if place is None else read(place, "sliding_window")
-        require(window == call.window, "the window of a layer was changed")
-        softcap = read(attention, "attn_logit_softcapping") if family.capped_scores else None
+        require(getattr(place, "sliding_window", None) == call.window, "the window of a layer was changed")
+        softcap = attention.attn_logit_softcapping if family.capped_scores else None
         require(softcap == self._softcap, "the cap of a layer's scores was changed")
 
     def _fill_mlp(self, out: Layer, mlp: Any) -> None:

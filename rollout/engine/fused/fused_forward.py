@@ -2,8 +2,8 @@
 
 It serves models whose layers are exactly known classes of transformers (`families.FAMILIES`) of one dtype, without hooks,
 replaced forwards or quantised layers. It also serves PEFT's LoRA layers, and FSDP2's classes while the weights are whole.
-Everything is checked again whenever the trainer may have modified the module; functions, hooks and numbers also before every
-step. Parameters are never copied, so the next step uses updated weights.
+Everything is checked and read again whenever the trainer may have modified the module. Parameters are never copied, so the
+next step uses updated weights.
 """
 
 from __future__ import annotations

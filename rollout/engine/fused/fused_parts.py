@@ -55,7 +55,7 @@ class Parts:
         if kind is NormKind.RMS_OF_ONE_PLUS_WEIGHT:
             self._checks.methods(type(module), "_norm")
         older = kind in (NormKind.RMS, NormKind.RMS_ROUNDED_ONCE)
-        self.epsilons.add(self._checks.value(module, "variance_epsilon" if older else "eps"))
+        self.epsilons.add(module.variance_epsilon if older else module.eps)
         weight = address(module, "weight", self.dtype)
         biased = layer_norm and module.bias is not None
         return Norm(weight, address(module, "bias", self.dtype) if biased else None)
@@ -67,7 +67,7 @@ class Parts:
             self.activations.add(Activation.SILU)
             return
         if type(module) is activations.GELUTanh:
-            function = self._checks.value(module, "act")
+            function = module.act
             plain = isinstance(function, partial) and function.func is nn.functional.gelu and not function.args
             require(plain and function.keywords == {"approximate": "tanh"}, "its GELU is not torch's")
         else:
@@ -113,8 +113,6 @@ class Parts:
     def _adapter(self, module: Any, *, lora: bool) -> Adapter:
         """Read the active adapter of a LoRA layer; all zeros without an adapter."""
         self._checks.unhooked(module)
-        for name in ("_disable_adapters", "_active_adapter"):
-            self._checks.value(module, name)
         require(not module.merged, "LoRA is merged into a projection")
         active = active_adapters(module)
         if not active:
@@ -133,12 +131,12 @@ class Parts:
         self.ranks.append(down.weight.shape[0])
         return Adapter(
             address(down, "weight", dtype), address(up, "weight", dtype), down.weight.shape[0],
-            self._checks.item(module.scaling, name), bool(self.dtype == torch.bfloat16 and dtype == torch.float32),
+            module.scaling[name], bool(self.dtype == torch.bfloat16 and dtype == torch.float32),
         )  # fmt: skip
 
     def experts(self, block: Any) -> Experts:
         """Read a mixture's router and experts."""
-        family, read = self._family, self._checks.value
+        family = self._family
         beside = ("shared_expert", "shared_expert_gate") if family.shared_expert else ()
         self._checks.plain(block, "gate", "experts", *beside)
         router, experts = block.gate, block.experts
@@ -150,15 +148,13 @@ class Parts:
         self._checks.plain(experts, "act_fn")
         self.activation(experts.act_fn)
         self._require_known_experts(experts)
-        count, chosen = read(router, "num_experts"), read(router, "top_k")
-        require(
-            read(experts, "num_experts") == count == len(experts.down_proj), "a layer leaves out some of its experts"
-        )
+        count = router.num_experts
+        require(experts.num_experts == count == len(experts.down_proj), "a layer leaves out some of its experts")
         # Routers without this option always normalise.
-        normalised = not hasattr(router, "norm_topk_prob") or read(router, "norm_topk_prob")
+        normalised = getattr(router, "norm_topk_prob", True)
         return Experts(
             address(router, "weight", self.dtype), address(experts, "gate_up_proj", self.dtype),
-            address(experts, "down_proj", self.dtype), count, chosen, experts.down_proj.shape[2],
+            address(experts, "down_proj", self.dtype), count, router.top_k, experts.down_proj.shape[2],
             bool(normalised), family.shares_wide,
         )  # fmt: skip
 
@@ -169,15 +165,16 @@ class Parts:
             index: index of the layer in its model.
             states: holds the inputs of its convolution and the state of its recurrence.
         """
-        interleaved, dtype, read = self._family.delta == "interleaved", self.dtype, self._checks.value
+        interleaved, dtype = self._family.delta == "interleaved", self.dtype
         names = _INTERLEAVED if interleaved else _SPLIT
         require(is_of(layer, f"{self._family.name}GatedDeltaNet"), "a layer of linear attention is of another class")
         self._checks.plain(layer, *names, "conv1d", "norm", "out_proj")
         key_heads, value_heads, key_dim, value_dim, kernel = (
-            read(layer, name) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size")
+            getattr(layer, name)
+            for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size")
         )
         keys, values = key_heads * key_dim, value_heads * value_dim
-        sizes = (read(layer, "key_dim"), read(layer, "value_dim"), read(layer, "layer_idx"))
+        sizes = (layer.key_dim, layer.value_dim, layer.layer_idx)
         require(sizes == (keys, values, index), "the numbers of a layer of linear attention were changed")
         require(value_heads % key_heads == 0 and key_dim % 2 == 0, "its heads of linear attention have another shape")
         channels = 2 * keys + values
@@ -185,11 +182,10 @@ class Parts:
         require(is_of(norm, f"{self._family.name}RMSNormGated"), "a gated norm is of another class")
         self._checks.plain(norm)
         for module in (layer, norm):
-            name = read(module, "activation")
-            kind = self._checks.item(activations.ACT2FN, name)
-            known = name in ("silu", "swish") and kind in (nn.SiLU, activations.SiLUActivation)
+            name = module.activation
+            known = name in ("silu", "swish") and activations.ACT2FN.get(name) in (nn.SiLU, activations.SiLUActivation)
             require(known, f"its activation is {name}")
-        self.epsilons.add(read(norm, "variance_epsilon"))
+        self.epsilons.add(norm.variance_epsilon)
         require(type(convolution) is nn.Conv1d and convolution.bias is None, "a convolution is of another kind")
         self._checks.plain(convolution)
         fits = tuple(convolution.weight.shape) == (channels, 1, kernel) and 1 < kernel <= MAX_TAPS
@@ -213,20 +209,19 @@ class Parts:
     def _require_known_experts(self, experts: Any) -> None:
         """Check that transformers' own functions compute a layer's experts, in the layout that the C++ forward reads."""
         checks = self._checks
-        wrong = [name for name in ("is_transposed", "has_bias", "_is_expert_parallel") if checks.value(experts, name)]
+        flags = ("is_transposed", "has_bias", "_is_expert_parallel")
+        wrong = [name for name in flags if getattr(experts, name, False)]
         require(not wrong, f"the experts of a layer have {', '.join(wrong)}")
         require(
             experts.has_gate and experts.is_concatenated, "the experts of a layer have no gate, or an interleaved one"
         )
         checks.function(moe, "_default_apply_gate")
-        require(
-            checks.value(type(experts), "_apply_gate") is moe._default_apply_gate, "the gate of experts was replaced"
-        )
-        way = checks.value(experts.config, "_experts_implementation")
+        require(type(experts)._apply_gate is moe._default_apply_gate, "the gate of experts was replaced")
+        way = getattr(experts.config, "_experts_implementation", None)
         if way in ("grouped_mm", "batched_mm"):
             checks.function(moe, f"{way}_experts_forward")
             known = getattr(moe, f"{way}_experts_forward")
-            require(checks.item(moe.ALL_EXPERTS_FUNCTIONS, way) is known, f"the experts' {way} was replaced")
+            require(moe.ALL_EXPERTS_FUNCTIONS.get(way) is known, f"the experts' {way} was replaced")
         else:
             require(way in (None, "eager"), f"its experts run by {way}")
 
@@ -262,12 +257,6 @@ class _Tables(NamedTuple):
 _kept: WeakKeyDictionary[nn.Module, dict[str | None, _Tables]] = WeakKeyDictionary()
 
 
-def rotary_numbers(rotary: Any, layer_type: str | None = None) -> tuple[Tensor, float]:
-    """Return frequencies and scaling of a rotary embedding for layers of a type. None: all layers share them."""
-    prefix = "" if layer_type is None else f"{layer_type}_"
-    return getattr(rotary, f"{prefix}inv_freq"), getattr(rotary, f"{prefix}attention_scaling")
-
-
 def rotary_tables(rotary: Any, dtype: torch.dtype, length: int, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [at least max(`length`, 1), D] of the first positions, contiguous, on the CPU.
 
@@ -275,7 +264,8 @@ def rotary_tables(rotary: Any, dtype: torch.dtype, length: int, layer_type: str 
         dtype: dtype of the hidden states, and of the tables unless the module keeps them in float32.
         layer_type: type of the layers that use the tables; None: all layers use the same tables.
     """
-    frequencies, scaling = rotary_numbers(rotary, layer_type)
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    frequencies, scaling = getattr(rotary, f"{prefix}inv_freq"), getattr(rotary, f"{prefix}attention_scaling")
     of_types = _kept.setdefault(rotary, {})
     kept = of_types.get(layer_type)
     cosines, sines, start = [], [], 0

@@ -2,16 +2,14 @@
 
 Liger, Unsloth and others replace the `forward` of a class, or a function of the module that defines it, before or after a
 model is built. A function is original if its code was compiled from the file that defines its class or module, under the
-name it is found by. Once checked, it is compared by identity, which costs a microsecond for every twenty functions.
+name it is found by.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import repeat
-from operator import is_
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -20,7 +18,6 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._device import DeviceContext
-from torch.utils.hooks import RemovableHandle
 
 from rollout.engine.models.attention import TREE_PREFIX, attention_of
 from rollout.engine.models.model_support import has_global_hooks
@@ -35,59 +32,19 @@ class Unfusable(Exception):  # noqa: N818 - not an error: the module's own forwa
 
 
 class Checks:
-    """Checked parts of one model: functions and values that were found, and whether they are still the same objects.
-
-    Methods raise `Unfusable` for a part that is not original; the message names it.
-    """
+    """Checks of the parts of one model. Methods raise `Unfusable` for a part that is not original; the message names it."""
 
     def __init__(self) -> None:
-        self._methods: set[tuple[type, str]] = set()
-        self._places: set[tuple[int, str]] = set()
-        self._owners: list[object] = []
-        self._names: list[str] = []
-        self._values: list[object] = []
-        self._items: list[tuple[Mapping[str, Any], str, object]] = []
-        self._dicts: list[dict[str, Any]] = []
-        self._hooks_ever = RemovableHandle.next_id
-        self._attributes: list[int] = []
-
-    def seal(self) -> None:
-        """Finish the checks: attributes that a module gets from now on are changes."""
-        self._attributes = list(map(len, self._dicts))
-
-    def hold(self) -> bool:
-        """Return whether a quick check finds no change."""
-        return (
-            RemovableHandle.next_id == self._hooks_ever
-            and all(map(is_, map(getattr, self._owners, self._names, repeat(None)), self._values))
-            and all(mapping.get(key) is value for mapping, key, value in self._items)
-            and list(map(len, self._dicts)) == self._attributes
-        )
-
-    def item(self, mapping: Mapping[str, Any], key: str) -> Any:
-        """Record and return an item (None if missing); another object in its place counts as a change."""
-        value = mapping.get(key)
-        self._items.append((mapping, key, value))
-        return value
-
-    def value(self, owner: object, name: str) -> Any:
-        """Record and return an attribute (None if missing); another object in its place counts as a change."""
-        value = getattr(owner, name, None)
-        if (id(owner), name) not in self._places:
-            self._places.add((id(owner), name))
-            self._owners.append(owner)
-            self._names.append(name)
-            self._values.append(value)
-        return value
+        self._checked: set[tuple[object, str]] = set()
 
     def methods(self, kind: type, *names: str) -> None:
-        """Check and record methods of a class, with the functions of their files that they call."""
+        """Check methods of a class, with the functions of their files that they call."""
         for name in names:
-            if (kind, name) in self._methods:
+            if (kind, name) in self._checked:
                 continue
-            self._methods.add((kind, name))
+            self._checked.add((kind, name))
             definer = next((each for each in kind.__mro__ if name in vars(each)), kind)
-            function = self.value(kind, name)
+            function = getattr(kind, name, None)
             module = sys.modules.get(definer.__module__)
             code = None if module is None else _own_code(function, module)
             if code is None or code.co_qualname.rpartition(".")[0] != definer.__qualname__:
@@ -95,10 +52,11 @@ class Checks:
             self._called(code, module)
 
     def function(self, module: ModuleType, name: str) -> None:
-        """Check and record a function of a module, with the functions of its file that it calls."""
-        if (id(module), name) in self._places:
+        """Check a function of a module, with the functions of its file that it calls."""
+        if (module, name) in self._checked:
             return
-        function = self.value(module, name)
+        self._checked.add((module, name))
+        function = getattr(module, name, None)
         if isinstance(function, BuiltinFunctionType):
             return
         code, home = _own_code(function, module), sys.modules.get(str(getattr(function, "__module__", None)))
@@ -128,7 +86,6 @@ class Checks:
             require(_only_gathers(hook) or only_marks(hook), f"{name} has forward hooks")
         require(not is_parametrized(module), f"{name} is parametrised")
         self.methods(_kind(module), "forward", "__call__")
-        self._dicts.append(module.__dict__)
 
     def _called(self, code: CodeType, module: ModuleType | None) -> None:
         for name in names_in(code):

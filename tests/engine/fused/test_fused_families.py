@@ -166,15 +166,14 @@ def test_numbers_and_hooks_of_a_part_are_read_again(change: str) -> None:
     model = trained(name)
     engine = make_engine(model)
     tokens = token_ids(30, 1)
-    with engine.installation:
-        before = logits(engine, tokens, 20)
-        assert fused(engine)
-        apply(model)
-        after = logits(engine, tokens, 20)
-        if change == "window":
-            # The engine's own attention, too, has the windows of its construction.
-            assert not fused(engine)
-            return
+    before = logits(engine, tokens, 20)
+    assert fused(engine)
+    apply(model)
+    after = logits(engine, tokens, 20)
+    if change == "window":
+        # The engine's own attention, too, has the windows of its construction.
+        assert not fused(engine)
+        return
     own = logits(make_engine(model, fused_forward=False), tokens, 20)
     torch.testing.assert_close(after, own, atol=2e-5, rtol=1e-5)
     assert (after - before).abs().max() > 1e-4
@@ -216,11 +215,10 @@ def test_a_function_replaced_in_its_package_turns_it_off(
     name: str, owner: Any, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(name)
-    with engine.installation:
-        assert fused(engine)
-        own = getattr(owner, function)
-        monkeypatch.setattr(owner, function, functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs)))
-        assert not fused(engine), "also in the middle of a generate"
+    assert fused(engine)
+    own = getattr(owner, function)
+    monkeypatch.setattr(owner, function, functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs)))
+    assert not fused(engine)
     assert not fused(make_engine(name)), "nor where the engine comes later"
     monkeypatch.undo()
     assert fused(engine)
@@ -230,12 +228,11 @@ def test_experts_registered_in_the_place_of_transformers_own_turn_it_off() -> No
     engine = make_engine("mixtral")
     assert fused(engine)
     own = moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
-    with engine.installation:
-        moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"] = lambda *args: 2 * own(*args)
-        try:
-            assert not fused(engine)
-        finally:
-            del moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+    moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"] = lambda *args: 2 * own(*args)
+    try:
+        assert not fused(engine)
+    finally:
+        del moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
 
 
 def test_recording_routes_runs_the_modules_own_forward_and_says_so() -> None:
@@ -280,11 +277,10 @@ def test_the_scaling_of_an_adapter_is_read_again_and_two_adapters_run_in_the_mod
     model = adapted("llama")
     engine = make_engine(model)
     tokens = token_ids(30, 1)
-    with engine.installation:
-        before = logits(engine, tokens, 20)
-        model.base_model.model.model.layers[1].mlp.up_proj.scaling["default"] *= 3
-        assert fused(engine)
-        after = logits(engine, tokens, 20)
+    before = logits(engine, tokens, 20)
+    model.base_model.model.model.layers[1].mlp.up_proj.scaling["default"] *= 3
+    assert fused(engine)
+    after = logits(engine, tokens, 20)
     torch.testing.assert_close(after, own_logits(engine, tokens), atol=2e-5, rtol=1e-5)
     assert (after - before).abs().max() > 1e-3
     model.add_adapter("other", model.peft_config["default"])
