@@ -51,15 +51,15 @@ JOIN_POLL_S = 0.05
 
 
 class JobRequests:
-    """The open groups of a client, for any thread. A subclass connects `_client` on the private loop."""
+    """The open groups of a connected client, for any thread. `client` None: this rank takes no requests."""
 
-    def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread) -> None:
+    def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread, client: InferenceClient | None = None) -> None:
         self.engine = engine
         self.loop = loop
         self.readers = Readers(loop.call_soon)
         # None: not yet submitted on the loop.
         self._groups: dict[int, OpenGroup | None] = {}
-        self._client: InferenceClient | None = None
+        self._client = client
         self._closed = False
 
     @property
@@ -74,7 +74,7 @@ class JobRequests:
 
     def refuse_when_over(self) -> None:
         self.engine.lifecycle.refuse_when_stopped()
-        if self._closed:
+        if self._closed or self.loop.closed:
             raise EngineStateError(CLOSED)
         if self._client is not None and self._client.lost is not None:
             raise ConnectionLostError(str(self._client.lost), final=True)
@@ -97,15 +97,13 @@ class JobRequests:
         try:
             group = self._the_client().open_group(tokens, params, **options)
         except Exception as exc:  # noqa: BLE001 - the waiting caller gets any error
-            self._failed(number, listener, exc)
+            del self._groups[number]
+            listener.fail(exc)
             return
         self._groups[number] = group
         group.on_done = partial(self._ended, number, listener)
-        follow(group, listener)
-
-    def _failed(self, number: int, listener: Listener, error: BaseException) -> None:
-        del self._groups[number]
-        listener.fail(error)
+        if isinstance(listener, RequestStream) and not listener.whole:
+            group.on_update = partial(_grown, listener)
 
     def _ended(self, number: int, listener: Listener, group: OpenGroup) -> None:
         self._groups.pop(number, None)
@@ -149,16 +147,9 @@ class JobRequests:
         return self._client
 
 
-def follow(group: OpenGroup, listener: Listener) -> None:
-    """Pass new tokens of a group to its listener, if the listener is a stream of pieces."""
-    if not isinstance(listener, RequestStream) or listener.whole:
-        return
-
-    def grown(group: OpenGroup, stretch: Stretch) -> None:
-        for delta in stretch.deltas():
-            listener.take(delta, None if delta.outcome is None else group.request(delta.sample_index))
-
-    group.on_update = grown
+def _grown(stream: RequestStream, group: OpenGroup, stretch: Stretch) -> None:
+    for delta in stretch.deltas():
+        stream.take(delta, None if delta.outcome is None else group.request(delta.sample_index))
 
 
 class EngineService(JobRequests):

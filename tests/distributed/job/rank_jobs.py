@@ -29,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from rollout.config import Advanced, InferenceConfig, ServerConfig
-from rollout.distributed.client.futures import RequestFuture
 from rollout.distributed.job.data_parallel import DataParallelBackend
 from rollout.distributed.protocol.messages import BarrierDone
 from rollout.distributed.worker.worker import EngineWorker
@@ -538,14 +537,10 @@ def is_held_while_it_trains(rank: int) -> list[Sample]:
         return samples(batch)
 
 
-def tokens_of(future: RequestFuture) -> list[list[int]]:
-    return [sample.generated_tokens for sample in future.result(PATIENCE_S)]
-
-
 def answers_over_http(rank: int) -> dict[str, Any] | None:
-    """An HTTP server on rank 0 in front of both ranks, while they make their rounds; the coordinator dies once."""
+    """An HTTP server on rank 0 in front of both ranks, while they make their rounds."""
     with a_manager() as rollout, ThreadPoolExecutor(8) as agents, ExitStack() as close:
-        asked, refused, llm = [], "", None
+        asked, refused = [], ""
         if rank == 0:
             llm = close.enter_context(JobLLM(rollout))
             try:
@@ -563,20 +558,12 @@ def answers_over_http(rank: int) -> dict[str, Any] | None:
                 choices = json.load(urlopen(request, timeout=PATIENCE_S))["choices"]
                 return [choice["rollout"]["token_ids"] for choice in choices]
 
-            asked = [agents.submit(ask, each) for each in WORK[0][:3]]
-        rounds, ended = 0, torch.zeros(1)
+            asked = [agents.submit(ask, each) for each in WORK[0]]
+        ended = torch.zeros(1)
         while not ended.item():
             generate(rollout, WORK[1])
-            ended.fill_(rank == 0 and len(asked) == len(WORK[0]) and all(each.done() for each in asked))
-            if llm is not None and len(asked) == 3 and all(each.done() for each in asked):
-                # Open when the coordinator dies: no rank computes between two rounds.
-                tokens = rollout.engine.check_request(WORK[0][3].prompt, WORK[0][3].params)
-                asked.append(agents.submit(tokens_of, llm.submit(tokens, WORK[0][3].params)))
-                coordinator_of(rollout).process.kill()
-                coordinator_of(rollout).process.wait(PATIENCE_S)
-                asked += [agents.submit(ask, each) for each in WORK[0][len(asked) :]]
+            ended.fill_(rank == 0 and all(each.done() for each in asked))
             dist.all_reduce(ended)
-            rounds += 1
         return None if rank else {"tokens": [ids for each in asked for ids in each.result()], "refused": refused}
 
 
