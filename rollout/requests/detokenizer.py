@@ -33,9 +33,8 @@ class IncrementalDetokenizer:
     byte fallback), which is decoded as a whole; it is settled by the next other token.
     """
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
         self._shown = ""
         self._pieces: list[str] = []
@@ -87,7 +86,7 @@ class IncrementalDetokenizer:
         self._shown = self._decode(self._window).removesuffix(self._pending)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _vanishes(self, token: int) -> bool:
         """Return whether `decode` always omits the token, because it is special or not in the vocabulary.
@@ -96,9 +95,7 @@ class IncrementalDetokenizer:
         """
         if self._tokenizer.convert_ids_to_tokens(token) is None:
             return True
-        if not self._skip_special_tokens or self._decode([token]):
-            return False
-        return bool(self._tokenizer.decode([token], skip_special_tokens=False))
+        return not self._decode([token]) and bool(self._tokenizer.decode([token], skip_special_tokens=False))
 
 
 def pieces_of(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:

@@ -138,16 +138,9 @@ def test_ids_are_where_vllm_has_them_when_asked_for(llm: ScriptedLLM, client: Op
     assert streamed == tokens
 
 
-def test_special_tokens_can_be_part_of_the_text(llm: ScriptedLLM, client: OpenAI):
-    end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
-    llm.script = [*spoken(TOKENIZER, "[INST]a", reason=None), TextDelta(0, "", [end], [-0.5], [0], None)]
-    llm.script.append(TextDelta(0, "", [], [], [], None, False, "stop"))
-    shown = {"skip_special_tokens": False}
-    assert ask(client).choices[0].message.content == "a"
-    assert ask(client, extra_body=shown).choices[0].message.content == "[INST]a"
-    assert content(read(client, extra_body=shown)) == "[INST]a"
-    with pytest.raises(openai.BadRequestError, match="stop strings"):
-        ask(client, stop="x", extra_body=shown)
+def test_special_tokens_in_the_text_are_refused(client: OpenAI):
+    with pytest.raises(openai.BadRequestError, match="skip_special_tokens=False: must be True"):
+        ask(client, extra_body={"skip_special_tokens": False})
 
 
 def test_budget_and_time_are_what_fits_unless_less_is_said(llm: ScriptedLLM, client: OpenAI):

@@ -22,7 +22,7 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.server.bodies import LARGE
 from rollout.server.errors import ApiError, bad_request
-from rollout.server.openai.logprobs import SpecialText, TokenIdNames, TokenTexts, listed_per_position
+from rollout.server.openai.logprobs import TokenIdNames, TokenTexts, listed_per_position
 from rollout.server.openai.samples import refuse_failed, usage_of
 from rollout.server.openai.schema import RequestFields, SamplingBody, SamplingFields
 from rollout.server.openai.sse import DONE, Chunks, EventStream, bursts, encode
@@ -145,7 +145,6 @@ class Reply:
     """Fields common to the reply and its chunks."""
     chunk: dict[str, Any] = field(default_factory=dict)
     """Fields of `head` that differ in a chunk."""
-    _texts: dict[int, SpecialText] = field(default_factory=dict)
 
     async def answer(self, request: Request) -> Response:
         """Return the reply, or a stream of its chunks as server-sent events that ends with `[DONE]`.
@@ -174,8 +173,7 @@ class Reply:
         for prompt, group in enumerate(groups):
             for sample in group:
                 index = prompt * self.body.samples + sample.sample_index
-                delta = self._shown(index, whole(sample))
-                choices.append(encode(self.dialect.whole(index, delta, sample, version)))
+                choices.append(encode(self.dialect.whole(index, whole(sample), sample, version)))
                 await turn.pause()
         reply = self.head | {"policy_version": version, "choices": [], "usage": usage_of(groups)}
         reply |= self.dialect.beside(groups[0][0])
@@ -189,20 +187,13 @@ class Reply:
         async with aclosing(self._deltas(streams)) as deltas:
             async for index, delta in deltas:
                 version = serving.llm.policy_version
-                pieces = dialect.pieces(index, self._shown(index, delta), version)
+                pieces = dialect.pieces(index, delta, version)
                 if events := b"".join([chunks.choice(piece, version, beside) for piece, beside in pieces]):
                     yield events
         if body.stream_options.include_usage:
             with suppress(RequestAbortedError):
                 yield chunks.usage(usage_of(stream.results for stream in streams), serving.llm.policy_version)
         yield DONE
-
-    def _shown(self, index: int, delta: TextDelta) -> TextDelta:
-        if not self.body.shows_special_tokens or (tokenizer := self.serving.llm.tokenizer) is None:
-            return delta
-        if index not in self._texts:
-            self._texts[index] = SpecialText(tokenizer, self.serving.texts.special)
-        return self._texts[index].of(delta)
 
     async def _begin(self, *, growing: bool) -> list[Any]:
         """Submit every prompt, or none on an error. If `growing`, streams yield deltas as they arrive, else whole groups."""

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from rollout.distributed.client.text_stream import TextDelta
-from rollout.requests.detokenizer import IncrementalDetokenizer, TokenBytes
+from rollout.requests.detokenizer import TokenBytes
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.token_columns import TopN
 from rollout.server.errors import bad_request
 from rollout.server.openai.samples import prompt_columns
-from rollout.state import FinishReason
 
 MAX_LISTED = 1_000_000
 """Maximum entries of the prompt log-probs of a request: about 60 MB of JSON."""
@@ -179,27 +176,3 @@ def prompt_logprobs(
 
 def _ranked(texts: TokenTexts, token: int, log_prob: float, rank: int) -> dict[str, Any]:
     return {"logprob": finite(log_prob), "rank": rank, "decoded_token": texts.text_of(token)}
-
-
-class SpecialText:
-    """The text of a sample with its special tokens, except the token that ended it.
-
-    A trailing special token is held back until it is known not to be the last.
-    """
-
-    def __init__(self, tokenizer: Any, special: frozenset[int]) -> None:
-        self._text = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
-        self._special = special
-        self._held: list[int] = []
-
-    def of(self, delta: TextDelta) -> TextDelta:
-        """Return the delta with its text decoded again from its tokens."""
-        tokens, self._held = [*self._held, *delta.token_ids], []
-        if tokens and tokens[-1] in self._special:
-            self._held = [tokens.pop()]
-        text = self._text.push(tokens)
-        if delta.finish_reason is not None:
-            if delta.finish_reason != FinishReason.STOP:
-                text += self._text.push(self._held)
-            text += self._text.finish()
-        return replace(delta, text=text)

@@ -7,7 +7,7 @@ converted: a string is not a number, a bool is not an integer.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Discriminator,
@@ -15,8 +15,6 @@ from pydantic import (
     JsonValue,
     StringConstraints,
     Tag,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -125,10 +123,6 @@ class RequestFields(Body):
         raise NotImplementedError
 
     @property
-    def shows_special_tokens(self) -> bool:
-        return False
-
-    @property
     def constraint_field(self) -> str:
         return "structured_outputs"
 
@@ -169,20 +163,12 @@ class SamplingFields(Body):
     return_sampling_mask: bool = False
     """Return the ids that each token was drawn from, as `sampling_mask` of the choice. Needs top_k (at most 4096), top_p
     or min_p."""
-    skip_special_tokens: bool = True
-    """false: the text shows special tokens, except the one that ended the sample. Not with `stop`."""
+    skip_special_tokens: Literal[True] = True
+    """Texts have no special tokens. The reply's token ids contain them."""
     spaces_between_special_tokens: bool | None = None
     """Accepted, without effect: fast tokenizers write no such spaces."""
     structured_outputs: StructuredOutputs | None = None
     """Constrain the text; needs the server's extra `structured`."""
-
-    @field_validator("skip_special_tokens")
-    @classmethod
-    def _not_with_stop_strings(cls, value: bool, info: ValidationInfo) -> bool:
-        if not value and info.data.get("stop"):
-            raise PydanticCustomError("unsupported", "false cannot be combined with stop strings, which are searched in "
-                                      "the text without special tokens; use stop_token_ids")  # fmt: skip
-        return value
 
     @property
     def constrained(self) -> bool:
@@ -228,10 +214,6 @@ class SamplingBody(RequestFields, SamplingFields):
     @property
     def samples(self) -> int:
         return self.n
-
-    @property
-    def shows_special_tokens(self) -> bool:
-        return not self.skip_special_tokens
 
 
 # --- completions ------------------------------------------------------------------------------------------------------

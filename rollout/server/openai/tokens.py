@@ -40,6 +40,8 @@ class GenerateParams(SamplingFields):
     """Accepted, without effect: a reply has every sample, and a stream its new tokens."""
     detokenize: bool | None = None
     """Accepted, without effect: a reply has no text."""
+    skip_special_tokens: bool = True  # type: ignore[assignment]
+    """Accepted, without effect: a reply has no text."""
 
 
 class GenerateRequest(RequestFields):
