@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 
 from rollout.server.chat_template.reply_parser import ToolCallParser, parser_for
 from rollout.server.chat_template.tool_formats import (
-    DEEPSEEK_V3,
-    DEEPSEEK_V31,
     FORMATS,
     GLM,
     HERMES,
-    KIMI,
     LLAMA3,
     QWEN_XML,
     ToolFormat,
@@ -54,25 +51,8 @@ BLOCKS = [
         "<tool_call>{0}\n{1}</tool_call>",
         "<arg_key>city</arg_key>\n<arg_value>Åre <b></arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n",
     ),
-    (
-        KIMI,
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.{0}:0<|tool_call_argument_begin|>{2}<|tool_call_end|>"
-        "<|tool_calls_section_end|>",
-        "",
-    ),
-    (
-        DEEPSEEK_V3,
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{0}\n```json\n{2}\n```<｜tool▁call▁end｜>"
-        "<｜tool▁calls▁end｜>",
-        "",
-    ),
-    (
-        DEEPSEEK_V31,
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{0}<｜tool▁sep｜>{2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        "",
-    ),
 ]
-"""Formats that are not JSON alone: how a call of {0} is written, with the parameters {1} or the JSON {2}."""
+"""Formats that are not JSON alone: how a call of {0} is written, with the parameters {1}."""
 
 ARGUMENTS = '{"city": "Åre <b>", "days": 3}'
 
@@ -80,12 +60,12 @@ ARGUMENTS = '{"city": "Åre <b>", "days": 3}'
 @pytest.mark.parametrize(("known", "text", "parameters"), BLOCKS, ids=[known.name for known, *_ in BLOCKS])
 class TestBlocks:
     def test_a_call_is_read_in_pieces_as_whole(self, known: ToolFormat, text: str, parameters: str):
-        call = text.format("get_weather", parameters, ARGUMENTS)
+        call = text.format("get_weather", parameters)
         for reply, content in ((call, ""), (f"Let me see.\n{call}\n", "Let me see.")):
             assert parse(known, reply) == (content, [("get_weather", ARGUMENTS)])
 
     def test_a_call_that_is_cut_off_or_malformed_stays_text(self, known: ToolFormat, text: str, parameters: str):
-        call = text.format("get_weather", parameters, ARGUMENTS)
+        call = text.format("get_weather", parameters)
         for reply in (
             call[: len(call) - len(known.closing) - 4],
             call.replace("get_weather", ""),
@@ -107,9 +87,6 @@ def test_a_template_tells_its_format(template: str | None, known: ToolFormat | N
 
 
 BLOCK = f"<tool_call>\n{CALL}\n</tool_call>"
-SECTION = "<|tool_calls_section_begin|>" + "".join(
-    f'<|tool_call_begin|>functions.f:{place}<|tool_call_argument_begin|>{{"a": 1}}<|tool_call_end|>' for place in (0, 1)
-)
 
 
 @pytest.mark.parametrize(("known", "text", "content", "calls"), [
@@ -119,7 +96,7 @@ SECTION = "<|tool_calls_section_begin|>" + "".join(
     (HERMES, f'<tool_call>\n{{"name": oh\n</tool_call>\n{BLOCK}', '<tool_call>\n{"name": oh\n</tool_call>', 1),
     (LLAMA3, '{"name": "f", "parameters": {"a": 1}}', "", 1), (LLAMA3, f"<|python_tag|>{CALL}", "", 1),
     (LLAMA3, ' {"type": "function", "name": "f", "parameters": {"a": 1}}\n', "", 1), (LLAMA3, f"{CALL}; {CALL}", "", 2),
-    (LLAMA3, f"<|python_tag|>{CALL};{CALL}", "", 2), (KIMI, SECTION, "", 2),
+    (LLAMA3, f"<|python_tag|>{CALL};{CALL}", "", 2),
 ])  # fmt: skip
 def test_calls_come_in_their_order_and_the_text_around_them_is_content(
     known: ToolFormat, text: str, content: str, calls: int

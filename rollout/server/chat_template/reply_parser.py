@@ -207,9 +207,8 @@ class ToolCallParser:
             self._give(behind)
             self._state = self._text
             return
-        for name, arguments, written_id in calls:
-            made = written_id or f"call_{secrets.token_hex(12)}"
-            function = {"name": name, "arguments": arguments}
+        for name, arguments in calls:
+            made, function = f"call_{secrets.token_hex(12)}", {"name": name, "arguments": arguments}
             self._calls.append({"index": self._num_calls, "id": made, "type": "function", "function": function})
             self._num_calls += 1
         self._buffer = self._buffer[behind:]
@@ -222,4 +221,4 @@ class ToolCallParser:
         except (ValueError, RecursionError):
             return []
         marked = self._buffer.lstrip().startswith(self._format.marker)
-        return calls if marked or all(name in self._tools for name, *_ in calls) else []
+        return calls if marked or all(name in self._tools for name, _ in calls) else []

@@ -10,22 +10,8 @@ from typing import Any, NoReturn
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Function name → JSON schemas of its parameters, by name."""
-Call = tuple[str, str, str | None]
-"""(name, arguments as JSON text, id that the model wrote or None)."""
-
-_QWEN = r"\s*<function=(?P<name>[^>\n]+)>\s*(?P<parameters>.*?)\s*</function>\s*"
-_QWEN_PARAMETER = r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*"
-_GLM = r"\s*(?P<name>[^\s<]+)\s*(?P<parameters>(?:<arg_key>.*)?)\Z"
-_GLM_PARAMETER = r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*"
-_KIMI = (
-    r"\s*<\|tool_call_begin\|>\s*(?P<id>functions\.(?P<name>[^\s<:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*"
-    r"(?P<json>\{.*?\})\s*<\|tool_call_end\|>\s*"
-)
-_DEEPSEEK = (
-    r"\s*<｜tool▁call▁begin｜>(function<｜tool▁sep｜>)?(?P<name>[^\s<]+)(?(1)\s*```json|<｜tool▁sep｜>)\s*"
-    r"(?P<json>\{.*?\})\s*(?(1)```\s*)<｜tool▁call▁end｜>\s*"
-)
-"""V3 (a fenced block of JSON behind the name) and V3.1 (JSON behind the name)."""
+Call = tuple[str, str]
+"""(name, arguments as JSON text)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +39,7 @@ class ToolFormat:
     one_call_ends_at: str = ""
     """Stop string that ends a reply after its first call and occurs in no call or text; "" if there is none."""
     call: str | None = None
-    """Pattern of each call between `marker` and `closing`: its `name`, either its arguments as `json` or its `parameters`,
-    optionally its `id`. None: calls are JSON objects."""
+    """Pattern of each call between `marker` and `closing`: name, and parameters. None: calls are JSON objects."""
     parameter: tuple[str, str] | None = None
     """Texts around a parameter's value, the first with its name KEY; None: the arguments are a JSON object."""
     value: str = ""
@@ -69,19 +54,13 @@ class ToolFormat:
             return _json_calls(text)
         found = []
         for call in _each(self.call, text):
-            groups: dict[str, Any] = {"id": None} | call.groupdict()
-            name = groups["name"].strip()
+            name = call[1].strip()
             if _NAME.fullmatch(name) is None:
                 raise ValueError("not the name of a function")
-            arguments = groups.get("json")
-            if arguments is None:
-                pairs = _each(self.value, groups["parameters"]) if groups["parameters"] else []
-                known = schemas.get(name, {})
-                values = {each[1].strip(): _value(each[2], known.get(each[1].strip())) for each in pairs}
-                arguments = json.dumps(values, ensure_ascii=False)
-            else:
-                _DECODER.decode(arguments)
-            found.append((name, arguments, groups["id"]))
+            pairs = _each(self.value, call[2]) if call[2] else []
+            known = schemas.get(name, {})
+            values = {each[1].strip(): _value(each[2], known.get(each[1].strip())) for each in pairs}
+            found.append((name, json.dumps(values, ensure_ascii=False)))
         return found
 
 
@@ -129,7 +108,7 @@ def _json_call(value: Any) -> Call:
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("a call has a name, and an object of arguments")
-    return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False), None
+    return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
 
 
 def _refuse_constant(constant: str) -> NoReturn:
@@ -172,8 +151,8 @@ QWEN_XML = ToolFormat(
     one_call_ends_at="</tool_call>",
     ending=("</function>", "</tool_call>"),
     parameter=("<parameter=KEY>\n", "\n</parameter>"),
-    call=_QWEN,
-    value=_QWEN_PARAMETER,
+    call=r"\s*<function=([^>\n]+)>\s*(.*?)\s*</function>\s*",
+    value=r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*",
 )
 """Qwen3-Coder and Qwen 3.5."""
 
@@ -186,47 +165,13 @@ GLM = ToolFormat(
     named="<tool_call>BARE",
     ending=("</tool_call>",),
     parameter=("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>"),
-    call=_GLM,
-    value=_GLM_PARAMETER,
+    call=r"\s*([^\s<]+)\s*((?:<arg_key>.*)?)\Z",
+    value=r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*",
     closed=True,
 )
 """GLM-4.5 and later."""
 
-KIMI = ToolFormat(
-    name="kimi",
-    signs=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
-    marker="<|tool_calls_section_begin|>",
-    closing="<|tool_calls_section_end|>",
-    named="<|tool_calls_section_begin|><|tool_call_begin|>functions.BARE:0<|tool_call_argument_begin|>",
-    ending=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
-    call=_KIMI,
-)
-"""Kimi K2. Call ids are written by the model."""
-
-DEEPSEEK_V3 = ToolFormat(
-    name="deepseek_v3",
-    signs=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "```json"),
-    marker="<｜tool▁calls▁begin｜>",
-    closing="<｜tool▁calls▁end｜>",
-    named="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>BARE\n```json\n",
-    ending=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-    call=_DEEPSEEK,
-)
-"""DeepSeek V3 and R1."""
-
-DEEPSEEK_V31 = ToolFormat(
-    name="deepseek_v31",
-    signs=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),
-    foreign=("```json",),
-    marker="<｜tool▁calls▁begin｜>",
-    closing="<｜tool▁calls▁end｜>",
-    named="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>BARE<｜tool▁sep｜>",
-    ending=("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-    call=_DEEPSEEK,
-)
-"""DeepSeek V3.1."""
-
-FORMATS = (HERMES, LLAMA3, QWEN_XML, GLM, KIMI, DEEPSEEK_V3, DEEPSEEK_V31)
+FORMATS = (HERMES, LLAMA3, QWEN_XML, GLM)
 
 
 def format_of(template: str | None) -> ToolFormat | None:
