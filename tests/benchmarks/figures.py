@@ -85,15 +85,20 @@ def _floor(row: Found) -> str:
 
 
 def race(found: Found) -> str:
-    """Tokens per second by workload and peer, ours over the peer's in brackets, and our share of the floor."""
-    rows = [row for row in found["rows"] if row["peers"].get("ours", {}).get("median") or row["unit"] == "s"]
+    """Tokens per second by model, workload and peer, ours over the peer's in brackets, and our share of the floor."""
+    rows = [row for row in found["rows"] if row["peers"]["ours"]["median"]]
     peers = [peer for peer in PEERS if any(peer in row["peers"] for row in rows)]
-    metrics = {"seconds": "s", "all tokens": "with prefill", "decode": "decode"}
+    metrics = {"all tokens": "with prefill", "decode": "decode"}
+    several = len({row["size"] for row in rows}) > 1
+
+    def label(row: Found) -> str:
+        size = f"{row['size'][:-1]} {row['size'][-1].upper()}, " if several else ""
+        return f"{size}{row['workload']}, {row['case']}: {metrics[row['metric']]}"
+
     return table(
         ["workload", *(PEERS[peer] for peer in peers), "of the floor"],
-        [[f"{row['workload']}, {row['case']}: {metrics[row['metric']]}", *(_against(row, peer) for peer in peers),
-          _floor(row)] for row in rows],
-    )  # fmt: skip
+        [[label(row), *(_against(row, peer) for peer in peers), _floor(row)] for row in rows],
+    )
 
 
 def readme(found: Found) -> str:
@@ -268,12 +273,17 @@ RACE = (
 FIGURES: dict[str, tuple[str, dict[str, Callable[[Found], str]], tuple[str, ...]]] = {
     "race": (RACE, {"readme": readme, "race": race, "bookkeeping": bookkeeping}, ("vllm", "openvino")),
     "race-float32": (
-        "race --sizes 100m --dtypes float32 --workloads steady --peers ours vllm --rounds 2",
-        {"race-float32": race}, ("vllm",),
+        "race --sizes 100m --dtypes float32 --workloads steady --peers ours vllm openvino --rounds 2",
+        {"race-float32": race}, ("vllm", "openvino"),
     ),
     "race-10m": (
-        "race --sizes 10m --dtypes bfloat16 --workloads steady --peers ours generate vllm --rounds 2",
-        {"race-10m": race}, ("vllm",),
+        "race --sizes 10m --dtypes bfloat16 --workloads steady --peers ours generate vllm openvino --rounds 2",
+        {"race-10m": race}, ("vllm", "openvino"),
+    ),
+    "race-large": (
+        "race --sizes 600m 1500m --dtypes bfloat16 --workloads steady --sequences 16 --peers ours vllm openvino "
+        "--rounds 2 --scale 0.25",
+        {"race-large": race}, ("vllm", "openvino"),
     ),
     "families": ("families --scale 0.25 --rounds 3", {"families": families}, ("vllm",)),
     "families-100m": ("families --size 100m --scale 0.25 --rounds 1", {"families-100m": families}, ("vllm",)),
@@ -371,14 +381,16 @@ def measured(name: str, options: argparse.Namespace) -> Found:
 
 
 def written(page: str, entries: dict[str, Found]) -> str:
-    """A page with every marked table as the entries say.
+    """A page with every marked table as the entries say; a table that has never been measured stays as it is.
 
     Raises:
-        KeyError: a mark names a table that no figure has, or one that has not been measured.
+        KeyError: a mark names a table that no figure has.
     """
 
     def fragment(match: re.Match[str]) -> str:
         name, draw = FRAGMENTS[match["name"]]
+        if name not in entries:
+            return match[0]
         entry = entries[name]
         versions = ", ".join(f"{package} {each}" for package, each in entry["versions"].items())
         about = (

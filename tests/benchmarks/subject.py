@@ -15,7 +15,7 @@ SIZES: dict[str, dict[str, int]] = {
             "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 8192},
     "100m": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12,
              "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32768},
-    "1500m": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "1500m": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
               "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 65536},
     # Of Qwen3 0.6B and 8B.
     "600m": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
