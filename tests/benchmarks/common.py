@@ -1,4 +1,4 @@
-"""What benchmarks share: command line, alternating rounds, clock, tables, the file of figures. No peer, no model."""
+"""What benchmarks share: command line, rounds, clock, processes and their memory, tables, the file of figures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +32,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "limit": {"metavar": "SECONDS", "help": "a peer that is slower runs no further round; cut off at twice as long"},
     "vllm_python": {"metavar": "PATH", "help": "interpreter of an environment with vLLM (default: RACE_VLLM_PYTHON)"},
     "openvino_python": {"metavar": "PATH", "help": "of one with OpenVINO GenAI (default: RACE_OPENVINO_PYTHON)"},
+    "cell": {"metavar": "JSON", "help": "other options; measure only what they say, here, and print it as JSON"},
 }
 """Options that mean the same in every benchmark that takes them."""
 
@@ -58,7 +61,35 @@ def parse(doc: str | None, arguments: Sequence[str] | None, **options: Any) -> a
         numbers = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int | float)]
         if not isinstance(value, bool) and any(each <= 0 for each in numbers):
             parser.error(f"--{name.replace('_', '-')} must be above 0")
+    if getattr(parsed, "cell", None):
+        vars(parsed).update(json.loads(parsed.cell))
     return parsed
+
+
+def in_process(module: str, **cell: Any) -> Any:
+    """Measure one cell of a benchmark in a process of its own, and return what it prints last, read as JSON.
+
+    Raises:
+        RuntimeError: it failed; the message is what it wrote.
+    """
+    command = [sys.executable, "-m", f"tests.benchmarks.{module}", "--cell", json.dumps(cell)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError(ended.stderr)
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def peak_of(work: Callable[[], Any]) -> int:
+    """Peak of this process's resident memory during `work`, in MB above what it held before."""
+
+    def resident(field: str) -> int:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts here
+    before = resident("VmRSS")
+    work()
+    return (resident("VmHWM") - before) * 1024 // 10**6
 
 
 def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:

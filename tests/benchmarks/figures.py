@@ -137,9 +137,18 @@ def families(found: Found) -> str:
 
 
 def trl_step(found: Found) -> str:
-    """Seconds of a whole step of GRPOTrainer, and of it to ours."""
-    peers = list(dict.fromkeys(peer for row in found["rows"] for peer in row["peers"]))
-    return table(["a step", *peers], [[row["case"], *(_against(row, peer) for peer in peers)] for row in found["rows"]])
+    """A whole step of GRPOTrainer: seconds (and how many times ours), seconds of its sampling, and peak memory."""
+    labels = {"ours": "engine", "trees": "engine, trained over prefix trees", "generate": PEERS["generate"],
+              "cb": "transformers' continuous batching"}  # fmt: skip
+    rows = []
+    for peer, label in labels.items():
+        cells = [label]
+        for peers in found.values():
+            each, ratio = peers[peer], peers[peer]["seconds"] / peers["ours"]["seconds"]
+            cells += [f"{number(each['seconds'])} ({ratio:.2f})", number(each["sampling"]), number(each["MB"])]
+        rows.append(cells)
+    models = (f"{size[:-1]} {size[-1].upper()} {dtype}" for size, dtype in (model.split("-") for model in found))
+    return table(["", *(f"{model}: {figure}" for model in models for figure in ("s", "of it sampling", "MB"))], rows)
 
 
 def busy(found: Found) -> str:

@@ -16,13 +16,10 @@ from __future__ import annotations
 import json
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +30,7 @@ from rollout import RolloutBatch, SamplingParams
 from rollout.manager.batch.tree import PackedTree, pack_tree
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.state import FinishReason, Status
-from tests.benchmarks.common import alternating, parse, save
+from tests.benchmarks.common import alternating, in_process, parse, peak_of, save
 from trainer_hooks.tree import attach
 
 PROMPT, ROWS, BRANCHES, LIMIT, ROUNDS = 512, 8, 8, 10 << 30, 3
@@ -172,21 +169,7 @@ METHODS: dict[str, Callable[[PreTrainedModel, RolloutBatch], Tensor]] = {
 OF_SHAPE = {"group": [*METHODS][:7], "forked": ["rows", "tree"], "search": ["tree", "paths", "one path"]}
 
 
-def resident(field: str) -> int:
-    """KiB of this process."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field))
-
-
-def peak_of(work: Callable[[], Any]) -> int:
-    """MB above what this process held before."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts here
-    before = resident("VmRSS")
-    work()
-    return (resident("VmHWM") - before) // 1000
-
-
-def measure(methods: list[str], shape: str, vocabulary: int, *sizes: int) -> dict[str, Any]:
+def measure(methods: list[str], shape: str, vocabulary: int, tokens: int, turns: int, forks: int) -> dict[str, Any]:
     """Measure the peak and seconds of one method, or the seconds of several, here; count tokens of rows and tree."""
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
     model = model_of(vocabulary, *((64, 2) if shape == "group" else (256, 4)))
@@ -199,7 +182,7 @@ def measure(methods: list[str], shape: str, vocabulary: int, *sizes: int) -> dic
 
     # Libraries and threads start with a small batch.
     train(methods[0], group(words(vocabulary), 2 * ROWS))
-    batch = SHAPES[shape](words(vocabulary), *sizes)
+    batch = SHAPES[shape](words(vocabulary), tokens, turns, forks)
     found: dict[str, Any] = {"rows": int(batch.attention_mask.sum()), "tree": len(batch.tree())}
     if len(methods) > 1:
         rounds = alternating({method: partial(train, method, batch) for method in methods}, ROUNDS)
@@ -208,14 +191,15 @@ def measure(methods: list[str], shape: str, vocabulary: int, *sizes: int) -> dic
     return found | {"MB": peak_of(lambda: seconds.append(train(*methods, batch))), "seconds": seconds[0]}
 
 
-def in_process(*cell: Any) -> dict[str, Any] | None:
+def within_limit(**cell: Any) -> dict[str, Any] | None:
     """`measure` in a process of its own; None: it takes too much memory."""
-    command = [sys.executable, "-m", "tests.benchmarks.training_memory", "--cell", json.dumps(cell)]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True)
-    if ended.returncode and "allocate" not in ended.stderr:
-        raise RuntimeError(ended.stderr)
-    found = None if ended.returncode else json.loads(ended.stdout.splitlines()[-1])
-    print(*cell, found, flush=True)
+    try:
+        found: dict[str, Any] | None = in_process("training_memory", **cell)
+    except RuntimeError as exc:
+        if "allocate" not in str(exc):
+            raise
+        found = None
+    print(*cell.values(), found, flush=True)
     return found
 
 
@@ -225,23 +209,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         __doc__, arguments, shape={"default": "group", "choices": list(SHAPES)},
         tokens={"default": [8192, 32768], "help": "of all completions; of a turn"},
         vocabularies={"default": [32768, 151936], "help": "sizes"}, turns={"default": [1], "help": "of an episode"},
-        forks={"default": 1, "help": "last turns of a search, which branch"},
-        cell={"default": None, "help": "measure one here"},
+        forks={"default": 1, "help": "last turns of a search, which branch"}, cell=None,
     )  # fmt: skip
     torch.set_num_threads(1)
     if options.cell:
-        print(json.dumps(measure(*json.loads(options.cell))))
+        print(json.dumps(measure(**json.loads(options.cell))))
         return
     methods, found = OF_SHAPE[options.shape], []
     for vocabulary in options.vocabularies:
         for turns in options.turns:
             for tokens in options.tokens:
-                cell = (options.shape, vocabulary, tokens, turns, options.forks)
-                peaks = {method: in_process([method], *cell) for method in methods}
-                timed = in_process(methods, *cell) if options.shape == "forked" else None
-                found.append(
-                    {"vocabulary": vocabulary, "turns": turns, "tokens": tokens, "peaks": peaks, "timed": timed}
-                )
+                sizes = {"vocabulary": vocabulary, "turns": turns, "tokens": tokens}
+                cell = sizes | {"shape": options.shape, "forks": options.forks}
+                peaks = {method: within_limit(methods=[method], **cell) for method in methods}
+                timed = within_limit(methods=methods, **cell) if options.shape == "forked" else None
+                found.append(sizes | {"peaks": peaks, "timed": timed})
     save(options.json, found)
 
 

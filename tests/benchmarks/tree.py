@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -25,9 +23,9 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rollout import RolloutBatch
-from tests.benchmarks.common import alternating, medians, parse, save, seconds
+from tests.benchmarks.common import alternating, in_process, medians, parse, peak_of, save, seconds
 from tests.benchmarks.subject import SIZES
-from tests.benchmarks.training_memory import apart, batch_of, gathered, peak_of, words
+from tests.benchmarks.training_memory import apart, batch_of, gathered, words
 from tests.benchmarks.workloads import Scale, grpo
 from trainer_hooks.tree import attach
 
@@ -114,28 +112,20 @@ def trainer_of(options: argparse.Namespace) -> tuple[RolloutBatch, Callable[[str
     return batch, train
 
 
-def peak(options: argparse.Namespace, method: str) -> int:
-    """MiB above what a process held before, at the peak of one training pass over the batch."""
-    asked = [f"--{name}={getattr(options, name)}" for name in ("size", "dtype", "tokens", "scale")]
-    asked += ["--checkpointing"] * options.checkpointing
-    command = [sys.executable, "-m", "tests.benchmarks.tree", *asked, "--peak", method]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run and print."""
     options = parse(
         __doc__, arguments, size="100m", dtype={"default": "bfloat16", "help": "of the autocast"},
         tokens={"default": 4096, "help": "per forward, at most"}, rounds=3, scale=1.0,
-        checkpointing={"default": False, "help": "of gradients"},
-        peak={"default": None, "choices": list(METHODS), "help": "only print the peak memory of one method, in MiB"},
+        checkpointing={"default": False, "help": "of gradients"}, cell=None,
     )  # fmt: skip
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    if options.peak:
-        print(peak_of(partial(trainer_of(options)[1], options.peak)) * 1000 // 1024)
+    if options.cell:
+        print(peak_of(partial(trainer_of(options)[1], options.method)) * 10**6 // 2**20)
         return
     # First, while this process holds little.
-    peaks = {method: peak(options, method) for method in METHODS}
+    asked = {name: getattr(options, name) for name in ("size", "dtype", "tokens", "scale", "checkpointing")}
+    peaks = {method: in_process("tree", **asked, method=method) for method in METHODS}
     batch, train = trainer_of(options)
 
     def timed(method: str) -> dict[str, float]:

@@ -1,31 +1,28 @@
-"""A step of TRL's GRPOTrainer with our rollout, with TRL's own generation, and with its continuous batching, in one run.
+"""A whole step of TRL's GRPOTrainer, sampled by the engine (with and without prefix trees) or by transformers.
 
-    python -m tests.benchmarks.trl_step --size 10m --prompts 4 --group 8 --new-tokens 128 --rounds 3
+    python -m tests.benchmarks.trl_step --models 10m-float32 100m-bfloat16 --rounds 2
 
-Every peer has a trainer of its own with the same weights and prompts; rounds alternate. In `even`, all completions are of
-full length; in `tail`, they end at random, three in ten of them at the limit. `ours` does the work that the others do;
-`ours, corrected` also weighs the loss by the log-probs of sampling, for which TRL runs one forward more. Quote ratios.
+A step takes 4 prompts of 256 tokens and 8 samples of each, which end at random: three in ten reach the limit of 128 tokens.
+All samples are trained in one forward, without importance weights, so that every peer does the same work. Peers have the
+same weights and prompts, and alternate, each round in a process of its own: memory is the peak of that process less what it
+held before the model was made, and so has weights, gradients, optimizer, keys and values, and activations.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -33,50 +30,43 @@ from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallba
 from trl import GRPOConfig, GRPOTrainer
 
 from rollout import Advanced, InferenceConfig, RolloutManager
-from tests.benchmarks import report
-from tests.benchmarks.common import parse, quiet_transformers, save, settle
-from tests.benchmarks.field import Measured, Rules, alternate
-from tests.benchmarks.ledger import Cell, Key, Ledger
-from tests.benchmarks.subject import Subject, make_subject
+from tests.benchmarks.common import in_process, medians, number, parse, peak_of, quiet_transformers, save, show, turns
+from tests.benchmarks.subject import make_subject
 from trainer_hooks.trl import attach
 
-PEERS = ("ours", "ours, corrected", "generate", "cb")
-CASES = ("even", "tail")
+PEERS = ("ours", "trees", "generate", "cb")
 AT_THE_LIMIT = 0.3
 CB_BLOCK = 256
 
 
-class StepClock(TrainerCallback):
-    """Seconds of every optimizer step, its generation included."""
+class Clock(TrainerCallback):
+    """Seconds of every step, its sampling included, and of the sampling alone."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.seconds: list[float] = []
-        self._device = device
-        self._start = 0.0
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.sampling: list[float] = []
+        self._began = 0.0
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """A step begins."""
-        settle(self._device)
-        self._start = time.perf_counter()
+        """Start the clock."""
+        self._began = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """It is done."""
-        settle(self._device)
-        self.seconds.append(time.perf_counter() - self._start)
+        """Note the step."""
+        self.steps.append(time.perf_counter() - self._began)
 
+    def watch(self, trainer: GRPOTrainer) -> None:
+        """Note how long the trainer's sampling takes."""
+        generate = trainer._generate
 
-def timed(function: Callable[..., Any], into: list[float], device: torch.device) -> Callable[..., Any]:
-    """The same function, which notes how long it takes."""
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                self.sampling.append(time.perf_counter() - began)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        settle(device)
-        start = time.perf_counter()
-        result = function(*args, **kwargs)
-        settle(device)
-        into.append(time.perf_counter() - start)
-        return result
-
-    return call
+        trainer._generate = timed
 
 
 def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
@@ -86,114 +76,89 @@ def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token=str(vocab - 1))
 
 
-class TrlStep:
-    """One model and its prompts, stepped by a fresh trainer each time."""
-
-    def __init__(self, size: str, options: argparse.Namespace, folder: Path) -> None:
-        self._options = options
-        self._folder = folder
-        self._longest = options.prompt_tokens + options.new_tokens
-        self._size = size
-        self._device = torch.device(options.device)
-        self._measured: Counter[tuple[str, str]] = Counter()
-
-    def measure(self, case: str, peer: str) -> Measured:
-        """Median seconds of a step, and of the generation in it; every round of a peer draws other lengths."""
-        self._measured[case, peer] += 1
-        seed = self._measured[case, peer]
-        subject = make_subject(self._size, "float32", self._longest, self._folder, self._device)
-        ends = subject.vocab - self._ends(subject.vocab) if case == "tail" else subject.vocab - 1
-        subject.model.generation_config.eos_token_id = list(range(ends, subject.vocab))
-        tokenizer = make_tokenizer(subject.vocab)
-        rollout = self._rollout(subject, tokenizer, seed) if peer.startswith("ours") else None
-        clock, generating, lengths = StepClock(self._device), list[float](), list[int]()
-
-        def score(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-            lengths.extend(map(len, completion_ids))
-            return [float(ids[0] % 7) for ids in completion_ids]
-
-        trainer = GRPOTrainer(
-            subject.model, score, args=self._config(peer, seed), train_dataset=self._prompts(subject.vocab),
-            processing_class=tokenizer, callbacks=[clock],
-        )  # fmt: skip
-        trainer.remove_callback(PrinterCallback)
-        if rollout is not None:
-            attach(trainer, rollout)
-        trainer._generate = timed(trainer._generate, generating, self._device)
-        trainer.train()
-        if rollout is not None:
-            rollout.close()
-        notes = {"generate": statistics.median(generating[1:]), "mean length": statistics.mean(lengths)}
-        return Measured({"seconds": statistics.median(clock.seconds[1:])}, notes)
-
-    def _ends(self, vocab: int) -> int:
-        # With p of the vocabulary ending a text, (1 - p)^n of the completions come to the limit n.
-        return max(1, round(vocab * (1 - AT_THE_LIMIT ** (1 / self._options.new_tokens))))
-
-    def _rollout(self, subject: Subject, tokenizer: PreTrainedTokenizerFast, seed: int) -> RolloutManager:
-        samples = self._options.prompts * self._options.group
-        blocks = samples * (-(-self._longest // Advanced.block_size_tokens) + 1)
-        config = InferenceConfig(
-            kv_cache_blocks=blocks, max_requests=samples, seed=seed, advanced=Advanced(verify_model=False)
-        )
-        return RolloutManager(subject.model, tokenizer, config)
-
-    def _config(self, peer: str, seed: int) -> GRPOConfig:
-        options, samples = self._options, self._options.prompts * self._options.group
-        blocks = samples * (-(-self._longest // CB_BLOCK) + 1)
-        return GRPOConfig(
-            output_dir=str(self._folder / "trainer"), seed=seed, use_cpu=self._device.type == "cpu", bf16=False,
-            report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, max_steps=options.steps + 1,
-            per_device_train_batch_size=samples, num_generations=options.group, learning_rate=1e-6,
-            max_completion_length=options.new_tokens, gradient_checkpointing=False,
-            vllm_importance_sampling_correction=peer != "ours", use_transformers_continuous_batching=peer == "cb",
-            # Its default takes half of the memory for the cache, anew in every step.
-            transformers_continuous_batching_config={"num_blocks": blocks} if peer == "cb" else None,
-        )  # fmt: skip
-
-    def _prompts(self, vocab: int) -> Dataset:
-        options, generator = self._options, torch.Generator().manual_seed(0)
-        count = options.prompts * (options.steps + 1)
-        ids = torch.randint(1, vocab - 1, (count, options.prompt_tokens), generator=generator).tolist()
-        return Dataset.from_list([{"prompt": " ".join(map(str, prompt))} for prompt in ids])
+def make_prompts(vocab: int, count: int, tokens: int) -> Dataset:
+    """Random prompts, the same in every process."""
+    ids = torch.randint(1, vocab // 2, (count, tokens), generator=torch.Generator().manual_seed(0)).tolist()
+    return Dataset.from_list([{"prompt": " ".join(map(str, prompt))} for prompt in ids])
 
 
-def run(options: argparse.Namespace, ledger: Ledger, folder: Path) -> None:
-    """Everybody in every case, turn by turn."""
-    progress = Console(stderr=True, highlight=False)
-    rules = Rules(options.rounds, options.limit, partial(progress.print, markup=False))
-    step = TrlStep(options.size, options, folder)
-    for case in options.cases:
-        samples = options.prompts * options.group
-        key = Key(options.size, "float32", "trl step", f"{case}, {samples} x {options.new_tokens} tokens", "seconds")
-        row = ledger.row(key, "s", reference=next(iter(options.peers)))
-        row.cells = {peer: Cell() for peer in options.peers}
-        alternate({"seconds": row}, {peer: partial(step.measure, case, peer) for peer in options.peers}, rules)
+def train(options: argparse.Namespace, folder: str) -> dict[str, float]:
+    """Train with one peer: median seconds of a step and of the sampling in it, and the mean length of a completion."""
+    samples, longest = options.prompts * options.group, options.prompt_tokens + options.new_tokens
+    subject = make_subject(*options.model.split("-"), longest, Path(folder))
+    # If a share p of the vocabulary ends a text, a share (1 - p)^n of the completions reaches the limit n.
+    ends = max(1, round(subject.vocab * (1 - AT_THE_LIMIT ** (1 / options.new_tokens))))
+    subject.model.generation_config.eos_token_id = list(range(subject.vocab - ends, subject.vocab))
+    clock, lengths = Clock(), list[int]()
 
+    def score(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        lengths.extend(map(len, completion_ids))
+        return [float(ids[0] % 7) for ids in completion_ids]
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print, save. Returns the exit status: 130 after Ctrl-C."""
-    options = parse(
-        __doc__, arguments, size="10m", device="cpu", cases={"default": list(CASES), "choices": CASES},
-        peers={"default": list(PEERS), "choices": PEERS}, prompts={"default": 4, "help": "per step"},
-        group={"default": 8, "help": "completions of each, at least 2"}, prompt_tokens=64,
-        new_tokens={"default": 128, "help": "most of a completion"},
-        steps={"default": 2, "help": "timed in each round, after one that is not"}, rounds=3, limit=300.0,
+    cb_blocks = samples * (-(-longest // CB_BLOCK) + 1)
+    config = GRPOConfig(
+        output_dir=folder, seed=options.seed, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
+        logging_strategy="no", disable_tqdm=True, max_steps=options.steps + 1, per_device_train_batch_size=samples,
+        num_generations=options.group, learning_rate=1e-6, max_completion_length=options.new_tokens,
+        gradient_checkpointing=False, vllm_importance_sampling_correction=False,
+        use_transformers_continuous_batching=options.peer == "cb",
+        # Its default takes half of the memory for the cache, again in every step.
+        transformers_continuous_batching_config={"num_blocks": cb_blocks} if options.peer == "cb" else None,
     )  # fmt: skip
+    prompts = make_prompts(subject.vocab, options.prompts * (options.steps + 1), options.prompt_tokens)
+    tokenizer = make_tokenizer(subject.vocab)
+    trainer = GRPOTrainer(
+        subject.model, score, args=config, train_dataset=prompts, processing_class=tokenizer, callbacks=[clock]
+    )
+    trainer.remove_callback(PrinterCallback)
+    clock.watch(trainer)
+    if options.peer in ("ours", "trees"):
+        blocks = samples * (-(-longest // Advanced.block_size_tokens) + 1)
+        manager = RolloutManager(
+            subject.model, tokenizer, InferenceConfig(kv_cache_blocks=blocks, max_requests=samples, seed=options.seed)
+        )
+        attach(trainer, manager, tree=options.peer == "trees")
+    trainer.train()
+    return {
+        "seconds": statistics.median(clock.steps[1:]), "sampling": statistics.median(clock.sampling[1:]),
+        "mean length": statistics.mean(lengths),
+    }  # fmt: skip
+
+
+def measured(options: argparse.Namespace) -> dict[str, float]:
+    """Figures of one peer in this process, and its peak memory in MB."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    ledger, status = Ledger(), 0
-    try:
-        with quiet_transformers(), tempfile.TemporaryDirectory(prefix="trl-step-") as folder:
-            run(options, ledger, Path(folder))
-    except KeyboardInterrupt:
-        status = 130
-    report.show(Console(width=None if sys.stdout.isatty() else 140), ledger, [])
-    asked = {name: value for name, value in vars(options).items() if name != "json"}
-    machine = {"platform": platform.platform(), "threads": torch.get_num_threads()}
-    save(options.json, {"options": asked, "machine": machine, "rows": ledger.as_list()})
-    return status
+    found: dict[str, float] = {}
+    with quiet_transformers(), tempfile.TemporaryDirectory(prefix="trl-step-") as folder:
+        peak = peak_of(lambda: found.update(train(options, folder)))
+    return found | {"MB": peak}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run, print, save."""
+    options = parse(
+        __doc__, arguments, models={"default": ["10m-float32", "100m-bfloat16"], "help": "size and dtype"},
+        peers={"default": list(PEERS), "choices": PEERS}, prompts={"default": 4, "help": "of a step"},
+        group={"default": 8, "help": "samples of a prompt, at least 2"}, prompt_tokens=256,
+        new_tokens={"default": 128, "help": "most of a completion"},
+        steps={"default": 2, "help": "timed in each round, after one that is not"}, rounds=2, cell=None,
+    )  # fmt: skip
+    if options.cell:
+        print(json.dumps(measured(options)))
+        return
+    sizes = {name: getattr(options, name) for name in ("prompts", "group", "prompt_tokens", "new_tokens", "steps")}
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for model in options.models:
+        rounds: dict[str, list[dict[str, float]]] = {peer: [] for peer in options.peers}
+        for seed, peer in turns(options.peers, options.rounds):
+            rounds[peer].append(in_process("trl_step", model=model, peer=peer, seed=seed, **sizes))
+            print(model, peer, rounds[peer][-1], flush=True)
+        found[model] = {peer: medians(each) for peer, each in rounds.items()}
+        rows = [[peer, *map(number, each.values())] for peer, each in found[model].items()]
+        show(model, ["", *found[model][options.peers[0]]], rows)
+    save(options.json, found)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
