@@ -20,7 +20,7 @@ DELTAS_PER_S = 1000
 _NOTHING_KNOWN = (0, 0, 0)
 
 Listener = RequestFuture | RequestStream
-"""Receives the tokens or the samples of a group, and its end."""
+"""A receiver of a group's tokens or samples, and of its end."""
 
 
 @dataclass(eq=False, slots=True)

@@ -44,7 +44,7 @@ class Service(Protocol):
 
     @property
     def open_group(self) -> Callable[..., None]:
-        """Submits a group (number, tokens, params, listener, **options). The listener gets tokens and result."""
+        """Submit a group (number, tokens, params, listener, **options). The listener gets tokens and result."""
 
     def abort(self, numbers: Iterable[int] | None = None) -> Future[int]:
         """Abort these groups, or all (None); return the number of groups that were open."""

@@ -37,7 +37,7 @@ class PlayGoal:
     tasks: Iterator[Any]
     """Source of tasks while fewer than `most` groups are in flight."""
     begin: Callable[[Any], None]
-    """Starts a group."""
+    """Function that starts a group."""
     most: float
     least: int | None
     """Number of kept groups that must have finished; None: all that are in flight."""
@@ -47,7 +47,7 @@ class PlayGoal:
     discards_left: float
     """Number of groups that may still be dropped; then every group counts."""
     discard: Callable[[], None]
-    """Called for each dropped group."""
+    """Function to call for each dropped group."""
     too_old: Callable[[], set[int] | None]
     """Ids of groups that must also have finished; None: not known yet."""
     _kept: set[int] = field(default_factory=set)

@@ -29,7 +29,7 @@ def rewards_differ(group: Sequence[Any]) -> bool:
 
 
 Reward = Callable[[Sequence[DynamicInferenceRequest]], Sequence[float] | Tensor]
-"""The rewards of a group: of its successful samples, in their order."""
+"""A reward function: successful samples of a group → their rewards, in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class ScoredGoal:
     tasks: Iterator[Any]
     """Source of tasks while fewer than `most` groups are in flight."""
     begin: Callable[[Sequence[Any]], None]
-    """Submits groups."""
+    """Function that submits groups."""
     number: int
     """Number of kept groups that fill the batch."""
     most: int
@@ -89,7 +89,7 @@ class ScoredGoal:
     discards_left: float
     """Number of groups that may still be discarded; then all are kept."""
     discard: Callable[[list[float | None]], None]
-    """Called with the rewards of each discarded group."""
+    """Function to call with the rewards of each discarded group."""
     too_old: Callable[[], set[int] | None]
     """Ids of groups that must also have finished; None: not known yet."""
     _full: bool = False

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 WAITING, PREFILL, DECODE, PREEMPTED, HELD = "waiting", "prefill", "decode", "preempted", "held"
-"""In the queue; its prompt is computed; tokens are sampled; in the queue after its KV was dropped; it has KV and the
-engine makes no steps."""
+"""States of a sample: it waits in the queue; its prompt is computed; its tokens are sampled; it waits in the queue after
+its KV was dropped; it has KV, but the engine makes no steps."""
 
 
 @dataclass(frozen=True)

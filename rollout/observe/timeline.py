@@ -217,7 +217,7 @@ def _slice(
 
 
 Interval = tuple[str, float, float]
-"""Name, start and end; seconds since the start of the trace."""
+"""(name, start, end), in seconds since the start of the trace."""
 
 
 class TracedSample(NamedTuple):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rollout.errors import ConfigError
 
 HASH_PRIME = 2305843009213693951
-"""2^61 - 1."""
+"""The Mersenne prime 2^61 - 1, the modulus of block hashes."""
 
 HASH_BASE = 31
 

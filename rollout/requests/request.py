@@ -82,9 +82,9 @@ class InferenceRequest:
     generated_tokens: list[int] = field(default_factory=list)
     """[G] token ids."""
     prompt_log_probs: list[float] | None = None
-    """[P-1] for prompt tokens 1 …; None until computed."""
+    """[P-1] log-probs of prompt tokens 1 …; None until computed."""
     generated_log_probs: list[float] = field(default_factory=list)
-    """[G]; empty if not requested."""
+    """[G] log-probs of the generated tokens; empty if not requested."""
     prompt_top_n_logprobs: TopN | None = None
     """[P-1] rows of (token id, log-prob) for prompt tokens 1 …; None until computed."""
     generated_top_n_logprobs: TopN = field(default_factory=list)
@@ -129,7 +129,7 @@ class InferenceRequest:
 
     @property
     def total_length(self) -> int:
-        """P + G."""
+        """P + G, the number of tokens known so far."""
         return len(self.prompt_tokens) + len(self.generated_tokens)
 
     def serialize(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class OpenGroup:
     """The caller's sampling parameters."""
     priority: int
     arrival_time: float
-    """Wall-clock seconds."""
+    """Time of arrival, in wall-clock seconds."""
     text: str | None = field(init=False)
     """The prompt, if given as text."""
     prompt_tokens: bytes | None = field(init=False)

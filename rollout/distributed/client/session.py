@@ -53,7 +53,7 @@ class RequestOptions(TypedDict, total=False):
     interval: int
     """Tokens per sample between two reports. Default 0 (1 for streams): the coordinator's configured interval."""
     arrival_time: float | None
-    """Wall-clock seconds. Default None: now."""
+    """Time of arrival, in wall-clock seconds. Default None: now."""
     known: Iterable[wire.Stretch]
     """Tokens received in another session (`OpenGroup.known`), after which generation continues. Default: none."""
     min_policy_version: int

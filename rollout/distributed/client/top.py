@@ -34,7 +34,7 @@ class Reading(NamedTuple):
     """A status reply of the coordinator (`InferenceClient.status`)."""
 
     at: float
-    """Seconds, monotonic."""
+    """Time of the reading, in monotonic seconds."""
     status: Mapping[str, Any]
 
 

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 TextResult = Sequence[int] | Exception | list[str | None]
-"""Token ids (int32, in an array), or why there are none; or a list with one text or None per completion."""
+"""Result of a job: token ids (an int32 array), the reason why there are none, or one text or None per completion."""
 
 
 class TextCodec:

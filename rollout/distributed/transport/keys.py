@@ -36,7 +36,7 @@ class JobKeys:
 
     server_public: bytes
     server_secret: bytes | None = field(repr=False)
-    """None for clients and ranks."""
+    """The secret half of the server pair; None for clients and ranks."""
     client_public: bytes
     client_secret: bytes = field(repr=False)
 

@@ -37,7 +37,7 @@ class PackedRollouts:
     """
 
     input_ids: Tensor
-    """int64 [L]."""
+    """int64 [L]: token ids."""
 
     position_ids: Tensor
     """int64 [L]: from 0 in every sequence."""
@@ -58,13 +58,13 @@ class PackedRollouts:
     """bool [L]: see `RolloutBatch.response_mask`; the same for the fields below."""
 
     logprobs: Tensor
-    """float32 [L]."""
+    """float32 [L]: log-prob of each sampled token."""
 
     policy_versions: Tensor
-    """int64 [L]."""
+    """int64 [L]: policy version of each token."""
 
     policy_staleness: Tensor
-    """int32 [L]."""
+    """int32 [L]: weight updates since each token was sampled."""
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -121,10 +121,10 @@ class RolloutBatch:
     """int64 [N]: index of the row among its prompt's samples."""
 
     prompt_lengths: Tensor
-    """int64 [N]."""
+    """int64 [N]: number of prompt tokens."""
 
     response_lengths: Tensor
-    """int64 [N]."""
+    """int64 [N]: number of completion tokens."""
 
     routed_experts: Tensor | None
     """int16 [N, T, layers, k]: the experts chosen at each position with `InferenceConfig.record_routes`; -1 on padding and

@@ -21,7 +21,7 @@ class LogitScores:
     """The differentiable scores of each token of a forward [N, T]; 0 on tokens that were not requested."""
 
     logprobs: Tensor
-    """float32 [N, T] (float64 of float64 hidden states)."""
+    """float32 [N, T] (float64 of float64 hidden states): log-probs of the tokens."""
     entropies: Tensor | None = None
     """[N, T] in nats, of softmax(logits / temperature) over the whole vocabulary. None: not requested; the same for the
     fields below."""
@@ -38,7 +38,7 @@ class Part:
     inputs: Mapping[str, Any]
     """Keyword arguments of the forward."""
     input_ids: Tensor
-    """int64 [N, T]."""
+    """int64 [N, T]: token ids of the rows."""
     mask: Tensor
     """bool [N, T]: requested tokens."""
     predictors: Tensor

@@ -175,13 +175,13 @@ class _Plan:
     mask: NDArray[np.bool_]
     batch: RolloutBatch | None
     temperature: NDArray[np.float32]
-    """[N]."""
+    """[N] divisors of the logits."""
     replayed: list[SamplingParams | None]
     """[N]: parameters of rows whose log-probs are over the sampling distribution, not over all tokens."""
     top_k: int
     entropy: bool
     images: list[ImageInputs | None]
-    """[N]."""
+    """[N] images of each sequence; None: it has no images."""
     adapters: list[str | None]
     """[N] names of loaded LoRA adapters."""
 

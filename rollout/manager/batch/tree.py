@@ -193,14 +193,14 @@ class _Forest(NamedTuple):
     nodes: NDArray[np.int64]
     """[N, T]: index of each token; -1 after the end of a row."""
     tokens: NDArray[np.int64]
-    """[L], like all fields below."""
+    """[L] token ids; the fields below are [L] too."""
     depths: NDArray[np.int64]
     ends: NDArray[np.int64]
-    """Index after the subtree."""
+    """Index after the subtree of each token."""
     parents: NDArray[np.int64]
-    """Index of the parent; -1 for a root."""
+    """Index of each token's parent; -1 for a root."""
     routes: NDArray[np.int16] | None
-    """[L, layers, k]."""
+    """[L, layers, k]: experts recorded for each token."""
 
 
 def _depth_first(tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: NDArray[np.int16] | None) -> _Forest:

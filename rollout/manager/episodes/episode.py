@@ -15,7 +15,7 @@ from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
 
 Check = Callable[[Prompt, SamplingParams], list[int]]
-"""Token ids of a prompt, or raises."""
+"""A function that returns the token ids of a prompt, or raises if it can never be served."""
 Ask = Callable[[Prompt, SamplingParams, Callable[[DynamicInferenceRequest], None]], Awaitable[DynamicInferenceRequest]]
 """(prompt, parameters, callback on the stepping thread with the result) → the finished request."""
 

@@ -130,7 +130,7 @@ class OpenRequest:
     arrival_time: float
     interval: int
     deadline: float
-    """Monotonic seconds."""
+    """Time at which it fails, in monotonic seconds; infinity: never."""
     since: float = 0.0
     """Time of acceptance, in monotonic seconds."""
     charged: int = 0

@@ -54,9 +54,9 @@ class _Rank:
     stamp: int = -1
     """Increases with every assignment of the router; -1: it was never assigned anything."""
     expected: dict[int, int] = field(default_factory=dict)
-    """Hash → number of claims."""
+    """Expected hashes: hash → number of claims on it."""
     listed: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """Least recently used first."""
+    """Listed hashes, the least recently used first."""
 
     def free(self, more: int = 0) -> float:
         """Return the free share of slots after `more` further samples; negative if samples exceed slots."""
@@ -121,7 +121,7 @@ class Router:
         self.complete = not deterministic
         """Whether placement has begun; in deterministic mode False until all ranks have connected."""
         self._ranks: dict[str, _Rank] = {}
-        """Sorted by name."""
+        """Connected ranks, sorted by name."""
         self._clock = 0
         self._last = ""
         """Name of the last assigned rank, which may have left: ROUND_ROBIN continues after it."""
@@ -130,7 +130,7 @@ class Router:
 
     @property
     def ranks(self) -> tuple[str, ...]:
-        """Sorted names."""
+        """Names of the connected ranks, sorted."""
         return tuple(self._ranks)
 
     def add_rank(self, name: str, max_requests: int) -> None:
