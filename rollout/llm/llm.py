@@ -269,10 +269,10 @@ class LLM:
         use_coordinator: start one coordinator process for all ranks; every rank builds its LLM, rank 0 is primary.
         coordinator_host, coordinator_port: where the coordinator listens; None: loopback (across hosts: the address
             that the others reach, with keys), and a free port.
-        coordinator_config: its other options.
+        coordinator_config: all its options, instead of host and port.
 
     Raises:
-        ConfigError: a host, a port or options of a coordinator without `use_coordinator`.
+        ConfigError: host, port or options of a coordinator without `use_coordinator`, or host or port next to options.
         UnsupportedModelError: the engine cannot sample from the model as it is; says why.
         DeadlineError: the ranks have not found each other.
     """
