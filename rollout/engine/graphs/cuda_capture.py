@@ -20,10 +20,6 @@ WARM_UP_RUNS = 2
 _log = logging.getLogger(__name__)
 
 
-class Uncapturable(Exception):  # noqa: N818 - not an error: the module's forward runs every step
-    """Raised for a forward that cannot be captured; the message gives the reason."""
-
-
 class CudaDevice:
     """Captures on a private stream; all graphs share one memory pool, since only one runs at a time."""
 

@@ -9,8 +9,7 @@ them together. Always true:
 - Graphs fix the addresses of the KV pool and of the weights, and everything that the forward reads in Python: plain
   attributes, configurations, functions. They are dropped when one of these changes. Code of other packages may read
   anything, so a model with such code is captured again after each time the trainer may have modified it.
-- If a capture fails, the step runs the model's own forward. Another attempt follows after the next suspend if memory was
-  missing, else `RETRY_STEPS` later, because another thread may have disturbed the capture.
+- If a capture fails, the step runs the model's own forward. Another attempt follows after the next suspend.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rollout.engine.graphs.cuda_capture import CudaDevice, Uncapturable, no_kept_casts
+from rollout.engine.graphs.cuda_capture import CudaDevice, no_kept_casts
 from rollout.engine.graphs.decode_step import CapturedBatch, DecodeState, TritonDecode
 from rollout.engine.kernels.decode_parts import num_splits
 from rollout.engine.kernels.rows import PagedRows
@@ -48,10 +47,6 @@ WORTHWHILE = 64
 """Replays that amortise one capture."""
 MAX_WASTED = 8
 """Consecutive invalidations before `WORTHWHILE` replays, after which capturing stops."""
-MAX_FAILED = 8
-"""Consecutive failures for other reasons than a lack of memory, after which capturing stops."""
-RETRY_STEPS = 256
-"""Decode steps until a failed capture is tried again."""
 _log = logging.getLogger(__name__)
 
 
@@ -97,9 +92,9 @@ class GraphedDecode:
         """Addresses of the KV pool that are fixed in the graphs."""
         self._computed: tuple[int, torch.dtype | None] | None = None
         self._signature: object = None
-        self._replays = self._wasted = self._failed = 0
-        self._wait = 0
-        """Steps until missing sizes are captured; negative: not before the next suspend."""
+        self._replays = self._wasted = 0
+        self._tried = False
+        """Whether missing sizes were tried; they are tried again after the next suspend."""
         self.why_not = ""
         self._given_up = False
 
@@ -152,10 +147,8 @@ class GraphedDecode:
         if not self._ready(module_epoch):
             return None
         state = self._state_for(rows.positions)
-        if self._wait == 0:
+        if not self._tried:
             self._capture_missing(state)
-        else:
-            self._wait -= self._wait > 0
         size = min((rows for rows in self._graphs if rows >= count), default=0)
         if not size:
             return None
@@ -166,12 +159,12 @@ class GraphedDecode:
 
     def retry(self) -> None:
         """Let the next step capture missing graphs; called at a suspend."""
-        self._wait = 0
+        self._tried = False
 
     def release(self) -> None:
         """Free the memory of all graphs; they are captured again when they are needed."""
         self._graphs.clear()
-        self._wait = 0
+        self._tried = False
         self._state = None
         self._logits = torch.empty(0)
         self._device.forget()
@@ -229,10 +222,11 @@ class GraphedDecode:
                 except Exception as exc:  # noqa: BLE001 - a model that cannot be captured can still run its forward
                     why = f"{type(exc).__name__}: {exc}".partition("\n")[0]
                     if not lacks_device_memory(exc):
-                        self._fail(why, for_good=isinstance(exc, Uncapturable))
+                        self._tried, self.why_not = True, why
+                        _log.info("no CUDA graph of a decode step until the next suspend: %s", why)
                         return
                     short, lack = [rows, *short], why
-        self._wait, self._failed, self.why_not = -1, 0, ""
+        self._tried, self.why_not = True, ""
         if not short:
             self._expected = self.graph_bytes
             return
@@ -242,14 +236,6 @@ class GraphedDecode:
             "no memory to capture decode steps of %s rows until the next suspend, after which the KV pool leaves %d MiB "
             "for it: %s", ", ".join(map(str, short)), lacking >> 20, lack,
         )  # fmt: skip
-
-    def _fail(self, why: str, *, for_good: bool) -> None:
-        self._failed += 1
-        if for_good or self._failed == MAX_FAILED:
-            self.give_up(why)
-            return
-        self._wait, self.why_not = RETRY_STEPS, why
-        _log.info("no CUDA graph of a decode step, until another attempt %d steps later: %s", RETRY_STEPS, why)
 
     def _run(self, state: DecodeState, rows: int) -> None:
         # Autocast may still hold casts of earlier weights.

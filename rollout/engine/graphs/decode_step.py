@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rollout.engine.graphs.cuda_capture import Uncapturable
 from rollout.engine.kernels.decode_parts import DecodeParts
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import Rules
@@ -167,7 +166,7 @@ class TritonDecode:
         # If the engine was not built under the current autocast, the cache has another dtype.
         dtype, query = query.dtype, query.to(keys.dtype)
         if not serves(query, keys, values):
-            raise Uncapturable(f"the Triton kernels do not take its heads ({query.dtype}, {tuple(query.shape[1:])})")
+            raise RuntimeError(f"the Triton kernels do not take its heads ({query.dtype}, {tuple(query.shape[1:])})")
         self._paged.write(key, value, keys, values, inputs.slots)
         return self._paged.decode(query, keys, values, inputs.tables, inputs.parts, **rules).to(dtype)
 
