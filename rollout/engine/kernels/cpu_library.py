@@ -1,8 +1,8 @@
 """Builds and loads `cpu_kernels.cpp`.
 
 The library is compiled on first use (about 5 seconds), never at import, and cached under a key of sources, compiler and
-processor, in the user's cache directory, or in the temporary directory if that cannot be written. If several processes need
-it at once, one compiles and the others wait. Without a compiler `load` returns None and warns once, and plain torch is used.
+processor, in the user's cache directory. If several processes need it at once, one compiles and the others wait. Without a
+compiler or a folder to write to, `load` returns None and warns once, and plain torch is used.
 """
 
 from __future__ import annotations
@@ -65,17 +65,13 @@ def status() -> Kernels:
 
 def _load() -> Kernels:
     compiler = _compiler()
-    name = f"cpu_kernels-{_key(compiler)}.so"
-    for folder in _folders():
-        try:
-            path = _built_in(folder, name, compiler)
-        except OSError as exc:
-            _log.info("no place for the CPU kernels in %s: %s", folder, exc)
-        else:
-            return Kernels(ctypes.CDLL(str(path)), f"{compiler.version}, in {path}")
-    raise RuntimeError(
-        f"none of {', '.join(map(str, _folders()))} can be written; set XDG_CACHE_HOME to a folder that can"
-    )
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout-engine"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = _built(folder / f"cpu_kernels-{_key(compiler)}.so", compiler)
+    except OSError as exc:
+        raise RuntimeError(f"{exc}; set XDG_CACHE_HOME to a folder that can be written") from exc
+    return Kernels(ctypes.CDLL(str(path)), f"{compiler.version}, in {path}")
 
 
 # --- the compiler ---------------------------------------------------------------------------------------------------------
@@ -120,41 +116,13 @@ def _key(compiler: _Compiler) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
 
 
-def _folders() -> list[Path]:
-    folders = []
-    # Without HOME and a passwd entry there is no home folder.
-    with suppress(RuntimeError):
-        folders.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout-engine")
-    return [*folders, _temporary()]
-
-
-def _temporary() -> Path:
-    return Path(tempfile.gettempdir()) / f"rollout-engine-{os.getuid()}"
-
-
-def _is_private(folder: Path) -> bool:
-    """Return whether no other user can have put a library there: only the temporary directory is shared."""
-    if folder != _temporary():
-        return True
-    found = folder.lstat()
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
-
-
-def _built_in(folder: Path, name: str, compiler: _Compiler) -> Path:
-    """Return the library, compiled in `folder` by this process or by another.
-
-    Raises:
-        OSError: the folder cannot be written, or other users can write it.
-    """
-    path = folder / name
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not _is_private(folder):
-        raise PermissionError(f"{folder} belongs to another user, or others can write it")
+def _built(path: Path, compiler: _Compiler) -> Path:
+    """Return the path of the library, compiled by this process or by another; raises `OSError` if it cannot be written."""
     if path.exists():
         return path
     with _locked(path.with_suffix(".lock")):
         if not path.exists():
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
                 built = Path(scratch) / "kernels.so"
                 # Default logging hides INFO, and without a message the process would seem to hang.
                 _log.warning(

@@ -9,7 +9,6 @@ import ctypes
 import logging
 import os
 import shutil
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -63,12 +62,9 @@ def some_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def compiler(tmp_path, some_library, monkeypatch) -> FakeCompiler:
     (tmp_path / "bin").mkdir()
-    (tmp_path / "tmp").mkdir()
     made = FakeCompiler(tmp_path / "bin", some_library)
     monkeypatch.setenv("CXX", str(made.path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setattr("tempfile.tempdir", None)
     return made
 
 
@@ -108,26 +104,13 @@ def test_another_processor_or_compiler_builds_its_own(compiler, monkeypatch):
     assert len(compiler.calls) == 3
 
 
-def test_a_home_that_cannot_be_written_leaves_the_library_in_a_private_temporary_folder(
-    compiler, tmp_path, monkeypatch
-):
+def test_a_cache_folder_that_cannot_be_written_is_named_with_the_cure(compiler, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     # Also root, whom permissions do not stop, cannot make a folder below a file.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
-    assert build().library is not None
-    (folder,) = (tmp_path / "tmp").glob("rollout-engine-*")
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert str(folder) in build().described
-
-
-def test_a_library_in_a_temporary_folder_that_others_can_write_is_not_loaded(compiler, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
-    build()
-    (folder,) = (tmp_path / "tmp").glob("rollout-engine-*")
-    folder.chmod(0o777)
     refused = build()
     assert refused.library is None
+    assert str(tmp_path / "file") in refused.described
     assert "set XDG_CACHE_HOME" in refused.described
 
 
