@@ -172,7 +172,7 @@ def followed(base: EngineBase, parts: EngineParts) -> EngineParts:
         UnsupportedModelError: the attention layers now do something that the engine does not support.
         EngineStateError: settings have changed, and ranks compute each forward together.
     """
-    if not (names := parts.inspection.changed_settings()):
+    if not (names := parts.watch.changed_settings()):
         return parts
     if (group := base.peers.everyone) is not None:
         raise EngineStateError(

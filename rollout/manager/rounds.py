@@ -141,10 +141,9 @@ class Rounds:
 
         Every rank calls it.
         """
-        inspection = self.engine.inspection
         sharded = self.engine.guard.sharded_since()
-        rebuild = sharded or inspection.resized
-        if not rebuild and not inspection.changed_settings():
+        rebuild = sharded or self.engine.inspection.resized
+        if not rebuild and not self.engine.parts.watch.changed_settings():
             return
         self.ensure_running()
         if sharded and not self.loop.gathering.collective:

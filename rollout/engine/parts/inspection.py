@@ -48,11 +48,6 @@ class Inspection:
         """Whether a step has work to do or records to return, with the currently active adapters."""
         return bool(self._ledger.ended or self._context.scheduler.has_work(self._watch.variant()))
 
-    def changed_settings(self) -> str:
-        """Return the names of settings that affect masks and have changed since the engine was built."""
-        self._guard.source.follow()
-        return self._watch.changed_settings()
-
     @property
     def resized(self) -> bool:
         """Whether the vocabulary has changed since the engine was built; then `rebuild` is due."""

@@ -45,9 +45,6 @@ class Weights:
     def gather(self) -> None:
         """Make `sampled` whole and current; no-op when `ready`."""
 
-    def follow(self) -> None:
-        """Copy the current settings of `trained` to `sampled`."""
-
     def release(self) -> None:
         """Restore `trained` for training. Local and idempotent, even after an interrupted forward."""
 

@@ -58,18 +58,6 @@ class CopiedWeights(Weights):
                     buffers[name].copy_(buffer)
         self._current = True
 
-    def follow(self) -> None:
-        # Only flags, numbers and strings of modules and configurations are copied.
-        mine = dict(self.sampled.named_modules())
-        for name, module in self.trained.named_modules():
-            if name in mine:
-                pairs: list[tuple[Any, Any]] = [(module, mine[name])]
-                if hasattr(module, "config") and hasattr(mine[name], "config"):
-                    pairs.append((module.config, mine[name].config))
-                for theirs, own in pairs:
-                    plain = {key: value for key, value in vars(theirs).items() if _is_plain(value)}
-                    own.__dict__.update(plain | {"training": False} if own is mine[name] else plain)
-
     @property
     def ready(self) -> bool:
         return self._current
@@ -79,12 +67,6 @@ class CopiedWeights(Weights):
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         return self._source.tensors()
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: torch.device) -> nn.Module:

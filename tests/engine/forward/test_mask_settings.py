@@ -118,16 +118,6 @@ def test_an_llm_follows_masks_when_it_is_idle() -> None:
         assert output.generated_tokens == expected(model, PROMPT, 8)
 
 
-def test_a_copy_follows_flags_and_masks_of_the_model() -> None:
-    model = make_model("gemma3").double()
-    engine = make_engine(model, inference_dtype="float32")
-    engine.generate([PROMPT], greedily(4))
-    narrower(model)
-    model.model.layers[0].self_attn.scaling = 0.5
-    (request,) = engine.generate([PROMPT], greedily(8))
-    assert logprob_error(model, request) < 1e-5
-
-
 def test_what_no_mask_depends_on_builds_nothing_again() -> None:
     model = make_model("gemma3")
     engine = make_engine(model)
