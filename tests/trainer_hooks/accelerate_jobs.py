@@ -21,7 +21,7 @@ from trainer_hooks.accelerate import attach
 
 
 class FakeRollout:
-    """Remembers what it was told, and the weights that were there when its state was loaded."""
+    """Remembers what it was told with the weights at that time, and the weights when its state was loaded."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -31,10 +31,11 @@ class FakeRollout:
         self.loaded_at: list[float] = []
 
     def before_optimizer_step(self, mode: object) -> None:
-        self.told.append(mode)
+        self.told.append(("before", mode, self.weights()))
 
     def weights_updated(self) -> None:
         self.policy_version += 1
+        self.told.append(("after", self.weights()))
 
     def metrics(self) -> dict[str, float]:
         return {"rollout/policy_version": float(self.policy_version)}

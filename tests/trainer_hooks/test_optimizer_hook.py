@@ -13,35 +13,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from rollout.errors import ConfigError
-from rollout.state import KVCacheManagementMode
 from tests.ranks import run_together
 from tests.trainer_hooks import deepspeed_jobs, generate_jobs
+from tests.trainer_hooks.accelerate_jobs import FakeRollout, a_model
 from trainer_hooks.optimizer import attach
-
-
-class FakeRollout:
-    """Remembers what it was told, in order."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.policy_version = 0
-        self.told: list[object] = []
-
-    def before_optimizer_step(self, mode: KVCacheManagementMode | None) -> None:
-        self.told.append(("before", mode, self.weights()))
-
-    def weights_updated(self) -> None:
-        self.policy_version += 1
-        self.told.append(("after", self.weights()))
-
-    def weights(self) -> list[float]:
-        return [float(parameter.detach().sum()) for parameter in self.model.parameters()]
 
 
 @pytest.fixture
 def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Linear(4, 1)
+    return a_model()
 
 
 @pytest.fixture
@@ -239,7 +219,7 @@ def test_a_with_block_detaches_also_after_an_exception(model, manager):
     assert manager.policy_version == 0
 
 
-def test_the_same_pair_is_attached_once_and_again_after_detach(model, manager):
+def test_a_pair_is_attached_once_and_again_after_detach_and_an_optimizer_to_two_rollouts(model, manager):
     backward(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first = attach(optimizer, manager)
@@ -247,24 +227,10 @@ def test_the_same_pair_is_attached_once_and_again_after_detach(model, manager):
         attach(optimizer, manager)
     first.detach()
     attach(optimizer, manager)
-    optimizer.step()
-    assert manager.policy_version == 1
-
-
-def test_one_optimizer_may_tell_two_rollouts(model, manager):
-    backward(model)
     other = FakeRollout(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attach(optimizer, manager)
     attach(optimizer, other)
     optimizer.step()
     assert (manager.policy_version, other.policy_version) == (1, 1)
-
-
-def test_an_optimizer_of_other_parameters_is_refused_with_the_cure(manager):
-    critic = torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"steps 2 parameters.*Linear.*pass the policy's optimizer"):
-        attach(critic, manager)
 
 
 def test_an_optimizer_that_steps_a_part_of_the_model_is_accepted(model, manager):
@@ -275,13 +241,13 @@ def test_an_optimizer_that_steps_a_part_of_the_model_is_accepted(model, manager)
     assert manager.policy_version == 1
 
 
-@pytest.mark.parametrize("nothing", [None, object(), nn.Linear(2, 2)])
-def test_what_is_no_optimizer_is_refused_with_the_cure(manager, nothing):
-    with pytest.raises(TypeError, match="pass the torch optimizer"):
-        attach(nothing, manager)
-
-
-def test_an_unknown_mode_is_refused_with_the_known_ones(model, manager):
+def test_what_cannot_be_attached_is_refused_with_the_cure(model, manager):
+    critic = torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"steps 2 parameters.*Linear.*pass the policy's optimizer"):
+        attach(critic, manager)
+    for nothing in (None, object(), nn.Linear(2, 2)):
+        with pytest.raises(TypeError, match="pass the torch optimizer"):
+            attach(nothing, manager)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"mode='sleep'.*'persist', 'offload', 'recompute'"):
         attach(optimizer, manager, mode="sleep")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,32 +12,20 @@ from rollout.errors import SerializationError
 from trainer_hooks.rank_state import RankFile
 
 
-class FakeRollout:
-    """A version and a state, nothing more."""
-
-    def __init__(self, policy_version: int = 0, state: dict[str, Any] | None = None) -> None:
-        self.policy_version = policy_version
-        self.state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        assert self.state is not None
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
+def rollout_with(data: object, version: int) -> Any:
+    return SimpleNamespace(policy_version=version, state_dict=lambda: {"format": 1, "data": data})
 
 
 def save(folder: Path, rank: int, size: int, version: int = 1) -> RankFile:
     file = RankFile(folder, "rollout", rank, size)
-    file.write(FakeRollout(version, {"format": 1, "data": f"{rank} of {size}".encode()}))
+    file.write(rollout_with(f"{rank} of {size}".encode(), version))
     return file
 
 
 def load(file: RankFile, version: int | None = None) -> dict[str, Any]:
-    manager = FakeRollout()
-    file.load(manager, version)
-    assert manager.state is not None
-    return manager.state
+    loaded: list[dict[str, Any]] = []
+    file.load(SimpleNamespace(policy_version=0, load_state_dict=loaded.append), version)
+    return loaded[0]
 
 
 def test_every_rank_gets_its_own_back_and_no_other_file_is_left(tmp_path):
@@ -85,5 +74,5 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, damage):
 def test_a_save_that_fails_leaves_the_earlier_one(tmp_path):
     file = save(tmp_path, 0, 1)
     with pytest.raises(TypeError):
-        file.write(FakeRollout(2, {"format": 1, "data": object()}))
+        file.write(rollout_with(object(), 2))
     assert load(file, 1)["data"] == b"0 of 1"

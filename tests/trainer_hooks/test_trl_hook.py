@@ -135,6 +135,20 @@ def replay(model: PreTrainedModel, recorded: list[list[list[int]]]) -> None:
     model.generate = lambda **inputs: generate(logits_processor=LogitsProcessorList([Replay(next(left))]), **inputs)
 
 
+def assert_trains_as(ours: Run, default: Run, *more: str, rel: float = 1e-3) -> None:
+    """The same loss and gradient norm, and other metrics, of a training that changes the weights."""
+    for metric in ("loss", "grad_norm", *more):
+        assert ours.metric(metric) == pytest.approx(default.metric(metric), rel=rel, abs=1e-6)
+    assert max(default.metric("grad_norm")) > 1e-3
+
+
+def assert_ratios_are_one(run: Run, tolerance: float = 1e-4) -> None:
+    for statistic in ("min", "mean", "max"):
+        found = run.metric(f"sampling/importance_sampling_ratio/{statistic}")
+        assert found == pytest.approx([1] * len(found), abs=tolerance)
+        assert found
+
+
 def end_more_often(model: PreTrainedModel) -> None:
     """So that some samples end by themselves, and others are cut off."""
     with torch.no_grad():
@@ -169,9 +183,7 @@ def test_greedy_completions_loss_and_gradient_norm_are_the_default_paths(make_ru
     assert ours.marker.prompts == default.marker.prompts
     assert ours.marker.ids == default.marker.ids
     assert ours.marker.ids[0] != ours.marker.ids[1]
-    assert ours.metric("loss") == pytest.approx(default.metric("loss"), rel=1e-4)
-    assert ours.metric("grad_norm") == pytest.approx(default.metric("grad_norm"), rel=1e-4)
-    assert min(default.metric("grad_norm")) > 1e-3
+    assert_trains_as(ours, default, rel=1e-4)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -187,14 +199,12 @@ def test_the_same_samples_give_the_default_paths_loss_and_gradient_norm(make_run
     assert len(lengths) > 1, "some samples end by themselves"
     assert ours.marker.ids == default.marker.ids
     assert ours.metric("completions/clipped_ratio") == default.metric("completions/clipped_ratio")
-    assert ours.metric("loss") == pytest.approx(default.metric("loss"), rel=1e-3, abs=1e-6)
-    assert ours.metric("grad_norm") == pytest.approx(default.metric("grad_norm"), rel=1e-3)
-    assert max(default.metric("grad_norm")) > 1e-3
+    assert_trains_as(ours, default)
 
 
-def add_reference(run: Run) -> None:
+def add_reference(run: Run, architecture: str = "qwen3") -> None:
     """A reference policy as TRL adds it, which it can only load from a folder."""
-    run.trainer.beta, run.trainer.ref_model = 0.1, make_model("qwen3", seed=1, num_hidden_layers=1).eval()
+    run.trainer.beta, run.trainer.ref_model = 0.1, make_model(architecture, seed=1, num_hidden_layers=1).eval()
     trl.trainer.utils.add_fused_lm_head(run.trainer.ref_model, temperature=run.trainer.temperature)
 
 
@@ -217,9 +227,7 @@ def test_over_trees_loss_gradient_norm_and_entropy_are_the_default_paths(make_ru
     replay(default.model, ours.marker.ids)
     default.trainer.train()
     assert ours.marker.ids == default.marker.ids
-    for metric in ("loss", "grad_norm", "entropy", *["kl"] * reference):
-        assert ours.metric(metric) == pytest.approx(default.metric(metric), rel=1e-3, abs=1e-6)
-    assert max(default.metric("grad_norm")) > 1e-3
+    assert_trains_as(ours, default, "entropy", *["kl"] * reference)
     assert set(seen) == {1}, "one tree per forward"
 
 
@@ -243,8 +251,7 @@ def test_trees_take_no_unknown_inputs_and_detach_gives_the_model_back(make_run):
 def test_trls_importance_weights_come_from_our_log_probs_and_are_one(make_run, mode):
     run = make_run("attach", temperature=0.7, vllm_importance_sampling_mode=mode)
     run.trainer.train()
-    for statistic in ("min", "mean", "max"):
-        assert run.metric(f"sampling/importance_sampling_ratio/{statistic}") == pytest.approx([1, 1], abs=1e-4)
+    assert_ratios_are_one(run)
     assert max(run.metric("sampling/sampling_logp_difference/max")) < 1e-4
     theirs = run.metric("sampling/sampling_logp_difference/mean")
     assert run.metric("rollout/logprob_diff_mean") == pytest.approx(theirs, abs=1e-7)
@@ -264,9 +271,7 @@ def test_what_is_drawn_from_a_part_of_the_distribution_is_trained_on_as_by_defau
     default.trainer.train()
     assert ours.metric("sampling/importance_sampling_ratio/min") == pytest.approx([1], abs=1e-4)
     assert max(ours.metric("rollout/logprob_diff_max")) < 1e-4
-    assert ours.metric("loss") == pytest.approx(default.metric("loss"), rel=1e-3, abs=1e-6)
-    assert ours.metric("grad_norm") == pytest.approx(default.metric("grad_norm"), rel=1e-3)
-    assert max(default.metric("grad_norm")) > 1e-3
+    assert_trains_as(ours, default)
 
 
 REPLAYED = [
@@ -282,9 +287,7 @@ def test_truncated_sampling_has_ratio_one_and_its_log_probs_are_those_drawn_from
         add_reference(run)
     attachment = attach(run.trainer, run.manager, tree=tree)
     run.trainer.train()
-    for statistic in ("min", "mean", "max"):
-        found = run.metric(f"sampling/importance_sampling_ratio/{statistic}")
-        assert found == pytest.approx([1] * len(found), abs=1e-4)
+    assert_ratios_are_one(run)
     assert max(run.metric("rollout/logprob_diff_max")) < 1e-4
     assert max(run.metric("grad_norm")) > 1e-3
     assert attachment.steps == 2
@@ -323,7 +326,7 @@ def test_replay_is_refused_where_it_would_have_no_effect_and_left_out_with_a_war
 ROUTED: list[tuple[dict[str, Any], bool]] = [
     ({"gradient_checkpointing": True, "steps_per_generation": 2, "gradient_accumulation_steps": 2,
       "per_device_train_batch_size": GROUP}, False),
-    ({"gradient_checkpointing": True, "router_aux_loss_coef": 0.0, "beta": 0.1}, True),
+    ({"gradient_checkpointing": True, "router_aux_loss_coef": 0.0, "reference": True}, True),
     ({"top_p": 0.6, "router_aux_loss_coef": 0.0, "gradient_checkpointing": False}, False),
     ({"top_k": 5, "router_aux_loss_coef": 0.0, "gradient_checkpointing": True}, True),
 ]  # fmt: skip
@@ -331,11 +334,10 @@ ROUTED: list[tuple[dict[str, Any], bool]] = [
 
 def routed_run(make_run: Maker, record: bool, tree: bool, **options: Any) -> tuple[Run, list[float]]:
     """A run whose routers choose otherwise while the rollout samples; and what the loss's first log-probs differ by."""
-    beta = options.pop("beta", 0.0)
+    reference = options.pop("reference", False)
     run = make_run("default", architecture="qwen3_moe", temperature=0.8, engine={"record_routes": record}, **options)
-    if beta:
-        run.trainer.beta, run.trainer.ref_model = beta, make_model("qwen3_moe", seed=1, num_hidden_layers=1).eval()
-        trl.trainer.utils.add_fused_lm_head(run.trainer.ref_model, temperature=run.trainer.temperature)
+    if reference:
+        add_reference(run, "qwen3_moe")
     attach(run.trainer, run.manager, tree=tree)
     generate, compute, logprobs = run.manager.generate, run.trainer._compute_loss, []
     of_rows, gaps = run.trainer._get_per_token_logps_and_entropies, []
@@ -364,9 +366,7 @@ def routed_run(make_run: Maker, record: bool, tree: bool, **options: Any) -> tup
 @pytest.mark.parametrize(("shape", "tree"), ROUTED, ids=str)
 def test_recorded_routes_are_replayed_in_the_log_probs_of_the_loss_and_of_the_old_policy(make_run, shape, tree):
     run, gaps = routed_run(make_run, True, tree, **shape)
-    for statistic in ("min", "mean", "max"):
-        found = run.metric(f"sampling/importance_sampling_ratio/{statistic}")
-        assert found == pytest.approx([1] * len(found), abs=1e-5)
+    assert_ratios_are_one(run, 1e-5)
     assert len(gaps) == 2 * shape.get("steps_per_generation", 1)
     assert max(gaps) < 1e-5, "the loss's own forward"
     assert max(run.metric("rollout/logprob_diff_max")) < 1e-5
