@@ -27,6 +27,15 @@ from tests.models import VOCAB, float64_logprobs, greedy, make_model, trainer_lo
 
 Key = tuple[int, int]
 BLOCK = 4
+PATIENCE_S = 120.0
+"""Guards against hanging, no more."""
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, "nothing has happened"
+        time.sleep(0.005)
 
 
 @cache

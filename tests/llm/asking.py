@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,11 +12,9 @@ from rollout.llm.llm import LLM, AsyncLLM
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.configs import engine_config
-from tests.engines import shared_model
+from tests.engines import shared_model, until
 from tests.models import make_tokenizer, trainer_logprobs
 
-PATIENCE_S = 60.0
-"""Guards against hanging, no more."""
 ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True, top_p=0.99)
 """With a filter each token is a step of its own, as with top log-probs; without, all of them may be there at once."""
 
@@ -36,13 +33,6 @@ def asyncio_llm(model: Any = None, **changes: Any) -> AsyncLLM:
     return AsyncLLM(model or shared_model("qwen3"), make_tokenizer(), options(**changes))
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "nothing has happened"
-        time.sleep(0.005)
-
-
 def our_threads() -> list[str]:
     names = [thread.name for thread in threading.enumerate()]
     return [name for name in names if name.startswith("rollout")]
@@ -52,7 +42,7 @@ def our_threads() -> list[str]:
 def nothing_is_left() -> Iterator[None]:
     before = our_threads()
     yield
-    wait_until(lambda: our_threads() == before)
+    until(lambda: our_threads() == before)
 
 
 def by_the_trainer(model: Any, sample: DynamicInferenceRequest) -> list[float]:

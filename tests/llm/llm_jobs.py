@@ -16,12 +16,9 @@ from rollout.errors import ConnectionLostError, ControlError
 from rollout.llm.llm import LLM
 from rollout.state import EngineState
 from tests.configs import coordinator_config
-from tests.engines import at_random, gated, token_ids
+from tests.engines import PATIENCE_S, at_random, gated, token_ids
 from tests.models import make_model
 from tests.ranks import assert_nothing_is_left
-
-PATIENCE_S = 60.0
-"""Guards against hanging, no more."""
 
 
 def small() -> Any:

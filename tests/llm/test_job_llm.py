@@ -15,10 +15,9 @@ from rollout.llm.job_llm import JobLLM
 from rollout.sampling_params import SamplingParams
 from tests.distributed.client.test_client import PROMPT, part
 from tests.distributed.fake_coordinator import FakeCoordinator
-from tests.engines import make_engine
+from tests.engines import PATIENCE_S, make_engine
 from tests.models import make_tokenizer
 
-PATIENCE_S = 100.0
 GONE = Refused("unknown_peer", "no session at this coordinator", over=True)
 """The reply of a coordinator without a session of this client."""
 

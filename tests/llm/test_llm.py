@@ -22,8 +22,8 @@ from rollout.llm.llm import LLM
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
-from tests.engines import at_random, gated, greedily, shared_model, token_ids
-from tests.llm.asking import ENDLESS, PATIENCE_S, asyncio_llm, blocking, nothing_is_left, options, wait_until
+from tests.engines import PATIENCE_S, at_random, gated, greedily, shared_model, token_ids, until
+from tests.llm.asking import ENDLESS, asyncio_llm, blocking, nothing_is_left, options
 from tests.models import greedy, make_model, make_tokenizer
 
 # --- what is given back -----------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_abort_ends_one_request_or_all_and_says_how_many_were_open() -> None:
         for pending in (second, third):
             with pytest.raises(RequestAbortedError):
                 pending.result(PATIENCE_S)
-        wait_until(lambda: llm.context.allocator.num_used == 0)
+        until(lambda: llm.context.allocator.num_used == 0)
 
 
 def test_shutdown_fails_what_is_open_by_name_and_is_harmless_when_repeated() -> None:
@@ -217,4 +217,4 @@ def test_one_that_is_forgotten_gives_back_its_threads_and_its_cache() -> None:
         llm.generate("abc", greedily(3))
         del llm
         gc.collect()
-        wait_until(lambda: engine.state is EngineState.STOPPED and engine.stats()["kv_device_bytes"] == 0)
+        until(lambda: engine.state is EngineState.STOPPED and engine.stats()["kv_device_bytes"] == 0)

@@ -22,8 +22,8 @@ from rollout.llm.service import _joined
 from rollout.requests.block_hash import stream_key
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
-from tests.engines import at_random, greedily, make_engine, shared_model, token_ids
-from tests.llm.asking import ENDLESS, PATIENCE_S, asyncio_llm, blocking, nothing_is_left, options
+from tests.engines import PATIENCE_S, at_random, greedily, make_engine, shared_model, token_ids
+from tests.llm.asking import ENDLESS, asyncio_llm, blocking, nothing_is_left, options
 from tests.models import greedy, make_model, make_tokenizer
 
 # --- the rules of the modes -------------------------------------------------------------------------------------------

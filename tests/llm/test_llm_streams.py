@@ -12,8 +12,8 @@ from rollout.errors import RequestAbortedError
 from rollout.llm.llm import AsyncLLM
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from tests.engines import at_random, gated, greedily, shared_model
-from tests.llm.asking import ENDLESS, PATIENCE_S, asyncio_llm, options
+from tests.engines import PATIENCE_S, at_random, gated, greedily, shared_model
+from tests.llm.asking import ENDLESS, asyncio_llm, options
 from tests.models import make_tokenizer
 
 # --- streams ----------------------------------------------------------------------------------------------------------

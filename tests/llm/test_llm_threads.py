@@ -17,8 +17,8 @@ import pytest
 from rollout.errors import ConnectionLostError, EngineStateError, RequestError
 from rollout.llm.llm import LLM, AsyncLLM
 from rollout.state import EngineState
-from tests.engines import greedily, token_ids
-from tests.llm.asking import PATIENCE_S, asyncio_llm, blocking, nothing_is_left
+from tests.engines import PATIENCE_S, greedily, token_ids
+from tests.llm.asking import asyncio_llm, blocking, nothing_is_left
 from tests.models import make_model
 
 

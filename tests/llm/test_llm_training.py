@@ -12,8 +12,8 @@ from rollout.errors import RequestTimeoutError, WeightsChangedError
 from rollout.llm.llm import LLM
 from rollout.state import EngineState
 from tests.configs import coordinator_config
-from tests.engines import at_random, gated, greedily, shared_model, token_ids
-from tests.llm.asking import ENDLESS, PATIENCE_S, blocking, by_the_trainer, options, wait_until
+from tests.engines import PATIENCE_S, at_random, gated, greedily, shared_model, token_ids, until
+from tests.llm.asking import ENDLESS, blocking, by_the_trainer, options
 from tests.models import make_model, make_tokenizer
 from trainer_hooks.optimizer import attach
 
@@ -40,7 +40,7 @@ def test_a_step_of_the_optimizer_under_running_requests_splits_their_tokens_at_t
             pending = [llm.submit(token_ids(6, seed=seed), at_random(400, seed=seed, logprobs=1)) for seed in range(3)]
             for _ in range(3):
                 gate.tokens += 60
-                wait_until(lambda: llm.stats()["generated_tokens"] >= gate.tokens)
+                until(lambda: llm.stats()["generated_tokens"] >= gate.tokens)
                 optimizer.step()
                 weights.append({name: value.clone() for name, value in model.state_dict().items()})
         samples = [each.result(PATIENCE_S)[0] for each in pending]
@@ -58,7 +58,7 @@ def test_suspended_takes_the_cache_off_the_device_and_requests_go_on_afterwards(
     with blocking() as llm:
         with gated(llm.engine):
             pending = llm.submit("abc", ENDLESS)
-            wait_until(lambda: llm.stats()["generated_tokens"] > 10)
+            until(lambda: llm.stats()["generated_tokens"] > 10)
             with llm.suspended():
                 assert llm.state is EngineState.SUSPENDED
                 assert llm.stats()["kv_device_bytes"] == 0
@@ -79,7 +79,7 @@ def test_before_an_optimizer_step_the_cache_leaves_the_device_as_configured_unle
     with blocking(kv_cache_management_mode="offload") as llm:
         with gated(llm.engine):
             pending = llm.submit("abc", ENDLESS)
-            wait_until(lambda: llm.stats()["generated_tokens"] > 10)
+            until(lambda: llm.stats()["generated_tokens"] > 10)
             llm.before_optimizer_step(mode)
         assert llm.state is EngineState.SUSPENDED
         assert (llm.stats()["kv_device_bytes"] > 0) is (mode == "persist")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 
 from rollout import LLM, Advanced, InferenceConfig
-from tests.engines import BLOCK
+from tests.engines import BLOCK, until
 from tests.models import make_model
 from tests.server.chat_templates import byte_level
 
 TOKENIZER = byte_level("qwen2.5")
 HI: list[Any] = [{"role": "user", "content": "the weather in Paris?"}]
-PATIENCE_S = 60.0
-"""Guards against hanging, no more."""
 
 
 def tiny(seed: int = 0, **sizes: Any) -> Any:
@@ -38,13 +35,6 @@ def small_llm(model: Any = None, **options: Any) -> Iterator[LLM]:
 def ok(reply: httpx.Response) -> Any:
     assert reply.status_code == 200, reply.text
     return reply.json()
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def emptied(llm: LLM) -> None:

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import json
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 
 from rollout.server.server import Server
+from tests.engines import PATIENCE_S, until
 from tests.server.fake_llm import FakeLLM
 
-DEADLINE_S = 120.0
-"""Guards against hanging, no more."""
 ROOT = Path(__file__).parent.parent.parent
 ASK = {"model": "fakes/one", "prompt": [72, 105]}
 KEY = "sk-a-secret"
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def wait_for_requests(llm: FakeLLM, number: int) -> None:
@@ -34,7 +25,7 @@ def wait_for_requests(llm: FakeLLM, number: int) -> None:
 
 def raw(server: Server) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
 
 
 def read_all(connected: socket.socket) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +50,14 @@ class ScriptedLLM(FakeLLM):
         self.script: list[TextDelta] = []
         self.end_with: Exception | None = None
         self.hang = False
+
+    def begin(self, script: list[TextDelta], version: int = 0) -> ScriptedLLM:
+        """As if it were new, with this script."""
+        self.script, self.policy_version, self.cached = script, version, 0
+        self.end_with = self.refuse_with = None
+        self.submitted.clear()
+        self.aborted = queue.Queue()
+        return self
 
     def said(self, params: SamplingParams) -> list[TextDelta]:
         return self.script

@@ -14,8 +14,9 @@ from rollout.config import ServerConfig
 from rollout.errors import ConfigError, ConnectionLostError, EngineDeadError, EngineStateError
 from rollout.server import bodies
 from rollout.state import EngineState
+from tests.engines import PATIENCE_S
 from tests.server.fake_llm import served
-from tests.server.requests_by_hand import ASK, DEADLINE_S, KEY, error_of, post_bytes, raw, read_all
+from tests.server.requests_by_hand import ASK, KEY, error_of, post_bytes, raw, read_all
 
 # --- the ordinary ways ------------------------------------------------------------------------------------------------
 
@@ -180,7 +181,7 @@ def test_a_body_of_100_mb_without_a_length_is_refused_when_the_limit_is_reached(
 
         with suppress(httpx.WriteError):
             headers = {"Content-Type": "application/json"}
-            response = httpx.post(f"{server.url}/v1/completions", content=pieces(), headers=headers, timeout=DEADLINE_S)
+            response = httpx.post(f"{server.url}/v1/completions", content=pieces(), headers=headers, timeout=PATIENCE_S)
             assert error_of(response, 413)["code"] == "body_too_large"
         assert not llm.submitted
         assert httpx.get(f"{server.url}/health").status_code == 200
@@ -223,5 +224,5 @@ def test_stopping_on_the_loop_itself_raises_and_the_server_goes_on():
                 with pytest.raises(RuntimeError, match="would never return"):
                     method()
 
-        llm.loop.run_sync(stop(), DEADLINE_S)
+        llm.loop.run_sync(stop(), PATIENCE_S)
         assert httpx.post(f"{server.url}/v1/completions", json=ASK).status_code == 200

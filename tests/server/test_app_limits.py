@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,18 +33,9 @@ from rollout.errors import (
 )
 from rollout.server.errors import STATUS_OF, describe
 from rollout.server.server import Server
+from tests.engines import PATIENCE_S, until
 from tests.server.fake_llm import FakeLLM, served
-from tests.server.requests_by_hand import (
-    ASK,
-    DEADLINE_S,
-    ROOT,
-    asked,
-    error_of,
-    post_bytes,
-    raw,
-    read_all,
-    wait_for_requests,
-)
+from tests.server.requests_by_hand import ASK, ROOT, asked, error_of, post_bytes, raw, read_all, wait_for_requests
 
 # --- limits and failures ----------------------------------------------------------------------------------------------
 
@@ -53,9 +43,7 @@ from tests.server.requests_by_hand import (
 def test_more_samples_than_may_be_open_are_a_429_and_than_can_ever_be_a_400():
     with served(max_open_requests=4) as (llm, server):
         llm.hold()
-        body = json.dumps(ASK | {"n": 3}).encode()
-        with raw(server) as client:
-            client.sendall(post_bytes("/v1/completions", body, "Content-Type: application/json"))
+        with asked(server, n=3) as client:
             wait_for_requests(llm, 1)
             refused = httpx.post(f"{server.url}/v1/completions", json=ASK | {"prompt": [[1], [2]]})
             assert error_of(refused, 429)["code"] == "queue_full"
@@ -188,16 +176,16 @@ def test_a_server_on_ipv6_has_a_url_too():
 
 def test_a_stopping_server_lets_requests_end_in_their_grace():
     with (
-        served(shutdown_grace_s=DEADLINE_S) as (llm, server),
+        served(shutdown_grace_s=PATIENCE_S) as (llm, server),
         asked_held(llm, server) as client,
         ThreadPoolExecutor(1) as pool,
     ):
         stopping = pool.submit(server.close)
         with pytest.raises(OSError):  # noqa: PT011 - refused or reset, as the system likes
-            until_refused(server)
+            until(lambda: raw(server).close())
         llm.release()
         assert b'"Hello"' in read_all(client)
-        stopping.result(DEADLINE_S)
+        stopping.result(PATIENCE_S)
         assert llm.aborted.empty()
 
 
@@ -240,13 +228,6 @@ def asked_held(llm: FakeLLM, server: Server) -> Iterator[socket.socket]:
         yield client
 
 
-def until_refused(server: Server) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        raw(server).close()
-        time.sleep(0.005)
-
-
 BLOCKING = """
 import threading
 from rollout.config import ServerConfig
@@ -269,13 +250,13 @@ def test_a_blocking_server_ends_in_order_on_a_signal_and_leaves_no_process():
             assert process.stdout is not None
             url = process.stdout.readline().strip()
             host, port = url.removeprefix("http://").split(":")
-            with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as client:
+            with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as client:
                 body = json.dumps(ASK).encode()
                 client.sendall(post_bytes("/v1/completions", body, "Content-Type: application/json"))
                 assert httpx.get(f"{url}/health").status_code == 200
                 process.send_signal(signal.SIGTERM)
                 read_all(client)
-            output, errors = process.communicate(timeout=DEADLINE_S)
+            output, errors = process.communicate(timeout=PATIENCE_S)
             assert output.split()[:3] == ["ended", "False", "0"], errors
             assert (process.returncode, errors) == (0, "")
         finally:

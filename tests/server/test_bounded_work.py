@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import threading
-import time
 from typing import Any, ClassVar
 
 import httpx
@@ -15,8 +13,9 @@ from rollout.server import bodies
 from rollout.server.bodies import LARGE
 from rollout.server.chat_template.prompt_ids import PromptTokenizer
 from rollout.server.server import Server
+from tests.engines import PATIENCE_S, until
 from tests.server.fake_llm import FakeTokenizer, served
-from tests.server.requests_by_hand import DEADLINE_S, post_bytes, raw, wait_for_requests
+from tests.server.requests_by_hand import asked, wait_for_requests
 
 # --- texts that cannot fit ----------------------------------------------------------------------------------------------
 
@@ -47,7 +46,7 @@ class CountingTokenizer(FakeTokenizer):
         if text:
             self.read.append(len(text))
         self.threads.add(threading.get_ident())
-        assert self.meanwhile.wait(DEADLINE_S)
+        assert self.meanwhile.wait(PATIENCE_S)
         return {"input_ids": list(text.encode())}
 
     def apply_chat_template(self, messages: Any, tokenize: bool = True) -> str:
@@ -77,14 +76,12 @@ def test_a_large_body_is_read_beside_the_loop(length: int, monkeypatch: pytest.M
         tokenizer.threads.clear()
         reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a" * length})
         assert reply.status_code == 200, reply.text
-        loops = {llm.loop.run_sync(ident(), DEADLINE_S)}
+        loops = {llm.loop.run_sync(ident(), PATIENCE_S)}
         assert (parsing == loops, tokenizer.threads == loops) == (length < LARGE, length < LARGE)
 
 
 def until_it_has_left(server: Server) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while '"/v1/completions",status="499"} 1.0' not in httpx.get(f"{server.url}/metrics").text:
-        assert time.monotonic() < deadline
+    until(lambda: '"/v1/completions",status="499"} 1.0' in httpx.get(f"{server.url}/metrics").text)
 
 
 async def ident() -> int:
@@ -96,10 +93,8 @@ def test_while_a_text_is_read_others_are_answered_and_its_client_may_leave():
     with served(tokenizer) as (llm, server):
         tokenizer.meanwhile.clear()
         llm.max_sequence_length = 9 * LARGE
-        body = json.dumps({"prompt": "a" * (4 * LARGE)}).encode()
         try:
-            with raw(server) as client:
-                client.sendall(post_bytes("/v1/completions", body, "Content-Type: application/json"))
+            with asked(server, prompt="a" * (4 * LARGE)):
                 while not tokenizer.read:
                     assert httpx.get(f"{server.url}/health").status_code == 200
                 assert httpx.post(f"{server.url}/v1/completions", json={"prompt": [1]}).status_code == 200
@@ -127,9 +122,7 @@ def test_parameters_that_are_the_same_for_many_prompts_are_checked_once(monkeypa
 def test_a_client_that_leaves_takes_what_it_asked_for_with_it():
     with served() as (llm, server):
         llm.hold()
-        body = json.dumps({"prompt": [[1]] * 300}).encode()
-        with raw(server) as client:
-            client.sendall(post_bytes("/v1/completions", body, "Content-Type: application/json"))
+        with asked(server, prompt=[[1]] * 300):
             wait_for_requests(llm, 1)
         until_it_has_left(server)
         assert llm.num_open == 0

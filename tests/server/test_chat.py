@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,24 +23,10 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</t
 TOKENIZER = byte_level("qwen2.5")
 
 
-@pytest.fixture(scope="module")
-def _fake() -> Iterator[tuple[ScriptedLLM, OpenAI]]:
-    with scripted(TOKENIZER, served_model_name="m") as pair:
-        yield pair
-
-
 @pytest.fixture
-def llm(_fake: tuple[ScriptedLLM, OpenAI]) -> ScriptedLLM:
+def llm(stage: tuple[ScriptedLLM, OpenAI]) -> ScriptedLLM:
     """Answers "Hello 🙂" unless told otherwise."""
-    fake, _ = _fake
-    fake.script, fake.end_with, fake.policy_version, fake.cached = spoken(TOKENIZER, "Hello 🙂"), None, 0, 0
-    fake.submitted.clear()
-    return fake
-
-
-@pytest.fixture
-def client(_fake: tuple[ScriptedLLM, OpenAI], llm: ScriptedLLM) -> OpenAI:
-    return _fake[1]
+    return stage[0].begin(spoken(TOKENIZER, "Hello 🙂"))
 
 
 def ask(client: OpenAI, **fields: Any) -> TheirReply:

@@ -1,6 +1,6 @@
 """Real clients against a live server over a small random model, whose calls and JSON are held to their schema by sampling.
 
-Clients that are not installed are skipped; the shapes of their requests, taken from their sources, are always sent.
+Clients that are not installed are skipped.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from pydantic import BaseModel
 
 from rollout import LLM, ServerConfig
 from rollout.errors import InvalidRequestError
+from tests.engines import PATIENCE_S
 from tests.models import trainer_logprobs
-from tests.server.real import HI, PATIENCE_S, TOKENIZER, small_llm, tiny
+from tests.server.real import HI, TOKENIZER, small_llm, tiny
 from trainer_hooks.verifiers import trace_batch
 
 PARAMETERS = {
@@ -70,29 +71,7 @@ def module(name: str) -> Any:
     return pytest.importorskip(name, exc_type=ImportError)
 
 
-# --- the shapes that clients send ------------------------------------------------------------------------------------
-
 CHAT, TEXT, TOKENS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "trl async grpo": (TEXT, {"prompt": [5, 6], "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "n": 1,
-                              "repetition_penalty": 1.0, "return_token_ids": True, "logprobs": 0, "seed": 7}),
-    "verifiers 0.1 tokens": (f"{CHAT}/tokens", {"messages": HI, "tools": None, "tokens": [5, 6], "logprobs": True,
-                                                "max_completion_tokens": 4, "return_token_ids": True, "top_k": -1}),
-    "lm-eval": (TEXT, {"prompt": [[5, 6, 7]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_shape_of_a_clients_request_is_served(http: httpx.Client, name: str):
-    path, body = SHAPES[name]
-    reply = http.post(path, json={"model": "m"} | body, headers={"X-Session-ID": "one"})
-    assert reply.status_code == 200, reply.text
-    told = reply.json()
-    choice = told["choices"][0]
-    if body.get("return_token_ids"):
-        prompt = choice["prompt_token_ids"] if path == TEXT else told["prompt_token_ids"]
-        assert prompt
-        assert len(choice["token_ids"]) <= 4
 
 
 # --- clients ----------------------------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import queue
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -18,36 +16,21 @@ from rollout.distributed.client.text_stream import TextDelta
 from rollout.errors import InvalidRequestError
 from rollout.server.openai.samples import merged
 from rollout.server.openai.sse import bursts
+from tests.engines import PATIENCE_S
 from tests.server.chat_templates import byte_level
 from tests.server.scripted import ScriptedLLM, joined, scripted, spoken
 
 TOKENIZER = byte_level("qwen2.5")
-DEADLINE_S = 120
 
 
 def ids(text: str) -> list[int]:
     return TOKENIZER(text)["input_ids"]
 
 
-@pytest.fixture(scope="module")
-def _fake() -> Iterator[tuple[ScriptedLLM, OpenAI]]:
-    with scripted(TOKENIZER, served_model_name="m") as pair:
-        yield pair
-
-
 @pytest.fixture
-def llm(_fake: tuple[ScriptedLLM, OpenAI]) -> ScriptedLLM:
+def llm(stage: tuple[ScriptedLLM, OpenAI]) -> ScriptedLLM:
     """Answers " in Oslo 🙂" unless told otherwise."""
-    fake, _ = _fake
-    fake.script, fake.end_with, fake.refuse_with = spoken(TOKENIZER, " in Oslo 🙂"), None, None
-    fake.submitted.clear()
-    fake.aborted = queue.Queue()
-    return fake
-
-
-@pytest.fixture
-def client(_fake: tuple[ScriptedLLM, OpenAI], llm: ScriptedLLM) -> OpenAI:
-    return _fake[1]
+    return stage[0].begin(spoken(TOKENIZER, " in Oslo 🙂"))
 
 
 def ask(client: OpenAI, **fields: Any) -> TheirReply:
@@ -262,7 +245,7 @@ def test_a_client_that_goes_away_ends_all_it_asked_for(llm: ScriptedLLM, client:
 
     async def ask_until_a_chunk() -> None:
         async with (
-            httpx.AsyncClient(timeout=DEADLINE_S) as plain,
+            httpx.AsyncClient(timeout=PATIENCE_S) as plain,
             plain.stream("POST", f"{client.base_url}completions", json=body) as reply,
         ):
             await anext(reply.aiter_lines())
@@ -276,8 +259,8 @@ def test_a_client_that_goes_away_ends_all_it_asked_for(llm: ScriptedLLM, client:
         await asyncio.gather(asking, return_exceptions=True)
 
     try:
-        asyncio.run(asyncio.wait_for(leave(), DEADLINE_S))
-        ended = {llm.aborted.get(timeout=DEADLINE_S) for _ in llm.submitted}
+        asyncio.run(asyncio.wait_for(leave(), PATIENCE_S))
+        ended = {llm.aborted.get(timeout=PATIENCE_S) for _ in llm.submitted}
         assert len(ended) == len(llm.submitted)
     finally:
         llm.hang = False

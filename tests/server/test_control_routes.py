@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from rollout import LLM, SamplingParams, ServerConfig
 from rollout.errors import ConfigError, InvalidRequestError
 from tests.adapters import adapted, saved_adapter
-from tests.engines import gated
+from tests.engines import PATIENCE_S, gated, until
 from tests.models import greedy
-from tests.server.real import PATIENCE_S, ok, small_llm, tiny, until
+from tests.server.real import ok, small_llm, tiny
 
 KEY = "sk-control"
 PROMPT = [5, 6, 7, 8, 9, 10]

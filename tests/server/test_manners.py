@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -13,12 +12,12 @@ import pytest
 
 from rollout.server.chat_template.reply_parser import ReasoningParser
 from rollout.state import EngineState
+from tests.engines import PATIENCE_S, until
 from tests.server.chat_templates import QWEN3, QWEN25, byte_level
 from tests.server.fake_llm import served
 from tests.server.scripted import events, scripted, spoken
 
 ASK = {"model": "fakes/one", "prompt": [1, 2, 3]}
-PATIENCE_S = 60.0
 TOKENIZER = byte_level("qwen2.5")
 
 
@@ -27,9 +26,7 @@ TOKENIZER = byte_level("qwen2.5")
 
 def lines_of(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
     """The log's lines, once there are so many: one is written after its reply."""
-    deadline = time.monotonic() + PATIENCE_S
-    while len(caplog.messages) < count and time.monotonic() < deadline:
-        time.sleep(0.005)
+    until(lambda: len(caplog.messages) >= count)
     return list(caplog.messages)
 
 

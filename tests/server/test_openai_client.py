@@ -12,9 +12,9 @@ import pytest
 from openai import OpenAI
 
 from rollout import LLM, SamplingParams, ServerConfig
-from tests.engines import gated
+from tests.engines import PATIENCE_S, gated, until
 from tests.models import greedy, trainer_logprobs
-from tests.server.real import HI, PATIENCE_S, TOKENIZER, emptied, small_llm, tiny, until
+from tests.server.real import HI, TOKENIZER, emptied, small_llm, tiny
 from tests.server.scripted import joined
 
 KEY = "sk-of-this-test"

@@ -11,10 +11,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from openai import OpenAI
 
 from rollout.server.openai.sse import DONE
 from tests.server.chat_templates import WEATHER, byte_level
-from tests.server.scripted import ScriptedLLM, scripted, spoken
+from tests.server.scripted import ScriptedLLM, spoken
 
 TOKENIZER = byte_level("qwen2.5")
 HI = [{"role": "user", "content": "hi"}]
@@ -22,26 +23,15 @@ HELLO = TOKENIZER("Hello 🙂")["input_ids"]
 PROMPT = [5, 6, 7]
 
 
-@pytest.fixture(scope="module")
-def _fake() -> Iterator[tuple[ScriptedLLM, httpx.Client]]:
-    with (
-        scripted(TOKENIZER, served_model_name="m") as (llm, client),
-        httpx.Client(base_url=str(client.base_url).removesuffix("/v1/"), timeout=60) as plain,
-    ):
-        yield llm, plain
+@pytest.fixture
+def llm(stage: tuple[ScriptedLLM, OpenAI]) -> ScriptedLLM:
+    return stage[0].begin(spoken(TOKENIZER, "Hello 🙂", version=2, top=[(7, -0.25)]), version=3)
 
 
 @pytest.fixture
-def llm(_fake: tuple[ScriptedLLM, httpx.Client]) -> ScriptedLLM:
-    fake, _ = _fake
-    fake.script, fake.policy_version = spoken(TOKENIZER, "Hello 🙂", version=2, top=[(7, -0.25)]), 3
-    fake.submitted.clear()
-    return fake
-
-
-@pytest.fixture
-def http(_fake: tuple[ScriptedLLM, httpx.Client], llm: ScriptedLLM) -> httpx.Client:
-    return _fake[1]
+def http(client: OpenAI) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=str(client.base_url).removesuffix("/v1/"), timeout=60) as plain:
+        yield plain
 
 
 def generate(http: httpx.Client, **fields: Any) -> httpx.Response:
