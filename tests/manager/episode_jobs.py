@@ -33,15 +33,3 @@ def plays(rank: int) -> dict[str, Any]:
             "steps": steps,
             "versions": second.policy_versions[second.response_mask].unique().tolist(),
         }
-
-
-def samples_outside(rank: int) -> str:
-    """The error that `sample` raises outside of `run`."""
-    with a_manager() as rollout:
-        try:
-            asyncio.run(rollout.sample([5], tokens(2)))
-        except RuntimeError as exc:
-            return str(exc)
-        finally:
-            rollout.generate([])
-        return ""

@@ -19,7 +19,7 @@ from rollout.manager.episodes.environment import EnvironmentTask, StepResult
 from rollout.manager.scoring import rewards_differ
 from rollout.sampling_params import SamplingParams
 from tests.engines import BLOCK
-from tests.models import make_model
+from tests.models import make_model, trainer_logprobs
 from tests.rollouts import assert_nothing_leaked, closed, logprob_error, make_rollout, tokens, update, value_error
 
 
@@ -375,14 +375,6 @@ class Adventure:
         return rng.random()
 
 
-def trainer_logprobs(model, turn) -> torch.Tensor:
-    """Of the completion of a turn, by the model's own forward."""
-    ids = torch.tensor([[*turn.prompt_tokens, *turn.generated_tokens]])
-    with torch.no_grad():
-        logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
-    return logprobs.gather(-1, ids[0, 1:, None])[len(turn.prompt_tokens) - 1 :, 0]
-
-
 @pytest.mark.parametrize(
     ("seed", "name", "mode", "restarts"),
     [
@@ -422,7 +414,8 @@ def test_every_sampled_token_stands_in_the_batch_once_as_it_was_sampled(seed, na
                     expected.append((key, before, token, round(logprobs[at], 5), versions[at]))
             for turn in episode.turns:
                 if len({*turn.policy_versions.tolist(), *(version for version, _ in turn.kv_spans.runs)}) == 1:
-                    exact = trainer_logprobs(of_version[turn.policy_version], turn)
+                    ids, prompt = [*turn.prompt_tokens, *turn.generated_tokens], len(turn.prompt_tokens)
+                    exact = trainer_logprobs(of_version[turn.policy_version], ids)[prompt - 1 :]
                     torch.testing.assert_close(torch.tensor(turn.generated_log_probs), exact, atol=1e-4, rtol=0)
                     checked += 1
         for row in range(len(batch)):

@@ -20,7 +20,3 @@ def test_ranks_play_their_episodes_together_and_each_gets_its_own(nursery: Nurse
     for answer in (busy, helping):
         assert answer["error"] < 1e-4
         assert answer["versions"] == [1]
-
-
-def test_a_sample_outside_of_run_is_refused_on_several_ranks(nursery: Nursery) -> None:
-    assert all("environment of run()" in each for each in run_together(nursery, 2, episode_jobs.samples_outside))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rollout import Advanced, InferenceConfig, RolloutBatch, RolloutManager, SamplingParams
 from rollout.errors import UnsupportedModelError
 from tests.engines import token_ids
-from tests.trees import distance, gradient
+from tests.trees import distance, gradient, tree_logprobs
 from tests.vision_models import CONFIGS, IMAGE, NO_MARKS, make_vision_model, picture_prompt
 from trainer_hooks.tree import attach
 
@@ -31,11 +31,6 @@ def padded_logprobs(model: nn.Module, batch: RolloutBatch) -> Tensor:
     logits = model(**batch.model_inputs(), use_cache=False).logits[:, :-1].float()
     chosen = logits.log_softmax(-1).gather(2, batch.input_ids[:, 1:, None])[..., 0]
     return nn.functional.pad(chosen, (1, 0)).where(batch.response_mask, 0.0)
-
-
-def tree_logprobs(model: nn.Module, batch: RolloutBatch) -> Tensor:
-    packed = batch.tree()
-    return packed.logprobs_of(model)
 
 
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - set(RECURRENT)))

@@ -11,6 +11,7 @@ import torch
 
 from rollout.config import Advanced, InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.parts.holds import COORDINATOR, HoldLevel
 from rollout.errors import (
     ConfigError,
     EngineStateError,
@@ -273,3 +274,37 @@ def test_a_with_block_closes_in_every_state(model, how):
     with pytest.warns(UserWarning, match="drops 2 groups") as caught, make_rollout(model) as rollout:
         rollout.submit([[5], [6]])
     assert caught[0].filename == __file__
+
+
+# --- the manager's own holds, next to the coordinator's ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stop", "go"), [("pause", "unpause"), ("suspend", "resume"), ("before_optimizer_step", "resume")]
+)
+@pytest.mark.parametrize("coordinator_first", [False, True])
+def test_what_both_have_stopped_runs_when_both_have_let_it_run(
+    rollout: RolloutManager, stop: str, go: str, coordinator_first: bool
+) -> None:
+    holds = rollout.engine.holds
+    getattr(rollout, stop)()
+    holds.hold(COORDINATOR, HoldLevel.PAUSED)
+    if coordinator_first:
+        holds.release(COORDINATOR)
+        assert rollout.engine.state is not EngineState.RUNNING
+        getattr(rollout, go)()
+    else:
+        getattr(rollout, go)()
+        assert rollout.engine.state is EngineState.PAUSED
+        holds.release(COORDINATOR)
+    assert rollout.engine.state.value == "running"
+    assert len(rollout.generate([[5, 6]])) == 1
+
+
+def test_a_pause_of_the_manager_is_refused_by_name_though_the_coordinator_holds_the_engine_too(
+    rollout: RolloutManager,
+) -> None:
+    rollout.engine.holds.hold(COORDINATOR, HoldLevel.PAUSED)
+    rollout.pause()
+    with pytest.raises(EngineStateError, match=r"manager\.unpause\(\)"):
+        rollout.generate([[5, 6]])

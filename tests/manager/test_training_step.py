@@ -15,7 +15,7 @@ from rollout.manager.manager import RolloutManager
 from rollout.observe.metric_table import LOGGED
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
-from tests.models import greedy, make_model, make_tokenizer, trainer_logprobs
+from tests.models import greedy, make_model, make_tokenizer
 from tests.rollouts import completions, logprob_error, make_rollout, trainer_logprobs_of
 from trainer_hooks.optimizer import attach
 
@@ -182,28 +182,3 @@ def test_two_steps_fill_every_metric_that_was_promised():
     assert metrics["rollout/logprob_diff_max"] <= 1e-4
     assert metrics["rollout/policy_version"] == 2
     assert metrics["rollout/groups_in_flight"] == rollout.groups_in_flight
-
-
-def test_log_probs_across_an_update_are_those_of_the_weights_that_sampled_them():
-    """What importance weights divide by: each token's log-prob under the version it carries."""
-    model = make_model("qwen3", num_hidden_layers=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    rollout = make_rollout(model, kv_cache_management_mode="recompute")
-    attach(optimizer, rollout)
-    rollout.submit([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True))
-    weights = []
-    for _ in range(3):
-        weights.append({name: value.clone() for name, value in model.state_dict().items()})
-        rollout.generate([[8]], SamplingParams(max_tokens=5, ignore_eos=True))
-        trainer_logprobs_of(model, rollout.generate([[9]], SamplingParams(max_tokens=1))).sum().backward()
-        optimizer.step()
-    weights.append({name: value.clone() for name, value in model.state_dict().items()})
-    batch = rollout.generate([], min_groups=1)
-    (request,) = batch
-    whole = request.prompt_tokens + request.generated_tokens
-    versions = batch.policy_versions[0, 3:]
-    assert len(versions.unique()) == 4
-    for version, state in enumerate(weights):
-        model.load_state_dict(state)
-        ours = batch.logprobs[0, 3:][versions == version]
-        assert torch.allclose(ours, trainer_logprobs(model, whole)[2:][versions == version], atol=1e-5)
