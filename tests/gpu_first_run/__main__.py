@@ -26,14 +26,13 @@ import torch
 from tests.gpu_first_run import exactness, memory, speed
 from tests.gpu_first_run.findings import FINDINGS, SHAPES, Run, say
 from tests.gpu_first_run.gpu_tests import gpu_tests
-from tests.gpu_first_run.tune import tune
 
 STAGES: dict[str, Callable[[Run], None]] = {
     "tests": gpu_tests, "kernels": exactness.kernels, "truth": exactness.truth, "memory": memory.memory,
-    "speed": speed.speed, "tune": tune,
+    "speed": speed.speed,
 }  # fmt: skip
 
-LIMITS = {"tests": 540, "kernels": 150, "truth": 200, "memory": 120, "speed": 270, "tune": 200}
+LIMITS = {"tests": 540, "kernels": 150, "truth": 200, "memory": 120, "speed": 270}
 """Names of the stages in a good order, and the seconds that each may take of a GPU's time, imports included."""
 GRACE_S = 20.0
 """Seconds that a stage gets to report what it has found, once its time is over."""
@@ -60,9 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown := [each for each in given if each not in known]:
             parser.error(f"{option} {unknown[0]}: must be of {', '.join(known)}")
     if options.device.type == "cuda" and not torch.cuda.is_available():
-        parser.error(
-            f"--device {options.device}: torch sees no CUDA device; a CPU runs all stages but kernels and tune"
-        )
+        parser.error(f"--device {options.device}: torch sees no CUDA device; a CPU runs all stages but kernels")
     options.out.mkdir(parents=True, exist_ok=True)
     run = Run(options.device, options.out, sizes, options.tests, options.workers)
     if options.here:

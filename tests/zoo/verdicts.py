@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
-import os
+import json
+import subprocess
+import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext, ForkServerProcess
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +22,7 @@ from tests.engines import greedily, make_engine, token_ids
 from tests.models import greedy, trainer_logprobs
 from tests.zoo.small_models import build
 
+ROOT = Path(__file__).parents[2]
 LENGTHS = (1, 9, 30, 61)
 NEW_TOKENS = 12
 TOLERANCE = 1e-4
@@ -113,69 +115,25 @@ def _compared(model: PreTrainedModel) -> tuple[str, str]:
     return EQUAL, ", ".join(notes)
 
 
-def judge_into(link: Connection, architecture: str) -> None:
-    """Judge in a process of one's own, and send the verdict."""
+def survey(architectures: Sequence[str], jobs: int, deadline_s: float) -> Iterator[Verdict]:
+    """Judge each in a process of its own, in the order in which they end."""
+    with ThreadPoolExecutor(jobs) as threads:
+        for judged in as_completed([threads.submit(_apart, name, deadline_s) for name in architectures]):
+            yield judged.result()
+
+
+def _apart(architecture: str, deadline_s: float) -> Verdict:
+    command = [sys.executable, "-m", "tests.zoo.verdicts", architecture]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=deadline_s, check=False)
+    except subprocess.TimeoutExpired:
+        return Verdict(architecture, LATE, f"nothing after {deadline_s:g} s", deadline_s)
+    if done.returncode:
+        return Verdict(architecture, ERROR, f"the process ended with {done.returncode}")
+    return Verdict(**json.loads(done.stdout.splitlines()[-1]))
+
+
+if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 2)
-    link.send(judge(architecture))
-
-
-def survey(
-    architectures: Sequence[str],
-    jobs: int,
-    deadline_s: float,
-    judge_into: Callable[[Connection, str], None] = judge_into,
-    context: ForkServerContext | ForkContext | None = None,
-) -> Iterator[Verdict]:
-    """Judge each in a process of its own, in the order in which they end.
-
-    Args:
-        judge_into: what a process does; a seam for tests, as `context` is.
-    """
-    if context is None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-    todo = list(reversed(architectures))
-    running: dict[Connection, tuple[str, ForkServerProcess | ForkProcess, float]] = {}
-    try:
-        while todo or running:
-            while todo and len(running) < jobs:
-                name = todo.pop()
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=judge_into, args=(theirs, name), daemon=True)
-                process.start()
-                theirs.close()
-                running[ours] = name, process, time.monotonic() + deadline_s
-            earliest = min(end for _, _, end in running.values())
-            ready = wait(list(running), timeout=max(0.0, earliest - time.monotonic()))
-            for link, (name, process, end) in list(running.items()):
-                if link in ready:
-                    yield _received(link, name, process)
-                elif time.monotonic() >= end:
-                    yield Verdict(name, LATE, f"nothing after {deadline_s:g} s", deadline_s)
-                else:
-                    continue
-                _end(process, link)
-                del running[link]
-    finally:
-        for link, (_, process, _) in running.items():
-            _end(process, link)
-
-
-def _received(link: Connection, name: str, process: ForkServerProcess | ForkProcess) -> Verdict:
-    try:
-        verdict: Verdict = link.recv()
-    except EOFError:
-        process.join(5)
-        return Verdict(name, ERROR, f"the process ended with {process.exitcode}")
-    return verdict
-
-
-def _end(process: ForkServerProcess | ForkProcess, link: Connection) -> None:
-    link.close()
-    process.join(0.2)
-    if process.is_alive():
-        process.kill()
-    process.join()
+    print(json.dumps(vars(judge(sys.argv[1]))))

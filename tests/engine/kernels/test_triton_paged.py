@@ -7,7 +7,6 @@ tests below run on the CPU; without it they are marked `gpu`.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,8 +21,6 @@ from rollout.engine.kernels import decode_parts, triton_paged, triton_trial
 from rollout.engine.kernels.decode_parts import SPLIT, DecodeParts, num_splits
 from rollout.engine.kernels.triton_paged import TritonPaged, load, serves
 from rollout.engine.kernels.triton_trial import Heads, tried_out
-from tests.gpu_first_run.findings import Run
-from tests.gpu_first_run.tune import tune
 from tests.interpreter import INTERPRETED, combined
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -408,16 +405,6 @@ def test_a_trial_of_these_kernels_passes(dtype, caplog, monkeypatch):
     assert own is not None
     assert tried_out(own, [kind], dtype, 7, DEVICE) is own
     assert not caplog.records
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="on a GPU it is a stage of the first run")
-def test_tuning_finds_the_best_setting_and_leaves_the_kernels_as_they_were(tmp_path, capsys):
-    before = triton_paged._plan, decode_parts.SPLIT, triton_paged._programs
-    tune(Run(DEVICE, tmp_path, ("tiny",)))
-    assert (triton_paged._plan, decode_parts.SPLIT, triton_paged._programs) == before
-    *_, tuned = map(json.loads, capsys.readouterr().out.splitlines())
-    assert tuned["tb_s"] > 0
-    assert tuned["best"]["split"] in (512, 1024)
 
 
 # --- without a device -------------------------------------------------------------------------------------------------
