@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -36,7 +37,7 @@ from rollout.manager.backend import Backend, LocalBackend
 from rollout.manager.groups import key_of
 from rollout.manager.run_loop import Goal, RunLoop
 from rollout.requests.codec import unpack_msgpack
-from rollout.requests.request import DynamicInferenceRequest, results_of, told_once
+from rollout.requests.request import REQUEST, DynamicInferenceRequest, VLMInferenceRequest
 from rollout.state import EngineState
 from rollout.threads.interrupts import interrupt_deferred, interruptible, uninterrupted
 
@@ -99,7 +100,11 @@ class FollowerBackend(LocalBackend):
     """The backend of a following member, whose engine checks and stores requests but computes none."""
 
     def ended(self, result: DynamicInferenceRequest) -> None:
-        """Record the outcome of a sample, as reported by the first rank."""
+        """Record the outcome of a sample, as reported by the first rank without the images, which are also here."""
+        sample = self._engine.parts.ledger.live.get(result.request_id, {}).get(result.sample_index)
+        own = None if sample is None else sample.record[0]
+        if isinstance(own, VLMInferenceRequest) and isinstance(result, VLMInferenceRequest):
+            result.imgs, result.image_inputs = own.imgs, own.image_inputs
         self._engine.parts.intake.forget(result.request_id, result.sample_index)
 
     def wait(self, timeout_s: float) -> None:
@@ -225,7 +230,7 @@ class LeaderLoop(RunLoop):
         self._engine.context.kept = KEPT_ALL
         return {
             "error": None if failed is None else [type(failed).__name__, str(failed)],
-            **told_once(untold),
+            "results": [REQUEST.encode(_without_images(each)) for each in untold],
             "live": live.tobytes(),
             "held": held.tobytes(),
         }
@@ -275,12 +280,18 @@ class FollowerLoop(RunLoop):
         context = self._engine.context
         context.follow_blocks(*(np.frombuffer(bytearray(told[name]), np.int32) for name in ("live", "held")))
         context.kept = KEPT_ALL
-        results = results_of(told)
+        results = [REQUEST.decode(each) for each in told["results"]]
         assert isinstance(self._backend, FollowerBackend)
         for result in results:
             self._backend.ended(result)
         with self._engine.locked():
             self._take(results)
+
+
+def _without_images(request: DynamicInferenceRequest) -> DynamicInferenceRequest:
+    if isinstance(request, VLMInferenceRequest):
+        return replace(request, imgs=None, image_inputs={})
+    return request
 
 
 def _error_of(name: str, message: str) -> BaseException:

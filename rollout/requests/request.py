@@ -8,9 +8,7 @@ only by the properties that return one.
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
@@ -396,38 +394,6 @@ def with_images(request: DynamicInferenceRequest, images: ImageInputs | None) ->
     tensors = dict(images.tensors)
     values = {each.name: getattr(request, each.name) for each in fields(request) if each.init}
     return VLMInferenceRequest(**values, imgs=tensors.pop(PIXELS, None), image_inputs=tensors)
-
-
-def told_once(requests: Iterable[DynamicInferenceRequest]) -> dict[str, Any]:
-    """Encode requests as plain values that contain shared images once."""
-    plain: list[Any] = []
-    images: list[Any] = []
-    # Ids stay valid, because the requests keep the tensors alive.
-    places: dict[tuple[int, ...], int] = {}
-    for request in requests:
-        if not isinstance(request, VLMInferenceRequest) or (own := request.images) is None:
-            plain.append([REQUEST.encode(request), None])
-            continue
-        place = places.setdefault(tuple(id(each) for each in own.tensors.values()), len(images))
-        if place == len(images):
-            images.append(codec.TENSORS.encode(dict(own.tensors)))
-        bare = copy.copy(request)
-        bare.imgs, bare.image_inputs = None, {}
-        plain.append([REQUEST.encode(bare), place])
-    return {"results": plain, "images": images}
-
-
-def results_of(told: Mapping[str, Any]) -> list[DynamicInferenceRequest]:
-    """Decode the result of `told_once`; requests that shared images share them again."""
-    images = [codec.TENSORS.decode(each) for each in told["images"]]
-    results = []
-    for plain, place in told["results"]:
-        result = REQUEST.decode(plain)
-        if place is not None and isinstance(result, VLMInferenceRequest):
-            result.image_inputs = dict(images[place])
-            result.imgs = result.image_inputs.pop(PIXELS, None)
-        results.append(result)
-    return results
 
 
 def _or_empty(values: Any) -> Any:
