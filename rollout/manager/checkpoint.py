@@ -11,14 +11,13 @@ from typing import Any
 import msgpack
 
 from rollout.errors import ConfigError, EngineStateError
-from rollout.manager.episodes.saved import PLAYED
 from rollout.manager.groups import GroupJournal, GroupLedger
 from rollout.manager.rounds import Rounds
 from rollout.requests.codec import INT, OPAQUE, STR, Codec, decode_fields, list_of, refuse, unpack_msgpack
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import REQUEST, DynamicInferenceRequest
 
-FORMAT = 7
+FORMAT = 8
 
 
 class Checkpoints:
@@ -28,7 +27,10 @@ class Checkpoints:
         self._rounds = rounds
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything in flight, with versions and random streams, for torch.save (`weights_only`) or msgpack."""
+        """Return all groups in flight, with versions and random streams, for torch.save (`weights_only`) or msgpack.
+
+        Episodes in flight are not included.
+        """
         rounds = self._rounds
         with rounds.engine.locked():
             rounds.loop.take_ended()
@@ -37,8 +39,7 @@ class Checkpoints:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`. The model must have the weights of that moment.
 
-        Episodes continue with the next `run`, in new environments (see docs/how-to/agents.md). If this raises, nothing is in
-        flight.
+        If this raises, nothing is in flight.
 
         Raises:
             EngineStateError: requests are in flight here already.
@@ -59,7 +60,7 @@ class Checkpoints:
 
 
 def save(rounds: Rounds, updates_per_round: int) -> dict[str, Any]:
-    """Serialise the state of a rollout: versions, groups, finished samples, records of unfinished samples, episodes."""
+    """Serialise the state of a rollout: versions, groups, finished samples, records of unfinished samples."""
     engine, groups, unfinished = rounds.engine, rounds.groups, rounds.backend.snapshot()
     fields = {
         "model": engine.controller.layout.described,
@@ -69,7 +70,7 @@ def save(rounds: Rounds, updates_per_round: int) -> dict[str, Any]:
         "groups": [[group_id, groups[group_id].size] for group_id in groups],
         "finished": [result.serialize() for result in groups.results(groups)],
         "unfinished": [record.serialize() for record in unfinished if record.request_id in groups],
-        "episodes": rounds.player.save(),
+        "next_episode_group": rounds.player.next_number,
     }
     # This comes last, because the journal must not keep files for a failed checkpoint.
     fields["journal"] = rounds.loop.journal.checkpoint(engine.policy_version)
@@ -111,7 +112,7 @@ def load(state: Any, rounds: Rounds) -> int:
         journal.restore("", 0)
         raise
     rounds.loop.groups = groups
-    rounds.player.load(loaded["episodes"])
+    rounds.player.next_number = loaded["next_episode_group"]
     return int(loaded["updates_per_round"])
 
 
@@ -149,7 +150,7 @@ _FIELDS = {
     "updates_per_round": INT,
     "journal": STR,
     "groups": OPAQUE,
-    "episodes": PLAYED,
+    "next_episode_group": INT,
     "finished": list_of(REQUEST),
     "unfinished": list_of(_RECORD),
 }

@@ -6,7 +6,7 @@ Between two calls of `run`, tools continue and completions wait, because no step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import length_hint
 from typing import Any
@@ -19,7 +19,6 @@ from rollout.manager.episodes.environment import (
     EnvironmentTask,
     Play,
     as_play,
-    name_of,
 )
 from rollout.manager.episodes.episode import Episode
 from rollout.manager.episodes.player import EpisodePlayer
@@ -131,7 +130,6 @@ class EpisodeRuns:
         keep: Callable[[Sequence[Episode]], bool] | None = None,
         max_discarded: int | None = None,
         episode_timeout_s: float | None = None,
-        environments: Mapping[str, EnvironmentFactory | Play] | None = None,
         on_error: OnError = "raise",
         progress: bool | None = None,
         timeout_s: float | None = None,
@@ -154,7 +152,6 @@ class EpisodeRuns:
             keep: called with a finished group; False drops it, and it does not count. See `rewards_differ`.
             max_discarded: number of dropped groups after which every group is kept. None: four times `min_groups`, or all.
             episode_timeout_s: seconds within `run` after which an episode fails with the turns that it has.
-            environments: without `environment`: `__qualname__` → environment, of episodes from `load_state_dict`.
             on_error: `raise`: `RolloutFailedError` if an episode failed. `mask`: its rows are masked; the error is raised if
                 every episode failed.
             progress, timeout_s, fields: as in `generate`.
@@ -175,10 +172,6 @@ class EpisodeRuns:
         (params,) = one_each(sampling_params, 1)
         warn_of_equal_samples(params, n)
         most = _room(tasks, min_groups, max_groups, params, n)
-        if environment is not None and environments is not None:
-            raise ConfigError(
-                "environment= with environments=: pass one; the latter is for restored episodes of several"
-            )
         drawn, begun = iter(tasks), list[int]()
         tokenizer = rounds.engine.controller.tokenizer
 
@@ -189,11 +182,9 @@ class EpisodeRuns:
                     f"task {task!r:.80} without environment=: must be an EnvironmentTask(environment, task)"
                 )
             play = as_play(asked.environment, tokenizer, max_turns)
-            name = name_of(asked.environment)
-            begun.append(player.begin(asked.task, play, n, params, episode_timeout_s, name))
+            begun.append(player.begin(asked.task, play, n, params, episode_timeout_s))
 
         with rounds.round("run", timeout_s):
-            self._resume(environment, environments or {}, max_turns)
             self._pacer.begin_round(rounds.engine.policy_version)
             waited_for = min_groups or len(player) + length_hint(drawn)
             goal = PlayGoal(
@@ -211,26 +202,6 @@ class EpisodeRuns:
                 player.stop_clock()
             return self._hand_out(on_error)
 
-    def _resume(
-        self,
-        environment: EnvironmentFactory | Play | None,
-        named: Mapping[str, EnvironmentFactory | Play],
-        max_turns: int,
-    ) -> None:
-        """Continue all episodes from `load_state_dict`, or none of them."""
-        player, tokenizer = self._rounds.player, self._rounds.engine.controller.tokenizer
-        plays: dict[int, Play] = {}
-        for number, name in player.restored.items():
-            played_by = named.get(name) if environment is None else environment
-            if played_by is None:
-                raise ConfigError(
-                    f"{len(player.restored)} groups of episodes from before the restart continue, the first with "
-                    f"{name!r}: pass environments={{{name!r}: ...}}, or environment="
-                )
-            plays[number] = as_play(played_by, tokenizer, max_turns)
-        for number, play in plays.items():
-            player.resume(number, play)
-
     def _hand_out(self, on_error: OnError) -> EpisodeBatch:
         rounds, player = self._rounds, self._rounds.player
         ended = player.ended()
@@ -238,7 +209,6 @@ class EpisodeRuns:
         batch = EpisodeBatch.from_episodes(
             episodes, detokenize=rounds.engine.controller.detokenize, **rounds.batch_options()
         )
-        rounds.metrics.add("rollout/episode_turns_dropped", sum(episode.num_recorded for episode in episodes))
         player.drop(ended)
         if episodes and all(episode.error is not None for episode in episodes):
             on_error = "raise"

@@ -99,7 +99,6 @@ _TABLE: dict[str, Metric] = {
     "requests_waiting": _gauge("requests", "requests waiting for a slot or blocks", "scheduler.num_waiting", peak=True),
     "groups_in_flight": _gauge("groups", "unfinished groups, continued by the next generate"),
     "groups_discarded": _counter("groups", "finished groups that `keep` rejected", total=True),
-    "episode_turns_dropped": _counter("turns", "turns from before a restart that were not requested again", total=True),
     "requests_finished": _counter("requests", "requests that ended with a result", total=True),
     "requests_truncated": _counter("requests", "finished requests that were cut off by their token budget"),
     "requests_failed": _counter("requests", "requests that ended with an error", "ledger.requests_failed"),

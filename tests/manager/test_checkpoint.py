@@ -204,9 +204,9 @@ def sealed(state: State, data: bytes) -> State:
 
 MALFORMED: list[tuple[Callable[[State], Any], str]] = [
     (lambda state: None, "state: None arrived where a dict"),
-    (lambda state: {}, r"state\.format: None arrived where 7"),
-    (lambda state: {**state, "format": 1}, r"state\.format: 1 arrived where 7, the format that this version reads"),
-    (lambda state: {"format": 7, "checksum": 1}, r"state\.data: missing"),
+    (lambda state: {}, r"state\.format: None arrived where 8"),
+    (lambda state: {**state, "format": 1}, r"state\.format: 1 arrived where 8, the format that this version reads"),
+    (lambda state: {"format": 8, "checksum": 1}, r"state\.data: missing"),
     (lambda state: {**state, "data": state["data"][:-9]}, r"state\.checksum: .* a byte was damaged"),
     (lambda state: {**state, "data": b"\xff" + state["data"][1:]}, r"state\.checksum: \d+ arrived where"),
     (lambda state: {**state, "data": "text"}, r"state\.checksum: "),

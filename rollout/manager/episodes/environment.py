@@ -32,9 +32,6 @@ class Environment(Protocol):
 
     A method that is not a coroutine runs on a pool thread, so it may block without delaying other episodes. A method
     `close()`, if there is one, is always called at the end.
-
-    After a restart the episode is played again from the beginning, with the earlier completions as long as the prompts are
-    the same; see `RolloutManager.load_state_dict`.
     """
 
     def reset(self, task: Any) -> Prompt | Awaitable[Prompt]:
@@ -63,7 +60,7 @@ class EnvironmentTask:
 
 def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: int) -> Play:
     """Return a coroutine function that plays an environment; `TypeError` for an object of another kind."""
-    name = name_of(environment)
+    name = getattr(environment, "__qualname__", type(environment).__qualname__)
     if _is_play(environment):
         check_call(f"environment={name}", environment, 1, "write `async def play(episode): ... return reward`")
         return environment
@@ -92,12 +89,6 @@ def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: i
                 await called(close)
 
     return play
-
-
-def name_of(environment: EnvironmentFactory | Play) -> str:
-    """Return the name of an environment in a checkpoint."""
-    name: str = getattr(environment, "__qualname__", type(environment).__qualname__)
-    return name
 
 
 def check_call(what: str, function: Any, arguments: int, cure: str) -> None:

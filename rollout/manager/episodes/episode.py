@@ -1,21 +1,16 @@
-"""`Episode`: the turns of one play of an environment; `EpisodeGroup`: the episodes of one task."""
+"""`Episode`: the turns of one play of an environment."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from rollout.errors import EngineStateError
 from rollout.requests.block_hash import stream_key
-from rollout.requests.images import images_of
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from rollout.state import FinishReason
 
-Check = Callable[[Prompt, SamplingParams], list[int]]
-"""A function that returns the token ids of a prompt, or raises if it can never be served."""
 Ask = Callable[[Prompt, SamplingParams, Callable[[DynamicInferenceRequest], None]], Awaitable[DynamicInferenceRequest]]
 """(prompt, parameters, callback on the stepping thread with the result) → the finished request."""
 
@@ -42,7 +37,6 @@ class Episode:
         params: SamplingParams,
         seed: int,
         ask: Ask,
-        check: Check,
     ) -> None:
         self.task = task
         self.group_id = group_id
@@ -54,11 +48,8 @@ class Episode:
         self._params = params
         self._seed = stream_key(stream_key(seed, group_id), index)
         self._ask = ask
-        self._check = check
         self._asked = 0
         self._turns: dict[int, DynamicInferenceRequest] = {}
-        self._recorded: dict[int, DynamicInferenceRequest] = {}
-        """Turns from before a restart that were not requested again yet, by number."""
 
     @classmethod
     def from_turns(
@@ -75,7 +66,7 @@ class Episode:
         def elsewhere(*_: Any) -> NoReturn:
             raise EngineStateError("this episode was sampled elsewhere")
 
-        episode = cls(task, group_id, index, SamplingParams(), 0, elsewhere, elsewhere)
+        episode = cls(task, group_id, index, SamplingParams(), 0, elsewhere)
         episode.reward, episode.error, episode.ended = reward, error, True
         episode._turns = dict(enumerate(turns))
         return episode
@@ -111,10 +102,6 @@ class Episode:
                 f"{self!r} samples after its end: let the coroutine that plays it end when it is cancelled"
             )
         params = sampling_params or self._params
-        if self._recorded:
-            recorded = self._recall(self._check(prompt, params), params, given=sampling_params is not None)
-            if recorded is not None:
-                return recorded
         number, self._asked = self._asked, self._asked + 1
         if params.seed is None or sampling_params is None:
             params = params.replace(seed=stream_key(self._seed, number))
@@ -125,69 +112,6 @@ class Episode:
 
         return await self._ask(prompt, params, keep)
 
-    # --- after a restart ----------------------------------------------------------------------------------------
-
-    @property
-    def all_turns(self) -> dict[int, DynamicInferenceRequest]:
-        """Finished turns by number, including turns from before a restart that were not requested again yet."""
-        return dict(sorted({**self._recorded, **self._turns}.items()))
-
-    @property
-    def num_recorded(self) -> int:
-        """Number of turns from before a restart that were not requested again yet."""
-        return len(self._recorded)
-
-    def recorded(self, turns: dict[int, DynamicInferenceRequest], *, ended: bool) -> None:
-        """Set the turns from before a restart. `ended`: none of them will be requested again."""
-        self._turns, self._recorded = (turns, {}) if ended else ({}, turns)
-        self._asked = max(turns, default=-1) + 1
-
-    def _recall(self, tokens: list[int], params: SamplingParams, *, given: bool) -> DynamicInferenceRequest | None:
-        """Restore and return the first recorded turn with this prompt and these parameters; None: it has to be sampled."""
-        images = images_of(tokens)
-        for number, turn in sorted(self._recorded.items()):
-            seeded = params if given and params.seed is not None else params.replace(seed=turn.sampling_params.seed)
-            same_images = (turn.images and turn.images.digest) == (images and images.digest)
-            if turn.prompt_tokens == tokens and same_images and _same_but_for_room(seeded, turn):
-                return self._take_over(number)
-        return None
-
-    def _take_over(self, number: int) -> DynamicInferenceRequest:
-        # The order matters, because another thread may be reading `all_turns`.
-        turn = self._turns[number] = self._recorded[number]
-        del self._recorded[number]
-        return turn
-
     def __repr__(self) -> str:
         state = self.error or ("open" if self.reward is None else f"reward {self.reward:g}")
         return f"Episode(group {self.group_id}, index {self.index}, {len(self._turns)} turns, {state})"
-
-
-def _same_but_for_room(asked: SamplingParams, turn: DynamicInferenceRequest) -> bool:
-    """Return whether a turn was sampled with these parameters, except that the sequence length may have limited it."""
-    was = turn.sampling_params
-    if asked.max_tokens > was.max_tokens and turn.finish_reason is FinishReason.STOP:
-        asked = asked.replace(max_tokens=was.max_tokens, min_tokens=was.min_tokens)
-    return asked == was
-
-
-@dataclass(eq=False)
-class EpisodeGroup:
-    """The episodes of one task.
-
-    Always true: `missing` has the indices of the unfinished ones.
-    """
-
-    group_id: int
-    episodes: list[Episode]
-    environment: str
-    """Name of its environment."""
-    params: SamplingParams
-    due: float
-    """Playing time in seconds at which all episodes must have finished; infinity: no limit."""
-    missing: set[int] = field(default_factory=set)
-
-    @property
-    def task(self) -> Any:
-        """Task as given to `run`."""
-        return self.episodes[0].task

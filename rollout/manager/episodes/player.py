@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any
@@ -21,10 +21,8 @@ from weakref import finalize
 
 from rollout.errors import EngineStateError
 from rollout.manager.episodes.environment import BrokenEnvironmentError, Play
-from rollout.manager.episodes.episode import Check, Episode, EpisodeGroup
+from rollout.manager.episodes.episode import Episode
 from rollout.manager.episodes.samples import OpenSamples
-from rollout.manager.episodes.saved import GROUP, portable
-from rollout.requests.codec import encode_fields
 from rollout.requests.prompt import Prompt
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -44,19 +42,23 @@ class EpisodePlayer:
 
     Attributes:
         unfinished: ids of groups with unfinished episodes.
-        restored: groups from before a restart (id → name of the environment), until `resume` starts their unfinished
-            episodes.
+        next_number: id of the next group.
     """
 
-    def __init__(self, samples: OpenSamples, check: Check, seed: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        samples: OpenSamples,
+        check: Callable[[Prompt, SamplingParams], list[int]],
+        seed: int,
+        clock: Callable[[], float],
+    ) -> None:
         self.unfinished: set[int] = set()
-        self.restored: dict[int, str] = {}
+        self.next_number = 0
         self._samples = samples
         self._check = check
         self._seed = seed
         self._clock = clock
-        self._next_number = 0
-        self._groups: dict[int, EpisodeGroup] = {}
+        self._groups: dict[int, list[Episode]] = {}
         self._futures: dict[Episode, Future[None]] = {}
         self._played_s = 0.0
         self._due: dict[int, float] = {}
@@ -76,18 +78,10 @@ class EpisodePlayer:
 
     # --- the stepping thread --------------------------------------------------------------------------------------
 
-    def begin(
-        self, task: Any, play: Play, n: int, params: SamplingParams, timeout_s: float | None, environment: str
-    ) -> int:
-        """Start n episodes of a task, under the name of their environment; returns the group id."""
-        number = self._next_number
-        self._next_number += 1
-        self._start(self._book(number, task, n, params, timeout_s, environment), play)
-        return number
-
-    def _book(
-        self, number: int, task: Any, n: int, params: SamplingParams, timeout_s: float | None, environment: str
-    ) -> EpisodeGroup:
+    def begin(self, task: Any, play: Play, n: int, params: SamplingParams, timeout_s: float | None) -> int:
+        """Start n episodes of a task; returns the group id."""
+        number = self.next_number
+        self.next_number += 1
         seed = self._seed if params.seed is None else params.seed
 
         async def ask(
@@ -95,22 +89,17 @@ class EpisodePlayer:
         ) -> DynamicInferenceRequest:
             return await self._samples.completion(self._check(prompt, asked), asked, keep, owner=number)
 
-        episodes = [Episode(task, number, index, params, seed, ask, self._check) for index in range(n)]
-        due = math.inf if timeout_s is None else self._played_s + timeout_s
-        group = self._groups[number] = EpisodeGroup(number, episodes, environment, params, due, set(range(n)))
-        if due < math.inf:
-            self._due[number] = due
+        self._groups[number] = [Episode(task, number, index, params, seed, ask) for index in range(n)]
+        if timeout_s is not None:
+            self._due[number] = self._played_s + timeout_s
         self.unfinished.add(number)
-        return group
-
-    def _start(self, group: EpisodeGroup, play: Play) -> None:
         if self._loop is None:
             self._loop = LoopThread("rollout-episodes")
             # An environment that still computes while the interpreter shuts down would abort the process.
             finalize(self, _close_at_exit, self._loop)
-        for episode in group.episodes:
-            if not episode.ended:
-                self._futures[episode] = self._loop.start(self._play(episode, play))
+        for episode in self._groups[number]:
+            self._futures[episode] = self._loop.start(self._play(episode, play))
+        return number
 
     def look_at_the_clock(self) -> None:
         """Fail the episodes whose time is over. Time counts between the first call and `stop_clock`."""
@@ -120,7 +109,7 @@ class EpisodePlayer:
         self._looked_at = now
         for number in [number for number, due in self._due.items() if due <= self._played_s]:
             del self._due[number]
-            for late in self._groups[number].episodes:
+            for late in self._groups[number]:
                 if self._end(late, None, "RequestTimeoutError: the episode's episode_timeout_s has passed"):
                     self._cancel(late)
 
@@ -139,59 +128,26 @@ class EpisodePlayer:
 
     def episodes(self, number: int) -> list[Episode]:
         """Return the episodes of a group."""
-        return self._groups[number].episodes
+        return self._groups[number]
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Forget groups and abandon their unfinished episodes."""
         for number in list(numbers):
-            group = self._groups.pop(number, None)
             self._due.pop(number, None)
-            for episode in () if group is None else group.episodes:
+            for episode in self._groups.pop(number, ()):
                 if self._end(episode, None, "RequestAbortedError: the episode was dropped"):
                     self._cancel(episode)
                 self._futures.pop(episode, None)
             self.unfinished.discard(number)
-            self.restored.pop(number, None)
 
     def oldest_versions(self) -> Iterator[tuple[int, int]]:
         """Yield (group id, oldest version of a finished turn's token) of unfinished groups with such a token."""
         for number in list(self.unfinished):
-            turns = (turn for episode in self._groups[number].episodes for turn in episode.turns)
+            turns = (turn for episode in self._groups[number] for turn in episode.turns)
             versions = (turn.policy_spans.oldest(start=turn.original_prompt_length) for turn in turns)
             known = [version for version in versions if version is not None]
             if known:
                 yield number, min(known)
-
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-
-    def save(self) -> dict[str, Any]:
-        """Return every group in its current state, as plain values that `PLAYED` decodes, without open completions."""
-        groups = []
-        for group in self._groups.values():
-            with self._ending:
-                groups.append(encode_fields(group, GROUP))
-        return {"next": self._next_number, "played_s": self._played_s, "groups": portable(groups)}
-
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Restore the decoded result of `save` while nothing is in flight. Its episodes continue with `resume`."""
-        self._next_number = saved["next"]
-        for each in saved["groups"]:
-            left = max(0.0, each["due"] - saved["played_s"])
-            group = self._book(
-                each["group_id"], each["task"], len(each["episodes"]), each["params"], left, each["environment"]
-            )
-            for episode, was in zip(group.episodes, each["episodes"], strict=True):
-                episode.recorded(was["all_turns"], ended=was["ended"])
-                episode.info.update(was["info"])
-                if was["ended"]:
-                    self._end(episode, was["reward"], was["error"])
-            if group.missing:
-                self.restored[group.group_id] = group.environment
-
-    def resume(self, number: int, play: Play) -> None:
-        """Start the unfinished episodes of a restored group."""
-        del self.restored[number]
-        self._start(self._groups[number], play)
 
     def close(self) -> None:
         """Abandon everything and stop the loop."""
@@ -252,11 +208,8 @@ class EpisodePlayer:
             if episode.ended:
                 return False
             episode.reward, episode.error, episode.ended = reward, error, True
-            group = self._groups.get(episode.group_id)
-            if group is not None:
-                group.missing.discard(episode.index)
-                if not group.missing:
-                    self.unfinished.discard(episode.group_id)
+            if all(each.ended for each in self._groups.get(episode.group_id, ())):
+                self.unfinished.discard(episode.group_id)
         self._samples.wake()
         return True
 
