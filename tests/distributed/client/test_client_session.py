@@ -144,18 +144,6 @@ def test_a_control_call_ends_with_the_exception_that_was_named_and_its_engines()
     assert str(unknown) == "ZeroDivisionError: odd"
 
 
-def test_abort_asks_and_the_answer_ends_the_group():
-    line = Line()
-    group = line.submit()
-    assert line.session.abort(0)
-    assert not line.session.abort(5)
-    assert line.sent[1:] == [wire.Abort(0)]
-    assert not group.done
-    line.receive(wire.RequestFailed(0, "RequestAbortedError", "was aborted"))
-    assert isinstance(group.error, RequestAbortedError)
-    assert not line.session.abort(0)
-
-
 def test_a_lost_connection_ends_everything_once_and_leaves_the_records_readable():
     line = Line()
     groups = [line.submit(n=2) for _ in range(3)]

@@ -184,9 +184,6 @@ def test_bad_frames_end_their_own_session_at_most():
     assert {"malformed", "unknown_peer", "not_yours", "lost_frames"} <= heard
 
 
-# --- what a session may not do ------------------------------------------------------------------------------------------
-
-
 # --- too much -----------------------------------------------------------------------------------------------------------
 
 

@@ -163,19 +163,16 @@ def test_hashes_of_a_prompt_are_those_of_the_engines():
         assert coordinator.compute_request_hashes(tokens) == []
 
 
-def test_a_text_has_the_hashes_of_its_tokens():
-    text = "abc def ghi jkl mno pqr stu"
-    with never_started(tokenizer=lowercase_tokenizer(), block_size_tokens=4) as coordinator:
+@pytest.mark.parametrize("from_path", [False, True])
+def test_a_text_has_the_hashes_of_its_tokens(tmp_path, from_path):
+    text, tokenizer = "abc def ghi jkl mno pqr stu", lowercase_tokenizer()
+    if from_path:
+        (tmp_path / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        tokenizer = str(tmp_path / "tokenizer.json")
+    with never_started(tokenizer=tokenizer, block_size_tokens=4) as coordinator:
         tokens = [2 + (string.ascii_lowercase + " ").index(letter) for letter in text]
         assert coordinator.compute_request_hashes(text) == coordinator.compute_request_hashes(tokens) != []
         assert coordinator.detokenize([*tokens, 1]) == text
-
-
-def test_a_tokenizer_is_read_from_a_path_as_well(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    path.write_text(lowercase_tokenizer(), encoding="utf-8")
-    with never_started(tokenizer=str(path)) as coordinator:
-        assert coordinator.detokenize([2, 3]) == "ab"
 
 
 @contextmanager

@@ -52,7 +52,6 @@ from tests.engines import make_engine, one_step_per_call
 from tests.models import make_model, make_tokenizer
 from tests.ranks import assert_nothing_is_left
 from tests.rollouts import trainer_logprobs_of, value_error
-from tests.vision_models import NO_MARKS, make_vision_model, picture_prompt
 from trainer_hooks.optimizer import attach
 
 PATIENCE_S = 100.0
@@ -201,24 +200,6 @@ def generates_twice(rank: int) -> dict[str, Any]:
         assert not rollout.engine.has_unfinished
         assert rollout.engine.context.allocator.num_used == 0
     return {"first": first, "second": second, "computed": computed, "metrics": metrics}
-
-
-SEEN = {0: [[3, "a", 5, "b"], ["c", 4]], 1: [["b", 2], [6]]}
-"""Prompts with images, as `picture_prompt` takes them, of each of two ranks."""
-LIKELIEST = SamplingParams(n=2, max_tokens=8, temperature=0.0, ignore_eos=True, logit_bias=NO_MARKS)
-
-
-def generates_from_images(rank: int) -> dict[str, Any]:
-    name = "qwen2_5_vl"
-    with a_manager(make_vision_model(name)) as rollout:
-        # The first rank asks for more than it has places for.
-        prompts = [picture_prompt(name, parts) for parts in SEEN[rank] * (4 if rank == 0 else 1)]
-        batch = rollout.generate(prompts, LIKELIEST, progress=False)
-        return {
-            "tokens": [request.generated_tokens for request in batch],
-            "images": batch.model_inputs()["image_grid_thw"].shape[0],
-            "computed": rollout.engine.stats()["generated_tokens"],
-        }
 
 
 WORK = {0: asks(6, 2, 60, seed=20), 1: asks(3, 2, 30, seed=21)}

@@ -33,7 +33,6 @@ from tests.distributed.job.rank_jobs import WORK, Ask, Sample, asks, generate, s
 from tests.engines import make_engine
 from tests.models import make_tokenizer
 from tests.ranks import run_together
-from tests.vision_models import greedy_with_images, picture_prompt, shared_vision_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -82,20 +81,6 @@ def test_every_rank_gets_what_it_would_make_alone_and_the_work_is_shared(nursery
         assert answer["metrics"]["rollout/requests_waiting"] == 0
         assert answer["metrics"]["rollout/requests_finished"] == len(answer["first"])
         assert ("rollout/queue_s_max" in answer["metrics"]) == bool(answer["first"])
-
-
-def test_prompts_with_images_are_computed_by_whichever_rank_has_room(nursery: Nursery) -> None:
-    answers = run_together(nursery, 2, rank_jobs.generates_from_images)
-    for rank, answer in enumerate(answers):
-        prompts = rank_jobs.SEEN[rank] * (4 if rank == 0 else 1)
-        expected = [
-            greedy_with_images(shared_vision_model("qwen2_5_vl"), "qwen2_5_vl", picture_prompt("qwen2_5_vl", parts), 8)
-            for parts in prompts
-        ]
-        assert answer["tokens"] == [tokens for tokens in expected for _ in range(2)]
-        assert answer["images"] == 2 * sum(isinstance(part, str) for parts in prompts for part in parts)
-    made = sum(len(tokens) for answer in answers for tokens in answer["tokens"])
-    assert sum(answer["computed"] for answer in answers) == made
 
 
 def test_an_http_server_stands_in_front_of_all_ranks_of_a_training_job(nursery: Nursery) -> None:
@@ -239,31 +224,8 @@ def test_a_rank_that_cannot_join_is_named_on_the_others_with_the_reason(nursery:
 # --- without processes ---------------------------------------------------------------------------------------------------
 
 
-class OneHostStore:
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: bytes) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self.values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        if self.values.get(key, b"") == expected.encode():
-            self.values[key] = desired.encode()
-        return self.values[key]
-
-    def wait(self, keys: list[str], timeout: Any) -> None:
-        if not self.check(keys):
-            raise dist.DistStoreError("not there")
-
-
 def test_a_rank_that_is_not_published_is_missed_by_name() -> None:
-    world = World(1, 2, OneHostStore(), "rollout/0", one_host=True)
+    world = World(1, 2, dist.HashStore(), "rollout/0", one_host=True)
     with pytest.raises(DeadlineError, match=r"rank 1: rollout/0/coordinator/0 was not published within 0\.1 s"):
         world.wait_for("coordinator/0", 0.1)
     assert world.calls_ended() == 0
@@ -272,7 +234,7 @@ def test_a_rank_that_is_not_published_is_missed_by_name() -> None:
 
 
 def test_why_rank_0_cannot_start_the_coordinator_is_said_on_every_rank() -> None:
-    store = OneHostStore()
+    store = dist.HashStore()
     engine = make_engine("qwen3")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = CoordinatorConfig(inference_coordinator_port=taken.getsockname()[1])
@@ -284,7 +246,7 @@ def test_why_rank_0_cannot_start_the_coordinator_is_said_on_every_rank() -> None
 
 @pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq was built without CURVE")
 def test_off_loopback_the_other_ranks_learn_keys_that_admit_them() -> None:
-    engine, store = make_engine("qwen3"), OneHostStore()
+    engine, store = make_engine("qwen3"), dist.HashStore()
     first, second = (
         JobCoordinator(CoordinatorConfig(host="0.0.0.0"), engine, World(rank, 2, store, "rollout/0", one_host=True))
         for rank in range(2)
@@ -308,7 +270,7 @@ def test_off_loopback_the_other_ranks_learn_keys_that_admit_them() -> None:
 
 
 def test_a_store_that_has_gone_is_no_deadline() -> None:
-    class Gone(OneHostStore):
+    class Gone(dist.HashStore):
         def wait(self, keys: list[str], timeout: Any) -> None:
             raise dist.DistNetworkError("Connection reset by peer")
 
@@ -325,10 +287,10 @@ def test_one_rank_refuses_the_schedule_that_nobody_would_write(tmp_path: Path) -
 
 
 def test_listening_everywhere_others_are_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(0, 2, OneHostStore(), "rollout/0", one_host=True)
+    world = World(0, 2, dist.HashStore(), "rollout/0", one_host=True)
     assert world.reachable("tcp://0.0.0.0:5000") == "tcp://127.0.0.1:5000"
     assert world.reachable("tcp://10.0.0.1:5000") == "tcp://10.0.0.1:5000"
-    apart = World(0, 2, OneHostStore(), "rollout/0", one_host=False)
+    apart = World(0, 2, dist.HashStore(), "rollout/0", one_host=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(ConfigError, match=r"MASTER_ADDR='localhost'.*CoordinatorConfig"):
         apart.reachable("tcp://0.0.0.0:5000")

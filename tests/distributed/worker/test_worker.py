@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,23 +52,9 @@ class Coordinator(FakeCoordinator):
         return stretches
 
 
-class Running:
+def running(worker: EngineWorker) -> Future[None]:
     """`worker.run()` on a thread, as a rank without a training loop has it."""
-
-    def __init__(self, worker: EngineWorker) -> None:
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, args=(worker,), daemon=True)
-        self.thread.start()
-
-    def _run(self, worker: EngineWorker) -> None:
-        try:
-            worker.run()
-        except BaseException as exc:  # noqa: BLE001 - it is looked at by the test
-            self.error = exc
-
-    def ends(self) -> None:
-        self.thread.join(DEADLINE_S)
-        assert not self.thread.is_alive()
+    return ThreadPoolExecutor(1).submit(worker.run)
 
 
 @contextmanager
@@ -78,14 +64,14 @@ def serving(
     with Coordinator() as coordinator:
         worker = EngineWorker(engine or make_engine("qwen3"), coordinator.address, name="rank-0", **options)
         worker.start(DEADLINE_S)
-        running = Running(worker) if run else None
+        run_of_it = running(worker) if run else None
         coordinator.hear(wire.EngineMoved)
         try:
             yield coordinator, worker
         finally:
             worker.stop()
-            if running is not None:
-                running.ends()
+            if run_of_it is not None:
+                run_of_it.exception(DEADLINE_S)
 
 
 def wait_until(holds: Callable[[], bool], worker: EngineWorker) -> None:
@@ -257,25 +243,24 @@ def test_a_session_that_is_over_ends_its_samples_and_another_one_begins() -> Non
 )
 def test_a_run_that_cannot_go_on_says_why(ending: wire.Message, words: str) -> None:
     with serving(run=False, reconnect_timeout_s=0.2) as (coordinator, worker):
-        running = Running(worker)
+        run = running(worker)
         coordinator.ack = None
         coordinator.tell(ending)
-        running.ends()
-        assert isinstance(running.error, ConnectionLostError)
-        assert words in str(running.error)
-        assert coordinator.address in str(running.error)
+        error = run.exception(DEADLINE_S)
+        assert isinstance(error, ConnectionLostError)
+        assert words in str(error)
+        assert coordinator.address in str(error)
         assert (len(coordinator.ranks) == 1) is isinstance(ending, wire.Refused), "it takes no name back"
 
 
 def test_a_stop_interrupts_the_search_for_a_coordinator() -> None:
     with serving(run=False, reconnect_timeout_s=1000) as (coordinator, worker):
-        running = Running(worker)
+        run = running(worker)
         coordinator.ack = None
         coordinator.tell(wire.Disconnect("going home"))
         coordinator.hear(wire.Register)
         worker.stop()
-        running.ends()
-        assert running.error is None
+        assert run.exception(DEADLINE_S) is None
 
 
 def test_a_dead_engine_leaves_at_once_so_that_others_go_on_with_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,6 @@ ROBIN = PrefixCachingCoordinatorPolicy.ROUND_ROBIN
 BY_PREFIX = (LONGEST, FIRST)
 
 LIVES = int(os.environ.get("ROLLOUT_ROUTING_LIVES", "600"))
-PROMPT = [1, 2, 3, 4]
-OTHER = [11, 12, 13, 14]
 
 
 def make(*loads: int, policy: PrefixCachingCoordinatorPolicy = LONGEST, alpha: float = 0.5, slots: int = 10) -> Router:
@@ -42,10 +40,6 @@ def check(router: Router) -> None:
         assert rank.load >= 0, name
         assert all(count > 0 for count in rank.expected.values()), name
         assert len(rank.listed) <= router._max_hashes, name
-
-
-def holds(router: Router, name: str, hashes: Sequence[int]) -> None:
-    router.reported(name, hashes, (), flushed=False)
 
 
 def chosen(router: Router, hashes: Sequence[int], samples: int = 1, exclude: Collection[str] = ()) -> str | None:

@@ -132,6 +132,3 @@ def test_no_error_repeats_megabytes():
         assert len(message.text) < MAX_ERROR_CHARACTERS + 100
     assert shortened("a" * 5000).startswith("aaa")
     assert "3000 characters" in shortened("a" * 5000)
-
-
-# --- control calls ------------------------------------------------------------------------------------------------------

@@ -9,9 +9,23 @@ import os
 import random
 from collections.abc import Collection, Sequence
 
+import pytest
+
 from rollout.distributed.coordinator.core.routing import Claim, Placement, Router
 from rollout.state import PrefixCachingCoordinatorPolicy
-from tests.distributed.coordinator.core.routers import BALANCED, BY_PREFIX, FIRST, LIVES, LONGEST, ROBIN, check, held
+from tests.distributed.coordinator.core.routers import (
+    BALANCED,
+    BY_PREFIX,
+    FIRST,
+    LIVES,
+    LONGEST,
+    ROBIN,
+    check,
+    chosen,
+    held,
+    make,
+    send,
+)
 
 
 class PlainRank:
@@ -226,3 +240,34 @@ def test_whatever_happens_every_decision_is_the_plain_argmax() -> None:
         except Exception as exc:
             exc.add_note(f"replay: ROLLOUT_ROUTING_SEED={seed} pytest {__file__}")
             raise
+
+
+@pytest.mark.parametrize("as_groups", [True, False])
+def test_groups_that_arrive_at_once_are_prefilled_once(as_groups: bool) -> None:
+    """As one request of n, and as n requests that are sent one after the other before anybody has answered."""
+    ranks, slots, n = 4, 256, 16
+    router = make(*[0] * ranks, slots=slots)
+    parts = 0
+    found: dict[str, set[int]] = {name: set() for name in router.ranks}
+    groups = ranks * slots // n
+    for group in range(groups):
+        hashes = [0, 1, *(1000 * (group + 1) + block for block in range(30))]
+        for part, _ in [
+            each for _ in range(1 if as_groups else n) for each in send(router, hashes, n if as_groups else 1)
+        ]:
+            parts += hashes[-1] not in found[part.rank]
+            found[part.rank].add(hashes[-1])
+    samples = groups * n
+    assert sum(router._ranks[name].load for name in router.ranks) == samples
+    assert (samples - parts) / samples >= (n - 1) / n
+
+
+def test_deterministic_routing_waits_for_all_ranks_and_goes_on_when_one_is_lost() -> None:
+    router = Router(LONGEST, deterministic=True, data_parallel_size=3)
+    for name in "ab":
+        router.add_rank(name, 8)
+    assert router.place([1, 2, 3, 4], 1) == []
+    router.add_rank("c", 8)
+    assert chosen(router, [1, 2, 3, 4]) == "a"
+    router.remove_rank("a")
+    assert chosen(router, [1, 2, 3, 4]) == "b"
