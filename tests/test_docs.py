@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 from unittest.mock import patch
 
@@ -179,6 +180,7 @@ def test_the_api_page_has_the_methods_that_the_manager_takes_from_its_parts():
     taken = [name for name, method in vars(RolloutManager).items() if hasattr(method, "__wrapped__") and name[0] != "_"]
     assert "generate" in taken
     assert not [name for name in taken if f"heading: RolloutManager.{name}," not in page]
+    assert not [path for path in re.findall(r"^::: (\S+)", page, re.MULTILINE) if locate(path) is None]
 
 
 ARCHITECTURE = ROOT / "docs" / "explanation" / "architecture.md"
