@@ -142,7 +142,7 @@ def _doctor(arguments: Sequence[str]) -> int:
     except UnsupportedModelError as exc:
         print(inspect(model, config), flush=True)
         raise UnsupportedModelError(
-            f"MODEL_DIR={options.model_dir!r}: the engine does not serve it; see above"
+            f"MODEL_DIR={options.model_dir!r}: the engine does not support it; see above"
         ) from exc
     explanation = engine.explain()
     if options.measure:

@@ -462,4 +462,4 @@ def test_the_doctor_refuses_what_it_has_no_use_for_and_models_that_are_none(caps
     assert command_line.main(["doctor", str(tmp_path), "--device", "cpu"]) != 0
     shown = capsys.readouterr()
     assert "MISSING  MptForCausalLM: 0 of 2 layers go through" in shown.out
-    assert "the engine does not serve it; see above" in shown.err
+    assert "the engine does not support it; see above" in shown.err

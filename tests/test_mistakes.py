@@ -222,7 +222,7 @@ TABLE = [
 ELSEWHERE = {
     "needs several ranks": """MASTER_ADDR=|computes forwards together: undo it|use ep_size=tp_size
         |spread over the ranks, where|Without a coordinator every rank serves""",
-    "needs a GPU, or memory that runs out": "and not as a CUDA graph|the KV cache cannot be offloaded",
+    "needs a GPU, or memory that runs out": "instead of a CUDA graph|the KV cache cannot be offloaded",
     "needs a rare model": """differ from the model's own forward|alora_invocation_tokens
         |had a vocabulary of|build the engine with InferenceConfig(record_routes=True)
         |that are not the {} of the tree|tokens that is not in the batch

@@ -368,7 +368,7 @@ def _keep_host_blocks(cache: KVCache, peers: Peers, gib: float) -> None:
         cache.keep_host_blocks(blocks)
     except HostMemoryError as exc:
         raise ConfigError(
-            f"{named}: the host has not {exc}; lower it, or raise ulimit -l or the container's limit"
+            f"{named}: the host lacks {exc}; lower it, or raise ulimit -l or the container's limit"
         ) from exc
 
 

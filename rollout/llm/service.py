@@ -143,7 +143,7 @@ class JobRequests:
 
     def _the_client(self) -> InferenceClient:
         if self._client is None:
-            raise EngineStateError("requests and control calls are taken on the primary rank")
+            raise EngineStateError("only the primary rank accepts requests and control calls")
         return self._client
 
 

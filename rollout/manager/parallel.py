@@ -167,7 +167,7 @@ class GroupCalls:
         if decision.startswith(_DIFFER):
             raise EngineStateError(f"{self._group.name}: {decision}")
         raise DeadlineError(
-            f"{self._group.name}: {decision}; every rank of the group must make the same calls (where it only needs longer: "
+            f"{self._group.name}: {decision}; every rank of the group must make the same calls (if one only needs longer: "
             "Advanced.control_timeout_s)"
         )
 

@@ -167,7 +167,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(folders: di
     part = "base_model.model.model.layers.0.self_attn.q_proj"
     for number, (tensors, why) in enumerate((
         ({f"{part}.lora_A.weight": one, f"{part}.lora_B.weight": two}, "do not fit a layer of 48 inputs and 64 outputs"),
-        ({f"{part}.lora_A.weight": one}, "lora_B is not there"),
+        ({f"{part}.lora_A.weight": one}, "lora_B is missing"),
         ({"base_model.model.lm_head.lora_A.weight": one}, "it is the output layer"),
         ({"base_model.model.model.lora_A.weight": one}, "it is Qwen3Model"),
         ({"base_model.model.model.layers.9.lora_A.weight": one}, "there is no such module"),

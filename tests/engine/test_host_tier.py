@@ -156,7 +156,7 @@ def test_an_engine_that_is_built_again_gives_its_tier_up_before_it_takes_another
 
     monkeypatch.setattr(KVCache, "keep_host_blocks", watched)
     if fails:
-        with pytest.raises(ConfigError, match=r"the host has not 0\.01 GiB"):
+        with pytest.raises(ConfigError, match=r"the host lacks 0\.01 GiB"):
             engine.rebuild()
         assert engine.cache is first
     else:

@@ -185,11 +185,11 @@ class ClientSession:
                 stretch.check()
                 group.take(stretch)
             except SerializationError as exc:
-                raise InvalidRequestError(f"what is known does not fit: {exc}") from exc
+                raise InvalidRequestError(f"known does not fit the request: {exc}") from exc
         if wanted is not None:
             group.want_only(wanted)
         if group.complete:
-            raise InvalidRequestError(f"no sample of n={params.n} is wanted that has not ended: nothing is left to do")
+            raise InvalidRequestError(f"all wanted samples of n={params.n} are in known: nothing is left to compute")
         still = group.open_samples()
         message.known = group.known(still)
         message.wanted = still if len(still) < params.n else []

@@ -259,7 +259,7 @@ class DataParallelInferenceCoordinator:
             except zmq.Again:
                 return
             if len(frames) > MAX_FRAMES_PER_MESSAGE:
-                text = f"message of {len(frames)} frames: at most {MAX_FRAMES_PER_MESSAGE} are taken; send several messages"
+                text = f"message of {len(frames)} frames: at most {MAX_FRAMES_PER_MESSAGE} are accepted; send several"
                 self._core.peers.refuse(address.bytes, "malformed", text)
                 continue
             for frame in frames:

@@ -66,7 +66,7 @@ class CollectiveCalls:
                 with suppress(ConnectionLostError, DeadlineError):
                     late = ", ".join(self._member.status()["barrier_waits_for"]) or late
                 raise DeadlineError(
-                    f"{call}: {late} did not do the same within {limit} s; every rank must (where it only needs longer: "
+                    f"{call}: {late} did not do the same within {limit} s; every rank must (if one only needs longer: "
                     "Advanced.control_timeout_s)"
                 ) from exc
             except ConnectionLostError:
@@ -149,14 +149,14 @@ class CollectiveCalls:
             raise DeadlineError(
                 f"{name}: nothing has happened for {self._timeout_s} s (control_timeout_s). This rank was cut off from the "
                 "coordinator for longer than heartbeat_timeout_s. The others have ended this generate() without it and "
-                "have gone on, and what is still open here found no engine; make heartbeat_timeout_s longer than a rank "
+                "continued, and no engine computes what is still open here; make heartbeat_timeout_s longer than a rank "
                 "may stall"
             )
         idle = [rank["name"] for rank in status["ranks"] if rank["assigned_samples"]]
         late = [each for each in dict.fromkeys((*status["barrier_waits_for"], *idle)) if each != name]
         raise DeadlineError(
             f"{name}: nothing has happened for {self._timeout_s} s (control_timeout_s), waiting for "
-            f"{', '.join(late) or 'no rank in particular'} in generate(); every rank must call it, with an empty list where "
+            f"{', '.join(late) or 'no rank in particular'} in generate(); every rank must call it, with an empty list if "
             "it has no prompts"
         )
 

@@ -145,5 +145,5 @@ class Gathering:
             return False
         raise DeadlineError(
             f"rank {meeting.world.rank}: the weights are sharded and were not gathered, for {decision.decode()}; every rank "
-            f"must call {self._calls} (where it only needs longer: InferenceConfig.control_timeout_s)"
+            f"must call {self._calls} (if one only needs longer: Advanced.control_timeout_s)"
         )

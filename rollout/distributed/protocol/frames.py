@@ -70,7 +70,7 @@ _STRETCH = _Row(Stretch)
 def _read_stretches(name: str, rows: list[list[Any]]) -> list[Stretch]:
     if len(rows) > MAX_STRETCHES:
         raise SerializationError(
-            f"{name}: {len(rows)} stretches: at most {MAX_STRETCHES} are taken; send several frames"
+            f"{name}: {len(rows)} stretches: at most {MAX_STRETCHES} are accepted; send several frames"
         )
     stretches = [_STRETCH.read(row) for row in rows]
     for stretch in stretches:
@@ -95,7 +95,9 @@ def decode(frame: bytes | memoryview) -> tuple[int, Message]:
             field.
     """
     if len(frame) > MAX_FRAME_BYTES:
-        raise SerializationError(f"frame of {len(frame)} bytes: at most {MAX_FRAME_BYTES} are taken; split the request")
+        raise SerializationError(
+            f"frame of {len(frame)} bytes: at most {MAX_FRAME_BYTES} are accepted; split the request"
+        )
     row = unpack_msgpack("frame", frame, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
     if type(row) is not list or len(row) < 2 or type(row[0]) is not int or not is_count(row[1]):
         refuse("frame", row, "[header, sequence, fields …]")

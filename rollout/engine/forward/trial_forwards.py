@@ -107,7 +107,7 @@ def _verify(
         f"{name}: {length} tokens in chunks through the paged path differ from the model's own forward by {worst:.3g} of "
         f"the largest logit (allowed: {tolerance:g}). Either some layer keeps state that is not in the KV cache, or the "
         f"model's own attention ({implementation!r}) leaves out what the layers ask for (sdpa ignores soft-capping in some "
-        "versions of transformers: load the model with attn_implementation='eager'). To build it all the same: "
+        "versions of transformers: load the model with attn_implementation='eager'). To build it anyway: "
         "InferenceConfig(advanced=Advanced(verify_model=False))"
     )
 

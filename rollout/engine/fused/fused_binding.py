@@ -85,7 +85,7 @@ class Bound:
         self._parts = Parts(self._checks, family, self.dtype, exact=self._exact)
         self._parts.dropouts(decoder, family.dropouts[0])
         layers = getattr(decoder, names.layers)
-        require(type(layers) is nn.ModuleList, "its layers are no plain list")
+        require(type(layers) is nn.ModuleList, "its layers are not a plain list")
         attention = next(filter(None, (getattr(layer, names.attention, None) for layer in layers)), None)
         require(attention is not None, "it has no attention layers")
         self._attention_in_common(config, attention, len(layers))
@@ -192,7 +192,7 @@ class Bound:
 
     def _positions(self, embedding: Any) -> int:
         require(
-            type(embedding) is nn.Embedding and embedding.max_norm is None, "its positions are no plain nn.Embedding"
+            type(embedding) is nn.Embedding and embedding.max_norm is None, "its positions are not a plain nn.Embedding"
         )
         self._checks.plain(embedding)
         return address(embedding, "weight", self.dtype)

@@ -125,7 +125,7 @@ class Parts:
         require(type(dropout) in (nn.Identity, nn.Dropout), "an adapter's dropout is of another class")
         for each in (dropout, down, up):
             self._checks.plain(each)
-        require(type(down) is type(up) is nn.Linear and down.bias is None is up.bias, "an adapter is no plain LoRA")
+        require(type(down) is type(up) is nn.Linear and down.bias is None is up.bias, "an adapter is not plain LoRA")
         dtype = down.weight.dtype
         require(dtype in (torch.float32, self.dtype), f"an adapter's dtype is {dtype}")
         self.ranks.append(down.weight.shape[0])
@@ -175,7 +175,7 @@ class Parts:
         )
         keys, values = key_heads * key_dim, value_heads * value_dim
         sizes = (layer.key_dim, layer.value_dim, layer.layer_idx)
-        require(sizes == (keys, values, index), "the numbers of a layer of linear attention were changed")
+        require(sizes == (keys, values, index), "the numbers of a layer of linear attention have changed")
         require(value_heads % key_heads == 0 and key_dim % 2 == 0, "its heads of linear attention have another shape")
         channels = 2 * keys + values
         norm, convolution = layer.norm, layer.conv1d
@@ -191,10 +191,10 @@ class Parts:
         fits = tuple(convolution.weight.shape) == (channels, 1, kernel) and 1 < kernel <= MAX_TAPS
         require(fits, "a convolution is too long")
         inputs, state = states.state(StateKey(index, "conv")), states.state(StateKey(index, "recurrent"))
-        require(inputs.dtype == dtype and state.dtype == torch.float32, "the dtypes of its states are others")
+        require(inputs.dtype == dtype and state.dtype == torch.float32, "its states have other dtypes")
         shapes = inputs.shape[1:] == (channels, kernel) and state.shape[1:] == (value_heads, key_dim, value_dim)
         require(shapes, "its states have another shape")
-        require(inputs.stride(1) == 1 and state[0].is_contiguous(), "its states lie otherwise")
+        require(inputs.stride(1) == 1 and state[0].is_contiguous(), "its states have another memory layout")
         wide = [channels + values, 2 * value_heads] if interleaved else [channels, values, value_heads, value_heads]
         projections = [self.linear(getattr(layer, name), size)[0] for name, size in zip(names, wide, strict=True)]
         qkv, z, b, a = (projections[0], Linear(), projections[1], Linear()) if interleaved else projections

@@ -175,7 +175,7 @@ class GraphedDecode:
         self._given_up, self.why_not = True, why
         self.release()
         _log.warning(
-            "%s runs its forward every step, and not as a CUDA graph: %s; "
+            "%s runs its own forward in every step instead of a CUDA graph: %s; "
             "InferenceConfig(advanced=Advanced(cuda_graphs=False)) skips the attempt",
             type(self._model).__name__,
             why,

@@ -130,7 +130,7 @@ def _check_layer(name: str, module: nn.Module | None, head: nn.Module | None, pa
         kind = "it is the output layer" if module is not None and module is head else kind
         raise ConfigError(f"{name!r}: must be a linear layer inside this model's decoder: {kind}")
     if set(pair) != {"A", "B"}:
-        raise ConfigError(f"{name!r}: lora_{'B' if 'A' in pair else 'A'} is not there")
+        raise ConfigError(f"{name!r}: lora_{'B' if 'A' in pair else 'A'} is missing")
     down, up = pair["A"], pair["B"]
     rank = down.shape[0] if down.ndim == 2 else 0
     if list(down.shape) != [rank, module.in_features] or list(up.shape) != [module.out_features, rank]:
@@ -184,9 +184,7 @@ class LoraAdapters:
             ConfigError: it does not fit the model, or there are too many; nothing was changed.
         """
         if name not in self._loaded and len(self._loaded) >= MAX_ADAPTERS:
-            raise ConfigError(
-                f"adapter {name!r}: {MAX_ADAPTERS} adapters are loaded, the most there may be; unload one"
-            )
+            raise ConfigError(f"adapter {name!r}: {MAX_ADAPTERS} adapters are loaded, the maximum; unload one")
         self._loaded[name] = read_adapter(self._model, folder)
 
     def unload(self, name: str) -> None:

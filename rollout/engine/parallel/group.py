@@ -119,7 +119,7 @@ class TensorParallelGroup:
         self._exchange(lambda: self._channel.allgather(told, mine))
         if others := [rank for rank, each in zip(self.ranks, told, strict=True) if int(each) != int(told[0])]:
             raise ConfigError(
-                f"{self.name}: {what} of ranks {others} is not that of rank {self.ranks[0]} ({value} on rank "
+                f"{self.name}: {what} of ranks {others} differs from rank {self.ranks[0]} ({value} on rank "
                 f"{self.ranks[self.place]}); give all of them the same"
             )
 

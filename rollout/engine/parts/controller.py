@@ -154,7 +154,7 @@ class TextGenerationController:
             InvalidRequestError: the prompt is empty or has an id outside the vocabulary.
         """
         if not tokens:
-            raise InvalidRequestError("the prompt is empty: at least one token is needed (a BOS token will do)")
+            raise InvalidRequestError("the prompt is empty: at least one token is needed, such as a BOS token")
         if not 0 <= min(tokens) <= max(tokens) < self.layout.vocab_size:
             bad = next(token for token in tokens if not 0 <= token < self.layout.vocab_size)
             raise InvalidRequestError(f"prompt token {bad}: must be in [0, {self.layout.vocab_size})")

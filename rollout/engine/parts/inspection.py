@@ -65,8 +65,8 @@ class Inspection:
                 "report"
             )
         raise EngineStateError(
-            f"{self._context.scheduler.num_waiting} samples in flight were accepted with other adapters (acting then: "
-            f"{'; '.join(map(described, waiting))}) than act now ({described(self._watch.variant())}): leave the "
+            f"{self._context.scheduler.num_waiting} samples in flight were accepted under other adapters (active then: "
+            f"{'; '.join(map(described, waiting))}; active now: {described(self._watch.variant())}): leave the "
             "`with adapter(...)` block or switch back, and they continue; or abort them"
         )
 
@@ -117,9 +117,9 @@ class Inspection:
             foreign = [sample for sample in scheduler if sample.variant != variant]
             if foreign:
                 raise EngineStateError(
-                    f"snapshot() with {len(foreign)} samples accepted with other adapters (acting then: "
-                    f"{described(foreign[0].variant)}) than act now ({described(variant)}): save when all in flight are of "
-                    "one, outside of `with adapter(...)`"
+                    f"snapshot() with {len(foreign)} samples accepted under other adapters (active then: "
+                    f"{described(foreign[0].variant)}; active now: {described(variant)}): save when all samples in flight "
+                    "belong to the active one, outside of `with adapter(...)`"
                 )
             records = []
             for sample in scheduler:

@@ -38,7 +38,7 @@ def load_weights(model: nn.Module, folder: str | PathLike[str]) -> int:
                     found.add(_check(folder, name, targets.get(name), opened.get_slice(name).get_shape()))
         missing = [name for name, each in model.named_parameters() if id(each) not in found]
         if missing:
-            raise ConfigError(f"weights of {str(folder)!r}: {missing[0]!r} and {len(missing) - 1} others are not there")
+            raise ConfigError(f"weights of {str(folder)!r}: {missing[0]!r} and {len(missing) - 1} others are missing")
         with torch.no_grad():
             for path, held in names.items():
                 with safe_open(path, framework="pt") as opened:
