@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,10 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from tests.benchmarks import tables
 from tests.benchmarks.child import NotRun, PeerFailed
-from tests.benchmarks.common import parse, quiet_transformers, save
+from tests.benchmarks.common import finish, parse, quiet_transformers
 from tests.benchmarks.peers import Ours, Peer
 from tests.benchmarks.remote import Interpreters, open_remote
 from tests.benchmarks.subject import SIZES, Subject, make_subject
@@ -96,13 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for name, peer in peers.items():
                     with surround():
                         rates[load, name].append(rate(peer, workload))
-    print(f"{options.size} {options.dtype}, {workload.case}, {torch.get_num_threads()} threads; median tokens/s of "
-          f"{options.rounds} rounds, and of the quiet speed")  # fmt: skip
-    for (load, name), values in rates.items():
-        median = statistics.median(values)
-        share = median / statistics.median(rates["quiet", name])
-        print(f"{load:12} {name:6} {median:10,.0f} {share:6.2f}   " + " ".join(f"{value:,.0f}" for value in values))
-    save(options.json, {f"{load}|{name}": values for (load, name), values in rates.items()})
+    found = {f"{load}|{name}": values for (load, name), values in rates.items()}
+    finish(options.json, found, tables.busy(found))
     return 0
 
 

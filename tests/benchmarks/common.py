@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 from transformers.utils import logging
 
 from tests.benchmarks.subject import DTYPES, SIZES
@@ -138,20 +138,12 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def show(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table, numbers to the right."""
-    table = Table(head[0], title=title, title_justify="left")
-    for column in head[1:]:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-
-
-def save(path: Path | None, found: Any) -> None:
-    """Write figures where `--json` says, if it does."""
+def finish(path: Path | None, found: Any, *tables: str) -> None:
+    """Write figures where `--json` says, if it does, and print their tables."""
     if path is not None:
         path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for each in tables:
+        Console(width=None if sys.stdout.isatty() else 140).print(Markdown(each))
 
 
 @contextmanager

@@ -24,28 +24,20 @@ import time
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout.config import Advanced, InferenceConfig
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
-from tests.benchmarks.common import parse, save
+from tests.benchmarks import tables
+from tests.benchmarks.common import finish, parse
+from tests.benchmarks.subject import make_subject
 
 OBSERVATION = list(range(10, 18))
 PROMPT = 32
-
-
-def model_of_ten_million(seed: int = 0) -> Qwen3ForCausalLM:
-    """A random Qwen3 of about 10 million parameters."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=16384, hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config)
 
 
 class Plan:
@@ -61,6 +53,16 @@ class Plan:
     def params(self, episode: int, turn: int) -> SamplingParams:
         """Of one completion."""
         return SamplingParams(max_tokens=self.lengths[episode][turn], ignore_eos=True)
+
+    async def play(self, episode: Any) -> float:
+        """One episode; tasks beyond the last start again with the first."""
+        number = episode.task % len(self.prompts)
+        prompt = self.prompts[number]
+        for turn, tool_s in enumerate(self.tools[number]):
+            await episode.sample(prompt, self.params(number, turn))
+            await asyncio.sleep(tool_s)
+            prompt = [*episode.tokens, *OBSERVATION]
+        return 0.0
 
 
 class Busy:
@@ -99,16 +101,8 @@ def overlapped(rollout: RolloutManager, plan: Plan) -> tuple[float, float, float
     """Seconds, busy share, recomputed share."""
     busy = Busy(rollout)
 
-    async def play(episode: Any) -> float:
-        prompt = plan.prompts[episode.task]
-        for turn, tool_s in enumerate(plan.tools[episode.task]):
-            await episode.sample(prompt, plan.params(episode.task, turn))
-            await asyncio.sleep(tool_s)
-            prompt = [*episode.tokens, *OBSERVATION]
-        return 0.0
-
     started = time.perf_counter()
-    batch = rollout.run(range(len(plan.prompts)), play, progress=False)
+    batch = rollout.run(range(len(plan.prompts)), plan.play, progress=False)
     seconds = time.perf_counter() - started
     assert int(batch.response_mask.sum()) == plan.tokens
     pairs = [pair for episode in batch.episodes for pair in pairwise(episode.turns)]
@@ -121,17 +115,8 @@ def steady(rollout: RolloutManager, plan: Plan) -> float:
     """Tokens per second while all episodes that end are replaced by new ones."""
     tasks, quarter = itertools.count(), max(1, len(plan.prompts) // 4)
 
-    async def play(episode: Any) -> float:
-        number = episode.task % len(plan.prompts)
-        prompt = plan.prompts[number]
-        for turn, tool_s in enumerate(plan.tools[number]):
-            await episode.sample(prompt, plan.params(number, turn))
-            await asyncio.sleep(tool_s)
-            prompt = [*episode.tokens, *OBSERVATION]
-        return 0.0
-
     def more() -> None:
-        rollout.run(tasks, play, min_groups=quarter, max_groups=len(plan.prompts), progress=False)
+        rollout.run(tasks, plan.play, min_groups=quarter, max_groups=len(plan.prompts), progress=False)
 
     more()
     rollout.metrics()
@@ -183,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         threads=2,
     )  # fmt: skip
     torch.set_num_threads(options.threads)
-    model = model_of_ten_million()
+    model = make_subject("10m", "float32", 2048, Path()).model
     plan = Plan(options.episodes, options.turns, options.longest, options.tool_s)
     config = InferenceConfig(
         kv_cache_memory_gb=4,
@@ -191,7 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         advanced=Advanced(block_size_tokens=options.block, verify_model=False),
     )
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {plan.tokens} tokens")
-    save(options.json, [round_of(model, plan, config) for _ in range(options.rounds)])
+    found = [round_of(model, plan, config) for _ in range(options.rounds)]
+    finish(options.json, found, tables.episodes(found))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout import InferenceConfig, RolloutManager, exact
 from rollout.algorithms import group_advantages, masked_mean
-from tests.benchmarks.common import parse, save, show
+from tests.benchmarks import tables
+from tests.benchmarks.common import finish, parse
 from trainer_hooks.optimizer import attach
 from trainer_hooks.tree import attach as attach_tree
 
@@ -221,15 +222,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for variant in order[seed % len(order) :] + order[: seed % len(order)]:
             found[variant].append(train(variant, policy, seed, options.steps, options.prompts))
             print(f"seed {seed}, {variant}: {last_quarter(found[variant][-1]['reward']):.3f}", file=sys.stderr)
-    rows, intervals, base = [], {}, [last_quarter(run["reward"]) for run in found["generate"]]
-    for variant, runs in found.items():
-        ends = [last_quarter(run["reward"]) for run in runs]
-        low, high = intervals[variant] = interval([a - b for a, b in zip(ends, base, strict=True)])
-        seconds = statistics.median(second for run in runs for second in run["seconds"])
-        rows.append([variant, f"{statistics.mean(ends):.3f}", f"[{low:+.3f}, {high:+.3f}]", f"{seconds:.3f}"])
-    show(f"{options.seeds} seeds, bound ±{BOUND}", ["", "reward at the end", "difference, 90 %", "s per step"], rows)
+    base = [last_quarter(run["reward"]) for run in found["generate"]]
+    intervals = {
+        variant: interval([last_quarter(run["reward"]) - other for run, other in zip(runs, base, strict=True)])
+        for variant, runs in found.items()
+    }
     equal = {variant: max(-low, high) < BOUND for variant, (low, high) in intervals.items()}
-    save(options.json, {"bound": BOUND, "equivalent": equal, "intervals": intervals, "runs": found})
+    result = {"bound": BOUND, "equivalent": equal, "intervals": intervals, "runs": found}
+    finish(options.json, result, tables.equivalence(result))
     if options.picture is not None:
         picture(found, options.picture)
     return 0 if all(equal.values()) else 1

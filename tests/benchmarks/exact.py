@@ -10,7 +10,6 @@ log-probs and the trainer's in either mode.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from rollout import InferenceConfig, RolloutBatch, RolloutManager, SamplingParams, exact
-from tests.benchmarks.common import parse, save, seconds
+from tests.benchmarks import tables
+from tests.benchmarks.common import finish, parse, seconds
 from tests.benchmarks.subject import Subject, make_subject
 
 MODES = ("plain", "exact")
@@ -106,16 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         subject = make_subject(options.size, options.dtype, options.tokens, Path(folder))
-        found, differs = measure(subject, options.prompts, options.samples, options.tokens, options.rounds)
-    print(
-        f"{subject.parameters / 1e6:,.0f} million parameters ({options.dtype}), {torch.get_num_threads()} threads, "
-        f"{options.prompts} x {options.samples} samples of {options.tokens} tokens; differs: "
-        + ", ".join(f"{mode} {differs[mode]:.3g}" for mode in MODES)
-    )
-    for work, each in found.items():
-        plain, ours = (statistics.median(each[mode]) for mode in MODES)
-        print(f"{work}: plain {plain:.3f} s, exact {ours:.3f} s, exact / plain {ours / plain:.2f}")
-    save(options.json, {"seconds": found, "differs": differs})
+        seconds, differs = measure(subject, options.prompts, options.samples, options.tokens, options.rounds)
+    found = {"seconds": seconds, "differs": differs}
+    finish(options.json, found, tables.exact(found))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from rich.console import Console
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -39,10 +39,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from tests.benchmarks import report
-from tests.benchmarks.common import parse, save
+from tests.benchmarks import tables
+from tests.benchmarks.common import finish, parse
 from tests.benchmarks.field import Field, Rules
-from tests.benchmarks.ledger import Key, Ledger
+from tests.benchmarks.ledger import Row
 from tests.benchmarks.remote import Interpreters
 from tests.benchmarks.subject import SIZES, Subject
 from tests.benchmarks.workloads import Room, Scale, steady
@@ -118,9 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         peers={"default": list(PEERS), "choices": PEERS}, size="10m", rounds=3, scale=1.0, vllm_python=None,
     )  # fmt: skip
     logging.set_verbosity_error()
-    progress = Console(stderr=True, highlight=False)
-    rules = Rules(options.rounds, 120.0, progress.print)
-    ledger = Ledger()
+    rules = Rules(options.rounds, 120.0, partial(print, file=sys.stderr))
+    measured: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for family in options.families:
             subject = make_subject(family, options.size, Path(folder))
@@ -129,10 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             room = Room.of([workload])
             with Field(subject, peers, room, Interpreters(options.vllm_python, None), rules) as field:
                 key = (options.size, subject.dtype, family, workload.case)
-                rows = {metric: ledger.row(Key(*key, metric), "tokens/s") for metric in workload.metrics}
+                rows = {metric: Row(*key, metric) for metric in workload.metrics}
+                measured += rows.values()
                 field.race(workload, rows)
-            save(options.json, {"threads": torch.get_num_threads(), "rows": ledger.as_list()})
-    report.show(Console(), ledger, [])
+    found = {"threads": torch.get_num_threads(), "rows": [row.as_dict() for row in measured]}
+    finish(options.json, found, tables.families(found))
+    print(*tables.problems(found), sep="\n")
     return 0
 
 

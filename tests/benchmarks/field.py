@@ -33,7 +33,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Measured:
-    """One figure per row, in the row's unit, and notes."""
+    """Tokens per second by metric, and notes."""
 
     values: dict[str, float]
     notes: dict[str, float] = field(default_factory=dict)
@@ -58,8 +58,8 @@ class Rules:
 def alternate(rows: dict[str, Row], runs: dict[str, Callable[[], Measured]], rules: Rules) -> None:
     """Run everybody once per round, each round beginning with the next; `rows` are by metric."""
     active = list(runs)
-    key = next(iter(rows.values())).key
-    what = f"{key.size} {key.dtype} · {key.workload}, {key.case}"
+    row = next(iter(rows.values()))
+    what = f"{row.size} {row.dtype} · {row.workload}, {row.case}"
     for number in range(rules.rounds):
         turn = number % max(1, len(active))
         for name in active[turn:] + active[:turn]:

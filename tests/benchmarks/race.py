@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from tests.benchmarks import report, step_profile
-from tests.benchmarks.common import parse, quiet_transformers, save
+from tests.benchmarks import step_profile, tables
+from tests.benchmarks.common import finish, parse, quiet_transformers
 from tests.benchmarks.field import PEERS, Field, Rules
-from tests.benchmarks.ledger import Key, Ledger, Row
+from tests.benchmarks.ledger import Row
 from tests.benchmarks.remote import Interpreters
 from tests.benchmarks.subject import DTYPES, SIZES, Subject, make_subject
 from tests.benchmarks.workloads import CONVERSATIONS, Room, Scale, Workload
@@ -38,7 +38,7 @@ class Race:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.ledger = Ledger()
+        self.rows: list[Row] = []
         self.profiles: list[dict[str, Any]] = []
         self.versions: dict[str, dict[str, str]] = {}
         self._interrupted = False
@@ -76,11 +76,12 @@ class Race:
         return [each for make in chosen for each in make(vocab, self._scale, self.options.sequences)]
 
     def _rows(self, subject: Subject, workload: Workload) -> dict[str, Row]:
-        key = (subject.size, subject.dtype, workload.name, workload.case)
-        return {metric: self.ledger.row(Key(*key, metric), "tokens/s") for metric in workload.metrics}
+        rows = {each: Row(subject.size, subject.dtype, workload.name, workload.case, each) for each in workload.metrics}
+        self.rows += rows.values()
+        return rows
 
-    def about(self) -> dict[str, Any]:
-        """What was run, on what, with which versions."""
+    def found(self) -> dict[str, Any]:
+        """What was run, on what, with which versions, and what was measured."""
         asked = ("workloads", "sizes", "dtypes", "device", "sequences", "peers", "rounds", "scale", "limit")
         options = {name: getattr(self.options, name) for name in asked}
         return {
@@ -92,6 +93,8 @@ class Race:
                 "python": platform.python_version(),
             },
             "versions": self.versions,
+            "rows": [row.as_dict() for row in self.rows],
+            "profiles": self.profiles,
         }
 
     @contextmanager
@@ -130,9 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             race.run(Path(folder))
     except KeyboardInterrupt:
         status = 130
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    report.show(console, race.ledger, race.profiles)
-    save(options.json, race.about() | {"rows": race.ledger.as_list(), "profiles": race.profiles})
+    found = race.found()
+    finish(options.json, found, tables.race(found), *[tables.bookkeeping(found)] * bool(race.profiles))
+    print(*tables.problems(found), sep="\n")
     return status
 
 

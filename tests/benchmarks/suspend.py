@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from rollout import Advanced, DynamicInferenceEngine, InferenceConfig, SamplingParams
-from tests.benchmarks.common import medians, parse, save, seconds, settle, show
+from tests.benchmarks import tables
+from tests.benchmarks.common import finish, medians, parse, seconds, settle
 from tests.benchmarks.subject import Subject, make_subject
 
 
@@ -130,20 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="suspend-") as folder:
         subject = make_subject(options.size, options.dtype, 4096 + options.tokens, Path(folder), options.device)
         found = measure(subject, options)
-    offload, recompute, plain = found["medians"]["offload"], found["medians"]["recompute"], found["plain"]
-    count = offload["bytes"] / 1e9
-    rows = [("KV moved", f"{count:.3f} GB")]
-    for name, copied, label in (("suspend_s", "out_s", "suspend"), ("resume_s", "in_s", "resume")):
-        rate = f"{1e3 * offload[name]:.1f} ms, {count / offload[name]:.1f} GB/s"
-        rows.append((label, f"{rate}; plain copy over it {plain[copied] / offload[name]:.2f}"))
-    if found["given_back_of_pool"] is not None:
-        rows.append(("given back to the driver", f"{found['given_back_of_pool']:.1%} of the pool"))
-    rows.append(("until all can decode again, resumed", f"{1e3 * offload['back_s']:.1f} ms"))
-    rows.append(("the same, prefilled again", f"{1e3 * recompute['back_s']:.1f} ms"))
-    rows.append(("prefilling over resuming", f"{found['prefill_over_resume']:.1f}"))
-    title = f"{found['size']} {found['dtype']}, {found['requests']} × {found['tokens']} tokens"
-    show(title, ("figure", "value"), rows)
-    save(options.json, found)
+    finish(options.json, found, tables.suspend(found))
     return 0
 
 

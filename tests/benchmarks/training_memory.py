@@ -30,7 +30,7 @@ from rollout import RolloutBatch, SamplingParams
 from rollout.manager.batch.tree import PackedTree, pack_tree
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.state import FinishReason, Status
-from tests.benchmarks.common import alternating, in_process, parse, peak_of, save
+from tests.benchmarks.common import alternating, finish, in_process, parse, peak_of
 from trainer_hooks.tree import attach
 
 PROMPT, ROWS, BRANCHES, LIMIT, ROUNDS = 512, 8, 8, 10 << 30, 3
@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 peaks = {method: within_limit(methods=[method], **cell) for method in methods}
                 timed = within_limit(methods=methods, **cell) if options.shape == "forked" else None
                 found.append(sizes | {"peaks": peaks, "timed": timed})
-    save(options.json, found)
+    finish(options.json, found)
 
 
 if __name__ == "__main__":

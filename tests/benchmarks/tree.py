@@ -15,16 +15,18 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import AdamW
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from rollout import RolloutBatch
-from tests.benchmarks.common import alternating, in_process, medians, parse, peak_of, save, seconds
-from tests.benchmarks.subject import SIZES
+from tests.benchmarks import tables
+from tests.benchmarks.common import alternating, finish, in_process, medians, parse, peak_of, seconds
+from tests.benchmarks.subject import make_subject
 from tests.benchmarks.training_memory import apart, batch_of, gathered, words
 from tests.benchmarks.workloads import Scale, grpo
 from trainer_hooks.tree import attach
@@ -81,9 +83,7 @@ METHODS: dict[str, Callable[[PreTrainedModel, RolloutBatch, int], Passes]] = {
 
 def trainer_of(options: argparse.Namespace) -> tuple[RolloutBatch, Callable[[str], None]]:
     """A batch, and the training step of a model on it by one of the methods."""
-    torch.manual_seed(0)
-    config = Qwen3Config(**SIZES[options.size], max_position_embeddings=4096, tie_word_embeddings=True)
-    model = Qwen3ForCausalLM(config).train()
+    model = make_subject(options.size, "float32", 4096, Path()).model.train()
     if options.checkpointing:
         model.gradient_checkpointing_enable()
     attach(model)
@@ -91,8 +91,8 @@ def trainer_of(options: argparse.Namespace) -> tuple[RolloutBatch, Callable[[str
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    (turn,) = next(iter(grpo(config.vocab_size, Scale(options.scale), ()))).turns
-    say = words(config.vocab_size)
+    (turn,) = next(iter(grpo(model.config.vocab_size, Scale(options.scale), ()))).turns
+    say = words(model.config.vocab_size)
     batch = batch_of([(list(p), say(length)) for p, length in zip(turn.prompts, turn.lengths, strict=True)], SAMPLES)
     advantages, count = torch.linspace(-1, 1, len(batch))[:, None], batch.response_mask.sum()
 
@@ -143,9 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[str, Any] = {
         method: medians(rounds[method]) | {"tokens": tokens[method], "peak MiB": peaks[method]} for method in METHODS
     }
-    for method, each in results.items():
-        print(method, each)
-    save(options.json, results)
+    finish(options.json, results, tables.tree(results))
 
 
 if __name__ == "__main__":

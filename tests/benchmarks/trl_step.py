@@ -30,7 +30,8 @@ from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallba
 from trl import GRPOConfig, GRPOTrainer
 
 from rollout import Advanced, InferenceConfig, RolloutManager
-from tests.benchmarks.common import in_process, medians, number, parse, peak_of, quiet_transformers, save, show, turns
+from tests.benchmarks import tables
+from tests.benchmarks.common import finish, in_process, medians, parse, peak_of, quiet_transformers, turns
 from tests.benchmarks.subject import make_subject
 from trainer_hooks.trl import attach
 
@@ -155,9 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rounds[peer].append(in_process("trl_step", model=model, peer=peer, seed=seed, **sizes))
             print(model, peer, rounds[peer][-1], flush=True)
         found[model] = {peer: medians(each) for peer, each in rounds.items()}
-        rows = [[peer, *map(number, each.values())] for peer, each in found[model].items()]
-        show(model, ["", *found[model][options.peers[0]]], rows)
-    save(options.json, found)
+    finish(options.json, found, tables.trl_step(found))
 
 
 if __name__ == "__main__":
