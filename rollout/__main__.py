@@ -206,7 +206,7 @@ def _sample(device: str, config: InferenceConfig) -> list[tuple[str, str]]:
     model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **layers)).to(place).eval()
     engine = DynamicInferenceEngine(model, None, config)
     page = (line.split(maxsplit=1) for line in str(engine.explain()).splitlines())
-    shown = ("forward", "attention", "sampling", "graphs", "machine", "threads", "compiler", "advice")
+    shown = ("forward", "attention", "graphs", "machine", "threads", "compiler", "advice")
     return [
         ("devices", ", ".join(gpus) or f"cpu only: torch {torch.__version__} sees no CUDA device"),
         *((title, text) for title, text in page if title in shown),

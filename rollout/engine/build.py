@@ -273,13 +273,18 @@ def _runner(
         exact=config.exact,
     )
     context.to_come = partial(bytes_to_come, runner)
-    # Collectives inside a forward cannot be captured, nor can addresses that change with each gathering.
-    alone = peers.everyone is None
-    captured = config.advanced.cuda_graphs and alone and weights.fixed_addresses
-    # A graph returns logits only.
-    captured = captured and routers is None and not layout.states and base.token_values is None
-    whole = alone and weights.tensor_parallel_mesh is None
-    _choose_forwards(runner, config, routers, base.lifecycle.lock.asked, config.max_requests * captured, whole=whole)
+    obstacles = (
+        (f"the model is on {layout.device}", layout.device.type != "cuda"),
+        ("Advanced.cuda_graphs=False", not config.advanced.cuda_graphs),
+        ("collectives inside a forward are not captured", peers.everyone is not None),
+        ("gathered weights have other addresses each time", not weights.fixed_addresses),
+        ("a model with recurrent states runs its own forward in every step", bool(layout.states)),
+        ("a graph returns logits only", routers is not None or base.token_values is not None),
+        ("Triton does not run here", module.paged is None),
+    )
+    runner.without_graphs = next((why for why, holds in obstacles if holds), "")
+    whole = peers.everyone is None and weights.tensor_parallel_mesh is None
+    _choose_forwards(runner, config, routers, base.lifecycle.lock.asked, whole=whole)
     if config.exact:
         runner.refuse_inexact()
     if runner.fused is not None:
@@ -294,7 +299,6 @@ def _choose_forwards(
     config: InferenceConfig,
     routers: Routers | None,
     asked: ctypes.c_int32,
-    graphed_rows: int,
     *,
     whole: bool,
 ) -> None:
@@ -322,10 +326,12 @@ def _choose_forwards(
         )
         if not config.exact:
             runner.runs = DecodeRuns(runner.fused, runner, asked)
-    if graphed_rows and module.paged is not None:
+    if not runner.without_graphs and module.paged is not None:
         # A separate workspace, because `release_workspace` must not free the graphs' workspace.
         decode = TritonDecode(module.paged.with_own_workspace(), cache)
-        runner.graphs = GraphedDecode(runner.model, layout, cache, graphed_rows, CudaDevice(layout.device), decode)
+        runner.graphs = GraphedDecode(
+            runner.model, layout, cache, config.max_requests, CudaDevice(layout.device), decode
+        )
 
 
 def _assemble(

@@ -43,7 +43,7 @@ class ModelRunner:
 
     Attributes:
         fused: runs steps in place of the module's forward if it serves the model; None: `without_fused` gives the reason.
-        graphs: replays decode steps as CUDA graphs; None: no graphs.
+        graphs: replays decode steps as CUDA graphs; None: `without_graphs` gives the reason.
         runs: makes several decode steps in one call; None: every call makes one.
     """
 
@@ -68,6 +68,7 @@ class ModelRunner:
         self.fused: FusedForward | None = None
         self.without_fused = "Advanced.fused_forward=False"
         self.graphs: GraphedDecode | None = None
+        self.without_graphs = ""
         self.runs: DecodeRuns | None = None
         self.order = StreamOrder(self.layout.device)
         """Orders the engine's work on the device after work that callers queued."""

@@ -154,8 +154,7 @@ def _model_rows(
     forward = "fused C++" if why_not_fused is None else f"the module's own: {why_not_fused}"
     yield "forward", "known when weights are gathered and the engine is resumed" if unknown else forward
     yield "attention", _attention(runner)
-    yield "sampling", _sampling(layout)
-    yield "graphs", _graphs(runner, config, source)
+    yield "graphs", _graphs(runner, config)
     yield "exact mode", _exact(runner, config, source)
 
 
@@ -240,27 +239,8 @@ def _attention(runner: ModelRunner) -> str:
     return "Triton" if fits else f"plain torch: {described}"
 
 
-def _sampling(layout: ModelLayout) -> str:
-    compiled = layout.device.type == "cpu" and cpu_library.load() is not None
-    return "C++; top-k, top-p, min-p and penalties in torch before it" if compiled else "torch"
-
-
-def _graphs(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -> str:
-    if runner.layout.device.type != "cuda":
-        return f"none: the model is on {runner.layout.device}"
-    if not config.advanced.cuda_graphs:
-        return "none: InferenceConfig.cuda_graphs=False"
-    if source.tensor_parallel_mesh is not None or source.expert_parallel_mesh is not None:
-        return "none: collectives inside a forward are not captured"
-    if not source.fixed_addresses:
-        return "none: gathered weights have other addresses each time"
-    if runner.layout.states:
-        return "none: a model with recurrent states runs its own forward in every step"
-    if runner.values.width:
-        return "none: a graph returns logits alone, and token_values reads hidden states"
-    if runner.graphs is None:
-        return "none: Triton does not run here"
-    why = runner.graphs.why_not
+def _graphs(runner: ModelRunner, config: InferenceConfig) -> str:
+    why = runner.without_graphs if runner.graphs is None else runner.graphs.why_not
     return f"none: {why}" if why else f"decode steps of up to {config.max_requests} rows"
 
 
@@ -341,15 +321,12 @@ def usable_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the number of cores that this process may use.
 
     Args:
-        root: folder of the control groups, version 2 or 1; for tests.
+        root: folder of the control groups; for tests.
     """
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     with suppress(OSError, ValueError):
         quota, period = (root / "cpu.max").read_text().split()
         return min(cores, int(quota) / int(period))
-    with suppress(OSError, ValueError):
-        allowed, every = (int((root / "cpu" / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-        return min(cores, allowed / every) if allowed > 0 else cores
     return cores
 
 
