@@ -94,6 +94,12 @@ class OwnGroup:
             requests.append(with_images(request, images_of(self.prompt)))
         return requests
 
+    def returned(self, index: int, result: DynamicInferenceRequest) -> DynamicInferenceRequest:
+        """Return the result of a sample under the group's own id; the sample is then no longer missing."""
+        result.request_id, result.prompt, result.metadata = self.group_id, self.text, self.metadata
+        self.missing.discard(index)
+        return result
+
     def failed(self, index: int) -> DynamicInferenceRequest:
         """Return a sample that failed with the group's error, as a request with all known tokens."""
         (request,) = [each for each in self.interrupted() if each.sample_index == index]
@@ -278,18 +284,14 @@ class DataParallelBackend:
         while self._ended:
             group, index = self._ended.popleft()
             if index in group.missing and group.open is not None:
-                results.append(self._hand_out(group, index, group.open.request(index)))
+                results.append(group.returned(index, group.open.request(index)))
         while self._failed:
             group = self._failed.popleft()
-            results += [self._hand_out(group, each, group.failed(each)) for each in sorted(group.missing)]
+            results += [group.returned(each, group.failed(each)) for each in sorted(group.missing)]
+        for group_id in {result.request_id for result in results}:
+            if not self._groups[group_id].missing:
+                del self._groups[group_id]
         return results
-
-    def _hand_out(self, group: OwnGroup, index: int, result: DynamicInferenceRequest) -> DynamicInferenceRequest:
-        result.request_id, result.prompt, result.metadata = group.group_id, group.text, group.metadata
-        group.missing.discard(index)
-        if not group.missing:
-            self._groups.pop(group.group_id, None)
-        return result
 
     def abort(self, group_id: int) -> None:
         """Abort a group on all ranks and drop its later results. Blocks are freed asynchronously."""
