@@ -16,12 +16,8 @@ from torch import nn
 
 from rollout.errors import UnsupportedModelError
 
-_OTHERS = {
-    "pp": "pipeline parallelism",
-    "cp": "context parallelism",
-    "sp": "sequence parallelism",
-    "ep": "expert parallelism other than transformers' own",
-}
+_OTHERS = ("pp", "cp", "sp", "ep")
+"""Mesh dimensions of other parallelism: pipeline, context, sequence, and experts outside of transformers' expert mesh."""
 
 
 def expert_parallel_mesh(model: nn.Module) -> Any:
@@ -65,10 +61,12 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
     Raises:
         UnsupportedModelError: the model's parallelism is not supported.
     """
-    _refuse_other_meshes(model)
-    exchanged = expert_parallel_mesh(model)
+    exchanged, manager = expert_parallel_mesh(model), getattr(model, "_mesh_manager", None)
     # With `ep_size == tp_size` both names refer to the same ranks.
-    shared = "ep" in _sizes(getattr(model, "_mesh_manager", None), "_expert_mesh")
+    shared = "ep" in _sizes(manager, "_expert_mesh")
+    # These may not show in this rank's parameters.
+    if others := {name: size for name, size in _sizes(manager, "_dense_mesh").items() if name in _OTHERS and size > 1}:
+        raise _unserved(model, f"its device mesh has {others}, as pipeline parallelism or context parallelism makes it")
     found: tuple[str, Any] | None = None
     for name, parameter in model.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
@@ -79,44 +77,24 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
         if not left or (left == ["ep"] and exchanged is not None):
             continue
         if len(left) > 1 or (left[0] in _OTHERS and not (left[0] == "ep" and shared)):
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: {name} is split over the mesh dimensions {left}, which the engine does not gather "
-                f"({_OTHERS.get(left[-1], 'one of tensor parallelism is served')}): shard by a tp_plan, fully_shard, or both"
-            )
+            raise _unserved(model, f"{name} is split over the mesh dimensions {left}")
         own = mesh if mesh.ndim == 1 else mesh[left[0]]
         if found is not None and own.mesh.tolist() != found[1].mesh.tolist():
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: {name} is split over ranks {own.mesh.tolist()} and {found[0]} over "
-                f"{found[1].mesh.tolist()}; one tensor-parallel group per model is served"
-            )
+            ranks, others = own.mesh.tolist(), found[1].mesh.tolist()
+            raise _unserved(model, f"{name} is split over ranks {ranks}, and {found[0]} over {others}")
         found = found or (name, own)
         # In a sequence-parallel model, transformers and torch replicate the norms as DTensors, and nothing else.
         placements = getattr(parameter, "placements", ())
         if parameter.ndim == 1 and name.endswith("weight") and all(each.is_replicate() for each in placements):
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: {name} is a replicated DTensor, as sequence parallelism makes it: it splits the "
-                "positions of a step between the ranks, which the engine does not serve; leave SequenceParallel out of the "
-                "plan"
-            )
+            raise _unserved(model, f"{name} is a replicated DTensor, as sequence parallelism makes it")
     return None if found is None else found[1]
 
 
-def _refuse_other_meshes(model: nn.Module) -> None:
-    """Raise for parallelism that does not show in this rank's parameters; transformers keeps its mesh on the model."""
-    sizes = _sizes(getattr(model, "_mesh_manager", None), "_dense_mesh")
-    found = [
-        f"{_OTHERS[name]} ({name}={size} in its device mesh)"
-        for name, size in sizes.items()
-        if name in _OTHERS and size > 1
-    ]
-    if any(type(module).__name__ == "PipelineIdentityLayer" for module in model.modules()):
-        # transformers before 5.20 records no mesh.
-        found.append(f"{_OTHERS['pp']} (it has layers of another stage)")
-    if found:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is split by {found[0]}, which the engine does not serve: load it with tensor "
-            "parallelism (tp_size), expert parallelism (ep_size) and FSDP alone"
-        )
+def _unserved(model: nn.Module, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__}: {why}; the engine serves one tensor-parallel group (tp_size), experts split over it or "
+        "exchanged without it (ep_size), and FSDP"
+    )
 
 
 def _sizes(manager: Any, mesh: str) -> dict[str, int]:
