@@ -47,7 +47,7 @@ _OURS = ("rollout", "trainer_hooks", "contextlib")
 
 
 class RolloutError(Exception):
-    """Base class of all exceptions of this package."""
+    """The base class of all exceptions of this package."""
 
 
 class ConfigError(RolloutError, ValueError):

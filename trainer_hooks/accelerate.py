@@ -49,7 +49,7 @@ class AcceleratorAttachment:
 
     @property
     def steps(self) -> int:
-        """Number of steps that changed the weights since the attachment, over all optimizers."""
+        """The number of steps that changed the weights since the attachment, over all optimizers."""
         return sum(each.steps for each in self.optimizers)
 
     def detach(self) -> None:
@@ -131,7 +131,7 @@ def _optimizers_of(accelerator: Accelerator, manager: RolloutManager) -> list[An
 
 
 class _Saved:
-    """Object registered with accelerate that saves and loads one rank's state.
+    """An object registered with accelerate that saves and loads one rank's state.
 
     accelerate saves the `state_dict()` of the main process only, which is the part common to all ranks. A pre-save hook,
     which knows the folder, writes each rank's own file. On loading, a hook records the folder, and `load_state_dict()`,

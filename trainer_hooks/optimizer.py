@@ -26,7 +26,7 @@ class Rollout(Protocol):
 
     @property
     def model(self) -> torch.nn.Module:
-        """Module that samples; the optimizer steps its parameters."""
+        """The module that samples; the optimizer steps its parameters."""
 
     def before_optimizer_step(self, mode: KVCacheManagementMode | None) -> object:
         """Suspend before the weights change, with this KV cache mode. None: the configured mode."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankFile:
-    """State file of one rank.
+    """The state file of one rank.
 
     Attributes:
         folder: checkpoint folder.
@@ -39,7 +39,7 @@ class RankFile:
 
     @property
     def path(self) -> Path:
-        """Path of the file: `<folder>/<stem>_rank_<rank>_of_<size>.msgpack`."""
+        """The path of the file: `<folder>/<stem>_rank_<rank>_of_<size>.msgpack`."""
         return self.folder / f"{self.stem}_rank_{self.rank}_of_{self.size}.msgpack"
 
     @property

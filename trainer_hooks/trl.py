@@ -79,12 +79,12 @@ class TrlAttachment:
 
     @property
     def discarded(self) -> int:
-        """Number of groups of this rank that `keep` has rejected and other prompts have replaced."""
+        """The number of groups of this rank that `keep` has rejected and other prompts have replaced."""
         return 0 if self._full is None else self._full.discarded
 
     @property
     def steps(self) -> int:
-        """Number of steps that changed the weights since training began; 0 if another callback has the hooks."""
+        """The number of steps that changed the weights since training began; 0 if another callback has the hooks."""
         return self._follower.steps
 
     def detach(self) -> None:

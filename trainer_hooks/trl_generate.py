@@ -49,7 +49,7 @@ class TrlGenerateAttachment:
 
     @property
     def steps(self) -> int:
-        """Number of steps that changed the weights since training began; 0 if another callback has the hooks."""
+        """The number of steps that changed the weights since training began; 0 if another callback has the hooks."""
         return self._follower.steps
 
     def detach(self) -> None:

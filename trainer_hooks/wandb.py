@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollout.manager.batch.batch import RolloutBatch
 
 STEP = "train/step"
-"""Name of the axis of all metrics."""
+"""The name of the axis of all metrics."""
 
 SAMPLE_COLUMNS = ("step", "text", "reward", "length", "finish_reason", "mean_staleness", "by_version")
 

@@ -58,7 +58,7 @@ from rollout.state import KVCacheManagementMode
 from rollout.threads.interrupts import interrupt_deferred
 
 CUDA_STEP_TOKENS = 8192
-"""Value of `InferenceConfig.max_tokens_per_step` on CUDA if the option is None."""
+"""The value of `InferenceConfig.max_tokens_per_step` on CUDA if the option is None."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ class EngineBase:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Dtype that forwards are autocast to; None: the caller's autocast applies."""
+        """The dtype that forwards are autocast to; None: the caller's autocast applies."""
         return dtype_named(self.config.autocast_dtype)
 
     def under_autocast(self) -> AbstractContextManager[object]:

@@ -84,7 +84,7 @@ class DynamicInferenceEngine:
         self.lifecycle = Lifecycle()
         """The state machine, and the lock of the step boundary."""
         self.turns = Turns(refuse_inside_forward)
-        """Queue of the threads that step until their requests finish."""
+        """The queue of the threads that step until their requests finish."""
         self.tap = EngineTap(clock, lambda: self.inspection.traced_state(), lambda: self.inspection.traced_records())
         """The engine's reports to a trace of this process."""
         with plain_tensors():
@@ -348,7 +348,7 @@ class DynamicInferenceEngine:
 
     @property
     def policy_version(self) -> int:
-        """Number of weight updates so far."""
+        """The number of weight updates so far."""
         return self.context.scheduler.version
 
     @property

@@ -35,7 +35,7 @@ class Group:
     interval: int
     arrival_time: float
     ends_at: float
-    """Deadline of the request, by `time.monotonic`."""
+    """The deadline of the request, by `time.monotonic`."""
     in_engine: int | None = None
     """Request id in the engine; None: not queued yet."""
     ended: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Delivery:
 
     @property
     def num_streams(self) -> int:
-        """Number of streams whose group is in the engine."""
+        """The number of streams whose group is in the engine."""
         return len(self._streams)
 
     def queued(self, group: Group) -> None:

@@ -34,11 +34,11 @@ from rollout.threads.diagnosis import watch
 _log = logging.getLogger(__name__)
 
 SAMPLES_AT_ONCE = 256
-"""Maximum new samples queued at one step boundary, so that running samples are not delayed for long."""
+"""The maximum number of new samples queued at one step boundary, so that running samples are not delayed for long."""
 SHUTDOWN_TIMEOUT_S = 30.0
 """Seconds to wait for the current step when the loop is closed."""
 LOOK_S = 1.0
-"""Interval of checks for Ctrl-C while another rank of a group waits for the first rank's shutdown."""
+"""The interval of checks for Ctrl-C while another rank of a group waits for the first rank's shutdown."""
 CLOSED = "the LLM was closed: build another"
 
 

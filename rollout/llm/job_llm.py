@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rollout.server.server import Server
 
 CONNECT_TIMEOUT_S = 60.0
-"""Deadline for a connection to the job's coordinator."""
+"""The deadline for a connection to the job's coordinator, in seconds."""
 
 
 class JobLLM(LLMRequests):

@@ -212,7 +212,7 @@ class AsyncLLM(LLMRequests):
 
     @property
     def world_size(self) -> int:
-        """Number of engines that compute for this LLM: 1 in direct mode, every rank's with a coordinator."""
+        """The number of engines that compute for this LLM: 1 in direct mode, every rank's with a coordinator."""
         return self._service.world_size
 
     def serve(self, config: ServerConfig | None = None, *, blocking: bool = True) -> Server:

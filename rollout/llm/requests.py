@@ -37,7 +37,7 @@ class Service(Protocol):
 
     @property
     def num_open(self) -> int:
-        """Number of accepted groups that have not finished."""
+        """The number of accepted groups that have not finished."""
 
     def refuse_when_over(self) -> None:
         """Raise `EngineDeadError`, `EngineStateError` or `ConnectionLostError` if the service has ended."""
@@ -226,18 +226,18 @@ class LLMRequests:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Number of ranks that compute each forward together, each with a shard of the weights."""
+        """The number of ranks that compute each forward together, each with a shard of the weights."""
         return 1 if self.engine.peers.group is None else len(self.engine.peers.group.ranks)
 
     @property
     def max_sequence_length(self) -> int:
-        """Maximum length of prompt + completion, in tokens, that model and KV pool allow."""
+        """The maximum length of prompt + completion, in tokens, that model and KV pool allow."""
         allocator = self.context.allocator
         return min(self.engine.parts.max_sequence_length, allocator.num_blocks * allocator.block_size)
 
     @property
     def num_open(self) -> int:
-        """Number of accepted prompts that have not finished."""
+        """The number of accepted prompts that have not finished."""
         return self.service.num_open
 
     def refuse_when_over(self) -> None:

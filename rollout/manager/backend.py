@@ -97,7 +97,7 @@ class Backend(Protocol):
 
     @property
     def coordinator(self) -> JobCoordinator | None:
-        """Address and keys of the job's coordinator; None: there is no coordinator."""
+        """The address and keys of the job's coordinator; None: there is no coordinator."""
         return None
 
     def gather(self, what: str, value: bytes) -> list[bytes] | None:

@@ -27,9 +27,9 @@ class Group:
 
     size: int
     prompt: Hashable
-    """Key of the prompt in the `LengthBook`; 0 after a restart."""
+    """The key of the prompt in the `LengthBook`; 0 after a restart."""
     key: bytes
-    """Key in the journal."""
+    """The key in the journal."""
     results: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
 
 

@@ -119,12 +119,12 @@ class RolloutManager:
 
     @property
     def groups_in_flight(self) -> int:
-        """Number of groups submitted and not yet returned."""
+        """The number of groups submitted and not yet returned."""
         return len(self._rounds.groups)
 
     @property
     def episode_groups_in_play(self) -> int:
-        """Number of groups of episodes started and not yet returned."""
+        """The number of groups of episodes started and not yet returned."""
         return len(self._rounds.player)
 
     @property
@@ -134,7 +134,7 @@ class RolloutManager:
 
     @property
     def policy_version(self) -> int:
-        """Number of weight updates so far."""
+        """The number of weight updates so far."""
         return self.engine.policy_version
 
     generate = called("_generation", Generation.generate)

@@ -42,7 +42,7 @@ from rollout.state import EngineState
 from rollout.threads.interrupts import interrupt_deferred, interruptible, uninterrupted
 
 IDLE_S = 0.005
-"""Longest wait for work between two rounds without any."""
+"""The longest wait for work between two rounds without any."""
 
 
 class LockstepLoop(RunLoop):

@@ -26,11 +26,11 @@ from rollout.state import EngineState
 from rollout.threads.interrupts import uninterrupted
 
 PATIENCE_S = 0.1
-"""Longest wait while environments are busy; then their deadlines are checked."""
+"""The longest wait while environments are busy, in seconds; then their deadlines are checked."""
 BAR_AFTER_S = 2.0
 """Without `progress=True`, only calls that take longer show a bar."""
 NEWEST_SHARE = 0.5
-"""Weight of the newest length in a prompt's running mean, because lengths change with the policy."""
+"""The weight of the newest length in a prompt's running mean, because lengths change with the policy."""
 
 
 class LengthBook:
@@ -69,7 +69,7 @@ class Goal(Protocol):
 
     @property
     def number(self) -> int:
-        """Number of groups to wait for, for the progress bar."""
+        """The number of groups to wait for, for the progress bar."""
 
     def ended(self) -> int:
         """Return the number of these groups that have finished."""

@@ -34,19 +34,19 @@ class PlayGoal:
 
     player: EpisodePlayer
     tasks: Iterator[Any]
-    """Source of tasks while fewer than `most` groups are in flight."""
+    """The source of tasks while fewer than `most` groups are in flight."""
     begin: Callable[[Any], None]
-    """Function that starts a group."""
+    """The function that starts a group."""
     most: float
     least: int | None
-    """Number of kept groups that must have finished; None: all that are in flight."""
+    """The number of kept groups that must have finished; None: all that are in flight."""
     number: int
     keep: Callable[[Sequence[Episode]], bool] | None
     """Whether a finished group counts; otherwise it is dropped. None: every group counts."""
     discards_left: float
-    """Number of groups that may still be dropped; then every group counts."""
+    """The number of groups that may still be dropped; then every group counts."""
     discard: Callable[[], None]
-    """Function to call for each dropped group."""
+    """The function to call for each dropped group."""
     too_old: Callable[[], set[int] | None]
     """Ids of groups that must also have finished; None: not known yet."""
     _kept: set[int] = field(default_factory=set)

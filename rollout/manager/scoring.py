@@ -77,19 +77,19 @@ class ScoredGoal:
     groups: GroupLedger
     """Groups in flight, from this call and earlier ones."""
     tasks: Iterator[Any]
-    """Source of tasks while fewer than `most` groups are in flight."""
+    """The source of tasks while fewer than `most` groups are in flight."""
     begin: Callable[[Sequence[Any]], None]
-    """Function that submits groups."""
+    """The function that submits groups."""
     number: int
-    """Number of kept groups that fill the batch."""
+    """The number of kept groups that fill the batch."""
     most: int
     reward: Reward
     keep: Callable[[Sequence[ScoredSample]], bool] | None
     """Whether a group is worth training on. None: every group is."""
     discards_left: float
-    """Number of groups that may still be discarded; then all are kept."""
+    """The number of groups that may still be discarded; then all are kept."""
     discard: Callable[[list[float | None]], None]
-    """Function to call with the rewards of each discarded group."""
+    """The function to call with the rewards of each discarded group."""
     too_old: Callable[[], set[int] | None]
     """Ids of groups that must also have finished; None: not known yet."""
     _full: bool = False

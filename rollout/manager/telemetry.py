@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rollout.manager.batch.batch import RolloutBatch
 
 NEWEST = 8192
-"""Number of newest values of an interval from which percentiles are computed."""
+"""The number of newest values of an interval from which percentiles are computed."""
 
 
 class _Summary:

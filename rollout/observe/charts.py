@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Values = Sequence[float | None]
 SIZE = (4.8, 2.2)
-"""Width and height of a chart over steps, in inches."""
+"""The width and height of a chart over steps, in inches."""
 # The palette of Okabe and Ito: colour-blind readers can tell these apart.
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#8a949e"
 SLOT_COLORS = {PREFILL: ORANGE, DECODE: BLUE, HELD: "#c3ccd5", PREEMPTED: RED}

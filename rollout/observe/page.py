@@ -18,7 +18,7 @@ AGES = ("#ffffff", "#fdf3d0", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f")
 """Background of tokens sampled 0, 1, 2 … weight updates ago; the last one for all older tokens."""
 AGE_AREAS = ("#dbe7f3", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f", "#a33a3a")
 SHOWN = 6
-"""Number of slowest and of most stale samples of the run that are shown."""
+"""The number of slowest and of most stale samples of the run that are shown."""
 
 
 def report(

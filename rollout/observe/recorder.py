@@ -120,7 +120,7 @@ def _add_versions(versions: list[tuple[float, int]], segment: DynamicInferenceRe
 
 
 MAX_ROWS = 500_000
-"""Maximum number of steps, samples and spans that are kept, each."""
+"""The maximum number of steps, samples and spans that are kept, each."""
 
 
 class StepRow(NamedTuple):

@@ -21,7 +21,7 @@ from rollout.errors import ConfigError
 
 FILE = "run.jsonl"
 LONGEST_TEXT = 4000
-"""Maximum characters of a prompt, and of a run of tokens."""
+"""The maximum number of characters of a prompt, and of a run of tokens."""
 
 
 class RunLog:

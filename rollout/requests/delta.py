@@ -38,7 +38,7 @@ from rollout.requests.token_columns import (
 from rollout.sampling_params import SamplingParams
 
 TOKEN_BYTES = 4
-"""Size of a packed token id or log-prob."""
+"""The size of a packed token id or log-prob."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Column:
     types: frozenset[type]
     """Types of a value, sent as msgpack encodes it."""
     rule: str
-    """Description of the types."""
+    """The description of the types."""
     join: Callable[[list[Any]], Any]
     """Joins the values of consecutive deltas that have one."""
     outlives_restart: bool = False
@@ -82,15 +82,15 @@ class SampleDelta:
     request_id: int
     sample_index: int
     start: int = 0
-    """Index of the first token in the completion. 0 if earlier tokens were known: the sample was restarted."""
+    """The index of the first token in the completion. 0 if earlier tokens were known: the sample was restarted."""
     token_ids: bytes = b""
     """int32 [count] in host order, little-endian wherever torch runs."""
     log_probs: bytes = b""
     """float32 [count], encoded like the token ids."""
     versions: VersionSpans = field(default_factory=VersionSpans)
-    """Policy versions of the tokens."""
+    """The policy versions of the tokens."""
     prompt_version: int = 0
-    """Policy version under which the prompt was admitted."""
+    """The policy version under which the prompt was admitted."""
     ttft: float | None = _column("seconds", float, int, join=_first)
     """Seconds from arrival to the first token, if this delta has the first token."""
     top_n: bytes | None = _column("bytes", bytes, join=b"".join)
@@ -101,7 +101,7 @@ class SampleDelta:
     """float32 [count, k], encoded like the log-probs: numbers of the user's function of hidden states, if the engine has
     one."""
     text: str | None = _column("a string", str, join=_last)
-    """Text of the whole completion, if it has finished and the engine detokenises."""
+    """The text of the whole completion, if it has finished and the engine detokenises."""
     routes: bytes | None = _column("bytes", bytes, join=b"".join)
     """Expert routes of the positions that the tokens were sampled from, packed by `pack_routes`, if the engine records them.
     The first token after KV was computed, or computed again, comes with the routes of all positions before it."""
@@ -110,16 +110,16 @@ class SampleDelta:
     events: bytes | None = _column("bytes", bytes, join=b"".join, outlives_restart=True)
     """Packed events since the previous delta."""
     num_events: int = 0
-    """Number of events of the sample, including those in `events`."""
+    """The number of events of the sample, including those in `events`."""
 
     @property
     def count(self) -> int:
-        """Number of new tokens."""
+        """The number of new tokens."""
         return len(self.token_ids) // TOKEN_BYTES
 
     @property
     def buffer_bytes(self) -> int:
-        """Size in bytes of tokens, log-probs, and optional fields of bytes or text."""
+        """The size in bytes of tokens, log-probs, and optional fields of bytes or text."""
         optional = (getattr(self, name) for name in COLUMNS)
         return len(self.token_ids) + len(self.log_probs) + sum(len(v) for v in optional if isinstance(v, bytes | str))
 
@@ -274,7 +274,7 @@ class DeltaJoin:
 # --- growth of a record ---------------------------------------------------------------------------------------------------
 
 MAX_EVENTS_SENT = 1 << 18
-"""Maximum events sent per sample; later ones are dropped."""
+"""The maximum number of events sent per sample; later ones are dropped."""
 
 
 def growth(

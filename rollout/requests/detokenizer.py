@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 WINDOW = 16
-"""Maximum tokens decoded together, except for a run of byte tokens."""
+"""The maximum number of tokens decoded together, except for a run of byte tokens."""
 
 CONTEXT = 4
 """Tokens kept when the window moves: at least one byte each, so at least one UTF-8 character of 4 bytes."""

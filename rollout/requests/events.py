@@ -38,7 +38,7 @@ _ERRORS = frozenset({DynamicInferenceEventType.ERROR_TRANSIENT, DynamicInference
 _COUNTS = ("blocks_total", "blocks_hashed_total", "blocks_hashed_active", "blocks_ref_count")
 _TOKEN_FIELDS = ("token_id", *_COUNTS)
 MAX_MESSAGE = 2000
-"""Maximum characters of the message of an encoded exception."""
+"""The maximum number of characters of the message of an encoded exception."""
 
 
 @dataclass(frozen=True, init=False)

@@ -24,7 +24,7 @@ NO_TENSORS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "tok
 """Outputs of tokenizers and processors that are not image tensors; token types follow from the token ids."""
 PIXELS = "pixel_values"
 TILED_DIMENSIONS = 5
-"""Number of dimensions of `pixel_values` [1, tiles, channels, height, width]."""
+"""The number of dimensions of `pixel_values` [1, tiles, channels, height, width]."""
 
 
 @dataclass(frozen=True, eq=False)

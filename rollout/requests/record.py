@@ -54,7 +54,7 @@ class DynamicInferenceRequestRecord:
     latency: float | None = None
     """Seconds from arrival to the end."""
     completion_text: str | None = None
-    """Text of the whole completion; None: the texts of the segments are joined instead."""
+    """The text of the whole completion; None: the texts of the segments are joined instead."""
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -95,12 +95,12 @@ class DynamicInferenceRequestRecord:
 
     @property
     def request_id(self) -> int:
-        """Id of the request."""
+        """The id of the request."""
         return self.segments[0].request_id
 
     @property
     def sample_index(self) -> int:
-        """Index of the sample within the request."""
+        """The index of the sample within the request."""
         return self.segments[0].sample_index
 
     @property

@@ -64,7 +64,7 @@ class InferenceRequest:
 
     request_id: int
     prompt: str | None = None
-    """Text of the prompt, if given as text."""
+    """The text of the prompt, if given as text."""
     sampling_params: SamplingParams = _DEFAULT_PARAMS
     prompt_tokens: list[int] = field(default_factory=list)
     """[P] token ids."""
@@ -74,7 +74,7 @@ class InferenceRequest:
     """Prompt of an encoder; rejected, because the engine runs decoders only."""
     generated_text: str | None = None
     segments: list[str] | None = None
-    """Text of each prompt token; None until `TextGenerationController.fill_segments`."""
+    """The text of each prompt token; None until `TextGenerationController.fill_segments`."""
     generated_segments: list[str] | None = None
     generated_sequence_lengths: list[int] | None = None
     generated_tokens: list[int] = field(default_factory=list)
@@ -165,21 +165,21 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     """
 
     sample_index: int = 0
-    """Index among the n samples of the prompt. (request_id, sample_index) identifies a sample."""
+    """The index among the n samples of the prompt. (request_id, sample_index) identifies a sample."""
     priority: int = 0
     """Requests with a higher priority run first."""
     seed: int | None = None
     """The effective seed: the caller's, or the one the engine derived."""
     rng_offset: int = 0
-    """Completion tokens of earlier segments: offset of this segment in the random stream."""
+    """The completion tokens of earlier segments: offset of this segment in the random stream."""
     original_prompt_length: int = -1
     """Prompt length of the first segment; -1: this is the first."""
     stream_offset: int = 0
-    """Completion tokens already streamed to the caller."""
+    """The completion tokens already streamed to the caller."""
     metadata: Any = None
     """The caller's msgpack-able value, never read here."""
     policy_version: int = 0
-    """Policy version of its next token and KV."""
+    """The policy version of its next token and KV."""
     policy_spans: VersionSpans = field(default_factory=VersionSpans)
     kv_spans: VersionSpans = field(default_factory=VersionSpans)
     finished_chunk_token_count: int = 0
@@ -203,7 +203,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     stop_reason: str | int | None = None
     """The stop string or stop token id that finished it."""
     error: str | None = None
-    """Error of a failed request, as `Type: message`."""
+    """The error of a failed request, as `Type: message`."""
     latency: float | None = None
     ttft: float | None = None
     """Seconds from arrival to the first token."""
@@ -248,12 +248,12 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def remaining_prompt_length(self) -> int:
-        """Number of `remaining_prompt_tokens`."""
+        """The number of `remaining_prompt_tokens`."""
         return len(self.prompt_tokens) - self.finished_chunk_token_count
 
     @property
     def kv_length(self) -> int:
-        """Number of positions whose KV is computed.
+        """The number of positions whose KV is computed.
 
         Once a token is generated, the whole prompt's KV is computed; the last token's own KV is written by the next step.
         """
@@ -367,7 +367,7 @@ class VLMInferenceRequest(DynamicInferenceRequest):
     num_tiles: list[int] = field(default_factory=list)
     """Tiles of each image that the vision tower encodes on its own; set at admission."""
     decoder_seq_length: int | None = None
-    """Number of prompt positions after images have become embeddings; set at admission."""
+    """The number of prompt positions after images have become embeddings; set at admission."""
 
     @property
     def images(self) -> ImageInputs | None:

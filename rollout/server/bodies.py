@@ -15,7 +15,7 @@ from rollout.server.errors import ApiError, ClientGoneError, bad_request, explai
 from rollout.server.serving import Serving, or_disconnected
 
 MAX_BODY_BYTES = 32 * 2**20
-"""Maximum size of a body."""
+"""The maximum size of a body, in bytes."""
 LARGE = 32 * 1024
 """Bytes from which a body is parsed in a thread, so that other clients' streams are not blocked."""
 

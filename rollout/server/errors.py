@@ -39,7 +39,7 @@ from rollout.errors import (
 CLIENT_GONE = 499
 """Status counted for clients that disconnected; never sent."""
 MAX_MESSAGE, MAX_PARAM = 3000, 160
-"""Maximum characters of a message and of a field's name, because a client can choose both."""
+"""The maximum number of characters of a message and of a field's name, because a client can choose both."""
 
 
 class ErrorDetail(BaseModel):

@@ -28,7 +28,7 @@ T = TypeVar("T")
 TURN_S = 0.005
 """Seconds after which work on one reply yields to other replies."""
 _SAMPLES = "rollout.samples"
-"""Key in a request's scope of the number of samples it was admitted with."""
+"""The key in a request's scope of the number of samples it was admitted with."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -39,10 +39,10 @@ class Serving:
     """An `AsyncLLM`, `LLM` or `JobLLM`."""
     config: ServerConfig
     model_name: str
-    """Name of the model in requests and replies."""
+    """The name of the model in requests and replies."""
     counters: RequestMetrics
     conversation: Conversation | None
-    """Renders messages to token ids; None if the model has no tokenizer."""
+    """The renderer of messages to token ids; None if the model has no tokenizer."""
     texts: Any
     """`TokenTexts` of the model's tokenizer."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -52,7 +52,7 @@ class Serving:
     shut: bool = False
     """Whether a pause by `abort` or `wait` is active: new requests are rejected until the engines continue."""
     samples: int = 0
-    """Number of open samples, including those whose prompts are still being parsed."""
+    """The number of open samples, including those whose prompts are still being parsed."""
     _computed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Reply id of the client → ids of its requests, for every reply that is being computed."""
     _cut: set[str] = field(default_factory=set)

@@ -12,7 +12,7 @@ from rollout.threads.diagnosis import thread_name
 from rollout.threads.interrupts import interruptible, uninterrupted
 
 POLL_S = 0.1
-"""Interval of checks for a second Ctrl-C while waiting."""
+"""The interval of checks for a second Ctrl-C while waiting, in seconds."""
 
 
 class FairLock:

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from rollout.distributed.transport.keys import JobKeys
 
 CONTROL_TIMEOUT_S = Advanced.control_timeout_s
-"""Default deadline of a control call, in seconds."""
+"""The default deadline of a control call, in seconds."""
 ANSWER_MARGIN_S = 5.0
 """Added to the coordinator's own deadline, so that its error, which names the late engines, arrives first."""
 QUERY_TIMEOUT_S = 30.0
-"""Deadline of a query that the coordinator answers without the engines."""
+"""The deadline of a query that the coordinator answers without the engines."""
 
 
 class InferenceClient:
@@ -146,7 +146,7 @@ class InferenceClient:
 
     @property
     def policy_version(self) -> int | None:
-        """Policy version at the handshake, updated by this client's own calls only; None before `start`."""
+        """The policy version at the handshake, updated by this client's own calls only; None before `start`."""
         return self._policy_version
 
     # --- requests -----------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class OpenGroup:
     """The caller's sampling parameters."""
     priority: int
     arrival_time: float
-    """Time of arrival, in wall-clock seconds."""
+    """The time of arrival, in wall-clock seconds."""
     text: str | None = field(init=False)
     """The prompt, if given as text."""
     prompt_tokens: bytes | None = field(init=False)
@@ -60,7 +60,7 @@ class OpenGroup:
     images: ImageInputs | None = None
     """Tensors of the prompt's images."""
     keyed: bytes = b""
-    """Input of the block hashes instead of the prompt, if the prompt has images."""
+    """The input of the block hashes instead of the prompt, if the prompt has images."""
     _tokens: PartialGroup = field(default_factory=PartialGroup)
     _open: set[int] = field(init=False)
     _ended: set[int] = field(default_factory=set)

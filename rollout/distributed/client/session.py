@@ -49,15 +49,15 @@ class RequestOptions(TypedDict, total=False):
     priority: int
     """Requests with a higher priority run first. Default 0."""
     timeout_s: float | None
-    """Deadline in seconds after arrival. Default None: no deadline while any rank is connected."""
+    """The deadline in seconds after arrival. Default None: no deadline while any rank is connected."""
     interval: int
     """Tokens per sample between two reports. Default 0 (1 for streams): the coordinator's configured interval."""
     arrival_time: float | None
-    """Time of arrival, in wall-clock seconds. Default None: now."""
+    """The time of arrival, in wall-clock seconds. Default None: now."""
     known: Iterable[wire.Stretch]
     """Tokens received in another session (`OpenGroup.known`), after which generation continues. Default: none."""
     min_policy_version: int
-    """Lowest policy version of an engine that may compute the group, which waits for such an engine. Default 0."""
+    """The lowest policy version of an engine that may compute the group, which waits for such an engine. Default 0."""
 
 
 _HINTS = get_type_hints(wire.Submit, include_extras=True)

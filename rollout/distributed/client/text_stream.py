@@ -28,7 +28,7 @@ class TextDelta:
     token_ids: list[int]
     log_probs: list[float]
     policy_versions: list[int]
-    """Policy version of the weights that sampled each token."""
+    """The policy version of the weights that sampled each token."""
     top_log_probs: TopN | None = None
     """(token id, log-prob) of the most probable tokens, best first, per new token; None unless `params.logprobs` >= 1."""
     restarted: bool = False

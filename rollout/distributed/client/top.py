@@ -34,7 +34,7 @@ class Reading(NamedTuple):
     """A status reply of the coordinator (`InferenceClient.status`)."""
 
     at: float
-    """Time of the reading, in monotonic seconds."""
+    """The time of the reading, in monotonic seconds."""
     status: Mapping[str, Any]
 
 

@@ -47,9 +47,9 @@ PIPE_MESSAGES = 1000
 READ_AHEAD_MESSAGES = 1
 """Complete messages of a peer that libzmq holds until they are read, while it receives another one."""
 GOODBYE_S = 1.0
-"""Deadline for sending the last frames when the process ends."""
+"""The deadline for sending the last frames when the process ends, in seconds."""
 HANDSHAKE_S = 10
-"""Timeout of the ZMTP handshake."""
+"""The timeout of the ZMTP handshake, in seconds."""
 PENDING_CONNECTIONS = 4096
 
 
@@ -106,7 +106,7 @@ def resolved(host: str) -> str:
 
 
 TURN_S = 0.005
-"""Time in which a turn receives messages. It is short, so that ranks and clients get theirs early."""
+"""The time in which a turn receives messages. It is short, so that ranks and clients get theirs early."""
 MAX_FRAMES_PER_MESSAGE = 512
 """A longer message is rejected without decoding, because libzmq is fair per message."""
 LONGEST_WAIT_S = 60.0

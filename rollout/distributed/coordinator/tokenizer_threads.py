@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 TextResult = Sequence[int] | Exception | list[str | None]
-"""Result of a job: token ids (an int32 array), the reason why there are none, or one text or None per completion."""
+"""The result of a job: token ids (an int32 array), the reason why there are none, or one text or None per completion."""
 
 
 class TextCodec:

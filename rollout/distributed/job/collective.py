@@ -31,7 +31,7 @@ class CollectiveCalls:
         self._timeout_s = member.engine.config.advanced.control_timeout_s
         self._gathered = 0
         self._ended = 0
-        """Number of completed calls."""
+        """The number of completed calls."""
         self._barrier: Future[None] | None = None
         """Barrier of the current call."""
         self._finishing = False

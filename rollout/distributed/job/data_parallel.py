@@ -63,7 +63,7 @@ class OwnGroup:
     open: OpenGroup | None = None
     """Tokens received since then; None until it is submitted."""
     error: RolloutError | None = None
-    """Reason why the missing samples have no result."""
+    """The reason why the missing samples have no result."""
     priority: int = 0
 
     @property
@@ -141,7 +141,7 @@ class DataParallelBackend:
         self._failed: deque[OwnGroup] = deque()
         self._asked: Future[dict[str, Any]] | None = None
         self._all_known_before = 0
-        """Policy version that every rank has reached: all tokens of earlier versions are known here."""
+        """The policy version that every rank has reached: all tokens of earlier versions are known here."""
         self._closed = False
         name = f"rank-{world.rank:0{len(str(world.size - 1))}d}"
 
@@ -322,7 +322,7 @@ class DataParallelBackend:
 
     @property
     def coordinator(self) -> JobCoordinator:
-        """Address and keys of the job's coordinator."""
+        """The address and keys of the job's coordinator."""
         return self._member.coordinator
 
     def gather(self, what: str, value: bytes) -> list[bytes] | None:

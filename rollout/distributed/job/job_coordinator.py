@@ -19,7 +19,7 @@ from rollout.errors import ConfigError
 from rollout.requests.codec import refuse, unpack_msgpack
 
 START_TIMEOUT_S = 120.0
-"""Deadline for all ranks to connect. They may load their models one after the other."""
+"""The deadline for all ranks to connect. They may load their models one after the other."""
 
 
 class JobCoordinator:

@@ -23,7 +23,7 @@ has exited."""
 ATTEMPT_S = 5.0
 """Seconds for one attempt to reconnect, before looking for another coordinator."""
 LONGEST_LEAVE_S = 90.0
-"""Deadline for the client to send its last messages and stop."""
+"""The deadline for the client to send its last messages and stop."""
 
 
 class JobMember:

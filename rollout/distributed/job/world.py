@@ -24,9 +24,9 @@ WILDCARDS = ("0.0.0.0", "*", "[::]", "::")
 """Host values that mean all interfaces."""
 _CALLS_ENDED = "calls_ended"
 LOOK_S = 5.0
-"""Interval of checks for a failed rank or Ctrl-C while waiting for the other ranks."""
+"""The interval of checks for a failed rank or Ctrl-C while waiting for the other ranks, in seconds."""
 HOSTS_TIMEOUT_S = 120.0
-"""Deadline for all ranks to publish their hosts, or the leaders of their groups."""
+"""The deadline for all ranks to publish their hosts, or the leaders of their groups."""
 
 
 @dataclass(frozen=True)

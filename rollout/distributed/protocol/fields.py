@@ -142,7 +142,7 @@ class LostFramesError(SerializationError):
 
 
 class Message:
-    """Base class of all messages."""
+    """The base class of all messages."""
 
     __slots__ = ()
     header: ClassVar[int]

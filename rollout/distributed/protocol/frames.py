@@ -19,13 +19,13 @@ from rollout.errors import SerializationError
 from rollout.requests.codec import refuse, unpack_msgpack
 
 MAX_FRAME_BYTES = 64 << 20
-"""Maximum frame size; a longer frame is rejected without being decoded."""
+"""The maximum frame size, in bytes; a longer frame is rejected without being decoded."""
 MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 2
 """Maximum size of a prompt with its images and the known tokens of its samples, so that an `Assign` fits into one frame."""
 MAX_STRETCHES = 1 << 11
-"""Maximum per frame: a stretch costs as much as fifty numbers."""
+"""The maximum number of stretches per frame: one costs as much as fifty numbers."""
 MAX_ITEMS = 1 << 19
-"""Maximum length of a list or map, some tens of milliseconds of work; long number columns travel as buffers."""
+"""The maximum length of a list or map, some tens of milliseconds of work; long number columns travel as buffers."""
 
 
 class _Row:

@@ -31,12 +31,12 @@ class Submit(Message):
     params: wire.Blob
     """msgpack of `SamplingParams.serialize()`."""
     seed: wire.OptionalCount = None
-    """Seed of the random streams; None: derived from the coordinator's seed and the order of arrival."""
+    """The seed of the random streams; None: derived from the coordinator's seed and the order of arrival."""
     priority: wire.Priority = 0
     arrival_time: wire.OptionalSeconds = None
     """Wall-clock time; None: now."""
     timeout_s: wire.OptionalSeconds = None
-    """Deadline in seconds after arrival. None: no deadline while any rank is connected."""
+    """The deadline in seconds after arrival. None: no deadline while any rank is connected."""
     interval: wire.Count = 0
     """Tokens per sample between two reports; 0: the coordinator's interval."""
     known: Stretches = field(default_factory=list)
@@ -44,7 +44,7 @@ class Submit(Message):
     wanted: wire.Counts = field(default_factory=list)
     """Samples to compute if the others have finished. Empty: all."""
     min_policy_version: wire.Count = 0
-    """Lowest policy version that an engine must have to compute it: the version of the client's weights."""
+    """The lowest policy version that an engine must have to compute it: the version of the client's weights."""
     share: wire.OptionalText = None
     """Prefix cache in which its blocks are found, as `SamplingParams.prefix_share`."""
     images: wire.Blob = b""
@@ -114,7 +114,7 @@ class RequestFailed(Message):
 
     request_id: wire.Count
     error: wire.Name
-    """Name of an exception in `rollout.errors`."""
+    """The name of an exception in `rollout.errors`."""
     text: wire.Text
 
 
@@ -156,7 +156,7 @@ class Connect(Message):
     protocol_version: wire.Count
     name: wire.Name
     member: wire.OptionalCount = None
-    """Rank in [0, data_parallel_size) whose training loop this client is; barriers wait for it. None: not a member."""
+    """The rank in [0, data_parallel_size) whose training loop this client is; barriers wait for it. None: not a member."""
 
 
 @message(1, "coordinator → client")
@@ -170,7 +170,7 @@ class ConnectAck(Message):
     heartbeat_interval_s: wire.Seconds
     heartbeat_timeout_s: wire.Seconds
     next_barrier: wire.Count = 0
-    """First barrier that has not been passed."""
+    """The first barrier that has not been passed."""
 
 
 @message(2, "rank → coordinator")
@@ -180,7 +180,7 @@ class Register(Message):
     protocol_version: wire.Count
     name: wire.Name
     max_requests: wire.Count
-    """Maximum number of concurrently running samples."""
+    """The maximum number of concurrently running samples."""
     block_size: wire.Count
     state: wire.EngineStateName
     policy_version: wire.Count
@@ -239,7 +239,7 @@ class Control(Message):
     call_id: wire.Count
     signal: wire.Signal
     argument: wire.Argument
-    """Argument of the call: for `suspend` the KV mode, or None for each engine's own; for `set_version` the version."""
+    """The argument of the call: for `suspend` the KV mode, or None for each engine's own; for `set_version` the version."""
     timeout_s: wire.Seconds
 
 
@@ -261,7 +261,7 @@ class CommandAck(Message):
     policy_version: wire.Count
     error: wire.OptionalText = None
     amount: wire.Count = 0
-    """Number of blocks dropped, tensors loaded, layers changed or samples ended, by `flush_prefix_cache`,
+    """The number of blocks dropped, tensors loaded, layers changed or samples ended, by `flush_prefix_cache`,
     `load_weights`, `load_adapter` or `unload_adapter`."""
 
 
@@ -275,7 +275,7 @@ class ControlDone(Message):
     engines: wire.Names = field(default_factory=list)
     """Engines that failed or did not answer in time."""
     amount: wire.Count = 0
-    """Sum of the engines' amounts."""
+    """The sum of the engines' amounts."""
 
 
 @message(44, "rank → coordinator")
@@ -294,9 +294,9 @@ class Barrier(Message):
 
     index: wire.Count
     what: wire.Name = ""
-    """Name of the collective call that waits at the barrier."""
+    """The name of the collective call that waits at the barrier."""
     policy_version: wire.Count = 0
-    """Policy version of the member's weights."""
+    """The policy version of the member's weights."""
 
 
 @message(46, "coordinator → client")

@@ -51,11 +51,11 @@ class Outcome:
     stop_reason: Annotated[str | int | None, optional(STR_OR_INT)]
     error: Annotated[str | None, optional(STR)]
     policy_version: Annotated[int, _COUNT]
-    """Policy version of the engine when the sample finished."""
+    """The policy version of the engine when the sample finished."""
     policy_spans: Annotated[VersionSpans, SPANS]
-    """Policy versions over prompt and completion."""
+    """The policy versions over prompt and completion."""
     kv_spans: Annotated[VersionSpans, SPANS]
-    """Policy version that computed the KV of each position; positions without KV are not covered."""
+    """The policy version that computed the KV of each position; positions without KV are not covered."""
     tpot: Annotated[list[float], _GAPS]
     """Seconds between consecutive tokens. Incomplete for a sample that moved between ranks."""
     ttft: Annotated[float | None, optional(FLOAT)]
@@ -69,7 +69,7 @@ class Outcome:
     max_tokens: Annotated[int, _COUNT]
     """Token budget, clamped to the engine's capacity."""
     seed: Annotated[int, _COUNT]
-    """Seed of the request's random streams."""
+    """The seed of the request's random streams."""
     block_size_tokens: Annotated[int | None, optional(_COUNT)] = None
     """The engine's block size, from which block hashes are computed; None: prefix caching is off."""
 

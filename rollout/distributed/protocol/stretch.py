@@ -42,15 +42,15 @@ class Stretch:
     indices: Counts
     """Sample indices within the group."""
     starts: Counts
-    """Completion offset of the first new token. 0 for a sample with known tokens: it was restarted."""
+    """The completion offset of the first new token. 0 for a sample with known tokens: it was restarted."""
     counts: Counts
-    """Number of new tokens."""
+    """The number of new tokens."""
     token_ids: Tokens
     """int32, the samples' new tokens concatenated."""
     log_probs: LogProbs
     """float32, same length as `token_ids`."""
     versions: Versions
-    """Policy version of the prompt, then (version, count) runs of the new tokens."""
+    """The policy version of the prompt, then (version, count) runs of the new tokens."""
     columns: Columns = field(default_factory=dict)
     """Optional fields of `SampleDelta` that any sample has, by name: a value or None per sample."""
 
@@ -164,7 +164,7 @@ class Stretch:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size in bytes of tokens, log-probs, and optional columns of bytes or text."""
+        """The size in bytes of tokens, log-probs, and optional columns of bytes or text."""
         size = len(self.token_ids) + len(self.log_probs)
         for values in self.columns.values():
             for value in values:

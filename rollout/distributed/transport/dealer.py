@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from rollout.distributed.transport.keys import JobKeys
 
 MAX_IDENTITY_BYTES = 200
-"""Maximum length of the name within a ZMQ identity (255 bytes at most)."""
+"""The maximum length of the name within a ZMQ identity (255 bytes at most)."""
 TURNS_AT_ONCE = 200
 """Messages per direction handled before yielding to the loop's other callbacks."""
 FRAMES_TOGETHER = 128
-"""Maximum frames per ZMQ message."""
+"""The maximum number of frames per ZMQ message."""
 BYTES_TOGETHER = 1 << 20
-"""Size after which no further frame is added to a ZMQ message."""
+"""The size, in bytes, after which no further frame is added to a ZMQ message."""
 LINGER_MS = 1000
 """How long a closed socket still tries to deliver its last messages."""
 

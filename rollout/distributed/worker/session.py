@@ -86,7 +86,7 @@ class RankSession:
 
     @property
     def numbers(self) -> Container[int]:
-        """Engine request ids of the assignments."""
+        """The engine request ids of the assignments."""
         return self._assignments.of_number
 
     # --- messages of the coordinator --------------------------------------------------------------------------------

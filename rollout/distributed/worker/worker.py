@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from rollout.distributed.transport.keys import JobKeys
 
 CLOSE_TIMEOUT_S = 10.0
-"""Deadline for closing the socket and joining the apply thread."""
+"""The deadline for closing the socket and joining the apply thread, in seconds."""
 ATTEMPT_S = 2.0
-"""Timeout of one connection attempt. It is short because the attempt may reach a coordinator that is about to exit."""
+"""The timeout of one connection attempt. It is short because the attempt may reach a coordinator that is about to exit."""
 RETRY_S = 0.5
-"""Time between two attempts."""
+"""The time between two attempts, in seconds."""
 
 
 class EngineWorker:

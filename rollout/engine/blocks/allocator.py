@@ -67,22 +67,22 @@ class BlockAllocator:
 
     @property
     def num_blocks(self) -> int:
-        """Maximum number of blocks that the pool can hold."""
+        """The maximum number of blocks that the pool can hold."""
         return self.pages.num_pages
 
     @property
     def num_free(self) -> int:
-        """Number of blocks without cached content for which there is memory."""
+        """The number of blocks without cached content for which there is memory."""
         return self.pages.num_free
 
     @property
     def num_cached(self) -> int:
-        """Number of unreferenced blocks with registered content."""
+        """The number of unreferenced blocks with registered content."""
         return len(self._lru)
 
     @property
     def num_used(self) -> int:
-        """Number of blocks with at least one holder."""
+        """The number of blocks with at least one holder."""
         return len(self.ref_count) - len(self._free) - self.num_cached
 
     def held_memory(self) -> IntArray:

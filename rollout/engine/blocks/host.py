@@ -56,7 +56,7 @@ class HostCache:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks held."""
+        """The number of blocks held."""
         return len(self.blocks)
 
     @property

@@ -38,7 +38,7 @@ class BlockPages:
 
     @property
     def num_free(self) -> int:
-        """Number of free pages."""
+        """The number of free pages."""
         return len(self._free)
 
     def of_blocks(self, blocks: IntArray) -> IntArray:

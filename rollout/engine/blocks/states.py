@@ -20,7 +20,7 @@ from rollout.engine.blocks.index import IntArray
 
 NO_SLOT = -1
 ZERO = -1
-"""Source of a move that zeroes its destination."""
+"""The source of a move that zeroes its destination."""
 
 Move = tuple[int, int]
 """(source slot or `ZERO`, destination slot)."""
@@ -51,12 +51,12 @@ class StateSlots:
 
     @property
     def num_snapshots(self) -> int:
-        """Number of slots that hold a snapshot."""
+        """The number of slots that hold a snapshot."""
         return len(self.snapshots)
 
     @property
     def num_held(self) -> int:
-        """Number of slots that running sequences hold."""
+        """The number of slots that running sequences hold."""
         return self.num_slots - len(self._free) - len(self.snapshots)
 
     def deepest(self, blocks: Sequence[int], most: int) -> int:

@@ -154,7 +154,7 @@ class ModelRunner:
 
     @property
     def graph_bytes(self) -> int:
-        """Device memory of the CUDA graphs; 0 without graphs."""
+        """The device memory of the CUDA graphs, in bytes; 0 without graphs."""
         return 0 if self.graphs is None else self.graphs.graph_bytes
 
     def release_workspace(self, *, graphs: bool = False) -> None:

@@ -32,7 +32,7 @@ from rollout.engine.multimodal.vision import Vision
 from rollout.engine.sampling.token_values import TokenValues
 
 VERIFY_TOKENS = 12
-"""Number of tokens in the verification of a model."""
+"""The number of tokens in the verification of a model."""
 
 
 class ModuleForward:
@@ -148,7 +148,7 @@ class ModuleForward:
 
     @property
     def without_library(self) -> str:
-        """Reason why there is no `library`."""
+        """The reason why there is no `library`."""
         on_cpu = self.layout.device.type == "cpu"
         return cpu_library.status().described if on_cpu else "the fused forward is for CPUs"
 

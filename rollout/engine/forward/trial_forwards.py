@@ -27,7 +27,7 @@ SAME_ATTENTION = 1e-2
 """Largest difference between the logits of a replayed step and of the same forward without a replay, relative to the largest
 logit."""
 FOREIGN_TOKENS = 4096
-"""Maximum number of tokens of a verification if parts of the model are not transformers' own."""
+"""The maximum number of tokens of a verification if parts of the model are not transformers' own."""
 
 
 # --- verification ---------------------------------------------------------------------------------------------------------

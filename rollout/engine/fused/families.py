@@ -16,17 +16,17 @@ class Names:
     """Names of a family's modules. Names of classes are appended to the family's name."""
 
     causal_lm: str = "ForCausalLM"
-    """Class of the whole model."""
+    """The class of the whole model."""
     decoder: str = "model"
     inner: str = ""
     """Decoder inside of `decoder`, which is then a model of text and images."""
     decoder_class: str = "Model"
     embedding: str = "embed_tokens"
     positions: str = "wpe"
-    """Module of learned positions, if there is no rotary embedding."""
+    """The module of learned positions, if there is no rotary embedding."""
     layers: str = "layers"
     layer: str = "DecoderLayer"
-    """Class of a layer."""
+    """The class of a layer."""
     final_norm: str = "norm"
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -43,7 +43,7 @@ class Family:
     """Parts of the layers of one family of decoders."""
 
     name: str
-    """First part of the names of its classes."""
+    """The first part of the names of its classes."""
     names: Names = Names()
     norms: tuple[str | None, str | None, str | None, str | None] = (
         "input_layernorm", None, "post_attention_layernorm", None,
@@ -65,12 +65,12 @@ class Family:
     shares_wide: bool = False
     """Whether the weights of the chosen experts stay float32."""
     rotary: RotaryKind | None = RotaryKind.HALVES
-    """Kind of rotary embedding. None: learned positions."""
+    """The kind of rotary embedding. None: learned positions."""
     rotary_by_type: bool = False
     """Whether layers of different types have their own rotary tables."""
     scaled_embedding: bool = False
     window: Literal["none", "config", "attention"] = "none"
-    """Object that holds a layer's window."""
+    """The object that holds a layer's window."""
     capped_scores: bool = False
     capped_logits: bool = False
     dropouts: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), (), ())

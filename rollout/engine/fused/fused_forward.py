@@ -74,7 +74,7 @@ class FusedForward:
 
     @property
     def why_not(self) -> str:
-        """Reason why the last `ready` returned False."""
+        """The reason why the last `ready` returned False."""
         return self._given_up or self._why or bypassed(self._layout.device) or ""
 
     def give_up(self, why: str) -> None:

@@ -38,7 +38,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 GRAPH_BYTES = 2**23
 """Assumed bytes of one graph until all are captured: about 1,600 kernels, for which the driver keeps about 5 KiB each."""
 LEAST_LACKING = 2**26
-"""Minimum bytes to keep free once a capture has run out of memory."""
+"""The minimum number of bytes to keep free once a capture has run out of memory."""
 LEAST_WORKSPACE = 2**26
 """Bytes for the parts of keys of a step, before they are merged. If more is needed it is doubled, which drops all graphs."""
 STATE_LENGTH = 16384
@@ -105,13 +105,13 @@ class GraphedDecode:
 
     @property
     def graph_bytes(self) -> int:
-        """Device memory of all graphs, of their workspace and inputs, and of the logits they write."""
+        """The device memory of all graphs, their workspace, their inputs and the logits they write, in bytes."""
         state = 0 if self._state is None else self._state.nbytes
         return self._device.graph_bytes + self._kernels.nbytes + self._logits.nbytes + state
 
     @property
     def bytes_to_come(self) -> int:
-        """Device memory that graphs will still take, including their current pool, which torch counts as free."""
+        """The device memory that graphs will still take, including their current pool, which torch counts as free."""
         missing = 0 if self._given_up else max(0, self._expected - self.graph_bytes)
         return self._device.graph_bytes + missing
 

@@ -73,7 +73,7 @@ class DecodeState:
 
     @property
     def nbytes(self) -> int:
-        """Device memory of its buffers."""
+        """The device memory of the buffers, in bytes."""
         return self._flat.nbytes
 
     def clear(self) -> None:

@@ -12,7 +12,7 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import Rules, TorchPagedAttention
 
 MAX_GROUP = 64
-"""Maximum query heads per KV head that the kernel supports (`ROWS` in cpu_attention.h)."""
+"""The maximum number of query heads per KV head that the kernel supports (`ROWS` in cpu_attention.h)."""
 
 
 class Attention(ctypes.Structure):

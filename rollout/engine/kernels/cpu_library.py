@@ -81,7 +81,7 @@ def _load() -> Kernels:
 class _Compiler:
     path: str
     version: str
-    """First line of `--version`."""
+    """The first line of `--version`."""
 
 
 def _compiler() -> _Compiler:

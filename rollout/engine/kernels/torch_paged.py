@@ -21,7 +21,7 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import upload
 
 MAX_TILE_SCORES = 1 << 22
-"""Maximum query x key pairs in a tile of several sequences; bounds the mask and the gathered keys."""
+"""The maximum number of query x key pairs in a tile of several sequences; bounds the mask and the gathered keys."""
 
 
 def write_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -32,7 +32,7 @@ def write_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
 
 
 CacheWrite = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""Function that writes K and V of a step's positions into the paged cache, in the dtype of the cache. Its arguments:
+"""A function that writes K and V of a step's positions into the paged cache, in the dtype of the cache. Its arguments:
 
 - K and V: [P, Hkv, D], [P, Hkv, Dv], in any floating dtype; the last dimension contiguous;
 - their caches: [num_blocks, block_size, Hkv, D], [..., Dv];

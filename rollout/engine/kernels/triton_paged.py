@@ -179,7 +179,7 @@ class TritonPaged:
 
     @property
     def nbytes(self) -> int:
-        """Size of the workspace in bytes."""
+        """The size of the workspace in bytes."""
         return sum(each.nbytes for each in self._buffers)
 
     def clear(self) -> None:
@@ -276,7 +276,7 @@ class _Plan:
     """Keys per iteration of the loop; divides SPLIT."""
     warps: int
     stages: int
-    """Depth of the compiler's software pipeline over the iterations."""
+    """The depth of the compiler's software pipeline over the iterations."""
 
 
 def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:

@@ -21,7 +21,7 @@ from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.engine.kernels.triton_paged import TritonPaged
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Maximum difference, for values of a normal distribution."""
+"""The maximum difference, for values of a normal distribution."""
 _CHUNK = 5
 _log = logging.getLogger(__name__)
 

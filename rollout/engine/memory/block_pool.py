@@ -45,7 +45,7 @@ class PoolMemory:
 
     allocate: Allocate = zeros
     release: Callable[[], object] = _nothing
-    """Function to call after the tensors were dropped."""
+    """The function to call after the tensors were dropped."""
 
 
 class BlockPool:

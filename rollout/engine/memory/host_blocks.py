@@ -20,7 +20,7 @@ CHUNK_BYTES = 2**30
 """Size of a pinned chunk. Torch rounds pinned memory up to a power of two and keeps outgrown buffers, so a pool in one piece
 would take up to four times its size."""
 STAGING_BYTES = 64 * 2**20
-"""Size of a staging buffer. Its copy takes milliseconds, starting it takes microseconds."""
+"""The size of a staging buffer. Its copy takes milliseconds, starting it takes microseconds."""
 
 Slots = Sequence[int] | NDArray[np.integer[Any]]
 
@@ -61,7 +61,7 @@ class HostBlocks:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots."""
+        """The number of slots."""
         return sum(map(len, self._chunks))
 
     @property

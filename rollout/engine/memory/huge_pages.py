@@ -18,7 +18,7 @@ from torch import Tensor
 
 HUGE_PAGE = 2 << 20
 LEAST_BYTES = 16 << 20
-"""Minimum size of the parameters: smaller models nearly fit into the caches."""
+"""The minimum size of the parameters: smaller models nearly fit into the caches."""
 _MADV_COLLAPSE = 25
 _SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ class RouteShape:
     """Experts chosen per token by a mixture of experts."""
 
     num_layers: int
-    """Number of layers with a router."""
+    """The number of layers with a router."""
     top_k: int
     num_experts: int
 

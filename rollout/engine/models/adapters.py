@@ -153,13 +153,13 @@ def _layer(config: dict[str, Any], name: str, pair: dict[str, Tensor], weight: T
 
 
 MAX_ADAPTERS = 64
-"""Maximum number of loaded adapters."""
+"""The maximum number of loaded adapters."""
 
 IntArray = NDArray[np.int64]
 Names = Sequence[str | None]
-"""Adapter of each sequence of a step; None: the sequence has none."""
+"""The adapter of each sequence of a step; None: the sequence has none."""
 Forward = Callable[[IntArray, PagedRows, IntArray], Tensor]
-"""Function of (ids, rows, keep), as in `ModelRunner.forward`, that returns logits [len(keep), V]."""
+"""A function of (ids, rows, keep), as in `ModelRunner.forward`, that returns logits [len(keep), V]."""
 _Part = tuple[LoraLayer, Tensor | None]
 """An update, and the positions that it applies to; None: all."""
 
@@ -174,7 +174,7 @@ class LoraAdapters:
 
     @property
     def folders(self) -> dict[str, str]:
-        """Folder of each loaded adapter, by name."""
+        """The folder of each loaded adapter, by name."""
         return {name: adapter.folder for name, adapter in self._loaded.items()}
 
     def load(self, name: str, folder: str | PathLike[str]) -> None:

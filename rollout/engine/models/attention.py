@@ -30,12 +30,12 @@ BATCH_ARGUMENT = "rollout_batch"
 TREE_PREFIX = "rollout_tree_"
 """Prefix of the name of a model's attention implementation while tree attention is attached to the model."""
 SINKS = "s_aux"
-"""Argument by which layers pass their attention sinks, [H]."""
+"""The argument by which layers pass their attention sinks, [H]."""
 
 _carried: ContextVar[AttentionBatch | None] = ContextVar("rollout_batch", default=None)
 """Batch of the current thread's forward."""
 _in_forward: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
-"""Lock of each model's forwards: two engines of one model may step in two threads."""
+"""The lock of each model's forwards: two engines of one model may step in two threads."""
 
 
 def is_rollout_forward() -> bool:
@@ -129,7 +129,7 @@ class PagedBatch:
 
     cache: KVCache
     layer_of: dict[nn.Module, int]
-    """Index of each attention module's layer in the cache."""
+    """The index of each attention module's layer in the cache."""
     slots: Tensor
     """[B * P] int64, token slot (block * block_size + offset) of each of the forward's positions."""
     attention: PagedAttention

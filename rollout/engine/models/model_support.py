@@ -38,7 +38,7 @@ HARMLESS = frozenset(
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PROBE_TOKENS = 4
 DEFAULT_LENGTH = 2048
-"""Longest sequence if neither the configuration nor the model sets a limit."""
+"""The longest sequence if neither the configuration nor the model sets a limit."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ModelLayout:
     """Attention of each layer, in the order of `layers`."""
     layer_of: dict[nn.Module, int]
     mask_windows: dict[nn.Module, int | None]
-    """Window of the mask, for layers that pass another window or none."""
+    """The window of the mask, for layers that pass another window or none."""
     kv_dtype: torch.dtype
     narrowest_dtype: torch.dtype
     """Narrowest dtype of keys and values; under a trainer's autocast it may differ from `kv_dtype`."""
@@ -70,11 +70,11 @@ class ModelLayout:
     vocab_size: int
     max_position_embeddings: int | None
     described: str
-    """Description of the architecture, which distinguishes checkpoints of different models."""
+    """The description of the architecture, which distinguishes checkpoints of different models."""
     states: tuple[StateShape, ...] = ()
     """States of recurrent and convolutional layers."""
     cache_argument: str = "past_key_values"
-    """Argument of the forward that takes the cache of these states."""
+    """The argument of the forward that takes the cache of these states."""
 
     @property
     def masks(self) -> tuple[object, ...]:

@@ -25,7 +25,7 @@ class RecurrentLayers:
     stateless: frozenset[int]
     """Layers that keep neither a state nor K and V (an MLP)."""
     cache_argument: str
-    """Argument of the model's forward that takes the cache."""
+    """The argument of the model's forward that takes the cache."""
 
     @classmethod
     def of(cls, model: nn.Module, config: Any) -> RecurrentLayers:

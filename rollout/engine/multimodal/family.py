@@ -31,9 +31,9 @@ class ImageItem:
     inputs: dict[str, Tensor]
     """The tower's arguments."""
     count: int
-    """Number of embeddings, one per placeholder token."""
+    """The number of embeddings, one per placeholder token."""
     digest: bytes
-    """Digest of the inputs, and of everything else that affects its positions."""
+    """The digest of the inputs, and of everything else that affects its positions."""
     video: bool = False
     """Whether its placeholders are a video's."""
 
@@ -89,7 +89,7 @@ class Family(ABC):
     optional: ClassVar[tuple[str, ...]] = ()
     """Optional tensors of images."""
     token_types: ClassVar[str | None] = None
-    """Argument of the trainer's forward that marks the placeholders; None: not needed."""
+    """The argument of the trainer's forward that marks the placeholders; None: not needed."""
     bidirectional: bool = False
     """Whether the positions of an image attend to each other in both directions."""
     bidirectional_in_windows: ClassVar[bool] = False

@@ -10,7 +10,7 @@ from typing import Any
 from rollout.errors import ConfigError, InvalidRequestError
 
 MAX_PIXELS = 1 << 26
-"""Width times height of the largest image that is decoded."""
+"""The width times height of the largest image that is decoded."""
 MAX_PROMPT_PIXELS = 1 << 29
 """Maximum pixels of all images of one prompt: files of a few kilobytes may decode to hundreds of megabytes each."""
 

@@ -19,12 +19,12 @@ from torch.distributed import distributed_c10d
 from rollout.errors import ConfigError, DeadlineError, EngineDeadError
 
 HEADER_BYTES = 4096
-"""Size of a message's first broadcast; a longer message has a second broadcast."""
+"""The size of a message's first broadcast; a longer message has a second broadcast."""
 _LENGTH_BYTES = 8
 IDLE_TIMEOUTS = 2.0
-"""Longest silence of the channel, in control timeouts."""
+"""The longest silence of the channel, in control timeouts."""
 LEAST_TIMEOUT_S = 60.0
-"""Minimum of `IDLE_TIMEOUTS` in seconds: the ranks may build their engines one after the other."""
+"""The minimum of `IDLE_TIMEOUTS` in seconds: the ranks may build their engines one after the other."""
 _built: dict[tuple[int, ...], int] = {}
 """Ranks → number of the last group that they built, equal on all of them."""
 
@@ -69,7 +69,7 @@ class TensorParallelGroup:
 
     @property
     def name(self) -> str:
-        """Name for messages."""
+        """The name for messages."""
         return f"{self.kind} group of ranks {', '.join(map(str, self.ranks))}"
 
     def send(self, message: bytes) -> None:

@@ -30,14 +30,14 @@ from rollout.threads.interrupts import uninterrupted
 Result = TypeVar("Result")
 
 BEAT_S = 1.0
-"""Minimum time between two messages that only report that this rank is alive."""
+"""The minimum time between two messages that only report that this rank is alive."""
 
 FORWARD, ENCODE, BEAT, CHECK, END = "forward", "encode", "beat", "check", "end"
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardWork:
-    """Input of one forward, and the changes of the KV cache that precede it."""
+    """The input of one forward, and the changes of the KV cache that precede it."""
 
     ids: NDArray[np.int64]
     """[P] token ids."""
@@ -96,7 +96,7 @@ class Together:
 
 
 class Leader(Together):
-    """First rank of a tensor-parallel group: sends the group's messages."""
+    """The first rank of a tensor-parallel group: sends the group's messages."""
 
     def __init__(self, group: TensorParallelGroup, clock: Callable[[], float] = time.monotonic) -> None:
         self.group = group

@@ -20,7 +20,7 @@ from rollout.engine.parallel.leading import ForwardWork, Together
 from rollout.errors import EngineStateError, UnsupportedModelError
 
 LEFT, BUSY, IDLE, DONE = range(4)
-"""State of a rank before a round: left its call, has a forward to compute, waits for work, has reached its goal."""
+"""The state of a rank before a round: left its call, has a forward to compute, waits for work, has reached its goal."""
 
 
 class Lockstep(Together):

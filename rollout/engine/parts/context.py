@@ -40,7 +40,7 @@ PRECISION = 32
 
 @dataclass(frozen=True)
 class MemoryMove:
-    """Result of one suspend or resume."""
+    """The result of one suspend or resume."""
 
     bytes_copied: int = 0
     tokens_given_up: int = 0

@@ -32,10 +32,10 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
 LENGTH = 512
-"""Number of tokens that the pool should have room for in each of `max_requests` sequences."""
+"""The number of tokens that the pool should have room for in each of `max_requests` sequences."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE")
 SEQUENCES, PROMPT, TOKENS = 16, 16, 32
-"""Size of the timed decode: sequences, and tokens of each prompt and completion."""
+"""The size of the timed decode: sequences, and tokens of each prompt and completion."""
 _EXACT = "C++ operations whose sums have an order that follows from the place in their own row"
 
 

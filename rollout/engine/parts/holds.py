@@ -21,7 +21,7 @@ from rollout.state import EngineState, KVCacheManagementMode, Mode
 
 
 class HoldLevel(IntEnum):
-    """Level at which an engine is held."""
+    """The level at which an engine is held."""
 
     RUNNING = 0
     PAUSED = 1

@@ -26,7 +26,7 @@ from rollout.state import EngineState
 
 _HOLD_LEVELS = dict.fromkeys(EngineState, 1) | {EngineState.RUNNING: 0, EngineState.SUSPENDED: 2}
 _SHOWN = 4
-"""Number of oldest samples that a report of the state lists."""
+"""The number of oldest samples that a report of the state lists."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ class Inspection:
 
     @property
     def acting_adapters(self) -> str:
-        """Description of the model's active adapters."""
+        """The description of the model's active adapters."""
         with self._lifecycle.lock:
             return described(self._watch.variant())
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Lifecycle:
-    """State machine of one engine. Every transition happens under `lock`, at a step boundary.
+    """The state machine of one engine. Every transition happens under `lock`, at a step boundary.
 
     Attributes:
         lock: the lock that is held during a step.

@@ -51,7 +51,7 @@ class Wanted(NamedTuple):
     images: ImageInputs | None = None
     """Images of the placeholders among the tokens."""
     adapter: str | None = None
-    """Name of a loaded LoRA adapter; None: the model with its own active adapters."""
+    """The name of a loaded LoRA adapter; None: the model with its own active adapters."""
 
     @property
     def params(self) -> SamplingParams:

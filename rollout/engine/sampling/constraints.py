@@ -22,7 +22,7 @@ from rollout.requests.detokenizer import TokenBytes
 from rollout.sampling_params import StructuredOutput, json_rule
 
 KEPT = 128
-"""Number of compiled constraints kept for later requests."""
+"""The number of compiled constraints kept for later requests."""
 
 Bits = NDArray[np.uint8]
 """[K, ceil(V / 8)]: bit v % 8 of byte v // 8 is set if token v may come next."""

@@ -36,7 +36,7 @@ from rollout.engine.sampling.numerics import over_temperature, softmax_logprobs,
 from rollout.engine.sampling.sampling_table import SamplingRows
 
 UNIT = 2.0**42
-"""Weight of the most likely token. A sum over fewer than 2^21 tokens fits in 63 bits; rounding to integers changes a
+"""The weight of the most likely token. A sum over fewer than 2^21 tokens fits in 63 bits; rounding to integers changes a
 log-prob by at most 2^-42 per token of the vocabulary."""
 
 LOWEST = -50.0

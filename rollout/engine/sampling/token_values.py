@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rollout.errors import ConfigError, UnsupportedModelError
 
 ValueFunction = Callable[[Tensor], Tensor]
-"""Hidden states [rows, hidden], as the output embeddings read them → numbers [rows, k], or [rows]."""
+"""A function: hidden states [rows, hidden], as the output embeddings read them → numbers [rows, k], or [rows]."""
 
 
 class TokenValues:

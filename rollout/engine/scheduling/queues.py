@@ -53,12 +53,12 @@ class Queues:
 
     @property
     def num_places(self) -> int:
-        """Number of sequences that may own a row: `max_requests`, or the number of state slots."""
+        """The number of sequences that may own a row: `max_requests`, or the number of state slots."""
         return min(self._max_requests, self.allocator.states.num_slots or self._max_requests)
 
     @property
     def num_free_places(self) -> int:
-        """Number of rows that may be taken now. Another scheduler may hold some of the state slots."""
+        """The number of rows that may be taken now. Another scheduler may hold some of the state slots."""
         states, free = self.allocator.states, self._max_requests - self.num_active
         if not states.num_slots:
             return free
@@ -67,12 +67,12 @@ class Queues:
 
     @property
     def num_active(self) -> int:
-        """Number of sequences that own a row, unforked samples included."""
+        """The number of sequences that own a row, unforked samples included."""
         return len(self.by_row)
 
     @property
     def num_waiting(self) -> int:
-        """Number of sequences without a row."""
+        """The number of sequences without a row."""
         return sum(1 + len(sequence.siblings) for sequence in (*self.waiting, *self.parked))
 
     def active(self) -> list[Sequence]:

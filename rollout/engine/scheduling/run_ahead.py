@@ -14,12 +14,12 @@ from rollout.engine.scheduling.step import ScheduledStep
 LONGEST_S = 0.03
 """Upper bound on one run of steps, in seconds. Aborts, new requests and stream updates wait for the run to finish."""
 MOST = 64
-"""Maximum steps of a run, even if steps are measured as very short."""
+"""The maximum number of steps of a run, even if steps are measured as very short."""
 MOST_WITH_TEXT = 8
 """Maximum steps of a run with rows that their text may finish: tokens after the end are computed for nothing."""
 
 _NEWEST = 0.2
-"""Weight of the newest step in the mean."""
+"""The weight of the newest step in the mean."""
 _OUTLIER = 3.0
 
 

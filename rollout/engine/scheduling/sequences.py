@@ -73,7 +73,7 @@ class PromptImages:
 
     @property
     def shift(self) -> int:
-        """Number added to a position after the prompt for its rotary position."""
+        """The number added to a position after the prompt for its rotary position."""
         if self.positions is None:
             return 0
         return int(self.positions[0, -1]) + 1 - int(self.positions.shape[1])
@@ -137,7 +137,7 @@ class Sequence:
 
     record: DynamicInferenceRequestRecord
     order: int
-    """Number of the sequence's group, in order of arrival."""
+    """The number of the sequence's group, in order of arrival."""
     tokens: IntArray
     """[P] prompt of the live segment: all tokens known when the sequence was last queued, with images as keys."""
     stop_ids: tuple[int, ...]
@@ -156,7 +156,7 @@ class Sequence:
     """Stop string that finished the sequence."""
     row: int = NO_ROW
     variant: Variant = NO_ADAPTER
-    """Adapter variant under which the sequence was accepted; it runs under no other variant."""
+    """The adapter variant under which the sequence was accepted; it runs under no other variant."""
     pauses_for_snapshot: bool = True
     """With recurrent states its prefill ends a step where a snapshot is kept; not after a preemption, which is costly
     enough."""

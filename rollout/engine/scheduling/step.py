@@ -35,7 +35,7 @@ class ScheduledStep:
     sampled_rows: IntArray
     """[K] int32, the table row that receives the token."""
     ahead: int = 0
-    """Maximum decode steps of these rows that may be made in one call; their blocks are reserved. 0: one step."""
+    """The maximum number of decode steps that these rows make in one call; their blocks are reserved. 0: one step."""
 
     state_moves: tuple[tuple[int, int], ...] = ()
     """(source, destination) state slots to copy before the forward; all are read before any is written. Negative source:
@@ -43,7 +43,7 @@ class ScheduledStep:
 
     @property
     def num_tokens(self) -> int:
-        """Number of positions computed."""
+        """The number of positions computed."""
         return int(self.counts.sum())
 
     def distinct_entries(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -77,4 +77,4 @@ class StepTokens:
     values: NDArray[np.float32] | None = None
     """[K, k] numbers of the user's function of the hidden states; None: there is no function."""
     steps: int = 1
-    """Number of decode steps made."""
+    """The number of decode steps made."""

@@ -229,7 +229,7 @@ class _Lane(NamedTuple):
     row: Tensor
     """The head's output for the first state, [1, 1, V]."""
     random: tuple[Any, ...]
-    """State of the random numbers, so that an adapter's dropout draws the same in the backward."""
+    """The state of the random numbers, so that an adapter's dropout draws the same in the backward."""
 
     @classmethod
     def of(cls, head: nn.Module, original: Callable[[Tensor], Tensor], hidden: Tensor) -> _Lane:

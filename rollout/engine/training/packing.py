@@ -13,7 +13,7 @@ from torch import Tensor
 from rollout.errors import UnsupportedModelError
 
 SHORTEST = 0.75
-"""Minimum length of the sequences of one attention call, as a share of the longest; bounds the padding."""
+"""The minimum length of the sequences of one attention call, as a share of the longest; bounds the padding."""
 
 
 @dataclass(frozen=True, eq=False)

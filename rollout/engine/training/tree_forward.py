@@ -30,7 +30,7 @@ from rollout.errors import UnsupportedModelError
 
 _FIELD = "_attn_implementation_internal"
 _layers: WeakKeyDictionary[nn.Module, _Layer] = WeakKeyDictionary()
-"""State of each attention module of attached models."""
+"""The state of each attention module of attached models."""
 
 
 class _Layer(NamedTuple):

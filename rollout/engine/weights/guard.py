@@ -18,7 +18,7 @@ ANNOUNCE = (
     "call attach(optimizer, manager) of trainer_hooks.optimizer once, which announces every step, or "
     "manager.weights_updated() after each change"
 )
-"""Text for messages: how a trainer announces that the weights have changed."""
+"""The text for messages: how a trainer announces that the weights have changed."""
 
 
 class WeightsGuard:

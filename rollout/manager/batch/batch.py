@@ -52,7 +52,7 @@ class PackedRollouts:
     """int32 [N+1]: sequence i is `cu_seqlens[i]:cu_seqlens[i+1]`."""
 
     max_seqlen: int
-    """Length of the longest sequence."""
+    """The length of the longest sequence."""
 
     response_mask: Tensor
     """bool [L]: see `RolloutBatch.response_mask`; the same for the fields below."""
@@ -80,7 +80,7 @@ class RolloutBatch:
     """One per sample, merged: as if never interrupted."""
 
     policy_version: int
-    """Policy version when the batch was made; staleness is measured against it."""
+    """The policy version when the batch was made; staleness is measured against it."""
 
     pad_token_id: int
     """Token id of padding in `input_ids`."""
@@ -212,7 +212,7 @@ class RolloutBatch:
 
     @property
     def num_groups(self) -> int:
-        """Number of prompts."""
+        """The number of prompts."""
         return sum(1 for _ in self.groups())
 
     def groups(self) -> Iterator[tuple[int, slice]]:

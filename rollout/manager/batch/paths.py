@@ -37,9 +37,9 @@ class _Span(NamedTuple):
     start: int
     stop: int
     place: int
-    """Index of its first token in the keys of the path."""
+    """The index of the span's first token in the keys of the path."""
     last: int
-    """Index after the subtrees of its tokens; until it is reached, later tokens continue this span."""
+    """The index after the subtrees of its tokens; until it is reached, later tokens continue this span."""
 
 
 @dataclass(eq=False)

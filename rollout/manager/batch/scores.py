@@ -52,7 +52,7 @@ class TokenScores:
     """float32 [N, T, k], over the whole vocabulary; 0 outside of `mask`. None: not requested."""
 
     policy_version: int
-    """Policy version of the weights that scored."""
+    """The policy version of the weights that scored."""
 
     staleness: Tensor | None
     """int32 [N, T]: weight updates between sampling and scoring of a token; 0 outside of `mask`. None: the tokens are not

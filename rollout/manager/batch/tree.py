@@ -196,9 +196,9 @@ class _Forest(NamedTuple):
     """[L] token ids; the fields below are [L] too."""
     depths: NDArray[np.int64]
     ends: NDArray[np.int64]
-    """Index after the subtree of each token."""
+    """The index after the subtree of each token."""
     parents: NDArray[np.int64]
-    """Index of each token's parent; -1 for a root."""
+    """The index of each token's parent; -1 for a root."""
     routes: NDArray[np.int16] | None
     """[L, layers, k]: experts recorded for each token."""
 

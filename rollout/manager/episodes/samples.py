@@ -29,7 +29,7 @@ class OpenSample:
     """Group whose staleness includes its tokens; None: staleness is not tracked."""
     future: Future[DynamicInferenceRequest]
     request_id: int | None = None
-    """Id in the backend; None: not queued yet."""
+    """The id in the backend; None: not queued yet."""
 
     def end(self, outcome: DynamicInferenceRequest | BaseException) -> None:
         """Return the finished request or the error to the caller; no effect if the caller has cancelled."""

@@ -29,7 +29,7 @@ from rollout.server.chat_template.reply_parser import (
 from rollout.server.chat_template.tool_formats import format_of
 
 WITH_IMAGES = "the conversation has images, whose placeholders are expanded again"
-"""Reason for not reusing ids."""
+"""The reason for not reusing ids."""
 NOT_TOLD = (
     "the text that the chat template writes after this reply cannot be separated from it: everything is tokenised again"
 )
@@ -43,13 +43,13 @@ class RenderedPrompt:
 
     token_ids: list[int]
     digest: str
-    """Digest of the prompt's text."""
+    """The digest of the prompt's text."""
     inside_reasoning: bool = False
     """Whether the prompt ends inside an open reasoning block."""
     reused: int = 0
-    """Number of leading tokens reused from an earlier reply's ids."""
+    """The number of leading tokens reused from an earlier reply's ids."""
     retokenized: str | None = None
-    """Reason why the ids sent back with the last reply were not reused; None if they were, or no ids were sent."""
+    """The reason why the ids sent back with the last reply were not reused; None if they were, or no ids were sent."""
 
 
 class Conversation:

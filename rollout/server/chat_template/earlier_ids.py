@@ -23,10 +23,10 @@ Write = Callable[[list[Message]], str]
 DIGEST_BYTES = 16
 
 MAX_TRIED = 16
-"""Maximum number of earlier replies tried, latest first, because each is rendered once."""
+"""The maximum number of earlier replies tried, latest first, because each is rendered once."""
 
 END_TOKENS = 32
-"""Maximum number of end-of-turn tokens that a reply may already contain."""
+"""The maximum number of end-of-turn tokens that a reply may already contain."""
 
 _NO_DIGEST = "it came back without the digests that its reply had"
 _OTHER_PROMPT = (
@@ -66,7 +66,7 @@ class EarlierReply:
     """A reply of the conversation whose token ids are reused."""
 
     index: int
-    """Index of its message."""
+    """The index of its message."""
     prompt_token_ids: list[int]
     """Token ids of the prompt before it."""
     token_ids: list[int]

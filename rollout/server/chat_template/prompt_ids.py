@@ -45,5 +45,5 @@ class PromptTokenizer:
 
     @cached_property
     def _longest(self) -> int:
-        """Length of the longest token name, which bounds the characters of a token."""
+        """The length of the longest token name, which bounds the characters of a token."""
         return max(map(len, self._tokenizer.get_vocab()), default=1)

@@ -24,26 +24,26 @@ class ToolFormat:
     foreign: tuple[str, ...] = ()
     """Texts that no template of this family contains."""
     marker: str
-    """Text before a call."""
+    """The text before a call."""
     bare: str = ""
     """Beginning of calls without a marker, at the start of a reply; "" if not permitted. Markers that are special tokens do
     not appear in the text."""
     closing: str = ""
-    """Text after calls; optional in a reply. "": the end of the reply."""
+    """The text after calls; optional in a reply. "": the end of the reply."""
     closed: bool = False
     """Whether a block counts only with its closing text, because a truncated block would otherwise look complete."""
     named: str
-    """Beginning of a forced call of the function NAME (a JSON string) or BARE (its name)."""
+    """The beginning of a forced call of the function NAME (a JSON string) or BARE (its name)."""
     ending: tuple[str, ...] = ()
-    """Text that follows the arguments of a forced call, with white space in between."""
+    """The text that follows the arguments of a forced call, with white space in between."""
     one_call_ends_at: str = ""
     """Stop string that ends a reply after its first call and occurs in no call or text; "" if there is none."""
     call: str | None = None
-    """Pattern of each call between `marker` and `closing`: name, and parameters. None: calls are JSON objects."""
+    """The pattern of each call between `marker` and `closing`: name, and parameters. None: calls are JSON objects."""
     parameter: tuple[str, str] | None = None
     """Texts around a parameter's value, the first with its name KEY; None: the arguments are a JSON object."""
     value: str = ""
-    """Pattern of each of a call's `parameters`: name and value."""
+    """The pattern of each of a call's `parameters`: name and value."""
 
     def opening(self, function: str) -> str:
         return self.named.replace("NAME", json.dumps(function)).replace("BARE", function)

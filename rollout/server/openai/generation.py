@@ -140,7 +140,7 @@ class Reply:
     dialect: Dialect
     asked: Sequence[Asked]
     name: str
-    """Id of the reply for an abort."""
+    """The id of the reply for an abort."""
     head: dict[str, Any]
     """Fields common to the reply and its chunks."""
     chunk: dict[str, Any] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from rollout.server.errors import bad_request
 from rollout.server.openai.samples import prompt_columns
 
 MAX_LISTED = 1_000_000
-"""Maximum entries of the prompt log-probs of a request: about 60 MB of JSON."""
+"""The maximum number of entries of the prompt log-probs of a request: about 60 MB of JSON."""
 LOWEST = -9999.0
 """Replaces minus infinity (a token removed by a filter), which JSON cannot represent."""
 

@@ -25,7 +25,7 @@ _FINISH_REASONS: dict[str | None, str | None] = {
 }  # fmt: skip
 
 _CALLERS_FAULT = re.compile(r"InvalidRequestError: (?:request \d+ sample \d+: )?")
-"""Beginning of the error of a sample whose request is invalid; it has the engine's own numbers."""
+"""The beginning of the error of a sample whose request is invalid; it has the engine's own numbers."""
 
 
 def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:

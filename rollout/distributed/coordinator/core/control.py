@@ -31,7 +31,7 @@ class Call:
     failures: dict[str, str] = field(default_factory=dict)
     """Engine name → its error."""
     amount: int = 0
-    """Sum of the amounts acknowledged so far."""
+    """The sum of the amounts acknowledged so far."""
 
 
 class ControlPlane:
@@ -163,7 +163,7 @@ class Barriers:
         self._awaited_until: dict[int, float] = {}
         """End of the grace period of members whose session was lost."""
         self.passed = NO_BARRIER
-        """Highest barrier at which every member has arrived."""
+        """The highest barrier at which every member has arrived."""
 
     def joined(self, client: ClientPeer) -> None:
         """Add a connected member; it starts after the last passed barrier."""

@@ -27,7 +27,7 @@ from rollout.requests.delta import TOKEN_BYTES
 from rollout.state import EngineState, PrefixCachingCoordinatorPolicy
 
 MAX_BLOCKS = 1 << 13
-"""Maximum blocks of a prompt that are hashed: further blocks hardly affect routing, and hashes cost memory."""
+"""The maximum number of blocks of a prompt that are hashed: further blocks hardly affect routing, and hashes cost memory."""
 MAX_HASHES = 1 << 16
 """Maximum hashes processed per message, a tenth of a second of work; the first ones of a prompt matter most."""
 HASH_BYTES = 8
@@ -76,7 +76,7 @@ class Dispatcher:
         self._away: list[RankPeer] = []
         """Ranks that are idle or have older weights than others, past their grace period."""
         self._newest_version = 0
-        """Highest policy version of the ready ranks."""
+        """The highest policy version of the ready ranks."""
         self._next_attempt = 1
 
     @property

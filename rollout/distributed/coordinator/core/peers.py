@@ -13,11 +13,11 @@ from rollout.distributed.protocol.frames import MAX_STRETCHES
 from rollout.distributed.protocol.messages import Message, Refused, Stretch, Update
 
 UPDATE_BYTES = 4 << 20
-"""Size after which no further stretch is added to an `Update`, which must fit into a frame."""
+"""The size, in bytes, after which no further stretch is added to an `Update`, which must fit into a frame."""
 SAMPLE_BYTES = 128
-"""Size counted per sample of a stretch in addition to its buffers and texts; bounds the number of values, too."""
+"""The size counted per sample of a stretch in addition to its buffers and texts; bounds the number of values, too."""
 MAX_ERROR_CHARACTERS = 2000
-"""Maximum length of an error text sent to a peer: it may quote megabytes of input."""
+"""The maximum length of an error text sent to a peer: it may quote megabytes of input."""
 
 
 class Peers:

@@ -57,7 +57,7 @@ class RequestTable:
         self._peers = peers
         self._dispatcher = dispatcher
         self._due = math.inf
-        """Earliest deadline of any request since the last look, which may have ended."""
+        """The earliest deadline of any request since the last look, which may have ended."""
         self._without_rank_since = math.inf
         self._next_request_id = 0
 

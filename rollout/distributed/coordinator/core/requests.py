@@ -17,9 +17,9 @@ from rollout.errors import SerializationError
 from rollout.state import EngineState
 
 MAX_SAMPLES = 1 << 13
-"""Largest group. With known tokens for each sample it takes some tens of milliseconds."""
+"""The largest group. With known tokens for each sample it takes some tens of milliseconds."""
 MAX_KNOWN_BYTES = 16 << 20
-"""Maximum size of known tokens, log-probs and top-n rows in one assignment, which must fit into a frame."""
+"""The maximum size of known tokens, log-probs and top-n rows in one assignment, which must fit into a frame."""
 NO_BARRIER = -1
 
 
@@ -30,9 +30,9 @@ class Peer:
     identity: bytes
     name: str
     heard: float
-    """Time of the last frame received from it."""
+    """The time of the last frame received from the peer."""
     spoken: float
-    """Time of the last frame sent to it."""
+    """The time of the last frame sent to the peer."""
     frames: Sequencer = field(default_factory=Sequencer)
 
 
@@ -41,13 +41,13 @@ class ClientPeer(Peer):
     """The session of a client."""
 
     member: int | None = None
-    """Rank of this client's training loop; None: not a member."""
+    """The rank of this client's training loop; None: not a member."""
     catching_up: bool = False
     """Whether this member has not arrived at an open barrier yet, so others may have continued without it."""
     barrier: int = NO_BARRIER
-    """Highest barrier at which it has arrived."""
+    """The highest barrier at which the member has arrived."""
     answered: int = NO_BARRIER
-    """Highest barrier reported to it as passed."""
+    """The highest barrier reported to the member as passed."""
     word: Barrier | None = None
     """The client's last `Barrier` message."""
     last_request_id: int = -1
@@ -69,17 +69,17 @@ class RankPeer(Peer):
     state: EngineState = EngineState.RUNNING
     policy_version: int = 0
     ready: bool = False
-    """Whether it has reached the state of its `RegisterAck`."""
+    """Whether the rank has reached the state of its `RegisterAck`."""
     resting: bool = False
-    """Whether its engine is idle: the training loop is outside `generate`."""
+    """Whether the rank's engine is idle: the training loop is outside `generate`."""
     waited_for_since: float = math.inf
-    """Start of the grace period of a rank that is idle or behind while others compute; infinity: it is neither."""
+    """The start of the grace period of a rank that is idle or behind while others compute; infinity: it is neither."""
     running: int = 0
     waiting: int = 0
     progressed: float = 0.0
-    """Time of its last `Progress`."""
+    """The time of the rank's last `Progress`."""
     tokens: int = 0
-    """Number of tokens that it has reported in this session."""
+    """The number of tokens that the rank has reported in this session."""
     latencies: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=512))
     """(seconds to the first token, seconds per later token) of recently finished samples."""
     assignments: dict[int, Assignment] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Assignment:
     claim: Claim
     """The router's handle of the expected hashes."""
     held: bool = False
-    """Whether it has not been sent yet, because the rank's weights are too old."""
+    """Whether the assignment has not been sent yet, because the rank's weights are too old."""
 
 
 @dataclass(eq=False, slots=True)
@@ -130,9 +130,9 @@ class OpenRequest:
     arrival_time: float
     interval: int
     deadline: float
-    """Time at which it fails, in monotonic seconds; infinity: never."""
+    """The time at which the request fails, in monotonic seconds; infinity: never."""
     since: float = 0.0
-    """Time of acceptance, in monotonic seconds."""
+    """The time of acceptance, in monotonic seconds."""
     charged: int = 0
     """Bytes charged to its client until it ends."""
     prompt: bytes | None = None
@@ -140,7 +140,7 @@ class OpenRequest:
     images: bytes = b""
     """msgpack of its images' tensors, which the coordinator never decodes."""
     keyed: bytes = b""
-    """Input of the block hashes, instead of the prompt. Empty with images: there are no hashes."""
+    """The input of the block hashes, instead of the prompt. Empty with images: there are no hashes."""
     hashes: list[int] | None = None
     """Hashes of the prompt's complete blocks, computed on first use."""
     open: set[int] = field(default_factory=set)
@@ -149,18 +149,18 @@ class OpenRequest:
     """Open samples that are not assigned."""
     in_queue: bool = False
     placed: bool = False
-    """Whether it was ever assigned to a rank."""
+    """Whether the request was ever assigned to a rank."""
     closed: bool = False
-    """Whether it has ended or failed."""
+    """Whether the request has ended or failed."""
     assignments: dict[int, Assignment] = field(default_factory=dict)
     tokens: PartialGroup = field(default_factory=PartialGroup)
     """Known tokens of the samples that have not ended."""
     newest_version: int = 0
     """Highest version of its tokens, or of its client's weights when it was submitted; older engines do not compute it."""
     losses: int = 0
-    """Number of ranks lost while computing it, since its last new token."""
+    """The number of ranks lost while computing the request, since its last new token."""
     too_new_since: float = math.inf
-    """Start of its wait for a rank of `newest_version`; infinity: it does not wait."""
+    """The start of its wait for a rank of `newest_version`; infinity: it does not wait."""
     text_jobs: dict[int, TextJob] = field(default_factory=dict)
     """Pending text jobs by id: the prompt to tokenise, or completions to detokenise."""
 

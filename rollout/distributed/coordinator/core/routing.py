@@ -37,7 +37,7 @@ class Placement(NamedTuple):
     rank: str
     samples: int
     matched: int
-    """Number of leading blocks of the prompt that the rank has cached."""
+    """The number of leading blocks of the prompt that the rank has cached."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +52,7 @@ class _Rank:
     """Number of assigned samples that have not ended. In deterministic mode: the samples ever assigned, of which only the
     differences between ranks matter."""
     stamp: int = -1
-    """Increases with every assignment of the router; -1: it was never assigned anything."""
+    """A number that rises with every assignment of the router; -1: the rank was never assigned anything."""
     expected: dict[int, int] = field(default_factory=dict)
     """Expected hashes: hash → number of claims on it."""
     listed: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -124,7 +124,7 @@ class Router:
         """Connected ranks, sorted by name."""
         self._clock = 0
         self._last = ""
-        """Name of the last assigned rank, which may have left: ROUND_ROBIN continues after it."""
+        """The name of the last assigned rank, which may have left: ROUND_ROBIN continues after it."""
 
     # --- ranks --------------------------------------------------------------------------------------------------
 
