@@ -151,7 +151,7 @@ class DataParallelBackend:
         coordinator = JobCoordinator(config or CoordinatorConfig(), engine, world)
         self._loop = LoopThread("rollout-data-parallel")
         self._member = JobMember(
-            engine, coordinator, self._loop, name=name, new_client=new_client, on_joined=self._submit_again,
+            engine, coordinator, self._loop, name=name, new_client=new_client, on_joined=self._send_all,
             on_event=self.wake, follows_version=False,
         )  # fmt: skip
         self._calls = CollectiveCalls(self._member, world, self.wake)
@@ -205,19 +205,14 @@ class DataParallelBackend:
 
     # --- on the loop's thread ---------------------------------------------------------------------------------------
 
-    def _submit_again(self, client: InferenceClient) -> None:
+    def _send_all(self) -> None:
         for group in list(self._groups.values()):
-            self._send_by(client, group)
+            self._send(group)
 
     def _send(self, group: OwnGroup) -> None:
-        # If the connection is lost, the next client sends the group.
-        if (client := self._member.connected) is not None:
-            self._send_by(client, group)
-
-    def _send_by(self, client: InferenceClient, group: OwnGroup) -> None:
         wanted = tuple(group.missing)
-        if group.ended or not wanted:
-            # The group was aborted or returned in the meantime.
+        # If the connection is lost, the next client sends the group. It may also have been aborted or returned by now.
+        if (client := self._member.connected) is None or group.ended or not wanted:
             return
         try:
             opened = client.open_group(

@@ -35,7 +35,7 @@ class JobMember:
         loop: event loop of worker and client; the caller closes it after `close`.
         name: name of this rank.
         new_client: creates this rank's client from the coordinator's address and keys. None: it sends no requests.
-        on_joined: called on the loop with each client that has connected.
+        on_joined: called on the loop when a client has connected.
         on_event: called by any thread when a session is lost or the coordinator's process has exited; must not block.
         worker_options: options of `EngineWorker`.
 
@@ -52,7 +52,7 @@ class JobMember:
         *,
         name: str,
         new_client: Callable[[str, JobKeys | None], InferenceClient] | None,
-        on_joined: Callable[[InferenceClient], object] = lambda client: None,
+        on_joined: Callable[[], object] = lambda: None,
         on_event: Callable[[], None] = lambda: None,
         **worker_options: Any,
     ) -> None:
@@ -105,7 +105,7 @@ class JobMember:
         async def join() -> None:
             await client.start(timeout_s)
             self._client = client
-            self._on_joined(client)
+            self._on_joined()
 
         self.loop.run_sync(join(), timeout_s + 5)
 

@@ -95,25 +95,22 @@ class Assignments:
 
     def last_deltas(
         self, ended: Iterable[DynamicInferenceRequestRecord], due: dict[Key, Known]
-    ) -> tuple[dict[int, list[SampleDelta]], list[DynamicInferenceRequestRecord]]:
-        """Split finished records into last deltas of assigned samples, by engine request id, and records of other
-        callers.
+    ) -> dict[int, list[SampleDelta]]:
+        """Return the last deltas of finished samples by engine request id, and remove the samples from `due`.
 
-        The assigned samples are removed from `due`.
+        Records of other callers' requests are ignored.
         """
         grown: dict[int, list[SampleDelta]] = {}
-        foreign = []
         for record in ended:
             assignment = self.of_number.get(record.request_id)
             if assignment is None or record.sample_index not in assignment.open:
-                foreign.append(record)
                 continue
             key = (record.request_id, record.sample_index)
             due.pop(key, None)
             delta = growth(record, *self._paces[assignment.interval].known[key])
             delta.text, delta.outcome = record.completion_text, pack(outcome(record))
             grown.setdefault(record.request_id, []).append(delta)
-        return grown, foreign
+        return grown
 
     def stretch(self, number: int, deltas: list[SampleDelta]) -> Stretch:
         """Return new tokens of an assignment as columns. Count them as sent and remove finished samples."""

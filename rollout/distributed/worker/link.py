@@ -9,7 +9,6 @@ from rollout.distributed.protocol import messages as wire
 from rollout.distributed.transport.dealer import Dealer
 from rollout.distributed.worker.session import RankSession
 from rollout.errors import ConnectionLostError
-from rollout.requests.record import DynamicInferenceRequestRecord
 
 
 @dataclass(eq=False)
@@ -41,12 +40,8 @@ class Link:
         self.cut = self.cut or isinstance(item, ConnectionLostError)
         self.inbox.append(item)
 
-    def apply(self, foreign: list[DynamicInferenceRequestRecord]) -> None:
-        """Apply the messages received so far; raise if the session is lost or the engine cannot follow it.
-
-        Args:
-            foreign: collects the finished records of other callers' requests.
-        """
+    def apply(self) -> None:
+        """Apply the messages received so far; raise if the session is lost or the engine cannot follow it."""
         for _ in range(len(self.inbox)):
             item = self.inbox.popleft()
             if isinstance(item, ConnectionLostError):
@@ -58,4 +53,4 @@ class Link:
                     final=True,
                 )
             if not self.cut:
-                foreign += self.session.receive(item)
+                self.session.receive(item)

@@ -11,7 +11,7 @@ Always true, while the caller holds the engine at a step boundary (`DynamicInfer
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from typing import cast
 
@@ -84,24 +84,18 @@ class RankSession:
     def num_open(self) -> int:
         return len(self._assignments)
 
-    @property
-    def numbers(self) -> Container[int]:
-        """The engine request ids of the assignments."""
-        return self._assignments.of_number
-
     # --- messages of the coordinator --------------------------------------------------------------------------------
 
-    def receive(self, message: wire.Message) -> Records:
-        """Handle a message; return the records of other callers' requests that it ended (`stop` ends all)."""
+    def receive(self, message: wire.Message) -> None:
+        """Handle a message of the coordinator."""
         if isinstance(message, wire.Assign):
             self._assign(message)
         elif isinstance(message, wire.Cancel):
             self._cancel(message)
         elif isinstance(message, wire.Command):
-            return self._command(message)
+            self._command(message)
         elif isinstance(message, wire.RegisterAck):
-            return self._enter(message)
-        return []
+            self._enter(message)
 
     def _assign(self, message: wire.Assign) -> None:
         wanted = self._supersede(message)
@@ -185,9 +179,9 @@ class RankSession:
 
     # --- control ----------------------------------------------------------------------------------------------------
 
-    def _command(self, message: wire.Command) -> Records:
+    def _command(self, message: wire.Command) -> None:
         mark(message.signal, track=COORDINATOR, argument=message.argument)
-        error, foreign, amount = None, [], 0
+        error, amount = None, 0
 
         def unload() -> Records:
             nonlocal amount
@@ -197,21 +191,20 @@ class RankSession:
         try:
             if message.signal == FLUSH_PREFIX_CACHE:
                 amount = self._engine.flush_prefix_cache()
-                foreign = self.report((), steps=0)
+                self.report((), steps=0)
             elif message.signal == LOAD_WEIGHTS:
                 amount = self._engine.load_weights(str(message.argument))
             elif message.signal == LOAD_ADAPTER:
                 name, _, folder = str(message.argument).partition("=")
                 amount = self._engine.load_adapter(name, folder)
             elif message.signal == UNLOAD_ADAPTER:
-                foreign = self._control(unload)
+                self._control(unload)
             else:
-                foreign = self._control(lambda: self._signal(message.signal, message.argument))
+                self._control(lambda: self._signal(message.signal, message.argument))
         except Exception as exc:  # noqa: BLE001 - any error is reported to the coordinator
             error = f"{type(exc).__name__}: {exc}"
         self._note_state()
         self._send(wire.CommandAck(message.command_id, *self._said(), error, amount))
-        return foreign
 
     def _signal(self, signal: str, argument: int | str | None) -> Records:
         """Apply a control signal or `set_version`; return the records that it ended."""
@@ -238,30 +231,28 @@ class RankSession:
         self.stopped = True
         return ended
 
-    def _enter(self, message: wire.RegisterAck) -> Records:
+    def _enter(self, message: wire.RegisterAck) -> None:
         self._interval = message.progress_interval or self._interval
         # Changes since registration are sent below, after the engine has reached the requested state.
         self._note_state()
-        foreign: Records = []
         # Setting the same version again would mean that the weights have changed.
         if self._follows_version and message.policy_version > self._engine.policy_version:
-            foreign = self._control(lambda: self._signal(SET_VERSION, message.policy_version))
-        foreign += self._control(lambda: self._follow(CoordinatorState(message.state)))
+            self._control(lambda: self._signal(SET_VERSION, message.policy_version))
+        self._control(lambda: self._follow(CoordinatorState(message.state)))
         self.entered = True
         self._send_state()
-        return foreign
 
     def _follow(self, state: CoordinatorState) -> Records:
         stopping = state is CoordinatorState.STOPPING
         self._engine.holds.hold(COORDINATOR, HoldLevel.PAUSED if stopping else HoldLevel[state.name])
         return self._stop() if stopping else []
 
-    def _control(self, act: Callable[[], Records]) -> Records:
+    def _control(self, act: Callable[[], Records]) -> None:
         self.moved()
         ended = act()
         self._note_state()
         # There may be no step for a while, so report all tokens known so far.
-        return self._report([*ended, *self.take_ended()], self._assignments.all_due())
+        self._report([*ended, *self.take_ended()], self._assignments.all_due())
 
     # --- reports of the engine --------------------------------------------------------------------------------------
 
@@ -271,21 +262,17 @@ class RankSession:
 
     def report(
         self, ended: Iterable[DynamicInferenceRequestRecord], *, steps: int = 1, everything: bool = False
-    ) -> Records:
+    ) -> None:
         """Send the due tokens and finished samples, in one `Progress` for every `MAX_STRETCHES` requests.
 
         Args:
-            ended: records of finished samples.
+            ended: records of finished samples. Records without an assignment are ignored.
             steps: number of steps since the last call.
             everything: include tokens that are not due yet.
-
-        Returns:
-            Records of `ended` that the coordinator did not assign.
         """
-        if not self.entered:
-            return list(ended)
-        self.moved()
-        return self._report(ended, self._assignments.all_due() if everything else self._assignments.due(steps))
+        if self.entered:
+            self.moved()
+            self._report(ended, self._assignments.all_due() if everything else self._assignments.due(steps))
 
     def moved(self) -> None:
         """Send `EngineMoved` if the engine's state, version or idleness changed by itself; transient states are
@@ -324,9 +311,9 @@ class RankSession:
         running, waiting = self._engine.load
         return (0, running + waiting) if self._idle() else (running, waiting)
 
-    def _report(self, ended: Iterable[DynamicInferenceRequestRecord], due: dict[Key, Known]) -> Records:
+    def _report(self, ended: Iterable[DynamicInferenceRequestRecord], due: dict[Key, Known]) -> None:
         ended = list(ended)
-        grown, foreign = self._assignments.last_deltas(ended, due)
+        grown = self._assignments.last_deltas(ended, due)
         for delta in self._engine.progress(due) if due else ():
             grown.setdefault(delta.request_id, []).append(delta)
         stretches = [self._assignments.stretch(number, deltas) for number, deltas in grown.items()]
@@ -338,7 +325,6 @@ class RankSession:
                 del stretches[:MAX_STRETCHES]
             last = (stretches, added, removed, changes.flushed, *self._load())
             self._send(wire.Progress(*last, b"".join(map(_seconds_of, ended))))
-        return foreign
 
 
 def _seconds_of(record: DynamicInferenceRequestRecord) -> bytes:

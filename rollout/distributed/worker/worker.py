@@ -46,11 +46,10 @@ RETRY_S = 0.5
 class EngineWorker:
     """One rank of a coordinator. It connects an engine and makes the engine's steps.
 
-    The engine may also serve other callers: they call `wake` after queueing requests, and get records finished in this
-    worker's steps from `take_ended`. No step is made while the engine is held (`Holds.forbid_steps`).
+    No step is made while the engine is held (`Holds.forbid_steps`).
 
     Args:
-        engine: may also serve other callers.
+        engine: computes only what the coordinator assigns.
         address: `tcp://host:port` of the coordinator.
         name: name of this rank. A later process with the same name replaces it.
         keys: the job's keys, if the coordinator requires them.
@@ -86,10 +85,9 @@ class EngineWorker:
         self._owns_loop = loop is None
         self._loop = loop
         self._link = self._new_link()
-        # This link is not connected, so it sends nothing, and every finished record belongs to another caller.
+        # This link is not connected, so it sends nothing.
         self._link.cut, self._link.error = True, EngineStateError(f"worker {name!r}: start() it first")
         self._thread: threading.Thread | None = None
-        self._ended: list[DynamicInferenceRequestRecord] = []
         self._idle = False
         # This lock serialises the start and end of sessions.
         self._connecting = threading.Lock()
@@ -104,7 +102,7 @@ class EngineWorker:
         how = f"lost ({self.lost})" if self.lost is not None else "in a session" if self._link.live else "no session"
         yield (
             f"worker {self.name!r} of {self.address}: {how}{', idle' if self._idle else ''}"
-            f"{', closed' if self._closed else ''}; {len(self._ended)} ended samples to take"
+            f"{', closed' if self._closed else ''}"
         )
 
     def start(self, timeout_s: float = 30.0) -> None:
@@ -142,7 +140,7 @@ class EngineWorker:
             self._closed = True
             self._changed.notify_all()
         with self._connecting, self.engine.locked():
-            self._report(self._link, self._link.session.take_ended(), everything=True)
+            self._link.session.report(self._link.session.take_ended(), everything=True)
             self._drop(self._link, "the worker was stopped")
             self.engine.lifecycle.on_move = None
             self.engine.track_prefix_cache(CacheChanges())
@@ -301,19 +299,14 @@ class EngineWorker:
         if link.error is not None:
             return None
         try:
-            link.apply(self._ended)
+            link.apply()
             if link.live and not link.session.stopped:
                 self.engine.lifecycle.refuse_when_stopped()
         except Exception as exc:  # noqa: BLE001 - the engine cannot follow the session: end it
             return self._lose(link, exc)
         if link.live:
-            self._report(link, link.session.take_ended())
+            link.session.report(link.session.take_ended(), steps=0)
         return None
-
-    def _report(
-        self, link: Link, ended: list[DynamicInferenceRequestRecord], *, steps: int = 0, everything: bool = False
-    ) -> None:
-        self._ended += link.session.report(ended, steps=steps, everything=everything)
 
     def _lose(self, link: Link, error: Exception) -> Exception:
         self._drop(link, f"{type(error).__name__}: {error}", quietly=isinstance(error, DeadlineError))
@@ -358,10 +351,14 @@ class EngineWorker:
         return self.engine.step(ahead=True)
 
     def _step_done(self, ended: list[DynamicInferenceRequestRecord]) -> None:
-        if self.engine.state is EngineState.STOPPED:
-            self._engine_died(ended)
-        else:
-            self._report(self._link, ended, steps=self.engine.parts.stepper.made)
+        if self.engine.state is not EngineState.STOPPED:
+            self._link.session.report(ended, steps=self.engine.parts.stepper.made)
+            return
+        try:
+            self.engine.lifecycle.refuse_when_stopped()
+        except EngineDeadError as exc:
+            self._lose(self._link, exc)
+            raise
 
     def report_active(self) -> None:
         """Report this rank as active, until `report_idle`."""
@@ -377,14 +374,6 @@ class EngineWorker:
             self._idle = True
             if self._link.live:
                 self._link.session.report_idle()
-
-    def _engine_died(self, ended: list[DynamicInferenceRequestRecord]) -> None:
-        self._ended += [record for record in ended if record.request_id not in self._link.session.numbers]
-        try:
-            self.engine.lifecycle.refuse_when_stopped()
-        except EngineDeadError as exc:
-            self._lose(self._link, exc)
-            raise
 
     def _has_work(self) -> bool:
         engine = self.engine
@@ -441,9 +430,3 @@ class EngineWorker:
         with self._changed:
             self._changed.notify_all()
         self.engine.ask_for_boundary()
-
-    def take_ended(self) -> list[DynamicInferenceRequestRecord]:
-        """Return finished records of requests that the coordinator did not assign, each once."""
-        with self.engine.locked():
-            ended, self._ended = self._ended, []
-            return ended

@@ -13,7 +13,6 @@ from rollout.distributed.protocol.outcome import Outcome, unpack
 from rollout.distributed.worker.session import RankSession
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.requests.delta import SampleDelta
-from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
 from tests.engines import finish, make_engine
@@ -51,7 +50,6 @@ class Rank:
         self.engine = engine
         self.idle = False
         self.said: list[Message] = []
-        self.foreign: list[DynamicInferenceRequestRecord] = []
         self.session = RankSession(engine, self._hear, idle=lambda: self.idle, **options)
         self.cached = set(engine.track_prefix_cache(self.session.changes))
         if enter:
@@ -69,12 +67,12 @@ class Rank:
 
     def hears(self, *messages: Message) -> None:
         for message in messages:
-            self.foreign += self.session.receive(decode(encode(0, message))[1])
+            self.session.receive(decode(encode(0, message))[1])
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             if self.engine.has_unfinished and self.engine.state is EngineState.RUNNING:
-                self.foreign += self.session.report(self.engine.step())
+                self.session.report(self.engine.step())
 
     def finish(self) -> None:
         self.step(500)

@@ -142,17 +142,6 @@ def test_a_cancel_frees_the_blocks_also_while_nobody_steps() -> None:
         assert not worker.step()
 
 
-def test_others_use_the_same_engine_and_find_their_results() -> None:
-    with serving() as (coordinator, worker):
-        mine = worker.engine.add_request(token_ids(5), greedily(4))
-        worker.wake()
-        coordinator.tell(assign(token_ids(7), greedily(6)))
-        coordinator.hear_stretches(1)
-        wait_until(lambda: not worker.engine.has_unfinished, worker)
-        assert [record.request_id for record in worker.take_ended()] == [mine]
-        assert worker.take_ended() == []
-
-
 # --- control ----------------------------------------------------------------------------------------------------------
 
 
