@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def adapter(manager: RolloutManager | DynamicInferenceEngine, name: str | None) -> Iterator[None]:
-    """Context in which the adapter `name` is active, in the trainer's forward and in `manager.generate`.
+    """Activate the adapter `name` inside the block, for the trainer's forward and for `manager.generate`.
 
     Requires adapters inside the model's layers (LoRA, DoRA, IA3, `modules_to_save` and the like), none of them merged. Sets
     the active adapter and the disabled flag of every adapted layer and restores both on exit, even after an exception. No

@@ -12,7 +12,7 @@ from torch import nn
 
 @contextmanager
 def own_forward(model: nn.Module) -> Iterator[None]:
-    """Context without TRL's replacement of `model.forward`, which is used for training only.
+    """Remove TRL's replacement of `model.forward` inside the block; it is needed for training only.
 
     The replacement passes generation through unchanged, but prevents the engine from using its CPU kernels, which require
     the forward of the model's class.

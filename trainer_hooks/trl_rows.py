@@ -83,7 +83,7 @@ class GeneratedRows:
 
     @contextmanager
     def routed(self, model: Any, input_ids: Tensor, real: Tensor, rows: slice) -> Iterator[None]:
-        """Context manager in which the forward of these padded rows is replayed, if routes are."""
+        """Replay the recorded routes in the block's forward of these padded rows, if there are any."""
         routes = self.routes(rows)
         if routes is None:
             yield
@@ -94,7 +94,7 @@ class GeneratedRows:
 
     @contextmanager
     def routed_tree(self, model: Any, packed: PackedTree) -> Iterator[None]:
-        """Context manager in which the forward of a tree is replayed, if routes are."""
+        """Replay the recorded routes in the block's forward of a tree, if there are any."""
         if packed.routed_experts is None:
             yield
             return

@@ -184,7 +184,7 @@ class DynamicInferenceEngine:
 
     @contextmanager
     def stepping(self, *, follow: bool = True) -> Iterator[None]:
-        """Context manager for steps between which the module counts as unchanged. `follow`: call `follow_model` first."""
+        """Enclose steps between which the module counts as unchanged. `follow`: call `follow_model` first."""
         if follow:
             self.follow_model()
         with self.installation:

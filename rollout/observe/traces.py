@@ -15,7 +15,7 @@ from rollout.observe.timeline import merged, timeline, write
 
 
 def trace(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
-    """Context manager that writes a timeline of its block, even after an exception, for Perfetto and Chrome.
+    """Write a timeline of a `with` block, even after an exception, for Perfetto and Chrome.
 
     It covers all engines of this process, with or without a manager or `LLM`. With torch.distributed on several ranks each
     rank writes its own file, with `.rank<number>` before the suffix; `RolloutManager.trace` writes one for all.

@@ -28,7 +28,7 @@ _FAILED = (FinishReason.ERROR, FinishReason.ABORT)
 
 
 def noop(*_: object) -> None:
-    """Default callback: do nothing."""
+    """Do nothing; the default callback."""
 
 
 @dataclass(eq=False, slots=True)

@@ -110,7 +110,7 @@ class CollectiveCalls:
         return True
 
     def give_up(self) -> None:
-        """After an exception, let the other ranks be in a different call at the barrier of this `generate`."""
+        """Allow the other ranks, after an exception here, to be in a different call at the barrier of this `generate`."""
         if self._finishing and not self._passed():
             self._member.loop.start(self._give_up(self._ended))
             self._finishing = False

@@ -121,7 +121,7 @@ class Dealer:
         self._turn_soon()
 
     def heartbeat(self, interval_s: float, timeout_s: float) -> None:
-        """From now on, send at least every `interval_s`, and treat `timeout_s` without a message as a lost connection."""
+        """Send at least every `interval_s` from now on, and treat `timeout_s` without a message as a lost connection."""
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._said = self._heard = self._loop.time()
         self._set_timer()

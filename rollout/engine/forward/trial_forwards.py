@@ -164,7 +164,7 @@ def _relative(logits: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def _without(runner: ModelRunner, lane: str) -> Iterator[Any]:
-    """Context manager in which a runner has no `graphs`, or no `fused`."""
+    """Remove a runner's `graphs` or `fused` inside the block."""
     faster = getattr(runner, lane)
     setattr(runner, lane, None)
     try:
@@ -175,7 +175,7 @@ def _without(runner: ModelRunner, lane: str) -> Iterator[Any]:
 
 @contextmanager
 def _recorded(runner: ModelRunner, chosen: list[Tensor]) -> Iterator[None]:
-    """Context manager whose forward appends the routers' choices; every choice of a router is a `topk`."""
+    """Append the routers' choices in the block's forward to a list; every choice of a router is a `topk`."""
     fused = runner.fused if runner.why_not_fused() is None else None
 
     def keep(scores: Tensor, live: Tensor) -> None:

@@ -140,7 +140,7 @@ def _built(path: Path, compiler: _Compiler) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Context manager for one process at a time; without a lock if the file system has none.
+    """Admit one process at a time to the block, or all of them if the file system has no locks.
 
     The lock is released when its process exits, even if it is killed.
     """

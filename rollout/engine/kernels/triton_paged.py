@@ -307,7 +307,7 @@ def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Context manager in which `tensor`'s device is current; Triton launches there."""
+    """Return a context manager that makes `tensor`'s device current; Triton launches there."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 

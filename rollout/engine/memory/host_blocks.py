@@ -165,5 +165,5 @@ class HostBlocks:
 
 
 def _transfers(views: list[Tensor], rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each view of the host with its rows of the staging buffer."""
+    """Yield each view of the host memory with its rows of the staging buffer."""
     return zip(views, rows.split_with_sizes([len(each) for each in views]) if views else (), strict=True)

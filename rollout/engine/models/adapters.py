@@ -247,7 +247,7 @@ class LoraAdapters:
 
     @contextmanager
     def _acting(self, named: NDArray[np.str_]) -> Iterator[None]:
-        """Context manager whose forwards compute each packed position with its adapter.
+        """Let forwards inside the block compute each packed position with its adapter.
 
         Args:
             named: [P] adapter of each position.

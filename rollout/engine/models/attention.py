@@ -115,7 +115,7 @@ def forward_with(batch: AttentionBatch, model: nn.Module, **inputs: Any) -> Any:
 
 @contextmanager
 def carried(batch: AttentionBatch) -> Iterator[None]:
-    """Context manager in which this thread's forwards get the batch even if they drop keyword arguments."""
+    """Pass the batch to this thread's forwards inside the block, even if their layers drop keyword arguments."""
     token = _carried.set(batch)
     try:
         yield
@@ -209,7 +209,7 @@ class Installation:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Context manager that disables gradients and applies the engine's autocast, on this thread."""
+        """Disable gradients and apply the engine's autocast inside the block, on this thread."""
         with self, torch.no_grad():
             if self._autocast is None:
                 yield
@@ -219,7 +219,7 @@ class Installation:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Context manager for inference in which the modules run with our attention, uncompiled, in eval mode.
+        """Enter `inference`, in which the modules run with our attention, uncompiled, in eval mode.
 
         At the end, even after an exception, the attention implementation of every configuration object and the `training`
         flag of every module are as before. Other threads see the `training` flags, and no other change.
@@ -289,7 +289,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 @contextmanager
 def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Context manager in which the modules do not behave as in training."""
+    """Put modules into eval mode inside the block, except for bitsandbytes' 4-bit layers."""
     # In eval mode bitsandbytes permanently repacks 4-bit weights for some CPUs, and a packed layer has no gradient.
     training = [module for module in modules if module.training and type(module).__name__ != "Linear4bit"]
     # Every forward does this, and `nn.Module.__setattr__` would take ten times as long.

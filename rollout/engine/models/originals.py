@@ -139,7 +139,7 @@ def _torch_mode_active() -> bool:
 
 
 def foreign_part(model: nn.Module, attention_layers: Iterable[nn.Module]) -> str | None:
-    """Name of a part that is not transformers' own and affects which positions attend to which, or how; None: no such part.
+    """Return the name of a part that affects attention and is not transformers' own; None: no such part.
 
     Such parts are attention functions, the forwards of attention layers and of modules around them, and the forwards of
     modules without parameters, as a rotary embedding is. Projections, norms and experts process each position alone.

@@ -51,7 +51,7 @@ class RecurrentLayers:
         return bool(self.stateful)
 
     def missing(self, model: nn.Module, attention: Iterable[nn.Module], states: Sequence[StateShape]) -> Iterator[str]:
-        """Name layers whose attention or state a forward has not shown.
+        """Describe the layers whose attention or state a forward has not shown.
 
         Args:
             attention: the attention layers that were seen.

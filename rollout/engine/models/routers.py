@@ -34,7 +34,7 @@ class Routers:
 
     @contextmanager
     def recorded(self, record: Record) -> Iterator[None]:
-        """Context manager in which `record` gets the choices of each router."""
+        """Pass the choices of each router inside the block to `record`."""
         with ExitStack() as stack:
             for index, module in enumerate(self.modules):
                 stack.callback(module.register_forward_hook(partial(self._chosen, index, record)).remove)

@@ -108,7 +108,7 @@ class Leader(Together):
 
     @contextmanager
     def leading(self, outcome: Callable[[BaseException | None], Any]) -> Iterator[None]:
-        """Context manager in which the other members follow; on exit they get `outcome` of the exception raised inside."""
+        """Let the other members follow inside the block; on exit they get `outcome` of the exception raised inside."""
         self._leading = True
         failed: BaseException | None = None
         try:

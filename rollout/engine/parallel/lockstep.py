@@ -42,7 +42,7 @@ class Lockstep(Together):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager in which the modules of experts raise if called outside of a round, or twice in one."""
+        """Make the modules of experts raise, inside the block, if they are called outside of a round or twice in one."""
         with ExitStack() as undo:
             for layer in self._layers:
                 undo.callback(layer.register_forward_pre_hook(self._begin).remove)
@@ -86,7 +86,7 @@ class Lockstep(Together):
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Context manager for at most one forward of this rank; layers that it does not call are computed on exit.
+        """Enclose at most one forward of this rank; on exit, compute the layers that it did not call.
 
         Raises:
             EngineDeadError: a rank is lost, or this rank failed inside its experts.
@@ -109,8 +109,9 @@ class Lockstep(Together):
 
     @contextmanager
     def _ended_by_failures(self) -> Iterator[None]:
-        """Context manager of forwards. An exception inside experts, where other ranks wait for this rank's tokens, makes the
-        group fail and becomes an `EngineDeadError`.
+        """Turn an exception inside experts, where other ranks wait for this rank's tokens, into an `EngineDeadError`.
+
+        The group has then failed.
         """
         try:
             yield

@@ -50,7 +50,7 @@ class EngineControl:
 
     @contextmanager
     def adapter_switch(self, what: str | None = None) -> Iterator[None]:
-        """Context manager, at a step boundary, for changing the model's active adapters. `what` is ignored."""
+        """Enclose a change of the model's active adapters, at a step boundary. `what` is ignored."""
         with self._lifecycle.locked():
             try:
                 yield

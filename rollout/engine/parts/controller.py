@@ -40,7 +40,7 @@ class TextGenerationController:
         _warn_of_other_eos(model, self.tokenizer)
 
     def unpadded(self, prompts: Any, name: str = "prompts", *, single: bool = False) -> Any:
-        """See `rollout.requests.prompt.unpadded`."""
+        """Call `rollout.requests.prompt.unpadded` with this tokenizer and model."""
         config = getattr(self.model, "config", None)
         owners = (self.tokenizer, getattr(self.model, "generation_config", None), config)
         return unpadded(prompts, *owners, name=name, single=single)

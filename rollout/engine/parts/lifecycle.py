@@ -36,7 +36,7 @@ class Lifecycle:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Context manager for several calls at one step boundary: no step of another thread runs between them."""
+        """Enclose several calls at one step boundary: no step of another thread runs between them."""
         with interrupt_deferred(), self.lock, plain_tensors():
             yield
 

@@ -78,7 +78,7 @@ class TokenValues:
 
     @contextmanager
     def read_by_head(self, keys: NDArray[np.int64]) -> Iterator[None]:
-        """Context manager of a forward whose output embeddings read the hidden states of `keys` [B, C] or [C]."""
+        """Enclose a forward whose output embeddings read the hidden states of `keys` [B, C] or [C]."""
         hook = self._model.get_output_embeddings().register_forward_pre_hook(
             lambda _, given: self.put(keys.ravel(), given[0].flatten(0, -2)), prepend=True
         )

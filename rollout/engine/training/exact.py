@@ -37,8 +37,7 @@ def why_not_exact(model: nn.Module, layout: ModelLayout, cache: KVCache) -> str 
 
 @contextmanager
 def exact(model: nn.Module) -> Iterator[None]:
-    """Context manager in which `model(...)` computes the same logits, bit for bit, as an engine with
-    `InferenceConfig(exact=True)`.
+    """Let `model(...)` compute, inside the block, the same logits, bit for bit, as an engine in exact mode.
 
     A token's logits depend only on the weights, the token and the tokens before it, not on padding, the batch or
     the number of threads. Gradients are torch's, of the same function. Logits at padding are 0. `input_ids`,
@@ -91,7 +90,7 @@ class _ExactForward:
         logits_to_keep: int | Tensor = 0,
         **others: Any,
     ) -> CausalLMOutputWithPast:
-        """See transformers' …ForCausalLM.forward; no cache is returned."""
+        """Compute what transformers' …ForCausalLM.forward does; no cache is returned."""
         if others.pop("return_dict", None) is False:
             others["return_dict=False"] = True
         refused = [name for name, value in others.items() if value is not None and value is not False]

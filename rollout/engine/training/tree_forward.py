@@ -98,7 +98,7 @@ _paths: WeakKeyDictionary[nn.Module, _Path] = WeakKeyDictionary()
 
 @contextmanager
 def paths_of(model: nn.Module, capacity: int) -> Iterator[None]:
-    """Context manager in which forwards of trees continue a path of up to `capacity` tokens."""
+    """Let forwards of trees inside the block continue a path of up to `capacity` tokens."""
     own = [module for module in model.modules() if module in _layers]
     _paths.update({module: _Path(capacity) for module in own})
     try:

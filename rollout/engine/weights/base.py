@@ -52,7 +52,7 @@ class Weights:
         """Mark gathered or copied weights stale after an update."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Name and local part of every parameter and persistent buffer of `trained`; tied tensors under each name."""
+        """Yield name and local part of every parameter and persistent buffer of `trained`; tied tensors under each name."""
         return [(name, local_part(tensor)) for name, tensor in persistent_tensors(self.trained)]
 
 

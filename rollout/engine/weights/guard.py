@@ -83,7 +83,7 @@ class WeightsGuard:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Context manager in which steps can run; if the weights are spread over the ranks, every rank enters it."""
+        """Gather the weights, so that steps can run in the block. If the ranks share them, every rank enters it."""
         if self.source.collective and self.source.ready:
             yield
             return

@@ -42,7 +42,7 @@ Routed = RolloutBatch | RoutedRows | PackedTree
 
 @contextmanager
 def replay(batch: Routed, model: nn.Module) -> Iterator[None]:
-    """Context manager in which the routers of `model` choose the experts recorded in `batch.routed_experts`.
+    """Let the routers of `model` choose, inside the block, the experts recorded in `batch.routed_experts`.
 
     With gradient checkpointing, which computes the routers again in the backward, run the backward inside the block too,
     before the next forward. Padding and the last token of a row, which have no routes, are routed live.
