@@ -51,7 +51,7 @@ _PARSED_BODIES = (
     ChatRequest, ChatTokensRequest, CompletionRequest, GenerateRequest, TokenizeRequest, AbortRequests,
     UpdateWeightsRequest, WeightVersionRequest, LoadAdapterRequest, UnloadAdapterRequest,
 )  # fmt: skip
-"""Endpoints parse these bodies themselves."""
+"""The bodies that endpoints parse themselves, so that FastAPI does not document them."""
 
 
 def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:

@@ -59,16 +59,16 @@ class OwnGroup:
     missing: set[int]
     """Samples that have not been returned yet."""
     saved: list[Stretch]
-    """Tokens from before it was submitted."""
+    """Tokens from before the group was submitted here."""
     open: OpenGroup | None = None
-    """Tokens received since then; None until it is submitted."""
+    """Tokens received since then; None until the group is submitted."""
     error: RolloutError | None = None
     """The reason why the missing samples have no result."""
     priority: int = 0
 
     @property
     def ended(self) -> bool:
-        """Whether it is complete or failed. No rank then computes it."""
+        """Whether the group is complete or has failed. No rank then computes it."""
         return self.error is not None or (self.open is not None and self.open.complete)
 
     def known(self) -> list[Stretch]:

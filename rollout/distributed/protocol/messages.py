@@ -46,7 +46,7 @@ class Submit(Message):
     min_policy_version: wire.Count = 0
     """The lowest policy version that an engine must have to compute it: the version of the client's weights."""
     share: wire.OptionalText = None
-    """Prefix cache in which its blocks are found, as `SamplingParams.prefix_share`."""
+    """The part of the prefix cache in which the group's blocks are found, as `SamplingParams.prefix_share`."""
     images: wire.Blob = b""
     """msgpack of the tensors of its images by name; empty: a prompt of text."""
     keyed: wire.Tokens = b""

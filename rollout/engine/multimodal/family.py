@@ -35,7 +35,7 @@ class ImageItem:
     digest: bytes
     """The digest of the inputs, and of everything else that affects its positions."""
     video: bool = False
-    """Whether its placeholders are a video's."""
+    """Whether the item's placeholders are a video's."""
 
 
 @dataclass(frozen=True, eq=False)

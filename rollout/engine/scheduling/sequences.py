@@ -158,12 +158,12 @@ class Sequence:
     variant: Variant = NO_ADAPTER
     """The adapter variant under which the sequence was accepted; it runs under no other variant."""
     pauses_for_snapshot: bool = True
-    """With recurrent states its prefill ends a step where a snapshot is kept; not after a preemption, which is costly
-    enough."""
+    """Whether a prefill with recurrent states ends a step where a snapshot is kept. False after a preemption,
+    which costs enough by itself."""
     wants_prompt_logprobs: bool = False
-    """Whether prompt log-probs are still to be computed, so its whole prompt must be prefilled."""
+    """Whether prompt log-probs are still to be computed, so that the whole prompt must be prefilled."""
     images: PromptImages = NO_IMAGES
-    """The images of its prompt."""
+    """The images of the prompt."""
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)

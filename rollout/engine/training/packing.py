@@ -21,13 +21,13 @@ class Packing:
     """P real tokens of a batch [B, T], as R sequences packed one after the other."""
 
     tokens: Tensor | None
-    """[P] int64 into the flattened batch; None: the whole batch, in order."""
+    """[P] int64, index of each token in the flattened batch; None: the whole batch, in order."""
     rows: Tensor
     """[B, T] int64, index of each position among the P tokens; -1: padding."""
     starts: NDArray[np.int64]
     """[R + 1], offset of each sequence."""
     positions: Tensor
-    """[P] int64 in its sequence, counted from 0."""
+    """[P] int64, position of each token in its sequence, from 0."""
 
     @property
     def longest(self) -> int:

@@ -83,7 +83,7 @@ class WeightsGuard:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Gather the weights, so that steps can run in the block. If the ranks share them, every rank enters it."""
+        """Gather the weights, so that steps can run in the block. Every rank enters it if each has a part."""
         if self.source.collective and self.source.ready:
             yield
             return

@@ -28,7 +28,7 @@ from rollout.sampling_params import FILTERS, PENALTIES, SamplingParams
 Sequences = Sequence[Sequence[int] | Tensor]
 
 ENTROPY_ROWS = 256
-"""Logits that are divided by their temperatures at a time."""
+"""The number of rows of logits that are divided by their temperatures at a time."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -153,7 +153,7 @@ class EpisodeBatch(RolloutBatch):
     """
 
     episodes: tuple[Episode, ...]
-    """[E]; their `turns` are the requests as sampled."""
+    """[E] episodes, whose `turns` are the requests as sampled."""
 
     episode_ids: Tensor
     """int64 [N]: index of the row's episode in `episodes`, so `advantages[episode_ids]` is a value per row."""

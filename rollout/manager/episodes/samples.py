@@ -26,7 +26,7 @@ class OpenSample:
     tokens: list[int]
     params: SamplingParams
     owner: int | None
-    """Group whose staleness includes its tokens; None: staleness is not tracked."""
+    """The group whose staleness includes the sample's tokens; None: staleness is not tracked."""
     future: Future[DynamicInferenceRequest]
     request_id: int | None = None
     """The id in the backend; None: not queued yet."""

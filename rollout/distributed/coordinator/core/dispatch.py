@@ -45,7 +45,7 @@ class ScheduleRecord(NamedTuple):
     num_matched: int
     rank: str = ""
     first: bool = True
-    """Whether it is the request's first decision; split groups and reassigned samples have several."""
+    """Whether this is the request's first decision; split groups and reassigned samples have several."""
 
 
 class Dispatcher:

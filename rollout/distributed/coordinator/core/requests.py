@@ -52,7 +52,7 @@ class ClientPeer(Peer):
     """The client's last `Barrier` message."""
     last_request_id: int = -1
     open_bytes: int = 0
-    """Memory charged for its open requests."""
+    """The bytes charged for the client's open requests."""
     requests: dict[int, OpenRequest] = field(default_factory=dict)
     """Open requests by client-side id."""
     stretches: list[Stretch] = field(default_factory=list)
@@ -124,7 +124,7 @@ class OpenRequest:
     n: int
     params: bytes
     share: str | None
-    """Prefix cache in which its blocks are found, as `SamplingParams.prefix_share`."""
+    """The part of the prefix cache in which the request's blocks are found, as `SamplingParams.prefix_share`."""
     seed: int
     priority: int
     arrival_time: float
@@ -134,7 +134,7 @@ class OpenRequest:
     since: float = 0.0
     """The time of acceptance, in monotonic seconds."""
     charged: int = 0
-    """Bytes charged to its client until it ends."""
+    """The bytes charged to the client until the request ends."""
     prompt: bytes | None = None
     """Token ids (int32); None until the text is tokenised."""
     images: bytes = b""
