@@ -248,7 +248,7 @@ class GenerateHook:
         Raises:
             ConfigError: with `fallback="raise"`.
         """
-        # With the numbers of an error message, every call would be a separate reason.
+        # An error message with its numbers would make every call a separate reason.
         kind = reason.partition(":")[0]
         if self._fallback == "raise":
             raise ConfigError(
@@ -295,7 +295,7 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
     if fallback not in ("warn", "raise"):
         raise ConfigError(f"fallback={fallback!r}: must be 'warn' or 'raise'")
     sampled = manager.model
-    # Inside a PeftModel, whose generate() calls the wrapped model's.
+    # The model may be inside a PeftModel, whose generate() calls the wrapped model's.
     target: Any = next((module for module in sampled.modules() if isinstance(module, GenerationMixin)), None)
     if target is None:
         raise TypeError(f"{type(sampled).__name__} has no generate() of transformers to serve: use manager.generate")

@@ -209,5 +209,5 @@ def _is_checkpoint_of(folder: Path, state: TrainerState) -> bool:
 
 
 def _identity(state: TrainerState) -> str:
-    # As text, because a loss that was NaN is not equal to itself.
+    # Logs are compared as text, because a loss that was NaN is not equal to itself.
     return json.dumps([state.global_step, state.epoch, state.total_flos, state.log_history], sort_keys=True)

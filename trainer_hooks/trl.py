@@ -228,7 +228,7 @@ class TrlAttachment:
         """Record the metric `rollout/logprob_diff` from TRL's log-probs of the last batch; return `scored`."""
         trained, batch = scored.get("old_per_token_logps"), self._batch
         self._batch = None
-        # With a tool loop, `batch` covers one turn only.
+        # In a tool loop `batch` covers one turn only.
         if trained is None or batch is None or self.trainer.tools:
             return scored
         used = scored["completion_mask"].bool() & scored.get("tool_mask", scored["completion_mask"]).bool()

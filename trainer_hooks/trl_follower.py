@@ -66,7 +66,7 @@ def follow(trainer: Any, manager: RolloutManager, mode: Mode, log: Log, checkpoi
         follower.detach()
         handler.callbacks = [each for each in handler.callbacks if each is not follower]
 
-    # Placed before reporters, so that they receive the rollout's metrics too. A new list, because the handler may be
+    # The callback comes first, so that reporters receive the rollout's metrics too. The list is new: the handler may be
     # iterating over the old one if this runs inside a callback.
     handler.callbacks = [follower, *handler.callbacks]
     undo.callback(unfollow)

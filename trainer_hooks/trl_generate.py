@@ -68,7 +68,7 @@ class TrlGenerateAttachment:
         def computed(
             model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
         ) -> Any:
-            # Without gradient and entropy it is the pass before training: first of the policy, then of the reference.
+            # A call without gradient and entropy is the pass before training: first of the policy, then of the reference.
             if not torch.is_grad_enabled() and not kwargs.get("compute_entropy"):
                 known = self._sampled(input_ids, attention_mask, logits_to_keep)
                 if known is not None:

@@ -48,7 +48,7 @@ class GeneratedRows:
                 name: _padded([each[part] for each in sets], device) for part, name in enumerate((_IDS, _COUNTS))
             }
         if self._routes and batch.routed_experts is not None:
-            # On the host, because the routers copy the routes of a forward to their device. One more column for a failed
+            # The routes stay on the host, because routers copy them to their device. There is one more column for a failed
             # row's token.
             routes = pad(batch.routed_experts.cpu(), (0, 0, 0, 0, 0, 1), value=-1)
             routes[torch.tensor(failed)] = -1

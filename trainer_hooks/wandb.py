@@ -175,7 +175,7 @@ def _numbers(values: Any) -> NDArray[np.float64]:
 
 
 def _mean_staleness(batch: RolloutBatch) -> NDArray[np.float64]:
-    # Over the completion instead of the response mask, because samples masked out for staleness are of interest too.
+    # The mean includes tokens outside of the response mask, because samples masked out for staleness count too.
     position = np.arange(batch.input_ids.shape[1])
     start = _numbers(batch.prompt_lengths)[:, None]
     length = _numbers(batch.response_lengths)

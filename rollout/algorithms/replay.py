@@ -173,9 +173,9 @@ def _normalised(scores: Tensor, token: Tensor, chosen: Tensor, count: int) -> Te
 def _occurrences(
     input_ids: Tensor, prompt_lengths: Tensor, rows: Tensor, columns: Tensor, members: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return for each entry how often its token occurs in the completion before its column, and whether it occurs anywhere
-    before it."""
-    # Above every id, so that padding of the id -1 does not look like a token of the previous row.
+    """Return, for each entry, how often its token occurs in the completion before its column, and whether it occurs at
+    all before that column."""
+    # The vocabulary is larger than every id, so that padding of the id -1 does not look like a token of the previous row.
     width, vocabulary = input_ids.shape[1], max(int(each.max()) for each in (input_ids, members) if len(each)) + 2
     row = torch.arange(len(input_ids), device=input_ids.device)[:, None]
     every = (

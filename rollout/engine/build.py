@@ -345,7 +345,7 @@ def _assemble(
 ) -> EngineParts:
     scheduler, clock, lifecycle, tap = context.scheduler, base.clock, base.lifecycle, base.tap
     watch = ModelWatch(model, controller.layout, controller.runner.installation, base.autocast)
-    # Raises for adapters that cannot be sampled.
+    # This call raises for adapters that cannot be sampled.
     watch.variant()
     if controller.runner.graphs is not None:
         controller.runner.graphs.watched = watch.modules

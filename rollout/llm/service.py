@@ -57,7 +57,7 @@ class JobRequests:
         self.engine = engine
         self.loop = loop
         self.readers = Readers(loop.call_soon)
-        # None: not yet submitted on the loop.
+        # A value of None means that the group was not submitted on the loop yet.
         self._groups: dict[int, OpenGroup | None] = {}
         self._client = client
         self._closed = False

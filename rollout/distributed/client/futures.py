@@ -235,7 +235,7 @@ class RequestStream:
         self._readers = readers
         self._waiting: deque[tuple[SampleDelta | None, DynamicInferenceRequest | None]] = deque()
         self._closed = False
-        # Guards the sleeper, so that a wake-up is neither lost nor sent to a reader that is awake.
+        # This lock guards the sleeper, so that a wake-up is neither lost nor sent to a reader that is awake.
         self._lock = threading.Lock()
         self._sleeper: Sleeper | None = None
 

@@ -80,7 +80,7 @@ def packed_params(params: SamplingParams) -> bytes:
 def int32_tokens(prompt: TokenIds) -> bytes:
     """Pack at least one token id as little-endian int32; `InvalidRequestError` unless all are integers in [0, 2**31)."""
     try:
-        # For a list, this takes a tenth of numpy's time.
+        # This takes a tenth of the time that numpy needs for a list.
         row = array("i", prompt) if isinstance(prompt, list | tuple) else prompt
         tokens = np.frombuffer(row, "<i4") if isinstance(row, bytes) else np.asarray(row)
     except (TypeError, ValueError, OverflowError) as exc:

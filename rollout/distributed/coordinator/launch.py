@@ -98,7 +98,7 @@ def launch_coordinator(
         late.set()
         process.kill()
 
-    # One deadline for both directions: killing the process unblocks both pipes.
+    # One deadline is enough for both directions: killing the process unblocks both pipes.
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True
     timer.start()

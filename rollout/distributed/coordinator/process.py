@@ -149,7 +149,7 @@ class DataParallelInferenceCoordinator:
         self._launcher: int | None = None
         self._orphaned = False
         self._stop_reason: str | None = None
-        # Not the global context, because a context has one ZAP handler.
+        # The global context is not used, because a context has one ZAP handler.
         self._context = Context()
         self._schedule = ScheduleFile(None, self._core.dispatcher.policy, config.data_parallel_size)
         self._gatekeeper: Gatekeeper | None = None
@@ -291,7 +291,7 @@ class DataParallelInferenceCoordinator:
         """Send frames in few messages. Return the reason if the peer is lost, else None."""
         try:
             for first in range(0, len(frames), MAX_FRAMES_PER_MESSAGE):
-                # copy=False: libzmq reads frames of more than 64 KiB where they are.
+                # With copy=False libzmq reads frames of more than 64 KiB where they are.
                 message = [peer, *frames[first : first + MAX_FRAMES_PER_MESSAGE]]
                 self._router.send_multipart(message, zmq.NOBLOCK, copy=False)
         except zmq.Again:

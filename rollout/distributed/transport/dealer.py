@@ -215,7 +215,7 @@ class Dealer:
     def _beat(self, due: float) -> None:
         now = self._loop.time()
         if self._silent(now):
-            # Read frames that arrived in the meantime: this process itself may have been stalled.
+            # Frames that arrived in the meantime are read first, because this process itself may have been stalled.
             self._turn()
             if self._silent(now) and now - due > self._interval_s:
                 self._heard = now - self._timeout_s + self._interval_s

@@ -75,7 +75,7 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(self._stream):
-                # thread_local, because other threads, such as data loaders, may allocate in the meantime.
+                # The mode is thread_local, because other threads, such as data loaders, may allocate in the meantime.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work()

@@ -44,7 +44,7 @@ LEAST_WORKSPACE = 2**26
 STATE_LENGTH = 16384
 """Tokens that block tables have room for. For a longer sequence it is doubled, which drops all graphs."""
 WORTHWHILE = 64
-"""Replays that amortise one capture."""
+"""The number of replays that amortise one capture."""
 MAX_WASTED = 8
 """Consecutive invalidations before `WORTHWHILE` replays, after which capturing stops."""
 _log = logging.getLogger(__name__)

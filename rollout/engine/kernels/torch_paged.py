@@ -150,7 +150,7 @@ def _attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, tile: _Tile, 
     softcap, sinks = rules.get("softcap"), rules.get("sinks")
     batch, length, kv_heads = tile.positions.shape[0], tile.positions.shape[2], key_cache.shape[2]
     groups = query.shape[1] // kv_heads
-    # [B, Hkv, S, D].
+    # The shape is [B, Hkv, S, D] from here on.
     keys, values = (
         cache.index_select(0, tile.blocks).view(batch, -1, kv_heads, cache.shape[3]).transpose(1, 2)
         for cache in (key_cache, value_cache)

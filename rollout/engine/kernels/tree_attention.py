@@ -234,7 +234,7 @@ class _CpuTreeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, out, sums, tree = ctx.saved_tensors
-        # In the model's layout, so that the views before the attention cost no copy.
+        # Gradients have the model's layout, so that the views before the attention cost no copy.
         gradients = [torch.empty_like(part.transpose(1, 2), memory_format=torch.contiguous_format) for part in
                      (query, key, value)]  # fmt: skip
         of_query, of_key, of_value = (part.transpose(1, 2) for part in gradients)

@@ -187,7 +187,7 @@ class TritonPaged:
         self._buffers.clear()
 
     def _workspace(self, slots: int, heads: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        # [slots, H, Dv] and [slots, H] float32. Outgrown buffers are kept for captured graphs.
+        # The shapes are [slots, H, Dv] and [slots, H], in float32. Outgrown buffers are kept for captured graphs.
         count = slots * heads
         if not self._buffers or self._buffers[-1].numel() < count * (value_dim + 1):
             size = max(count * (value_dim + 1), 2 * self._buffers[-1].numel() if self._buffers else 0)

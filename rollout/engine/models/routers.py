@@ -89,7 +89,7 @@ def _router_classes(modules: Iterable[nn.Module]) -> Iterator[type]:
         declared = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
         for each in declared if isinstance(declared, list | tuple) else (declared,):
             kind = getattr(each, "target_class", each)
-            # Index 0 of the output: the module is the router, not a block that passes its logits on.
+            # At index 0 of its output only a router has its logits, not a block that passes them on.
             if isinstance(kind, type) and getattr(each, "index", 0) == 0:
                 yield kind
 

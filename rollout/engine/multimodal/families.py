@@ -151,7 +151,7 @@ class PooledFamily(Family):
         plain = tokens.masked_fill(marks, self.text.pad_token_id)
         inputs = super().embed(plain)
         if self.text.hidden_size_per_layer_input:
-            # [B, L, layers, ...], as the model computes them; placeholders get the embedding of padding.
+            # The shape is [B, L, layers, ...], as in the model; placeholders get the embedding of padding.
             inputs["per_layer_inputs"] = self.core.language_model.get_per_layer_inputs(plain, None)
         return inputs
 

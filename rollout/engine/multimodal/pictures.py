@@ -36,7 +36,7 @@ def open_picture(source: Any, where: str) -> Any:
     data = b"" if still else _bytes_of(source, where)
     try:
         picture = source if still else Image.open(io.BytesIO(data))
-        # Checked before anything is decoded.
+        # The size is checked before anything is decoded.
         if picture.width * picture.height > MAX_PIXELS:
             raise InvalidRequestError(
                 f"{where}: an image of {picture.width} x {picture.height} pixels; at most {MAX_PIXELS:,} are decoded: send "

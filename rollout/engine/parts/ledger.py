@@ -74,7 +74,7 @@ class Ledger:
 
     def unfinished(self) -> list[Sample]:
         """Return all unfinished samples."""
-        # Copies, because another thread may finish a sample in the meantime.
+        # The collections are copied, because another thread may finish a sample in the meantime.
         return [sample for samples in list(self.live.values()) for sample in list(samples.values())]
 
     def oldest_arrival(self) -> float:

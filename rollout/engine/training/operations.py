@@ -229,7 +229,7 @@ class _Attention(Function):
         for places, real in packing.rectangles():
             filled = bool(real.all())
             upstream = grad[places] if filled else grad[places] * real[..., None, None]
-            # [b, L, H, D] to [b, H, L, D].
+            # Transpose [b, L, H, D] to [b, H, L, D].
             parts = [part[places].transpose(1, 2) for part in (query, key, value, out, log_sums)]
             found = _attention_gradients(upstream.transpose(1, 2), parts, window, scaling)
             for whole, part in zip(grads, found, strict=True):

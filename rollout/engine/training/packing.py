@@ -1,4 +1,4 @@
-"""Real tokens of a padded batch, sequence after sequence."""
+"""Packing: the real tokens of a padded batch, one sequence after the other."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ from rollout.errors import SerializationError
 from rollout.requests.block_hash import stream_key
 
 REQUEST_BYTES = 4096
-"""Charged per request, for the request itself."""
+"""The bytes charged per request, for the request itself."""
 SAMPLE_BYTES = 128
-"""Charged per sample and per row of known tokens."""
+"""The bytes charged per sample and per row of known tokens."""
 
 
 def cost(message: Submit) -> int:

@@ -47,7 +47,7 @@ class _Rank:
     name: str
     max_requests: int
     limit: int
-    """Maximum number of samples assigned at a time: a few more than its slots, so that one is ready when a slot is freed."""
+    """The most samples assigned at a time: a few more than the slots, so that one is ready when a slot is freed."""
     load: int = 0
     """Number of assigned samples that have not ended. In deterministic mode: the samples ever assigned, of which only the
     differences between ranks matter."""
@@ -75,7 +75,7 @@ class _Rank:
 
     def use(self, hashes: Iterable[int], *, limit: int | None) -> None:
         """Refresh listed hashes in the LRU order; with a limit, list the others too and drop the oldest beyond it."""
-        # Backwards, because the last block of a prompt is evicted first, so the rest can still match.
+        # Hashes are refreshed backwards, because the last block of a prompt is evicted first, so the rest can still match.
         for each in reversed(tuple(hashes)):
             if limit is not None:
                 self.listed[each] = None
