@@ -10,14 +10,7 @@ import pytest
 
 from rollout.manager.telemetry import NEWEST, MetricsRecorder
 from rollout.observe.metric_table import LOGGED, METRICS, PHASES, Kind, describe
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.rollouts import Clock
 
 
 def fill(recorder: MetricsRecorder, clock: Clock) -> None:

@@ -57,28 +57,10 @@ def test_deserialize_is_the_inverse_of_serialize_through_msgpack(original):
     assert SamplingParams.deserialize(wire) == original
 
 
-def test_the_defaults_sample_the_models_own_distribution():
-    plain = SamplingParams()
-    assert (plain.n, plain.temperature, plain.top_k, plain.top_p, plain.min_p) == (1, 1.0, 0, 1.0, 0.0)
-    assert (plain.repetition_penalty, plain.presence_penalty, plain.frequency_penalty) == (1.0, 0.0, 0.0)
-    assert (plain.max_tokens, plain.min_tokens, plain.stop, plain.stop_token_ids) == (256, 0, (), ())
-    assert (plain.logprobs, plain.prompt_logprobs, plain.logprobs_mode) == (None, None, "processed")
-    assert (plain.logit_bias, plain.seed, plain.ignore_eos, plain.include_stop_str_in_output) == (
-        None,
-        None,
-        False,
-        False,
-    )
-    assert not plain.greedy
-
-
-def test_temperature_zero_is_greedy_and_not_unset():
-    assert SamplingParams(temperature=0).greedy
-    assert SamplingParams(temperature=0).temperature == 0
-
-
-def test_max_tokens_zero_is_zero_and_not_unlimited():
-    assert SamplingParams(max_tokens=0).max_tokens == 0
+def test_zero_is_a_value_and_not_unset():
+    none, plain = SamplingParams(temperature=0, max_tokens=0), SamplingParams()
+    assert (none.greedy, none.temperature, none.max_tokens) == (True, 0, 0)
+    assert (plain.greedy, plain.max_tokens) == (False, 256)
 
 
 NAN, INF = math.nan, math.inf

@@ -23,7 +23,7 @@ from rollout.requests.block_hash import stream_key
 from rollout.sampling_params import SamplingParams
 from rollout.state import EngineState
 from tests.engines import PATIENCE_S, at_random, greedily, make_engine, shared_model, token_ids
-from tests.llm.asking import ENDLESS, asyncio_llm, blocking, nothing_is_left, options
+from tests.llm.asking import ENDLESS, blocking, nothing_is_left, options
 from tests.models import greedy, make_model, make_tokenizer
 
 # --- the rules of the modes -------------------------------------------------------------------------------------------
@@ -34,14 +34,6 @@ def test_lifecycle_calls_in_direct_mode_say_what_to_call_instead() -> None:
         for name in ("pause", "unpause", "suspend", "resume"):
             with pytest.raises(RuntimeError, match=rf"use llm.engine.{name}\(\)"):
                 getattr(llm, name)()
-
-    async def ask() -> None:
-        async with asyncio_llm() as llm:
-            for name in ("pause", "unpause", "suspend", "resume"):
-                with pytest.raises(RuntimeError, match=rf"use llm.engine.{name}\(\)"):
-                    await getattr(llm, name)()
-
-    asyncio.run(ask())
 
 
 @pytest.mark.parametrize(

@@ -115,10 +115,6 @@ def test_a_control_call_in_a_suspended_block_is_undone_by_its_counterpart_after_
         with llm.suspended():
             llm.unpause()
         assert llm.generate(token_ids(5), greedily(5))
-        llm.engine.pause()
-        with llm.suspended():
-            pass
-        assert llm.state is EngineState.PAUSED, "what the caller has paused by himself stays so"
 
 
 def test_a_thread_of_steps_that_fails_leaves_its_requests_to_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from rollout.server.chat_template.prompt_ids import PromptTokenizer
 from rollout.server.server import Server
 from tests.engines import PATIENCE_S, until
 from tests.server.fake_llm import FakeTokenizer, served
-from tests.server.requests_by_hand import asked, wait_for_requests
+from tests.server.requests_by_hand import asked
 
 # --- texts that cannot fit ----------------------------------------------------------------------------------------------
 
@@ -117,14 +117,3 @@ def test_parameters_that_are_the_same_for_many_prompts_are_checked_once(monkeypa
         assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
         # The thread of a client that has left may still read a prompt of its own.
         assert (len(llm.submitted), made.count(500)) == (500, 1)
-
-
-def test_a_client_that_leaves_takes_what_it_asked_for_with_it():
-    with served() as (llm, server):
-        llm.hold()
-        with asked(server, prompt=[[1]] * 300):
-            wait_for_requests(llm, 1)
-        until_it_has_left(server)
-        assert llm.num_open == 0
-        llm.release()
-        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": [1]}).status_code == 200

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from rollout.requests.detokenizer import CompletionText
 from rollout.requests.spans import VersionSpans
 from rollout.requests.token_columns import pack_top_n
 from rollout.sampling_params import SamplingParams
-from tests.requests import test_detokenizer
+from tests.requests.test_detokenizer import ids_of_bytes, tokenizer_named
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -28,21 +28,8 @@ PROMPT = [5, 6, 7]
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-byte_level = cache(test_detokenizer.byte_level)
-
-
-@cache
-def byte_ids() -> dict[int, int]:
-    """Byte → the token that is this byte alone."""
-    tokenizer = byte_level()
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    letters = dict(zip(plain, map(chr, plain), strict=True))
-    letters |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in plain)}
-    return {byte: tokenizer.convert_tokens_to_ids(letter) for byte, letter in letters.items()}
-
-
-def of_bytes(data: bytes) -> list[int]:
-    return [byte_ids()[byte] for byte in data]
+byte_level = partial(tokenizer_named, "byte_level")
+of_bytes = partial(ids_of_bytes, "byte_level")
 
 
 @dataclass
@@ -171,8 +158,8 @@ STOPS = ["the", "\n\n", "🙂", "at", "é", "a\n", REPLACEMENT, " c"]
 def completions(draw: st.DrawFn) -> list[int]:
     tokenizer = byte_level()
     fragments = st.one_of(
-        st.sampled_from(FRAGMENTS).map(lambda data: of_bytes(data)),
-        st.sampled_from([" the cat", "mat", " naïve", "東京", "\n"]).map(lambda text: letters(text)),
+        st.sampled_from(FRAGMENTS).map(of_bytes),
+        st.sampled_from([" the cat", "mat", " naïve", "東京", "\n"]).map(letters),
         st.integers(0, len(tokenizer) + 1).map(lambda token: [token]),
         st.sampled_from([0, 1, 2]).map(lambda token: [token]),
     )
