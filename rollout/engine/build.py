@@ -242,13 +242,8 @@ def _runner(
     context: DynamicInferenceContext,
 ) -> ModelRunner:
     peers, weights = base.peers, base.guard.source
-    vision = Vision(
-        model,
-        layout.device,
-        int(config.advanced.image_cache_memory_gb * 1024**3),
-        min(config.step_tokens, longest),
-        together=peers.together.encode,
-    )
+    image_bytes = int(config.advanced.image_cache_memory_gb * 1024**3)
+    vision = Vision(model, layout.device, image_bytes, min(config.step_tokens, longest))
     if config.exact and weights.spread:
         raise UnsupportedModelError(
             f"InferenceConfig.exact=True: the weights of {type(model).__name__} are spread over the ranks (FSDP, "

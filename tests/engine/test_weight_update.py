@@ -596,15 +596,3 @@ def test_a_forward_waits_once_for_an_update_and_a_resume_on_other_streams() -> N
     pass_suspended(engine, "offload")
     engine.parts.control.wait_until_restored()
     assert log == ["mark rollout", "host after rollout"]
-
-
-def test_a_follower_encodes_an_image_behind_an_update_on_another_stream() -> None:
-    engine = make_engine("qwen3")
-    log: list[str] = []
-    runner, lanes = engine.controller.runner, {name: Lane(name, log) for name in ("optimizer", "rollout")}
-    runner.order.stream = lambda: lanes["optimizer"]
-    engine.weights_updated()
-    runner.order.stream = lambda: lanes["rollout"]
-    runner.vision.encode = lambda item: log.append("encode")  # type: ignore[assignment,method-assign]
-    runner.encode(None)  # type: ignore[arg-type]
-    assert log == ["mark optimizer", "rollout after optimizer", "encode"]

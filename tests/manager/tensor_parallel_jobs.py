@@ -157,7 +157,6 @@ def sees(rollout: RolloutManager, name: str) -> dict[str, Any]:
         if path.endswith(("visual", "vision_tower", "vision_model"))
     )
     tower.register_forward_hook(lambda *_: runs.append(1))
-    split = any(isinstance(each, DTensor) for each in tower.parameters())
     told = [shown(rollout.generate(prompts, params, min_groups=1))]
     with rollout.suspended(), torch.no_grad():
         for parameter in rollout.model.parameters():
@@ -165,7 +164,7 @@ def sees(rollout: RolloutManager, name: str) -> dict[str, Any]:
         rollout.weights_updated()
     batch = rollout.generate(prompts[:1], params, min_groups=rollout.groups_in_flight + 1)
     pixels = {key: float(value.sum()) for key, value in batch.model_inputs().items() if "pixel" in key}
-    return {"told": [*told, shown(batch)], "pixels": pixels, "runs": len(runs), "split": split}
+    return {"told": [*told, shown(batch)], "pixels": pixels, "runs": len(runs)}
 
 
 def sees_in_a_group(rank: int, folders: dict[str, str]) -> dict[str, Any]:
@@ -173,6 +172,9 @@ def sees_in_a_group(rank: int, folders: dict[str, str]) -> dict[str, Any]:
     answer: dict[str, Any] = {}
     for name, folder in folders.items():
         with make_rollout(load_vision(folder)) as rollout:
+            if name == "gemma4":
+                answer["split"] = said(partial(rollout.generate, [picture_prompt(name, [2, "a"])], GREEDY))
+                continue
             answer[name] = sees(rollout, name)
             bare = picture_prompt(name, [2, "a"])["input_ids"][0].tolist()
             answer["unfit"] = said(partial(rollout.generate, [PROMPTS[0], bare], GREEDY))

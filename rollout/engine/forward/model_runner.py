@@ -24,7 +24,7 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import upload
 from rollout.engine.memory.streams import StreamOrder
 from rollout.engine.models.adapters import LoraAdapters, Names
-from rollout.engine.multimodal.family import ImageItem, StepImages
+from rollout.engine.multimodal.family import StepImages
 from rollout.engine.parallel.leading import ForwardWork, Together
 from rollout.engine.sampling.constraints import Constraints
 from rollout.engine.sampling.sampling_table import SamplingTable
@@ -120,12 +120,6 @@ class ModelRunner:
             self.cache.copy_blocks(work.copies)
         with self.values.collecting():
             return self.forward(work.ids, work.rows, work.keep, states, work.images, named)
-
-    def encode(self, item: ImageItem) -> None:
-        """Run this member's part of the vision tower on an item that the first rank of a tensor-parallel group encodes."""
-        self.order.follow()
-        with self.installation.forward():
-            self.vision.encode(item)
 
     def zero_blocks(self, blocks: Rows[int]) -> None:
         """Fill KV blocks with zeros."""

@@ -16,25 +16,12 @@ from rollout.engine.multimodal.families import FAMILIES, family_of
 from rollout.engine.multimodal.family import ImageItem, StepImages
 from rollout.engine.scheduling.sequences import NO_IMAGES, PromptImages, SequenceTable, image_keys, is_video
 from rollout.engine.scheduling.step import ScheduledStep
-from rollout.errors import EngineDeadError, InvalidRequestError
+from rollout.errors import InvalidRequestError
 from rollout.requests.images import ImageInputs
 
 Embeddings = list[Tensor]
-Encode = Callable[[ImageItem], Embeddings]
 VIDEO = 2
 """Token type of a video's placeholder in the models; an image's placeholder has type 1."""
-
-
-class EncodingError(Exception):
-    """The vision tower has raised its `__cause__`.
-
-    Attributes:
-        request_id: id of the request with the image.
-    """
-
-    def __init__(self, request_id: int) -> None:
-        super().__init__(f"the vision tower failed at an image of request {request_id}")
-        self.request_id = request_id
 
 
 class FeatureCache:
@@ -87,29 +74,19 @@ class Vision:
     Args:
         cache_bytes: maximum bytes of kept embeddings.
         longest_run: maximum positions that a step can compute at once.
-        together: encodes an item by the given function while the other members of a tensor-parallel group do the same.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        cache_bytes: int,
-        longest_run: int,
-        *,
-        together: Callable[[ImageItem, Encode], Embeddings],
-    ) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, cache_bytes: int, longest_run: int) -> None:
         self._model = model
         self._device = device
         self._longest_run = longest_run
-        # If every rank has the whole tower, the first rank runs it alone.
-        self._together, self._is_split = together, _has_split_tower(model)
         config: Any = model.config
         self.image_token: int | None = getattr(config, "image_token_id", None)
         self.video_token: int | None = getattr(config, "video_token_id", None)
         self.family = None if self.image_token is None else family_of(model)
         self.causal_without_window = self.family is not None and self.family.bidirectional_in_windows
         """Whether images attend in both directions only in layers with a sliding window."""
+        self._is_split = self.family is not None and _has_split_tower(model)
         self.features = FeatureCache(cache_bytes, self._encode)
 
     # --- admission ----------------------------------------------------------------------------------------------
@@ -131,6 +108,11 @@ class Vision:
             raise InvalidRequestError(
                 f"the prompt has images, and {type(self._model).__name__} ({kind}) is not among the models that are served "
                 f"images: {served}; send the text alone"
+            )
+        if images is not None and self._is_split:
+            raise InvalidRequestError(
+                f"the prompt has images, and the vision tower of {type(self._model).__name__} is split over ranks: leave it "
+                "out of the tp_plan"
             )
         array = np.asarray(tokens, np.int64)
         kinds = np.where(array == self.image_token, 1, np.where(array == self.video_token, VIDEO, 0))
@@ -200,25 +182,22 @@ class Vision:
         Args:
             offsets: [R + 1], offsets of the rows in the packed positions.
             positions: [P].
-
-        Raises:
-            EncodingError: the vision tower has raised.
         """
         shifts = table.position_shift[step.rows]
         pictured = [
-            (entry, sequence.images, sequence.record.request_id)
+            (entry, sequence.images)
             for entry, sequence in enumerate(step.prefills, step.num_decodes)
             if sequence.images.items
         ]
         if not pictured and not shifts.any():
             return None
         rotary = positions + np.repeat(shifts, step.counts)
-        if any(images.positions is not None for _, images, _ in pictured):
+        if any(images.positions is not None for _, images in pictured):
             rotary = np.stack([positions, rotary, rotary, rotary])
-        seen = positions.copy() if any(images.whole for _, images, _ in pictured) else None
+        seen = positions.copy() if any(images.whole for _, images in pictured) else None
         index: list[NDArray[np.int64]] = []
         parts: list[list[Tensor]] = []
-        for entry, images, number in pictured:
+        for entry, images in pictured:
             packed = slice(offsets[entry], offsets[entry + 1])
             start = int(step.starts[entry])
             stop = start + int(step.counts[entry])
@@ -228,12 +207,7 @@ class Vision:
                 seen[packed] = images.seen(start, stop)
             low, high = np.searchsorted(images.places, (start, stop)).tolist()
             index.append(images.places[low:high] - start + offsets[entry])
-            try:
-                parts += self._embeddings(images.items, low, high)
-            except (EngineDeadError, torch.OutOfMemoryError):
-                raise
-            except Exception as exc:
-                raise EncodingError(number) from exc
+            parts += self._embeddings(images.items, low, high)
         joined = [torch.cat(layer) for layer in zip(*parts, strict=True)]
         return StepImages(np.concatenate([*index, np.zeros(0, np.int64)]), joined, rotary, seen)
 
@@ -245,13 +219,10 @@ class Vision:
                 yield [layer[begin:end] for layer in self.features.of(item)]
             first += item.count
 
-    def encode(self, item: ImageItem) -> Embeddings:
+    def _encode(self, item: ImageItem) -> Embeddings:
         """Compute the embeddings of an item; the caller has gradients off."""
         assert self.family is not None
-        return self.family.encode(item, self._device)
-
-    def _encode(self, item: ImageItem) -> Embeddings:
-        made = self._together(item, self.encode) if self._is_split else self.encode(item)
+        made = self.family.encode(item, self._device)
         if len(made[0]) != item.count:
             raise RuntimeError(
                 f"{type(self._model).__name__}.get_image_features gave {len(made[0])} embeddings for an image of "
@@ -294,8 +265,6 @@ class Vision:
 
 def _has_split_tower(model: nn.Module) -> bool:
     """Return whether a parameter outside of the decoder of a vision model is split over ranks."""
-    if family_of(model) is None:
-        return False
     decoder, head = model.get_decoder(), model.get_output_embeddings()  # type: ignore[operator]
     text = {parameter for module in (decoder, head) if module is not None for parameter in module.parameters()}
     return any(hasattr(each, "device_mesh") and each not in text for each in model.parameters())

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -20,19 +19,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.multimodal.family import ImageItem, StepImages
+from rollout.engine.multimodal.family import StepImages
 from rollout.engine.parallel.group import TensorParallelGroup
 from rollout.errors import EngineDeadError, EngineStateError
 from rollout.requests import codec
 from rollout.requests.codec import INT_ARRAY, Codec, optional
 from rollout.threads.interrupts import uninterrupted
 
-Result = TypeVar("Result")
-
 BEAT_S = 1.0
 """The minimum time between two messages that only report that this rank is alive."""
 
-FORWARD, ENCODE, BEAT, CHECK, END = "forward", "encode", "beat", "check", "end"
+FORWARD, BEAT, CHECK, END = "forward", "beat", "check", "end"
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +56,6 @@ def _record(kind: type, **fields: Codec) -> Codec:
     )
 
 
-ITEM = _record(ImageItem, inputs=codec.TENSORS, count=codec.INT, digest=codec.OPAQUE, video=codec.BOOL)
 _IMAGES = _record(
     StepImages, index=INT_ARRAY, embeddings=codec.list_of(codec.TENSOR), positions=INT_ARRAY, seen=optional(INT_ARRAY)
 )
@@ -86,10 +82,6 @@ class Together:
             Exception: the model raised it, on all ranks alike; the group continues.
         """
         return compute(work)
-
-    def encode(self, item: ImageItem, compute: Callable[[ImageItem], list[Tensor]]) -> list[Tensor]:
-        """Compute an image's embeddings by a vision tower that is split over the ranks; raises as `run` does."""
-        return compute(item)
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Let the other ranks fill these blocks with zeros before the next forward."""
@@ -145,18 +137,10 @@ class Leader(Together):
         told = replace(work, zeroed_blocks=self._blocks)
         self._send(FORWARD, WORK.encode(told))
         self._blocks = []
-        return self._together(partial(compute, work))
-
-    def encode(self, item: ImageItem, compute: Callable[[ImageItem], list[Tensor]]) -> list[Tensor]:
-        self._send(ENCODE, ITEM.encode(item))
-        return self._together(partial(compute, item))
-
-    def _together(self, compute: Callable[[], Result]) -> Result:
-        """Run `compute` and return its result, while the other ranks compute the work that they were sent."""
         try:
             # A member that leaves a forward makes the group fail.
             with uninterrupted(wholly=True):
-                return compute()
+                return compute(work)
         except Exception as exc:
             try:
                 self._send(CHECK)
@@ -179,10 +163,8 @@ class Leader(Together):
             self._sent = self._clock()
 
 
-def follow(
-    group: TensorParallelGroup, compute: Callable[[ForwardWork], object], encode: Callable[[ImageItem], object]
-) -> Any:
-    """Compute forwards and encode images until the first rank's call is over; returns the outcome that it sends.
+def follow(group: TensorParallelGroup, compute: Callable[[ForwardWork], object]) -> Any:
+    """Compute forwards until the first rank's call is over; returns the outcome that it sends.
 
     If a forward raises here, the first rank checks that it has raised there too.
 
@@ -210,7 +192,5 @@ def follow(
         try:
             if kind == FORWARD:
                 compute(WORK.decode(content))
-            elif kind == ENCODE:
-                encode(ITEM.decode(content))
         except Exception as exc:  # noqa: BLE001 - the first rank's next message decides what it means
             failed = exc

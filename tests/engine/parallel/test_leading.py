@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout.engine.kernels.rows import PagedRows
-from rollout.engine.multimodal.family import ImageItem, StepImages
+from rollout.engine.multimodal.family import StepImages
 from rollout.engine.parallel.group import TensorParallelGroup
 from rollout.engine.parallel.leading import BEAT_S, CHECK, END, FORWARD, WORK, ForwardWork, Leader, follow
 from rollout.errors import EngineDeadError, EngineStateError
@@ -56,23 +56,6 @@ def test_a_forward_arrives_as_it_was_sent() -> None:
     assert all(torch.equal(mine, other) for mine, other in zip(came.images.embeddings, embeddings, strict=True))
 
 
-@pytest.mark.parametrize("others", [1, 0], ids=["all", "one"])
-def test_an_image_is_encoded_on_all_members_and_failures_are_agreed_upon(others: int) -> None:
-    item, seen = ImageItem({"pixel_values": torch.rand(2, 3)}, 2, b"digest", video=True), []
-    group = FakeGroup()
-    leader = Leader(group)
-    with leader.leading(lambda failed: "done"):
-        assert leader.encode(item, lambda each: [each.inputs["pixel_values"]])[0].shape == (2, 3)
-        group.others = others
-        with pytest.raises(ArithmeticError if others else EngineDeadError, match="no such number"):
-            leader.encode(item, fail)
-    if others:
-        fails = iter([seen.append, fail])
-        assert follow(group, fail, lambda each: next(fails)(each)) == "done"
-        assert (seen[0].count, seen[0].digest, seen[0].video) == (2, b"digest", True)
-        assert torch.equal(seen[0].inputs["pixel_values"], item.inputs["pixel_values"])
-
-
 def test_blocks_zeroed_between_two_forwards_go_with_the_next_one_alone() -> None:
     group = FakeGroup()
     leader = Leader(group)
@@ -109,7 +92,7 @@ def test_a_failure_of_all_members_is_the_models_own_and_the_group_goes_on() -> N
     with leader.leading(lambda failed: "done"), pytest.raises(ArithmeticError):
         leader.run(work(), fail)
     assert [kind for kind, _ in group.sent] == [FORWARD, CHECK, END]
-    assert follow(group, fail, fail) == "done"
+    assert follow(group, fail) == "done"
 
 
 def test_a_failure_of_the_first_rank_alone_ends_the_group() -> None:
@@ -119,7 +102,7 @@ def test_a_failure_of_the_first_rank_alone_ends_the_group() -> None:
     follower = FakeGroup()
     follower.sent = group.sent
     with pytest.raises(EngineDeadError, match="failed there and not here"):
-        follow(follower, lambda each: None, lambda each: None)
+        follow(follower, lambda each: None)
 
 
 def test_a_failure_of_a_follower_alone_ends_the_group() -> None:
@@ -128,4 +111,4 @@ def test_a_failure_of_a_follower_alone_ends_the_group() -> None:
     with leader.leading(lambda failed: "done"):
         leader.run(work(), lambda each: torch.zeros(1))
     with pytest.raises(EngineDeadError, match="ArithmeticError: no such number"):
-        follow(group, fail, fail)
+        follow(group, fail)
