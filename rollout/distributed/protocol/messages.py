@@ -143,7 +143,7 @@ class Decline(Message):
     text: wire.Text
 
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 # --- session ----------------------------------------------------------------------------------------------------------
@@ -197,8 +197,6 @@ class RegisterAck(Message):
     policy_version: wire.Count
     heartbeat_interval_s: wire.Seconds
     heartbeat_timeout_s: wire.Seconds
-    progress_interval: wire.Count
-    """Tokens per sample between two progress reports."""
 
 
 @message(4, "any → any")

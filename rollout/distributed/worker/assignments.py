@@ -55,11 +55,11 @@ class Assignments:
         for table in (self.of_attempt, self.of_number, self.of_sample, self._paces):
             table.clear()
 
-    def open(self, message: Assign, number: int, interval: int, wanted: list[int], known: dict[int, Known]) -> None:
+    def open(self, message: Assign, number: int, wanted: list[int], known: dict[int, Known]) -> None:
         """Record the `wanted` samples of an assignment, computed as request `number`. `known`: tokens sent before."""
-        assignment = Assignment(message.request_id, message.attempt, number, interval, set(wanted))
+        assignment = Assignment(message.request_id, message.attempt, number, message.interval, set(wanted))
         self.of_attempt[message.attempt] = self.of_number[number] = assignment
-        pace = self._paces.setdefault(interval, _Pace())
+        pace = self._paces.setdefault(message.interval, _Pace())
         for index in wanted:
             self.of_sample[message.request_id, index] = assignment
             pace.known[number, index] = known.get(index, UNKNOWN)

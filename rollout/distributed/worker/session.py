@@ -50,7 +50,6 @@ class RankSession:
     Args:
         engine: called at a step boundary.
         send: called with every message to the coordinator, in order.
-        progress_interval: steps between two reports if the assignment sets no interval.
         follows_version: set the engine to the version in `RegisterAck`. False: the training loop counts updates.
         idle: whether no thread steps the engine.
 
@@ -64,13 +63,11 @@ class RankSession:
         self,
         engine: DynamicInferenceEngine,
         send: Callable[[wire.Message], None],
-        progress_interval: int = 16,
         follows_version: bool = True,
         idle: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine = engine
         self._send = send
-        self._interval = progress_interval
         self._follows_version = follows_version
         self._idle = idle
         self.changes = CacheChanges()
@@ -113,7 +110,7 @@ class RankSession:
             self._discard(number)
             self._decline(message, number, exc)
         else:
-            self._assignments.open(message, number, message.interval or self._interval, wanted, known)
+            self._assignments.open(message, number, wanted, known)
             mark(
                 f"assign request {number}", track=COORDINATOR, of_coordinator=message.request_id, attempt=message.attempt,
                 samples=wanted, tokens_known=sum(each[0] for each in known.values()),
@@ -232,7 +229,6 @@ class RankSession:
         return ended
 
     def _enter(self, message: wire.RegisterAck) -> None:
-        self._interval = message.progress_interval or self._interval
         # Changes since registration are sent below, after the engine has reached the requested state.
         self._note_state()
         # Setting the same version again would mean that the weights have changed.

@@ -33,14 +33,14 @@ def assign(prompt: list[int], params: SamplingParams, *, attempt: int = 1, **cha
         "seed": 11,
         "priority": 0,
         "arrival_time": 0.0,
-        "interval": 0,
+        "interval": 4,
         "known": [],
     }
     return Assign(**(values | changes))
 
 
-def welcome(state: str = "running", version: int = 0, interval: int = 4) -> RegisterAck:
-    return RegisterAck("life", state, version, 1.0, 30.0, interval)
+def welcome(state: str = "running", version: int = 0) -> RegisterAck:
+    return RegisterAck("life", state, version, 1.0, 30.0)
 
 
 class Rank:

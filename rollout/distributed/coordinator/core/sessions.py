@@ -107,7 +107,7 @@ class Sessions:
         self._peers.add_rank(rank)
         self._dispatcher.add_rank(rank, message.hashes)
         self._control.policy_version = max(self._control.policy_version, rank.policy_version)
-        self._peers.say(rank, wire.RegisterAck(*self._terms(), self._config.advanced.progress_interval))
+        self._peers.say(rank, wire.RegisterAck(*self._terms()))
 
     def _terms(self) -> tuple[str, str, int, float, float]:
         """Return the first fields of `ConnectAck` and `RegisterAck`."""
