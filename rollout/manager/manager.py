@@ -54,7 +54,6 @@ class RolloutManager:
             follows.
         tokenizer: its tokenizer, or the processor of a vision model. None: prompts are token ids and texts are not needed.
         config: options of the engine. None: the defaults.
-        engine: an existing engine of this model, in place of `config` and `token_values`.
         token_values: a function of the hidden states, [rows, hidden] → [rows, k] or [rows], such as the value head of a
             critic or a probe. It gets the input of the output embeddings, runs without gradients under the weights that
             sample, and must be the same on all ranks. `RolloutBatch.token_values` has its results.
@@ -67,7 +66,7 @@ class RolloutManager:
 
     Raises:
         UnsupportedModelError: the engine cannot reproduce the model's forward. The message names the obstacle.
-        ConfigError: `engine` belongs to another model, or comes with `config` or `token_values`.
+        ConfigError: an argument has the wrong type.
         DeadlineError: the ranks have not found each other.
     """
 
@@ -77,25 +76,16 @@ class RolloutManager:
         tokenizer: Any = None,
         config: InferenceConfig | None = None,
         *,
-        engine: DynamicInferenceEngine | None = None,
         token_values: ValueFunction | None = None,
         coordinator: CoordinatorConfig | bool = True,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if engine is not None and not (engine.guard.is_of(model) and config is None and token_values is None):
-            raise ConfigError(
-                "engine= is of another model, or is given with config= or token_values=: pass its own model, and give those "
-                "to the engine"
-            )
-        known = (None,) if engine is None else (None, engine.controller.tokenizer, engine.controller.processor)
-        if engine is not None and tokenizer not in known:
-            raise ConfigError("tokenizer= is not the one of engine=, which reads the prompts: pass that one, or none")
         if not isinstance(coordinator, CoordinatorConfig | bool):
             raise ConfigError(f"coordinator={coordinator!r}: must be a CoordinatorConfig, True or False")
         world = World.of_torch() if coordinator is not False else None
         with nullcontext() if world is None else world.joining():
-            engine = engine or DynamicInferenceEngine(model, tokenizer, config, token_values=token_values)
+            engine = DynamicInferenceEngine(model, tokenizer, config, token_values=token_values)
             world = World.of_torch() if world is None and engine.peers.everyone is not None else world
             self._rounds = Rounds(engine, choose_backend(engine, coordinator, world), world, journal, clock)
         self.engine, self.model, self.config = engine, engine.model, engine.config

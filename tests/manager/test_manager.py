@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.config import Advanced, InferenceConfig
-from rollout.engine.engine import DynamicInferenceEngine
+from rollout.config import InferenceConfig
 from rollout.engine.parts.holds import COORDINATOR, HoldLevel
 from rollout.errors import (
     ConfigError,
@@ -83,20 +82,9 @@ def test_the_pad_token_is_the_tokenizers_or_the_models(tokenizer):
     assert batch.input_ids[0, -2:].tolist() == [96, 96]
 
 
-def test_an_engine_made_elsewhere_is_used_and_one_of_other_parts_refused(frozen, model, tokenizer):
-    config = InferenceConfig(kv_cache_blocks=32, advanced=Advanced(verify_model=False))
-    bare, whole = (DynamicInferenceEngine(frozen, each, config) for each in (None, tokenizer))
-    assert completions(RolloutManager(frozen, engine=bare).generate([[5, 6]], GREEDY)) == [greedy(frozen, [5, 6], 6)]
-    assert RolloutManager(frozen, engine=whole).generate(["a"], GREEDY).pad_token_id == tokenizer.pad_token_id
-    for arguments, options, words in (
-        ((model,), {}, "of another model"),
-        ((frozen,), {"config": InferenceConfig()}, "is given with config="),
-        ((frozen, tokenizer), {}, "tokenizer= is not the one of engine="),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            RolloutManager(*arguments, engine=bare, **options)
+def test_a_coordinator_of_another_type_is_refused(frozen):
     with pytest.raises(ConfigError, match="coordinator='tcp://host:5000': must be a CoordinatorConfig, True or False"):
-        RolloutManager(frozen, config=config, coordinator="tcp://host:5000")
+        RolloutManager(frozen, coordinator="tcp://host:5000")
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

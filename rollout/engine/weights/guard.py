@@ -59,10 +59,6 @@ class WeightsGuard:
         self._fingerprints = Fingerprints(self.source.tensors) if checked else None
         self._are_known = False
 
-    def is_of(self, model: nn.Module) -> bool:
-        """Return whether `model` is the trained module or the wrapper it was passed in."""
-        return model is self.model or model is self._given
-
     def sharded_since(self) -> bool:
         """Return whether FSDP2 has sharded this rank's weights since the engine was built; if so, choose a new source."""
         if fully_sharded_since(self.source):
