@@ -115,7 +115,7 @@ _COMMON: list[tuple[type, str]] = [
 """Options that `rollout serve --help` lists."""
 
 
-def parse(arguments: Sequence[str], environment: Mapping[str, str], prog: str = "rollout serve") -> ServeOptions:
+def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> ServeOptions:
     """Parse the arguments after `rollout serve`.
 
     Args:
@@ -126,23 +126,24 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str], prog: str = 
         SystemExit: `--help`, `--help-all` (0); MODEL_DIR is missing or a value is invalid (2). Printed to the terminal.
     """
     if "--help" in arguments or "-h" in arguments:
-        print(_short_help(prog))
+        print(_short_help())
         raise SystemExit(0)
     key = environment.get(API_KEY)
     given = [*(["--api-key", key] if key else []), *arguments]
-    options = _parsed(ServeOptions, ["--help" if each == "--help-all" else each for each in given], prog, _ABOUT)
+    options = _parsed(ServeOptions, ["--help" if each == "--help-all" else each for each in given], "serve", _ABOUT)
     if not options.wants_coordinator and options.coordinator != CoordinatorConfig():
         raise ConfigError("--coordinator.*: there is no coordinator; give --use-coordinator as well")
     return options
 
 
-def parse_doctor(arguments: Sequence[str], prog: str = "rollout doctor") -> tuple[DoctorOptions, InferenceConfig]:
+def parse_doctor(arguments: Sequence[str]) -> tuple[DoctorOptions, InferenceConfig]:
     """Parse the arguments after `rollout doctor`. Raises: see `parse`."""
-    options = _parsed(_Doctor, arguments, prog, _ABOUT_DOCTOR)
+    options = _parsed(_Doctor, arguments, "doctor", _ABOUT_DOCTOR)
     return options.doctor, options.engine
 
 
-def _parsed(kind: type[T], arguments: Sequence[str], prog: str, about: str) -> T:
+def _parsed(kind: type[T], arguments: Sequence[str], command: str, about: str) -> T:
+    prog = f"rollout {command}"
     known = _flags(kind)
     for argument in arguments:
         # Only the name is shown, because the value may be a key.
@@ -165,11 +166,11 @@ def _flags(kind: type[Any]) -> list[str]:
     return ["-h", "--help", *names]
 
 
-def _short_help(prog: str) -> str:
-    lines = [f"usage: {prog} MODEL_DIR [OPTIONS]", "", _ABOUT, ""]
+def _short_help() -> str:
+    lines = ["usage: rollout serve MODEL_DIR [OPTIONS]", "", _ABOUT, ""]
     for table, name in _COMMON:
         default = getattr(table, name)
         first = documentation(table)[name].partition(". ")[0].rstrip(" .,")
         text = f"  {'--' + name.replace('_', '-'):<24}{first}{'' if default in (None, False) else f' (default: {default})'}"
         lines += wrap(text, get_terminal_size().columns, subsequent_indent=" " * 26)
-    return "\n".join([*lines, "", f"`{prog} --help-all` explains every option."])
+    return "\n".join([*lines, "", "`rollout serve --help-all` explains every option."])

@@ -101,8 +101,8 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}…{text[1 - most // 2 :]}"
 
 
-def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    return ApiError(400, message, param=param, code=code)
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param)
 
 
 def shutting_down() -> ApiError:
