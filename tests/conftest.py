@@ -31,7 +31,7 @@ _frozen_modules = 0
 
 
 def freeze_imports() -> None:
-    """What has been imported stays: a collection of garbage need not look at it, a million objects, each time."""
+    """Exempt the million objects of imports from garbage collection, which would visit them each time."""
     global _frozen_modules
     gc.collect()
     gc.freeze()

@@ -50,7 +50,7 @@ def token_ids(length: int, seed: int = 0) -> list[int]:
 
 
 def greedily(max_tokens: int, **options: Any) -> SamplingParams:
-    """The likeliest tokens, `max_tokens` of them."""
+    """Return parameters for the `max_tokens` most likely tokens."""
     return SamplingParams(**({"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | options))
 
 
@@ -86,7 +86,7 @@ def make_engine(
 
 
 def one_step_per_call(engine: DynamicInferenceEngine) -> None:
-    """From here on a call of `step` makes one decode step, also where it may make several."""
+    """Let every further call of `step` make one decode step, even if it may make several."""
     engine.controller.runner.runs = None
 
 
@@ -111,9 +111,9 @@ class Gate:
 
 @contextmanager
 def gated(engine: DynamicInferenceEngine, more: float = 20) -> Iterator[Gate]:
-    """What is in flight stays in flight to the end of the block, however long this thread takes; all else goes on.
+    """Keep requests in flight until the end of the block, however long this thread takes; all else continues.
 
-    Of requests that make a step per token: with top log-probs, or a filter.
+    The requests must make a step per token, as they do with top log-probs or a filter.
     """
     gate = Gate(engine, more)
     with patch.object(engine.parts.stepper, "step", gate.let_through):

@@ -1,4 +1,4 @@
-"""What examples import: a nursery of this module forks processes that begin with it, which takes seconds."""
+"""Imports of the examples: a nursery of this module forks processes that have them already; importing takes seconds."""
 # ruff: noqa: F401
 
 import matplotlib.pyplot

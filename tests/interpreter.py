@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 CANNOT_LOOP = "only 0-dimensional arrays can be converted to Python scalars"
-"""What the interpreter of an older Triton says in a loop, with a numpy of stricter rules about scalars."""
+"""The message of an older Triton's interpreter in a loop, with a numpy of stricter rules about scalars."""
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,13 +1,13 @@
 """Random event sequences ("lives") of an engine, each from one seed, checked value by value against the oracle.
 
     python -m tests.lives --seeds 0 500        these lives
-    python -m tests.lives --hours 8            lives from now on, for so long
+    python -m tests.lives --hours 8            new lives, for this long
     python -m tests.lives --seed 1234          one of them, event by event
 
-A life draws an architecture, a configuration, sampling parameters, and what happens: groups are submitted (also the
-next turn of a conversation), steps made, samples aborted, the engine paused, suspended in every mode with less memory
-at its return, the weights changed anywhere in between, a layer interrupted by Ctrl-C, what is in flight saved and taken
-up by an engine of another configuration, samples sent back to their prompts for their age.
+A life draws an architecture, a configuration, sampling parameters, and events. Groups are submitted (also the next turn
+of a conversation), steps are made, and samples are aborted. The engine is paused, and suspended in every mode with less
+memory at its return. Weights change anywhere in between, and Ctrl-C interrupts a layer. An engine of another
+configuration continues what was in flight, and samples that are too old restart from their prompts.
 
 The ledger knows from outside how many tokens each sample had after each event, and so under which version each was made.
 """
@@ -105,7 +105,7 @@ class Life:
         self.counts = Counts()
 
     def configuration(self) -> dict[str, Any]:
-        """Of an engine; another one goes on under another."""
+        """Draw the configuration of an engine; a later engine continues under another one."""
         pick = self.draw.choice
         block = pick([1, 2, 4, 5, 16])
         return {
@@ -165,7 +165,7 @@ class Life:
         return params.replace(return_kept_tokens=params.truncated and not params.greedy)
 
     def step(self) -> None:
-        """Of the engine, if it has work."""
+        """Make a step of the engine, if it has work."""
         if self.engine.has_unfinished:
             self.take(self.engine.step(ahead=self.ahead))
 
@@ -205,7 +205,7 @@ class Life:
         self.engine.unpause()
 
     def meanwhile(self) -> None:
-        """What happens to an engine that stands still."""
+        """Submit, abort or update while the engine makes no steps."""
         for event in self.draw.sample([self.submit, self.abort, self.update], self.draw.randrange(3)):
             self.happens(event)
 
@@ -225,7 +225,7 @@ class Life:
             handle.remove()
 
     def restart(self) -> None:
-        """What is in flight is saved, and an engine of another configuration goes on with it."""
+        """Save what is in flight, and continue it with an engine of another configuration."""
         self.take(self.engine.take_ended())
         version, number = self.engine.policy_version, self.engine.parts.intake.next_request_id
         saved = msgpack.packb([record.serialize() for record in self.engine.snapshot()], use_bin_type=True)

@@ -89,7 +89,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt_oss": lambda: GptOssConfig(**SMALL, head_dim=16, sliding_window=8, num_local_experts=4, num_experts_per_tok=2,
                                     rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
 }  # fmt: skip
-"""Of every kind of attention, state and MLP; many tests run all of them."""
+"""Architectures of every kind of attention, state and MLP; many tests run all of them."""
 
 MORE_CONFIGS: dict[str, Callable[[], Any]] = {
     "olmo2": lambda: Olmo2Config(**SMALL),

@@ -79,7 +79,7 @@ def log_softmax(scores: Row) -> Row:
 
 @dataclass
 class Distribution:
-    """What a token is drawn from."""
+    """The distribution that a token is drawn from."""
 
     log_probs: Row
     """[V], of the distribution that is reported."""
@@ -92,7 +92,7 @@ class Distribution:
 def distribution(
     logits: Row, params: SamplingParams, prompt: Sequence[int], made: Sequence[int], stop_ids: Sequence[int]
 ) -> Distribution:
-    """Of the token behind `prompt` and `made`, as `SamplingParams` says it is made of logits [V]."""
+    """Return the distribution of the token after `prompt` and `made`, made of logits [V] by the parameters."""
     scores = logits.copy()
     for token, bias in (params.logit_bias or {}).items():
         scores[token] += bias
@@ -138,7 +138,7 @@ def _filtered(log_probs: Row, params: SamplingParams) -> tuple[Row, bool]:
 
 @dataclass
 class Counts:
-    """What was compared."""
+    """The numbers of comparisons."""
 
     tokens: int = 0
     prompt_tokens: int = 0
@@ -205,7 +205,7 @@ def _check_token(
             segment.generated_kept_tokens[place].tolist(),
             expected.probabilities / expected.probabilities.max(),
         )
-        # Of weight 0 are those below 2^-42 of the likeliest, whose rounding is not ours.
+        # Tokens below 2^-42 of the most likely one have weight 0, and their rounding differs from ours.
         assert set(np.flatnonzero(likely > 2**-41)) <= set(kept) <= set(np.flatnonzero(likely > 2**-43)), name
     log_prob, theirs = segment.generated_log_probs[place], expected.log_probs[token]
     assert abs(log_prob - theirs) < CLOSE, f"{name}: log-prob {log_prob}, not {theirs}"

@@ -148,17 +148,17 @@ class DenseLedger:
         return self._update(step, sampled)
 
     def policy_versions(self, request: DynamicInferenceRequest) -> NDArray[np.int64]:
-        """Of the completion's tokens, int64 [G]."""
+        """Return the versions of the completion's tokens, int64 [G]."""
         return np.array(self.sampled[request.request_id, request.sample_index], np.int64)
 
     def kv_versions(self, request: DynamicInferenceRequest) -> NDArray[np.int64]:
-        """Of all positions but the last token's, whose KV nobody needed, int64 [T - 1]."""
+        """Return the KV versions of all positions except the last, whose KV was not needed, int64 [T - 1]."""
         written = self.computed[request.request_id, request.sample_index]
         return np.array([written[position] for position in range(request.total_length - 1)], np.int64)
 
 
 def group_ids(batches: Iterable[RolloutBatch]) -> list[int]:
-    """Of all groups in these batches, in order."""
+    """Return the ids of all groups in these batches, in order."""
     return [group for batch in batches for group, _ in batch.groups()]
 
 

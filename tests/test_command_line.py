@@ -60,7 +60,7 @@ def test_without_flags_every_option_is_the_dataclasss_default():
 
 
 def other_value(field: dataclasses.Field[Any]) -> tuple[list[str], Any]:
-    """What to write for a value that is not the default, and that value."""
+    """Return arguments for a value other than the default, and that value."""
     special: dict[str, Any] = {
         "host": "::1", "dtype": "bfloat16", "kv_cache_memory_fraction": 0.25, "max_tokens_per_step": 4096,
         "prefix_caching_eviction_policy": "ref_zero", "prefix_caching_coordinator_policy": "round_robin",

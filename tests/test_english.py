@@ -23,7 +23,7 @@ LONGEST = 40
 """Words of a sentence."""
 
 ALLOWED = {
-    "rollout/": 4, "trainer_hooks/": 6, "examples/": 0, "tests/": 181, "docs/": 0, "README.md": 0, "CONTRIBUTING.md": 0,
+    "rollout/": 4, "trainer_hooks/": 4, "examples/": 0, "tests/": 0, "docs/": 0, "README.md": 0, "CONTRIBUTING.md": 0,
 }  # fmt: skip
 """Number of findings in each folder that are not rewritten yet. It only falls."""
 

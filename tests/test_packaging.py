@@ -31,7 +31,7 @@ print(getattr(build_meta, f"build_{kind}")(folder))
 
 
 def build(kind: str, source: Path, folder: Path) -> Path:
-    """What the build backend makes of a source tree, as `python -m build --no-isolation` calls it."""
+    """Build a source tree by the build backend, as `python -m build --no-isolation` does."""
     made = subprocess.run(
         [sys.executable, "-c", BUILD, kind, str(folder)],
         cwd=source,
@@ -85,7 +85,7 @@ def test_the_wheel_says_what_the_project_says(built):
         said = Parser().parsestr(wheel.read(about).decode())
         assert "rollout = rollout.__main__:main" in wheel.read(scripts).decode()
         assert any(name.endswith("/licenses/LICENSE") for name in wheel.namelist())
-    # Of a tree without git, by way of an sdist.
+    # The wheel is built of a tree without git, by way of an sdist.
     assert said["Version"] == FALLBACK
     assert built[1].name == f"rollout_engine-{FALLBACK}-py3-none-any.whl"
     assert built[0].name == f"rollout_engine-{FALLBACK}.tar.gz"

@@ -19,7 +19,7 @@ SMALL = ["--sizes", "tiny", "--dtypes", "float32", "--scale", "0.02", "--rounds"
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of the command left."""
+    """The output of one run of the command."""
 
     status: int
     printed: str

@@ -166,7 +166,7 @@ def make_processor() -> Gemma3Processor:
 
 
 class FramesProcessor:
-    """What Qwen2.5-VL's video processor makes of frames of 16 x 16, without torchvision, which that needs."""
+    """A stand-in of Qwen2.5-VL's video processor for frames of 16 x 16, without torchvision, which that needs."""
 
     merge_size = temporal_patch_size = 2
     do_sample_frames = False
@@ -204,7 +204,7 @@ def make_qwen_processor(videos: FramesProcessor | None = None) -> Qwen2_5_VLProc
 
 
 def picture_prompt(name: str, parts: Sequence[int | str], seed: int = 0) -> dict[str, torch.Tensor]:
-    """What a processor returns for one prompt: input_ids [1, P], attention_mask, and the images' tensors.
+    """Return a processor's result for one prompt: input_ids [1, P], attention_mask, and the images' tensors.
 
     Args:
         parts: a number is so many random tokens of text; a text names an image, and equal names are equal images. A name

@@ -95,10 +95,10 @@ def attach(optimizer: object, manager: Rollout, *, mode: Mode = None) -> Attachm
     parameters of `manager.model`. Attach after `accelerator.prepare` or sharding, when the optimizer holds its final
     parameters. With DeepSpeed, pass its engine or its optimizer (`deepspeed.initialize` returns both).
 
-    Steps that do not count: a step of a torch optimizer without gradients, a step skipped by `GradScaler` (reading
-    `found_inf` of a fused optimizer synchronises with the device), a step that raises (call `manager.weights_updated()` if
-    it may have changed weights), and the empty step by which `torch.distributed.checkpoint` initialises optimizer state. A
-    step with learning rate 0 counts. Two optimizers on one model raise the version twice per round.
+    These steps do not count: a step of a torch optimizer without gradients; a step skipped by `GradScaler`; a step that
+    raises; the empty step by which `torch.distributed.checkpoint` initialises optimizer state. If a step that raised may
+    have changed weights, call `manager.weights_updated()`. A step with learning rate 0 counts. Two optimizers on one model
+    raise the version twice per round.
 
     Args:
         optimizer: optimizer, wrapper or DeepSpeed engine whose steps count.
@@ -153,10 +153,10 @@ def _check_steps_the_model(optimizer: Any, manager: Rollout) -> None:
     stepped = _stepped(optimizer)
     if stepped.isdisjoint(id(parameter) for parameter in manager.model.parameters()):
         raise ValueError(
-            f"this {type(optimizer).__name__} steps {len(stepped)} parameters and none of them belongs to the "
-            f"{type(manager.model).__name__} that samples: pass the policy's optimizer (a critic's does not count), "
-            "made of the parameters of the rollout's own module, and attach after accelerator.prepare or sharding; of "
-            "DeepSpeed, pass the engine (without an attachment: manager.weights_updated() after each real step)"
+            f"this {type(optimizer).__name__} steps {len(stepped)} parameters, and none of them belongs to the "
+            f"{type(manager.model).__name__} that samples. Pass the policy's optimizer (not a critic's), made of the "
+            "parameters of the rollout's own module, after accelerator.prepare or sharding; with DeepSpeed, pass its "
+            "engine. Without an attachment, call manager.weights_updated() after each real step"
         )
 
 

@@ -1,4 +1,4 @@
-"""Throughput beside busy processes: this engine, and vLLM if it is installed, quiet and under load, in alternation.
+"""Throughput next to busy processes: this engine, and vLLM if it is installed, quiet and under load, in alternation.
 
     nice -n -15 python -m tests.benchmarks.busy --vllm-python V/bin/python
 
@@ -48,7 +48,7 @@ def busy(count: int, core: int | None = None) -> Iterator[list[subprocess.Popen[
 
 
 def loads(several: Sequence[int]) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-    """By name, what surrounds a measurement."""
+    """Return the contexts that surround a measurement, by name."""
     last = max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     return {"quiet": partial(busy, 0), "1 pinned": partial(busy, 1, last)} | {
         f"{count} anywhere": partial(busy, count) for count in several

@@ -1,4 +1,4 @@
-"""What benchmarks share: command line, rounds, clock, processes and their memory, tables, the file of figures."""
+"""Common parts of benchmarks: command line, rounds, clock, processes and their memory, tables, the file of figures."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def alternating(works: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """What each returns in each of `rounds` rounds, after one round to warm up."""
+    """Return the results of each work in each of `rounds` rounds, after one round to warm up."""
     found: dict[str, list[T]] = {name: [] for name in works}
     for number, name in turns(works, rounds + 1):
         result = works[name]()
@@ -112,7 +112,7 @@ def alternating(works: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, 
 
 
 def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each figure, over the rounds."""
+    """Return the median of each figure over the rounds."""
     return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
 
 

@@ -51,7 +51,7 @@ class Plan:
         self.tokens = sum(map(sum, self.lengths))
 
     def params(self, episode: int, turn: int) -> SamplingParams:
-        """Of one completion."""
+        """Return the sampling parameters of one completion."""
         return SamplingParams(max_tokens=self.lengths[episode][turn], ignore_eos=True)
 
     async def play(self, episode: Any) -> float:

@@ -53,7 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Samplers, with the options of their engines. `partial`: a step trains on the first 24 of 32 groups in flight."""
 Sampled = tuple[Tensor, Tensor, Tensor, Callable[[], Tensor]]
-"""ids [N, T], response mask [N, T], sampler's log-probs [N, T], and the trainer's log-probs of now."""
+"""ids [N, T], response mask [N, T], sampler's log-probs [N, T], and a function to the trainer's current log-probs."""
 
 
 def make_model() -> Qwen3ForCausalLM:

@@ -1,4 +1,4 @@
-"""Price of exact mode: sampling and a training step, exact beside plain, in turns on the same weights.
+"""Price of exact mode: sampling and a training step in exact and plain mode, alternating on the same weights.
 
     nice -n -15 python -m tests.benchmarks.exact --size 100m --dtype bfloat16
 
@@ -28,7 +28,7 @@ Found = dict[str, dict[str, list[float]]]
 
 
 def around(mode: str, model: nn.Module) -> AbstractContextManager[object]:
-    """What the trainer's forward runs in."""
+    """Return the context in which the trainer's forward runs."""
     return exact(model) if mode == "exact" else nullcontext()
 
 

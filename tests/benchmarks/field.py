@@ -51,7 +51,7 @@ class Rules:
 
     @property
     def deadline_s(self) -> float:
-        """Of one round of one peer."""
+        """The deadline of one round of one peer, in seconds."""
         return PATIENCE * self.limit_s
 
 

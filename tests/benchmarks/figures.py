@@ -77,7 +77,7 @@ FIGURES: dict[str, tuple[str, dict[str, Callable[[Found], str]], tuple[str, ...]
     "episodes": ("episodes --longest 24", {"episodes": tables.episodes}, ()),
     "equivalence": ("equivalence --seeds 10 --picture docs/equivalence.png", {"equivalence": tables.equivalence}, ()),
 }  # fmt: skip
-"""By name, in the order in which they are measured: the benchmark and its arguments, its tables, peers whose interpreter it
+"""Benchmarks by name, in the order of measuring: the module and its arguments, its tables, peers whose interpreter it
 takes."""
 AT_ANY_LOAD = ("training-memory", "forked", "search")
 """Figures of memory and of processor time: no quiet machine is needed."""
@@ -86,7 +86,7 @@ FRAGMENTS = {fragment: (name, draw) for name, (_, drawn, _) in FIGURES.items() f
 
 
 def command(name: str) -> str:
-    """What measures a figure, as a user types it."""
+    """Return the command that measures a figure, as a user types it."""
     return f"python -m tests.benchmarks.{FIGURES[name][0]}"
 
 

@@ -24,13 +24,13 @@ class Floor:
     weights: int
     """Parameters that one token is multiplied by."""
     head: int
-    """Of these, the output projection, which only sampled positions need."""
+    """The part of the output projection, which only sampled positions need."""
     weight_bytes: int
     kv_bytes_per_token: int
 
     @classmethod
     def measure(cls, subject: Subject) -> Floor:
-        """Measure it now. Of a mixture of experts, all are read: a step of many sequences chooses nearly all."""
+        """Measure the floor. All experts of a mixture are read, because a step of many sequences chooses nearly all."""
         weights = Weights.of(subject.model)
         return cls(
             machine=Rates.measure(subject.model.dtype, subject.device, weights.read_bytes),

@@ -15,7 +15,7 @@ class Cell:
     rounds: list[float] = field(default_factory=list)
     """Tokens per second of every round."""
     notes: dict[str, list[float]] = field(default_factory=dict)
-    """What else the rounds showed, by name."""
+    """Further findings of the rounds, by name."""
     problem: str | None = None
     """`error: ...` or `not run: ...`; rounds before it stay."""
 
@@ -43,7 +43,7 @@ class Row:
     cells: dict[str, Cell] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON file: ratios are ours / the peer's; a floor is the best of its rounds."""
+        """Return values for the JSON file: ratios are ours / the peer's; a floor is the best of its rounds."""
         medians = {peer: cell.median for peer, cell in self.cells.items()}
         floor = max(self.cells["floor"].rounds, default=None)
         ours = medians.get("ours")

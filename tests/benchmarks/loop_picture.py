@@ -26,7 +26,7 @@ INK, FAINT, TRAIN = "#222222", "#9aa0a6", "#f6ead0"
 
 
 class Seen(NamedTuple):
-    """What an observer of the loop wrote down, in seconds and MiB."""
+    """The notes of an observer of the loop, in seconds and MiB."""
 
     rows: list[tuple[float, float, int, int]]
     """(begin, end, request number, policy version) of a call of the engine and a sample that runs after it."""

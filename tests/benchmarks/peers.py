@@ -27,7 +27,7 @@ from tests.benchmarks.workloads import Room, Tokens
 
 @dataclass(frozen=True)
 class Reply:
-    """What a peer did."""
+    """The results of a peer's work."""
 
     seconds: float
     completions: list[Tokens]

@@ -81,7 +81,7 @@ class Race:
         return rows
 
     def found(self) -> dict[str, Any]:
-        """What was run, on what, with which versions, and what was measured."""
+        """Return the commands, machine, versions and measurements of the race."""
         asked = ("workloads", "sizes", "dtypes", "device", "sequences", "peers", "rounds", "scale", "limit")
         options = {name: getattr(self.options, name) for name in asked}
         return {

@@ -92,11 +92,11 @@ class Weights:
     parameters: int
     """All of the model, tied ones once."""
     multiplied: int
-    """Of these, what one token is multiplied by: of a mixture of experts those of the chosen ones."""
+    """The weights that one token is multiplied by: only the chosen experts of a mixture."""
     read_bytes: int
-    """What a step of many tokens reads: of a mixture of experts all."""
+    """The bytes that a step of many tokens reads: all experts of a mixture."""
     head: int
-    """Of these, the output projection, which only sampled positions need."""
+    """The part of the output projection, which only sampled positions need."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Weights:

@@ -53,7 +53,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Interpreters:
-    """Where the peers with a virtual environment of their own are; None: not installed."""
+    """The interpreters of peers with their own virtual environment; None: not installed."""
 
     vllm: str | None
     openvino: str | None

@@ -17,7 +17,7 @@ SIZES: dict[str, dict[str, int]] = {
              "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32768},
     "1500m": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
               "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 65536},
-    # Of Qwen3 0.6B and 8B.
+    # These are the sizes of Qwen3 0.6B and 8B.
     "600m": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
@@ -34,7 +34,7 @@ class Subject:
     dtype: str
     model: PreTrainedModel
     where: Path
-    """Of `folder`."""
+    """The path of `folder`, which may not be written yet."""
 
     @property
     def folder(self) -> Path:
@@ -45,7 +45,7 @@ class Subject:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return self.model.device
 
     @property

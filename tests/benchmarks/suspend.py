@@ -1,4 +1,4 @@
-"""Cost and benefit of a suspend: bandwidth beside a plain copy, memory released, resume time beside prefilling again.
+"""Cost and benefit of a suspend: bandwidth next to a plain copy, memory released, resume time next to prefilling again.
 
     python -m tests.benchmarks.suspend --size 100m --requests 16 --tokens 2048
 

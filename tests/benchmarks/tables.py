@@ -12,7 +12,7 @@ from typing import Any
 from tests.benchmarks.common import number
 
 Found = Any
-"""What a benchmark wrote."""
+"""The results that a benchmark has written."""
 
 PEERS = {
     "ours": "ours", "generate": "`model.generate`", "cb": "`generate_batch`", "vllm": "vLLM (CPU)",
@@ -92,7 +92,7 @@ def readme(found: Found) -> str:
 
 
 def bookkeeping(found: Found) -> str:
-    """Where a decode step goes, and what scheduling alone takes."""
+    """Return a table of the time of a decode step by part, and of scheduling alone."""
     steps = [profile for profile in found["profiles"] if profile["kind"] == "decode step"]
     names = list(dict.fromkeys(name for step in steps for name in step["ms"]))
     rows = [

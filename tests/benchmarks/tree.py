@@ -32,7 +32,7 @@ from tests.benchmarks.workloads import Scale, grpo
 from trainer_hooks.tree import attach
 
 SAMPLES = 8
-"""Of a prompt."""
+"""The number of samples of a prompt."""
 
 Passes = Iterator[tuple[Tensor, Tensor]]
 """(rows [n], log-probs [n, T]), forward by forward."""

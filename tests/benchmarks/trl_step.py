@@ -4,8 +4,8 @@
 
 A step takes 4 prompts of 256 tokens and 8 samples of each, which end at random: three in ten reach the limit of 128 tokens.
 All samples are trained in one forward, without importance weights, so that every peer does the same work. Peers have the
-same weights and prompts, and alternate, each round in a process of its own: memory is the peak of that process less what it
-held before the model was made, and so has weights, gradients, optimizer, keys and values, and activations.
+same weights and prompts, and alternate, each round in its own process. Memory is the peak of that process less what it held
+before the model was made. So it includes weights, gradients, optimizer, keys and values, and activations.
 """
 
 from __future__ import annotations

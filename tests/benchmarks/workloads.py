@@ -20,7 +20,7 @@ DECODE = "decode"
 
 @dataclass(frozen=True)
 class Turn:
-    """What is new in one turn: user tokens and forced completion length (in tokens), one each per conversation."""
+    """The new parts of one turn: user tokens and forced completion length (in tokens), one each per conversation."""
 
     prompts: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
@@ -31,16 +31,16 @@ class Workload:
     """Conversations of one or more turns."""
 
     name: str
-    """As on the command line."""
+    """The name on the command line."""
     case: str
-    """What tells it from others of its name."""
+    """The difference from other workloads of the same name."""
     turns: tuple[Turn, ...]
     decode: bool = False
     """Whether to report the decode alone, too: a run of one new token is subtracted. Only where all lengths are equal."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What is reported."""
+        """Return the names of the reported metrics."""
         return (ALL, DECODE) if self.decode else (ALL,)
 
     @property
@@ -132,7 +132,7 @@ CONVERSATIONS = {"steady": steady, "grpo": grpo, "prefix": prefix, "multiturn": 
 
 @dataclass(frozen=True)
 class Room:
-    """What a peer must have room for: the largest of all workloads it will be given."""
+    """The room that a peer must have: the largest of all workloads it will be given."""
 
     sequences: int
     longest: int

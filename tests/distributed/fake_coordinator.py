@@ -1,4 +1,4 @@
-"""A coordinator made of a plain ROUTER socket in a thread: it keeps what it hears and says what a test tells it to."""
+"""A coordinator made of a plain ROUTER socket in a thread: it stores what it receives and sends what a test orders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 
 class FakeCoordinator:
-    """`answer(self, peer, message)` runs in the thread for each message that is no heartbeat."""
+    """`answer(self, peer, message)` runs in the thread for each message except heartbeats."""
 
     def __init__(self, answer: Answer = lambda *_: None, *, greet: bool = True) -> None:
         self.heard: queue.Queue[tuple[bytes, int, Message]] = queue.Queue()

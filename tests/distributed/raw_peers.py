@@ -61,7 +61,7 @@ class RawPeer:
         self.numbers = Sequencer()
         self.heard: list[Message] = []
         self.stretches: dict[int, list[Stretch]] = {}
-        """Of `Update`s that `answer` has read: request id → what came."""
+        """Request id → stretches of the `Update`s that `answer` has read."""
 
     def say(self, *messages: Message) -> None:
         self.socket.send_multipart([encode(self.numbers.next(), message) for message in messages])
@@ -88,7 +88,7 @@ class RawPeer:
         return True
 
     def vanish(self) -> None:
-        """As if it were killed: the connection closes without a word."""
+        """Close the connection without a message, like a killed process."""
         self.socket.close(linger=0)
 
     def __del__(self) -> None:

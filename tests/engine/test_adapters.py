@@ -34,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def trained(folders: dict[str, str]) -> dict[str | None, Any]:
-    """What a trainer computes with each adapter, and without."""
+    """Return the results of a trainer with each adapter, and without any."""
     models: dict[str | None, Any] = {name: adapted(make_model("qwen3"), folder) for name, folder in folders.items()}
     return models | {None: make_model("qwen3")}
 

@@ -31,7 +31,7 @@ def tiered(model: Any, **options: Any) -> DynamicInferenceEngine:
 
 
 def first_turns(engine: DynamicInferenceEngine, count: int = 4, **options: Any) -> list[list[int]]:
-    """What conversations said, whose first ones the pool does not hold any more."""
+    """Return the first turns of conversations, the earliest of which the pool does not hold any more."""
     said = []
     for seed in range(count):
         (request,) = engine.generate([token_ids(17, seed)], greedily(6, **options))

@@ -31,7 +31,7 @@ pytestmark = [
 
 
 def deep_model(dtype: torch.dtype, layers: int = 28) -> Any:
-    """Of Qwen3 0.6B's depth, head size and vocabulary, a quarter as wide."""
+    """Return a model of Qwen3 0.6B's depth, head size and vocabulary, a quarter as wide."""
     config = Qwen3Config(hidden_size=256, intermediate_size=768, num_hidden_layers=layers, num_attention_heads=4,
                          num_key_value_heads=2, head_dim=128, vocab_size=151936)  # fmt: skip
     torch.manual_seed(0)

@@ -255,7 +255,7 @@ def test_a_window_of_spans_is_that_part_of_the_dense_versions(
 
 
 class Mirror:
-    """What somebody far away believes to be findable, who hears the changes now and then."""
+    """The hashes that a remote reader takes for cached, who gets the changes now and then."""
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self.allocator = allocator

@@ -1,4 +1,4 @@
-"""Tests of requests: admission, order, events, and what is refused by name."""
+"""Tests of requests: admission, order, events, and requests that raise an error."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def foreign() -> RolloutBatch:
 
 
 def twin_of(request: DynamicInferenceRequest, number: int) -> DynamicInferenceRequest:
-    """Of the same prompt with the same experts, and another completion."""
+    """Return a request of the same prompt with the same experts, and another completion."""
     twin = copy.copy(request)
     assert request.routing_indices is not None
     twin.request_id, twin.generated_tokens, twin.generated_log_probs = number, token_ids(2, 9), [-1.0] * 2

@@ -52,7 +52,7 @@ def results(engine: Any, ahead: bool, params: SamplingParams) -> dict[Any, Any]:
 
 
 def only_sample(engine: DynamicInferenceEngine) -> DynamicInferenceRequest:
-    """What the only request that is unfinished brings, in runs."""
+    """Finish the only unfinished request, in runs, and return its result."""
     ended = []
     while engine.has_unfinished:
         ended += engine.step(ahead=True)

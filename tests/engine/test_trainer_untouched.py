@@ -33,7 +33,7 @@ def left_padded() -> dict[str, torch.Tensor]:
 
 
 def trainer_forward(model: PreTrainedModel) -> torch.Tensor:
-    """As a trainer does it: in training mode, with gradients. Dropout, where there is some, from one seed."""
+    """Run a trainer's forward: in training mode, with gradients, and with dropout from one seed."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         logits: torch.Tensor = model(**left_padded(), use_cache=False).logits

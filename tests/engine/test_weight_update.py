@@ -229,7 +229,7 @@ def test_the_reference_case_of_staleness(mode: str, samples: int) -> None:
 
 @dataclass
 class Ledger:
-    """What one sample's versions must be, one entry per position, kept by whoever watches its lengths alone."""
+    """The expected versions of one sample, one entry per position, derived from its lengths alone."""
 
     admissions: int = 0
     prompt_kv: list[int] = field(default_factory=list)
@@ -363,7 +363,7 @@ def test_a_version_is_an_integer_that_staleness_can_count_to() -> None:
 
 
 def moved_to(engine: DynamicInferenceEngine, **options: Any) -> DynamicInferenceEngine:
-    """What is unfinished, after a restart with another configuration."""
+    """Return an engine of another configuration that continues the unfinished requests."""
     fresh = make_engine(engine.model, max_staleness=0, staleness_policy="requeue", **options)  # type: ignore[arg-type]
     for record in engine.snapshot():
         fresh.add_record(DynamicInferenceRequestRecord.deserialize(record.serialize()))

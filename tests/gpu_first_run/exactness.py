@@ -20,7 +20,7 @@ from tests.gpu_first_run.findings import HEAD_DIM, Run, captured, prompts
 
 BLOCK = 16
 LENGTHS = [3000, 1, 257, 1024, 640, 4095, 256, 16]
-"""Of the sequences that decode."""
+"""Lengths of the sequences that decode."""
 CHUNKS = [(300, 300), (1, 501), (129, 1129)]
 """Tokens of each chunk, and where it ends."""
 
@@ -84,7 +84,7 @@ def truth(run: Run) -> None:
 
 
 def _truth(run: Run, model: PreTrainedModel, case: dict[str, object]) -> list[str]:
-    """What is wrong."""
+    """Return what is wrong, one line each."""
     asked = prompts(model, 24 if run.cuda else 2, 5, 700 if run.cuda else 40, seed=1)
     params = SamplingParams(max_tokens=96 if run.cuda else 4, ignore_eos=True, seed=5)
     tokens: dict[bool, list[list[int]]] = {}

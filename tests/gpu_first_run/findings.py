@@ -1,4 +1,4 @@
-"""What the stages share: models of Qwen3's shapes with random weights, engines of them, and the file of findings."""
+"""Common parts of the stages: models of Qwen3's shapes with random weights, engines of them, and the file of findings."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def names_an_adapter(rank: int, base: str) -> dict[str, Any]:
 
 
 def loses_a_rank(rank: int) -> list[list[int]] | None:
-    """What a killed rank was computing goes on elsewhere."""
+    """Kill a rank, whose samples continue elsewhere."""
     with an_llm() as llm:
         # Otherwise a busy machine may let rank 0 finish alone, before the other has joined.
         dist.barrier()

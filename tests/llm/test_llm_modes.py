@@ -156,7 +156,7 @@ def test_a_folder_is_loaded_and_a_folder_without_a_model_is_named(tmp_path: Path
 
 
 def job_options(coordinator: CoordinatorConfig, **inference: Any) -> CoordinatorConfig:
-    """What the coordinator of a job of one rank is started with."""
+    """Return the options with which the coordinator of a job of one rank is started."""
     return _completed(coordinator, make_engine("qwen3", **inference), World.alone())
 
 
@@ -179,7 +179,7 @@ def test_an_option_of_the_coordinator_that_contradicts_the_job_is_refused_by_nam
 
 
 def test_an_async_llm_with_a_coordinator_may_be_asked_on_its_private_loop() -> None:
-    """Where the HTTP server asks: a call that waited for that loop would wait for ever."""
+    """The HTTP server asks there: a call that waited for that loop would wait forever."""
 
     async def ask(llm: AsyncLLM) -> tuple[int, EngineState, int]:
         await llm.generate(token_ids(20), SamplingParams(max_tokens=4))

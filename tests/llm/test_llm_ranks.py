@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def alone(count: int, length: int) -> list[list[int]]:
-    """What one engine makes of the same prompts."""
+    """Return the completions of one engine for the same prompts."""
     engine = make_engine(make_model("qwen3", num_hidden_layers=2), kv_cache_blocks=512)
     return [
         engine.generate([token_ids(5, seed=seed)], at_random(length, seed=seed))[0].generated_tokens

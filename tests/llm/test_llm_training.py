@@ -140,7 +140,7 @@ def test_weights_that_changed_without_a_word_are_refused_at_every_door_but_not_w
         weight = model.model.layers[0].mlp.up_proj.weight
         with llm.suspended():
             weight.data.mul_(1.5)
-            # Nobody has had the chance to say so yet, and a request from elsewhere is no reason to complain.
+            # Nobody has had the chance to say so yet, and a request from elsewhere must not raise.
             pending = llm.submit("abc", greedily(2))
             llm.weights_updated()
         assert pending.result(PATIENCE_S)[0].policy_versions[-1] == 1

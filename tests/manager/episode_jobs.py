@@ -1,4 +1,4 @@
-"""What a rank does in the tests of episodes on several ranks."""
+"""Jobs of one rank in the tests of episodes on several ranks."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def exchanges(rank: int, folder: str) -> dict[str, Any]:
 
 
 def fails(rank: int, folder: str) -> dict[str, Any]:
-    """What one rank of an exchange does wrong, and how the other fares."""
+    """Make calls that fail on a rank of an exchange; return what the ranks raise."""
     model: PreTrainedModel = load(folder, fsdp_size=2, ep_size=2)
     told: dict[str, Any] = {}
     with make_rollout(model, coordinator=False, control_timeout_s=60.0) as rollout:

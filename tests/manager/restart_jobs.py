@@ -46,12 +46,12 @@ class Sample(NamedTuple):
 
 
 class Life(NamedTuple):
-    """What one process wrote."""
+    """The records that one process wrote."""
 
     start: int
     """The step of the checkpoint it went on from; 0 without."""
     batches: dict[int, list[Sample]]
-    """By step. Those that were in flight when it ended by itself come last, as one more step."""
+    """Samples by step. Those in flight when the process ended by itself come last, as one more step."""
 
 
 def train(pipe: Connection, *, folder: Path, life: int, steps: int, with_journal: bool) -> None:
@@ -132,7 +132,7 @@ class Run:
 
 
 def read(folder: Path) -> Iterator[Life]:
-    """What each process wrote, the first first."""
+    """Yield the records of each process, the first process first."""
     for number in range(len(list(folder.glob("life-*")))):
         with (folder / f"life-{number}").open("rb") as file:
             start, *lines = msgpack.Unpacker(file)

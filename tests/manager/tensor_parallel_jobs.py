@@ -52,7 +52,7 @@ def load(folder: str, kind: Any = AutoModelForCausalLM, **sizes: int) -> PreTrai
 
 
 def shown(batch: RolloutBatch) -> dict[str, Any]:
-    """What two runs of the same calls have to agree on, and the log-probs, which differ by rounding."""
+    """Return the results that two runs of the same calls must agree on, and log-probs, which differ by rounding."""
     return {
         "tokens": batch.input_ids.tolist(),
         "versions": batch.policy_versions.tolist(),
@@ -273,7 +273,7 @@ def pressed(rank: int, folder: str, where: int | None, times: int) -> list[Any]:
 
 
 def misuses(rank: int, folder: str) -> dict[str, str]:
-    """What a group refuses, and that it goes on afterwards."""
+    """Return the errors of calls that a group refuses; it continues afterwards."""
     model = load(folder)
     told: dict[str, str] = {}
     told["settings"] = said(lambda: make_rollout(model, seed=rank))

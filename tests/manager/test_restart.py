@@ -1,7 +1,7 @@
 """Tests of `kill -9` at any moment of an asynchronous training run: restored and finished groups are exactly the whole.
 
-Twenty processes die one after another, each at a random word of what it says before every forward, save and what comes
-after, five of them while they write a checkpoint; each goes on from the last one that the one before it has left.
+Twenty processes die one after another, each at a random point before or after a forward or a save, five of them while they
+write a checkpoint. Each continues from the last checkpoint of the process before it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run_and_kill(nursery: Nursery, folder: Path, with_journal: bool) -> list[Lif
 
 
 def history(lives: list[Life]) -> dict[int, list[Sample]]:
-    """By step, what was handed out and not undone by a later life that began before it."""
+    """Return, by step, the samples that were returned and not undone by a later life that began before the step."""
     steps: dict[int, list[Sample]] = {}
     for life in lives:
         steps = {step: samples for step, samples in steps.items() if step <= life.start} | life.batches

@@ -187,7 +187,7 @@ def test_in_steady_state_nothing_is_too_old_and_nothing_thrown_away(model, polic
         batch = rollout.generate([[3 + turn, 7 + n] for n in range(fresh)], params, min_groups=5)
         assert batch.policy_staleness[batch.response_mask].max() <= limit
         for row, request in enumerate(batch):
-            # Of a sample that was requeued before the steady state, the last attempt counts.
+            # The last attempt counts of a sample that was requeued before the steady state.
             sampled = ledger.policy_versions(request)[-len(request.generated_tokens) :]
             ages = batch.policy_staleness[row, len(request.prompt_tokens) : request.total_length]
             assert ages.tolist() == (rollout.policy_version - sampled).tolist()

@@ -28,7 +28,7 @@ def test_a_progress_bar_is_shown_when_asked_for(rollout, capsys):
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
-    """What each call gave, or raised."""
+    """Return the result of each call, or its exception."""
     found: list[Any] = [None] * len(calls)
 
     def work(place: int, call: Callable[[], Any]) -> None:

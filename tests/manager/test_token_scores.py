@@ -107,7 +107,7 @@ def test_prompts_are_computed_once_and_only_what_is_scored_behind_them(model):
 
         rollout.engine.controller.runner.forward = counting
         rollout.score(batch)
-        # Of every row the last block of the prompt, whose last token has the first logits, and 7 of its 8 tokens.
+        # Every row computes the last block of the prompt, whose last token has the first logits, and 7 of its 8 tokens.
         assert sum(computed) == 8 * (4 + 7)
         computed.clear()
         rollout.engine.flush_prefix_cache()

@@ -41,7 +41,7 @@ def reinforce_loss(model: PreTrainedModel, batch: RolloutBatch) -> torch.Tensor:
 
 
 def fresh_greedy(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
-    """What an engine built this moment gives."""
+    """Return the greedy completions of a new engine."""
     return completions(make_rollout(model).generate(prompts, GREEDY))
 
 

@@ -31,7 +31,7 @@ def prefill(record) -> None:
 
 
 def generate(record, *tokens: int) -> None:
-    """What an engine writes for each token; token t has log-prob -t."""
+    """Add tokens to a record as an engine does; token t has log-prob -t."""
     live = record[-1]
     prefill(record)
     for token in tokens:

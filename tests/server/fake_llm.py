@@ -34,7 +34,7 @@ STATS = dict.fromkeys(ENGINE_STATS, 0) | {
     "requests_running": 1, "generated_tokens": 7, "prefill_tokens_computed": 3, "kv_blocks_total": 8, "kv_blocks_used": 1,
     "kv_blocks_free": 7, "kv_device_bytes": 1024, "steps": 5, "prompt_tokens": 3,
 }  # fmt: skip
-"""As `DynamicInferenceEngine.stats` names them."""
+"""Counters by the names of `DynamicInferenceEngine.stats`."""
 
 
 class FakeTokenizer:
@@ -77,7 +77,7 @@ class FakeRequest:
 
 
 class FakeStream:
-    """As `RequestStream`: one delta per token, whole characters only; then, when held, nothing more."""
+    """A stream like `RequestStream`: one delta per token, whole characters only; then, if held, nothing more."""
 
     def __init__(self, llm: FakeLLM, asked: FakeRequest, *, whole: bool) -> None:
         self.request_id = asked.request_id
@@ -116,7 +116,7 @@ class FakeStream:
 
 
 class FakeLLM:
-    """What the server sees of an `AsyncLLM`.
+    """The part of an `AsyncLLM` that the server uses.
 
     Attributes:
         reply: the text of every completion, cut at `max_tokens`.

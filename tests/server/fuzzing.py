@@ -55,14 +55,14 @@ CHECKS = [
 
 
 def description() -> schemathesis.BaseSchema:
-    """What a server with everything switched on says of itself; no model is needed to know."""
+    """Return the description of a server with all routes, for which no model is needed."""
     nothing = SimpleNamespace(model=SimpleNamespace(), tokenizer=None)
     return schemathesis.openapi.from_dict(build_app(nothing, CONFIG).openapi())
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Of a server over a model so small that many samples of it cost little."""
+    """Yield the URL of a server over a model so small that many samples cost little."""
     small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
     with small_llm(tiny(max_position_embeddings=256, **small), use_coordinator=True) as llm:
         yield llm.serve(CONFIG, blocking=False).url

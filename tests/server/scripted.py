@@ -52,7 +52,7 @@ class ScriptedLLM(FakeLLM):
         self.hang = False
 
     def begin(self, script: list[TextDelta], version: int = 0) -> ScriptedLLM:
-        """As if it were new, with this script."""
+        """Reset the LLM to a new one with this script."""
         self.script, self.policy_version, self.cached = script, version, 0
         self.end_with = self.refuse_with = None
         self.submitted.clear()
@@ -98,7 +98,7 @@ def scripted(tokenizer: Any, **options: Any) -> Iterator[tuple[ScriptedLLM, Open
 
 
 def events(client: OpenAI, path: str, body: dict[str, Any]) -> list[Any]:
-    """What a stream sends, event by event; `[DONE]` as a string."""
+    """Return the events of a stream; `[DONE]` is a string."""
     with httpx.Client(timeout=60) as plain:
         reply = plain.post(f"{client.base_url}{path}", json=body | {"stream": True})
     assert reply.status_code == 200, reply.text

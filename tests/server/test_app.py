@@ -1,4 +1,4 @@
-"""Tests of the server over a real socket and a fake LLM: its ways, the key, bodies, what is no proper HTTP."""
+"""Tests of the server over a real socket and a fake LLM: routes, the key, bodies, malformed HTTP."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_sigusr1_writes_the_stacks_unless_the_program_handles_it(before: str, he
 
 
 def test_no_wait_ends_in_an_error_without_the_state():
-    """A `TimeoutError` raised by name would carry none; `DeadlineError` is one that does."""
+    """A plain `TimeoutError` would carry none; a `DeadlineError` does."""
     root = Path(diagnosis.__file__).parent
     bare = [
         f"{path.relative_to(root)}:{node.lineno}"

@@ -1,4 +1,4 @@
-"""Policies whose weights are quantised: sampled as the module computes, and trained beside (the head, an adapter)."""
+"""Policies whose weights are quantised: sampled as the module computes, while the head or an adapter is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of TRL's environments as episodes: tools are called and answered, and every turn goes on from sampled ids."""
+"""Tests of TRL's environments as episodes: tools are called and answered, and every turn continues from sampled ids."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.models import VOCAB
 
 ARCHITECTURES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 WINDOW = 24
-"""Of every window: more than the tokens that an engine is verified with."""
+"""The size of every window: more than the tokens that an engine is verified with."""
 MAX_PARAMETERS = 20_000_000
 
 SMALL: dict[str, Any] = {
@@ -57,7 +57,7 @@ SMALL: dict[str, Any] = {
     "global_head_dim": 16, "num_global_key_value_heads": 2, "ngram_vocab_size_base": 100, "split_ngram_parts": 1,
     "encoder_hash_byte_group_vocab": 100,
 }  # fmt: skip
-"""What attributes of a configuration become, wherever they are found."""
+"""Small values of a configuration's attributes, wherever they are found."""
 
 PARTICULAR: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2},
@@ -77,7 +77,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "attention_head_dim": 32, "attention_hidden_size": 128},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What one architecture asks for beside; a dictionary under the name of a part is for that part."""
+"""Further attributes of single architectures; a dictionary under the name of a part is for that part."""
 
 
 def small_config(architecture: str) -> PreTrainedConfig:

@@ -33,7 +33,7 @@ FAILURES = (WRONG, ERROR, LATE)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one architecture."""
+    """The verdict on one architecture."""
 
     architecture: str
     outcome: str
@@ -42,7 +42,7 @@ class Verdict:
 
     @property
     def failed(self) -> bool:
-        """Whether it is neither equal nor refused by name."""
+        """Whether the architecture is neither equal nor raises a named error."""
         return self.outcome in FAILURES
 
 

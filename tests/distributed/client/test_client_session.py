@@ -1,4 +1,4 @@
-"""Tests of a client's session without a socket: what it submits, its calls, and the end by name."""
+"""Tests of a client's session without a socket: what it submits, its calls, and the reason for its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a client's session: stretches become results, gapless, also from several ranks."""
+"""Tests of a client's session: stretches of one or several ranks become results without gaps."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_a_message_that_is_not_for_clients_is_refused(message):
 
 @st.composite
 def lives(draw: st.DrawFn) -> list[tuple[list[int], list[int]]]:
-    """Of each sample of a group: its tokens in its last life, and where an earlier life and this one are cut."""
+    """Draw, for each sample of a group, its tokens in its last life, and the cuts of an earlier life and of this one."""
     return [
         (
             draw(st.lists(st.integers(0, 2**31 - 1), max_size=12)),

@@ -41,7 +41,7 @@ class Ending:
 
 
 def ending(tokenizer: Any, ids: Sequence[int], params: SamplingParams) -> Ending:
-    """By the engine's own means: `CompletionText` where there are stop strings, `decode` where not."""
+    """Return the end as the engine finds it: by `CompletionText` if there are stop strings, else by `decode`."""
     if not params.stop:
         return Ending(list(ids), tokenizer.decode(list(ids), skip_special_tokens=True))
     completion = CompletionText(tokenizer, params.stop, params.include_stop_str_in_output)
@@ -123,7 +123,7 @@ def cut(ids: Sequence[int], cuts: Sequence[int]) -> list[tuple[int, list[int]]]:
 
 
 def stream(tokenizer: Any, end: Ending, params: SamplingParams, cuts: Sequence[int]) -> Shown:
-    """What is shown of a sample that arrives cut up, its last tokens with its outcome."""
+    """Return what is shown of a sample that arrives in pieces, the last of them with its outcome."""
     listener = Listener(tokenizer, params)
     pieces = cut(end.ids, cuts) or [(0, [])]
     for start, tokens in pieces[:-1]:
@@ -245,7 +245,7 @@ def test_an_engine_without_texts_leaves_the_last_word_to_the_stream() -> None:
 class Picky:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         if 9 in token_ids:
-            raise ValueError("9 is no token")
+            raise ValueError("9 is not a token")
         return "".join(map(str, token_ids))
 
     def convert_ids_to_tokens(self, ids: int) -> str:

@@ -111,10 +111,10 @@ class Line:
         self.identity = identity
         self.heard: deque[wire.Message] = deque()
         self.numbers: list[int] = []
-        """Of all frames that came."""
+        """The sequence numbers of all frames received."""
         self.said = 0
         self.told: wire.ConnectAck | wire.RegisterAck
-        """What it was welcomed with."""
+        """The reply to the handshake."""
         self._requests = 0
         self._calls = 0
         job.lines[identity] = self

@@ -83,7 +83,7 @@ class Wanted:
     params: SamplingParams
     timeout_s: float | None
     min_version: int = 0
-    """Of its asker's weights."""
+    """The policy version of the asker's weights."""
     ends: int = 0
     seed: int | None = None
     aborted: bool = False
@@ -633,7 +633,7 @@ class World:
         self.check_the_end()
 
     def wake_one_if_all_rest(self) -> None:
-        """As long as one rank computes, nothing depends on those that never come back."""
+        """Wake a rank if all are idle: while one computes, nothing depends on those that never return."""
         here = [self.peers.get(identity) for identity in self.core.peers.ranks]
         ranks = [each for each in here if isinstance(each, SimRank) and each.alive]
         if ranks and all(rank.engine.resting for rank in ranks):

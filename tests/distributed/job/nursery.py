@@ -57,7 +57,7 @@ class Child:
         return self.pipe.recv()
 
     def hear_bytes(self) -> bytes:
-        """The next thing it says that is no object."""
+        """Return the next bytes that the child sends, which are not an object."""
         assert self.pipe.poll(PATIENCE_S), f"process {self.pid} has not answered"
         return self.pipe.recv_bytes()
 
@@ -101,7 +101,7 @@ class Nursery:
 
     @contextmanager
     def children(self) -> Iterator[list[Child]]:
-        """What is put into the list is killed in the end."""
+        """Yield a list of children, which are killed at the end."""
         family: list[Child] = []
         try:
             yield family

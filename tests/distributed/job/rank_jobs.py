@@ -486,7 +486,7 @@ def differs(rank: int) -> list[str]:
 
 
 def is_held_while_it_trains(rank: int) -> list[Sample]:
-    """What the operator pauses while the cache is away stays paused when the training loop wants to go on."""
+    """Check that an operator's pause during a suspend lasts when the training loop continues."""
     with a_manager() as rollout:
         rollout.weights_updated()
         said = threading.Event()

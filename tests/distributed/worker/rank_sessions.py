@@ -1,4 +1,4 @@
-"""A rank's session of the tests, without a socket: what it hears and what it tells."""
+"""A rank's session of the tests, without a socket: what it receives and what it sends."""
 
 from __future__ import annotations
 

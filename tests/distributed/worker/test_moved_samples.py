@@ -1,4 +1,4 @@
-"""Tests of a rank's session that goes on from where another rank stood."""
+"""Tests of a rank's session that continues samples of another rank."""
 
 from __future__ import annotations
 

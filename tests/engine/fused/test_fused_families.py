@@ -83,7 +83,7 @@ def test_every_cut_gives_greedy_tokens_and_logprobs_of_the_module(name: str) -> 
         engine.add_request(prompt, greedily(8))
     for request in finish(engine).values():
         assert_greedy(name, request, judged=judged)
-    # Of cached prefixes, and forked.
+    # These continue cached prefixes, and forked samples.
     engine.add_request([*stem, 7, 8, 9], greedily(5, n=2))
     for request in finish(engine).values():
         assert_greedy(name, request, judged=judged)

@@ -81,7 +81,7 @@ class Result:
 class Record(Capturable):
     """Takes down the operations that run while it is entered; calling it runs them again, and no other line of Python.
 
-    Tensors that were there before stay those, results are made anew; a number is what it was.
+    Tensors from before the recording stay, results are made again, and numbers keep their values.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 class Cuda:
-    """What torch 2.11 keeps while capturing: stream, open captures, references to memory pools, the generator.
+    """The state of torch 2.11 during a capture: stream, open captures, references to memory pools, the generator.
 
     As there, ending an invalidated capture raises before anything else is done, and a graph drops the reference to its pool
     only if its capture has ended.
@@ -174,7 +174,7 @@ def failing_in_capture(cuda: Cuda, exception: BaseException | None = None) -> Ca
 
 
 def drop(device: CudaDevice, *graphs: Any) -> None:
-    """What the engine does: all graphs, then their memory."""
+    """Drop all graphs, then their memory, as the engine does."""
     del graphs
     gc.collect()
     device.forget()

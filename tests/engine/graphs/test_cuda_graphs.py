@@ -70,7 +70,7 @@ class FailingDevice:
 
 
 SIZES = 4
-"""Of the engines here, whose steps have up to 8 rows: 1, 2, 4 and 8."""
+"""The number of graph sizes of the engines here, whose steps have up to 8 rows: 1, 2, 4 and 8."""
 
 
 def graphed(model: Any, **options: Any) -> tuple[DynamicInferenceEngine, Recorder]:

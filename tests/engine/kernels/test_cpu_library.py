@@ -69,7 +69,7 @@ def compiler(tmp_path, some_library, monkeypatch) -> FakeCompiler:
 
 
 def build() -> cpu_library.Kernels:
-    """What a new process would get."""
+    """Return the kernels that a new process would get."""
     return cpu_library.status.__wrapped__()
 
 

@@ -105,7 +105,7 @@ class Step:
         return PagedRows(self.offsets.astype(np.int64), positions, tables, self.block_size)
 
     def run(self, *, kernel: bool, **rules: Any) -> Tensor:
-        """By the C++ kernel, or by plain torch."""
+        """Compute the attention by the C++ kernel, or by plain torch."""
         rows = self.paged_rows()
         plain = TorchPagedAttention(rows, torch.device("cpu"))
         library = cpu_library.load()

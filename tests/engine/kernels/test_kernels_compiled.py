@@ -32,7 +32,7 @@ KERNELS = {"attend_chunks", "attend_parts", "merge", "write"}
 
 CPU = torch.device("cpu")
 SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
-"""Of a block of threads, by architecture."""
+"""Bytes of shared memory of a block of threads, by architecture."""
 REGISTERS = 255
 SPILLED = {"attend_parts": 16, "attend_chunks": 40}
 """Bytes of stack of a thread: of attention on sm_80. Other kernels have none."""
@@ -76,7 +76,7 @@ LARGEST = tuple(heads for heads in ATTENTION if heads.dim >= 256)
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiled kernel takes of a device, for each of its threads or blocks."""
+    """The resources that a compiled kernel takes for each of its threads or blocks."""
 
     name: str
     variant: str
@@ -107,7 +107,7 @@ class Compiled:
 
 
 class Driver:
-    """What Triton asks of the driver of a device before it compiles."""
+    """The part of a device's driver that Triton calls before it compiles."""
 
     def __init__(self, architecture: int) -> None:
         self._architecture = architecture

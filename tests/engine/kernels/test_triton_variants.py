@@ -90,7 +90,7 @@ def eager_step(paged: TritonPaged, counts: Sequence[int], ends: Sequence[int]) -
 
 
 def uploaded(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """As `upload_together` for a GPU."""
+    """Upload arrays as `upload_together` does for a GPU."""
     flat, begins = packed(arrays)
     whole = torch.from_numpy(flat)
     return [whole[begin : begin + each.size].view(each.shape) for each, begin in zip(arrays, begins, strict=True)]

@@ -18,9 +18,9 @@ from tests.engines import assert_greedy, finish, greedily, make_engine, steps, t
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
 GRAPH = 30 * PAGE
-"""What the first capture takes, whose memory the others use; each of these takes a page."""
+"""The bytes of the first capture, whose memory the others use; each of these takes a page more."""
 SIZES = 4
-"""For steps of up to 8 rows."""
+"""The number of graph sizes for steps of up to 8 rows."""
 
 
 class Capturing(Recorder):

@@ -294,7 +294,7 @@ def test_layers_without_a_state_are_told_apart_in_every_version_of_transformers(
 
 
 class OwnConfig(hf.PreTrainedConfig):
-    """Of a decoder that transformers does not know."""
+    """The configuration of a decoder that transformers does not have."""
 
     model_type = "own"
 

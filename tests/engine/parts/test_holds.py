@@ -1,4 +1,4 @@
-"""Named holds: the engine stands at the highest level asked, whatever the order of holding and releasing."""
+"""Tests of named holds: the engine is at the highest requested level, whatever the order of holding and releasing."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_the_kept_tokens_are_those_with_a_probability(
     sets = KeptTokens(sampled.kept_ids.numpy(), sampled.kept_counts.numpy().astype(np.int32))
     assert len(sets) == ROWS
     for row, ids in enumerate(sets):
-        # Below 2^-42 of the likeliest a token has no weight, and its log-prob is only formally above -inf.
+        # Below 2^-42 of the most likely token, a token has no weight, and its log-prob is only formally above -inf.
         likely = sampled.top_logprobs[row] > sampled.top_logprobs[row, 0] - 29.1121
         expected = sampled.top_ids[row][likely].sort().values
         assert ids.tolist() == (expected.tolist() if keep[row] else [])

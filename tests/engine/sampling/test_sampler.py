@@ -112,7 +112,7 @@ def test_tokens_are_drawn_as_often_as_the_distribution_says(filters: dict[str, A
     drawn = tokens.bincount(minlength=200)
     assert not drawn[expected == 0].any()
     if (expected > 0).sum() > 1:
-        # Rare tokens together, lest one of them decides.
+        # Rare tokens are counted together, so that no single one decides.
         rare = expected < 5
         assert abs(chi_square(pooled(drawn, rare), pooled(expected, rare))) < 5
 

@@ -118,10 +118,10 @@ class World:
             ),
         )
         self.now = 0.0
-        # Of a model with recurrent states, sometimes with fewer slots than may run.
+        # Some models have recurrent states, sometimes with fewer slots than sequences may run.
         slots = random.Random(seed).choice([2, 3, requests, 2 * requests, 3 * requests])
         self.states = FakeStates(slots if seed % 4 == 3 else 0)
-        # Of many, evicted blocks go to a host tier, which may be smaller or larger than the pool.
+        # In many lives evicted blocks go to a host tier, which may be smaller or larger than the pool.
         tiered = seed % 7 < 3 and not self.states.num_blocks
         self.cache = FakeCache(blocks, block_size, random.Random(seed).randint(1, 48) if tiered else 0)
         self.context = DynamicInferenceContext(self.config, self.cache, self.states, lambda: self.now)
@@ -176,7 +176,7 @@ class World:
         self.added |= {each.key for each in group}
 
     def next_turn(self) -> list[int]:
-        """What an ended sample said, sometimes without its last tokens, and something more."""
+        """Return the tokens of a finished sample, sometimes without the last ones, and some more tokens."""
         merged = self.ended[self.random.choice(sorted(self.ended))].record.merge()
         said = [*merged.prompt_tokens, *merged.generated_tokens]
         said = said[: max(1, len(said) - self.random.choice([0, 0, 0, 1, 2]))]
@@ -214,9 +214,9 @@ class World:
         self.states.move(self.scheduler.allocator.states.take_moves())
 
     def compute(self, step: ScheduledStep) -> None:
-        """What attention would do: copy, write, and read back everything that is attended to."""
+        """Copy, write, and read back everything that is attended to, as attention would."""
         table, size = self.scheduler.table, self.config.advanced.block_size_tokens
-        # Of a block that is free, to be zeroed: what reads it afterwards is wrong.
+        # Free pages that must be zeroed get garbage here, so that a later read of them is detected.
         self.cache.content[self.scheduler.allocator.pages.poisoned] = GARBAGE
         self.scheduler.allocator.pages.poisoned.clear()
         self.cache.copy_blocks(step.copies)
@@ -245,7 +245,7 @@ class World:
         return self.context.allocator.pages.of_blocks(blocks)
 
     def recur(self, states: FakeStates, step: ScheduledStep) -> None:
-        """What recurrent layers would do: copy states, and go on from that of every earlier token, and of no other."""
+        """Copy states, and continue from the state after all earlier tokens and no other, as recurrent layers would."""
         table = self.scheduler.table
         states.move(step.state_moves)
         slots = table.state[step.rows]
@@ -320,7 +320,7 @@ class World:
 
     @property
     def way(self) -> int:
-        """By what a step computes KV now."""
+        """The number of the settings by which a step currently computes KV."""
         return 2 * self.updates + self.autocast
 
     def check(self) -> None:

@@ -158,7 +158,7 @@ ODD = {"hidden_size": 40, "intermediate_size": 50, "head_dim": 12, "num_key_valu
 
 
 def gradients(model: nn.Module, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Of a weighted sum of log-probs at the real tokens."""
+    """Return the gradients of a weighted sum of log-probs at the real tokens."""
     model.zero_grad()
     # Exact mode counts positions from the first real token; plain torch has to be told.
     given = {} if "forward" in vars(model) else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
@@ -260,7 +260,7 @@ def test_ratios_are_one_again_after_every_optimizer_step(dtype: torch.dtype) -> 
 
 
 def ratio_of(model: nn.Module, batch: RolloutBatch) -> Tensor:
-    """Of the response tokens."""
+    """Return the ratio at the response tokens."""
     logits = model(batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1]
     logprobs = logits.float().log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None])[..., 0]
     return (logprobs - batch.logprobs[:, 1:]).exp()[batch.response_mask[:, 1:]]

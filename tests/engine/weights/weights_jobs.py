@@ -61,7 +61,7 @@ def tokens(batch: Any) -> list[list[int]]:
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Of this rank's storage behind the parameters, each once."""
+    """Return the bytes of this rank's storage behind the parameters, each counted once."""
     storages = {}
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -238,7 +238,7 @@ def samples_in_the_policys_dtype(rank: int) -> tuple[Any, ...]:
 
 
 def samples_with_a_copy(rank: int) -> None:
-    """In another dtype, made anew after each update, on both ranks; the trainer's shards are never gathered."""
+    """Sample with a copy in another dtype, refreshed after each update; the trainer's shards are never gathered."""
     model, alone = sharded(make_model("llama")), make_model("llama")
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, alone)]
     with a_manager(model, inference_dtype="bfloat16") as rollout:

@@ -29,7 +29,7 @@ from tests.distributed.coordinator.core.routers import (
 
 
 class PlainRank:
-    """What the rules say about one rank, as lists."""
+    """The state of one rank by the rules, as lists."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -130,7 +130,7 @@ class Life:
         return self.random.choice(sorted(self.plain.ranks)) if self.plain.ranks else None
 
     def prompt(self) -> list[int]:
-        """Of one of three families, which share their first blocks; some have an own end."""
+        """Draw a prompt of one of three families, which share their first blocks; some have their own end."""
         family = 10 * self.random.randrange(3)
         depth = self.random.randrange(7)
         end = [1000 + self.random.randrange(50)] if self.random.random() < 0.3 else []
@@ -244,7 +244,7 @@ def test_whatever_happens_every_decision_is_the_plain_argmax() -> None:
 
 @pytest.mark.parametrize("as_groups", [True, False])
 def test_groups_that_arrive_at_once_are_prefilled_once(as_groups: bool) -> None:
-    """As one request of n, and as n requests that are sent one after the other before anybody has answered."""
+    """Send one request of n, or n requests one after the other before any rank has answered."""
     ranks, slots, n = 4, 256, 16
     router = make(*[0] * ranks, slots=slots)
     parts = 0
