@@ -35,9 +35,13 @@ COUNT = "import os, sys\nif len(sys.argv) > 1: os.sched_setaffinity(0, [int(sys.
 
 @contextmanager
 def busy(count: int, core: int | None = None) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """So many processes that do nothing but count, on one core or on any."""
+    """So many processes that do nothing but count, on one core or on any.
+
+    Each has a session of its own: Linux gives sessions, not processes, equal shares of a core, and a peer may have one.
+    """
     pinned = [] if core is None else [str(core)]
-    processes = [subprocess.Popen([sys.executable, "-c", COUNT, *pinned]) for _ in range(count)]
+    command = [sys.executable, "-c", COUNT, *pinned]
+    processes = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
     try:
         time.sleep(SETTLE_S)
         yield processes

@@ -74,8 +74,8 @@ class Busy:
         self._open_since: float | None = None
         rollout._rounds.backend.step = self._timed  # type: ignore[method-assign]
         samples = rollout._rounds.loop.samples
-        self._open, self._take = samples.open, samples.take
-        samples.open, samples.take = self._opened, self._taken  # type: ignore[method-assign]
+        self._complete, self._take = samples.completion, samples.take
+        samples.completion, samples.take = self._opened, self._taken  # type: ignore[method-assign]
 
     def _timed(self) -> Any:
         start = time.perf_counter()
@@ -84,10 +84,10 @@ class Busy:
         finally:
             self.steps_s += time.perf_counter() - start
 
-    def _opened(self, *args: Any) -> Any:
+    async def _opened(self, *args: Any, **named: Any) -> Any:
         if self._open_since is None:
             self._open_since = time.perf_counter()
-        return self._open(*args)
+        return await self._complete(*args, **named)
 
     def _taken(self, result: Any) -> Any:
         taken = self._take(result)
