@@ -1,7 +1,8 @@
 // Rows times rows: every product here is of the form out[m][n] = sum over k of a[m][k] * b[n][k].
 //
 // That is the layout of nn.Linear's weight and of the keys in the KV cache, so nothing is packed, and a weight update needs
-// no action. The order of a sum depends on k alone: a row's bits do not depend on its neighbours.
+// no action. The order of a sum depends on k alone: a row's bits do not depend on its neighbours. Long rows are multiplied in
+// pieces of k, so that what is used again stays in the first-level cache.
 
 #pragma once
 
@@ -16,11 +17,15 @@ constexpr int TILE_ROWS = 6;  // 6 x 4 sums, 4 of b and 1 of a: 29 of 32 registe
 constexpr int TILE_ROWS = 2;  // 2 x 4 sums, 4 of b and 1 of a: 13 of 16 registers
 #endif
 
-constexpr int64_t NEAR_BYTES = 2048;  // of a row of b, of which eight and the next eight fit into the first-level cache
+constexpr int64_t NEAR_BYTES = 2048;  // of a piece, at most: a tile of a, eight rows of b and the next eight fit into that cache
+constexpr int64_t QUADS = 2;          // times 4 rows of b that stay there with a tile of a
 
-// use(0) to use(M - 1) with constants as types: constant indices leave an array of sums in registers.
+// GCC keeps an array of sums in registers if all that touches it is one function with constant indices.
+#define INLINE __attribute__((always_inline))
+
+// use(0) to use(M - 1) with constants as types.
 template <typename Use, int... I>
-static inline void each_of(std::integer_sequence<int, I...>, Use&& use) {
+INLINE static inline void each_of(std::integer_sequence<int, I...>, Use&& use) {
     (use(std::integral_constant<int, I>{}), ...);
 }
 
@@ -34,15 +39,29 @@ static inline void in_register([[maybe_unused]] V& v) {
 #endif
 }
 
+// Sums [rows][QUADS][4] of a piece of k for the next one: one vector each, not yet added up across its lanes.
+struct Held {
+    float* sums = nullptr;
+    bool earlier = false, later = false;  // whether a piece was multiplied before, and another follows
+
+    static constexpr int64_t QUAD = 4 * LANES, ROW = QUADS * QUAD;
+    float* at(int64_t row, int64_t quad) const { return sums + row * ROW + quad * QUAD; }
+};
+
 // M rows of a against 4 rows of b; use(m, four sums). Prefetches in the first and the last two rows of b as many elements
 // ahead as `first` and `last` say; 0: nothing.
 template <int M, typename T, typename Use>
-__attribute__((always_inline)) static inline void tile(const T* a, int64_t a_stride, const T* const (&b)[4], int64_t depth, int64_t first, int64_t last,
-                                                       Use&& use) {
+INLINE static inline void tile(const T* a, int64_t a_stride, const T* const (&b)[4], int64_t depth, int64_t first, int64_t last,
+                               const Held& held, int64_t row, int64_t quad, Use&& use) {
     typedef Dot<T> D;
+    constexpr std::make_integer_sequence<int, M> ROWS_OF_A;
+    constexpr std::make_integer_sequence<int, 4> FOUR;
     vec sum[M][4];
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < 4; n++) sum[m][n] = vec{};
+    const auto each_sum = [&](auto&& use_sum) INLINE {
+        each_of(ROWS_OF_A, [&](auto m) INLINE { each_of(FOUR, [&](auto n) INLINE { use_sum(sum[m][n], m, n); }); });
+    };
+    if (held.earlier) each_sum([&](vec& one, int m, int n) INLINE { one = load(held.at(row + m, quad) + n * LANES); });
+    else each_sum([](vec& one, int, int) INLINE { one = vec{}; });
     int64_t k = 0;
     for (; k + D::STEP <= depth; k += D::STEP) {
         typename D::Operand y[4];
@@ -57,58 +76,69 @@ __attribute__((always_inline)) static inline void tile(const T* a, int64_t a_str
             for (int n = 0; n < 4; n++) sum[m][n] = D::add(sum[m][n], x, y[n]);
         }
     }
-    constexpr std::make_integer_sequence<int, M> ROWS_OF_A;
-    constexpr std::make_integer_sequence<int, 4> FOUR;
     if (k < depth) {
         typename D::Operand y[4];
-        each_of(FOUR, [&](auto n) { y[n] = D::take_first(b[n] + k, depth - k); });
-        each_of(ROWS_OF_A, [&](auto m) {
+        each_of(FOUR, [&](auto n) INLINE { y[n] = D::take_first(b[n] + k, depth - k); });
+        each_of(ROWS_OF_A, [&](auto m) INLINE {
             const typename D::Operand x = D::take_first(a + m * a_stride + k, depth - k);
-            each_of(FOUR, [&](auto n) { sum[m][n] = D::add(sum[m][n], x, y[n]); });
+            each_of(FOUR, [&](auto n) INLINE { sum[m][n] = D::add(sum[m][n], x, y[n]); });
         });
     }
-    each_of(ROWS_OF_A, [&](auto m) { use(m, sums(sum[m][0], sum[m][1], sum[m][2], sum[m][3])); });
+    if (held.later) each_sum([&](vec one, int m, int n) INLINE { store(held.at(row + m, quad) + n * LANES, one); });
+    else each_of(ROWS_OF_A, [&](auto m) INLINE { use(row + m, quad, sums(sum[m][0], sum[m][1], sum[m][2], sum[m][3])); });
 }
 
 // All `rows` rows of a against `quads` times 4 rows of b; use(row, quad, four sums). A tile of a is used for all quads
 // while it is cached. `ahead`: distance in elements to what comes next in b, 0: nothing. The first two tiles fetch half of it
 // each where all of it fits into the first-level cache, so that the memory works while more than one tile is multiplied.
 template <typename T, typename Use>
-__attribute__((always_inline)) static inline void tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (*b)[4], int64_t quads, int64_t depth,
-                         int64_t ahead, Use&& use) {
+INLINE static inline void tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (*b)[4], int64_t quads, int64_t depth,
+                                int64_t ahead, const Held& held, Use&& use) {
     const bool halves = rows > TILE_ROWS && depth * static_cast<int64_t>(sizeof(T)) <= NEAR_BYTES;
     int64_t row = 0, first = ahead, last = halves ? 0 : ahead;
-    for (; row + TILE_ROWS <= rows; row += TILE_ROWS, last = halves ? first : 0, first = 0)
+    const auto some = [&](auto m) INLINE {
         for (int64_t q = 0; q < quads; q++)
-            tile<TILE_ROWS>(a + row * a_stride, a_stride, b[q], depth, first, last, [&](int m, vec4 v) { use(row + m, q, v); });
-    a += row * a_stride;
-    for (int64_t q = 0; q < quads; q++) {
-        const auto rest = [&](int m, vec4 v) { use(row + m, q, v); };
-        switch (rows - row) {
-            case 1: tile<1>(a, a_stride, b[q], depth, first, last, rest); break;
-            case 2: if constexpr (TILE_ROWS > 2) tile<2>(a, a_stride, b[q], depth, first, last, rest); break;
-            case 3: if constexpr (TILE_ROWS > 3) tile<3>(a, a_stride, b[q], depth, first, last, rest); break;
-            case 4: if constexpr (TILE_ROWS > 4) tile<4>(a, a_stride, b[q], depth, first, last, rest); break;
-            case 5: if constexpr (TILE_ROWS > 5) tile<5>(a, a_stride, b[q], depth, first, last, rest); break;
-        }
+            tile<decltype(m)::value>(a + row * a_stride, a_stride, b[q], depth, first, last, held, row, q, use);
+    };
+    for (; row + TILE_ROWS <= rows; row += TILE_ROWS, last = halves ? first : 0, first = 0) some(std::integral_constant<int, TILE_ROWS>{});
+    switch (rows - row) {
+        case 1: some(std::integral_constant<int, 1>{}); break;
+        case 2: if constexpr (TILE_ROWS > 2) some(std::integral_constant<int, 2>{}); break;
+        case 3: if constexpr (TILE_ROWS > 3) some(std::integral_constant<int, 3>{}); break;
+        case 4: if constexpr (TILE_ROWS > 4) some(std::integral_constant<int, 4>{}); break;
+        case 5: if constexpr (TILE_ROWS > 5) some(std::integral_constant<int, 5>{}); break;
     }
 }
 
 constexpr int64_t CACHED_BYTES = 1 << 19;  // of the second-level cache, for the rows of a that are reused
 constexpr int64_t CHUNK = 32;              // rows of b per job, at least
-constexpr int64_t QUADS = 2;               // times 4 rows of b that stay in the first-level cache with a tile of a
+
+// Elements of a piece of rows of `depth`; the last piece of a row may be shorter.
+template <typename T>
+static inline int64_t piece_of(int64_t depth) {
+    const int64_t most = NEAR_BYTES / static_cast<int64_t>(sizeof(T)), count = (depth + most - 1) / most;
+    return count < 2 ? depth : (depth / count + 63) / 64 * 64;
+}
 
 // use(row, n, four sums of n to n + 3, how many of them are real) for rows [first, first + count) of a and [begin, end) of b,
 // which has `columns`.
 template <typename T, typename Use>
 static inline void product(const T* a, int64_t first, int64_t count, const T* b, int64_t begin, int64_t end, int64_t columns,
                            int64_t depth, Use&& use) {
+    // A single tile uses nothing again, and reads on in memory.
+    const int64_t piece = count > TILE_ROWS ? piece_of<T>(depth) : depth;
+    Held held;
+    if (piece < depth) held.sums = team::scratch<float>(count * Held::ROW);
     for (int64_t n = begin; n < end; n += 4 * QUADS) {
-        const int64_t real = std::min(4 * QUADS, end - n), quads = (real + 3) / 4;
-        const T* rows_of_b[QUADS][4];
-        for (int64_t i = 0; i < 4 * quads; i++) rows_of_b[i / 4][i % 4] = b + (n + std::min(i, real - 1)) * depth;
-        tiles(a + first * depth, depth, count, rows_of_b, quads, depth, n + 8 * QUADS <= columns ? 4 * QUADS * depth : 0,
-              [&](int64_t row, int64_t q, vec4 v) { use(first + row, n + 4 * q, v, std::min<int64_t>(4, real - 4 * q)); });
+        const int64_t real = std::min(4 * QUADS, end - n), quads = (real + 3) / 4, ahead = n + 8 * QUADS <= columns ? 4 * QUADS * depth : 0;
+        for (int64_t k = 0; k < depth; k += piece) {
+            const T* rows_of_b[QUADS][4];
+            for (int64_t i = 0; i < 4 * quads; i++) rows_of_b[i / 4][i % 4] = b + (n + std::min(i, real - 1)) * depth + k;
+            held.earlier = k > 0;
+            held.later = k + piece < depth;
+            tiles(a + first * depth + k, depth, count, rows_of_b, quads, std::min(piece, depth - k), ahead, held,
+                  [&](int64_t row, int64_t q, vec4 v) { use(first + row, n + 4 * q, v, std::min<int64_t>(4, real - 4 * q)); });
+        }
     }
 }
 

@@ -256,12 +256,14 @@ class Crew {
     Place* place = nullptr;
 };
 
-// Scratch memory of the calling thread, valid until its next call.
+// Scratch memory of the calling thread, valid until its next call; begins with a cache line, which no vector then crosses.
 template <typename T>
 inline T* scratch(int64_t count) {
+    constexpr int64_t LINE = 64;
     static thread_local std::vector<T> memory;
+    count += LINE / static_cast<int64_t>(sizeof(T));
     if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
-    return memory.data();
+    return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.data()) + LINE - 1) / LINE * LINE);
 }
 
 }  // namespace team
