@@ -29,12 +29,12 @@ MAX_KEPT_TOKENS = 4096
 
 
 MAX_SALT = 1024
-"""Characters of a `cache_salt`."""
+"""The maximum number of characters of a `cache_salt`."""
 _SEPARATOR = "\0" * (MAX_SALT + 1)
 """Separates adapter and salt in a `prefix_share`. It is longer than any salt, so no salt can imitate an adapter's share."""
 
 LOGPROBS_MODES = ("processed", "raw", "tempered")
-"""Values of `logprobs_mode`."""
+"""The allowed values of `logprobs_mode`."""
 
 
 # --- structured output ---------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class PrefixCachingCoordinatorPolicy(StrEnum):
     LOAD_BALANCED = "load_balanced"
     """Largest share of free slots, ties to the lowest name."""
     ROUND_ROBIN = "round_robin"
-    """Ranks in turn, by name."""
+    """The ranks in turn, ordered by name."""
 
 
 class StalenessPolicy(StrEnum):

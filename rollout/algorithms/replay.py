@@ -142,7 +142,7 @@ class _Drawn(NamedTuple):
     places: Tensor
     """[M] flat indices of the tokens."""
     entries: Tensor
-    """[S'] indices into the ids."""
+    """[S'] index of each entry in `kept`'s ids."""
     token: Tensor
     """[S'] which of the M tokens an entry belongs to."""
     unrestricted: Tensor

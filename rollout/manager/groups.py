@@ -29,7 +29,7 @@ class Group:
     prompt: Hashable
     """The key of the prompt in the `LengthBook`; 0 after a restart."""
     key: bytes
-    """The key in the journal."""
+    """The group's key in the journal; empty without a journal."""
     results: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
 
 

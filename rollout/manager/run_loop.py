@@ -226,7 +226,7 @@ class RunLoop:
             self.take_ended()
 
     def sync_metrics(self) -> None:
-        """Update counters and gauges."""
+        """Update the manager's counters and gauges from the engine."""
         self._metrics.sync(self._local_samples(), len(self.groups))
 
     def _local_samples(self) -> int:

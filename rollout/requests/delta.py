@@ -48,7 +48,7 @@ class Column:
     types: frozenset[type]
     """Types of a value, sent as msgpack encodes it."""
     rule: str
-    """The description of the types."""
+    """The allowed types in words, for error messages."""
     join: Callable[[list[Any]], Any]
     """Joins the values of consecutive deltas that have one."""
     outlives_restart: bool = False
@@ -255,7 +255,7 @@ class DeltaJoin:
             self._columns.setdefault(name, []).append(value)
 
     def add_delta(self, delta: SampleDelta) -> None:
-        """Add a delta."""
+        """Add the tokens and columns of a delta."""
         self.add(delta.start, delta.prompt_version, delta.token_ids, delta.log_probs).append(delta.versions)
         for name in COLUMNS:
             self.put(name, getattr(delta, name))

@@ -67,7 +67,7 @@ class InferenceRequest:
     """The text of the prompt, if given as text."""
     sampling_params: SamplingParams = _DEFAULT_PARAMS
     prompt_tokens: list[int] = field(default_factory=list)
-    """[P] token ids."""
+    """[P] token ids of the prompt."""
     arrival_time: float = field(default_factory=time.time)
     status: Status = Status.WAITING_IN_QUEUE
     encoder_prompt: str | None = None
@@ -78,7 +78,7 @@ class InferenceRequest:
     generated_segments: list[str] | None = None
     generated_sequence_lengths: list[int] | None = None
     generated_tokens: list[int] = field(default_factory=list)
-    """[G] token ids."""
+    """[G] token ids that were generated."""
     prompt_log_probs: list[float] | None = None
     """[P-1] log-probs of prompt tokens 1 …; None until computed."""
     generated_log_probs: list[float] = field(default_factory=list)

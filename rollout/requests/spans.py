@@ -83,7 +83,7 @@ class VersionSpans:
         self._versions = [version + count for version in self._versions]
 
     def clear(self) -> None:
-        """Drop every position."""
+        """Remove all positions."""
         self._versions.clear()
         self._ends.clear()
 

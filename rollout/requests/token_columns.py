@@ -30,7 +30,7 @@ class KeptTokens:
     """
 
     ids: IntArray
-    """[sum of counts] int32."""
+    """[sum of counts] int32, the ids of all sets, one set after the other."""
     counts: IntArray
     """[G] int32, the size of each token's set."""
 
@@ -144,7 +144,7 @@ TopN = list[list[tuple[int, float]]]
 
 
 def pack_top_n(rows: TopN) -> bytes:
-    """Encode as one msgpack value."""
+    """Encode the top log-probs of tokens as one msgpack value."""
     packed: bytes = msgpack.packb(TOP_N.encode(rows))
     return packed
 

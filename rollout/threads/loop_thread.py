@@ -103,7 +103,7 @@ class LoopThread:
 
     @property
     def event_loop(self) -> asyncio.AbstractEventLoop:
-        """The loop itself."""
+        """The asyncio event loop of this thread."""
         return self._loop
 
     @property

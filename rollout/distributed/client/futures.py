@@ -333,7 +333,7 @@ class RequestStream:
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """Fail with an error."""
+        """Finish the stream with an error."""
         self.future.fail(error)
         if not self.future.cancelled():
             # The iteration raises the error, so asyncio need not log it.

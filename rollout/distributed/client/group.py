@@ -40,7 +40,7 @@ class OpenGroup:
     """
 
     request_id: int
-    """The client-side id."""
+    """The id that the client gave the request."""
     prompt: InitVar[str | bytes]
     params: SamplingParams
     """The caller's sampling parameters."""

@@ -45,7 +45,7 @@ class ScheduleFile:
         self._write(f'{head[:-1]}, "records": [', 0)
 
     def append(self, records: Sequence[ScheduleRecord]) -> None:
-        """Append records."""
+        """Append routing decisions to the file."""
         if records and self._path is not None:
             plain = [{name: getattr(record, name) for name in COLUMNS} for record in records]
             lines = ("," if self._count else "") + ",".join(f"\n{json.dumps(each)}" for each in plain)

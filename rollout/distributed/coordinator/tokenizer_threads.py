@@ -102,7 +102,7 @@ class TextWorker:
         self._threads = ThreadPoolExecutor(2, "coordinator-texts")
 
     def put(self, job: TextJob) -> None:
-        """Queue a job."""
+        """Queue a job for the threads."""
         self._threads.submit(self._work, job)
 
     def take_results(self) -> list[tuple[int, TextResult]]:

@@ -22,7 +22,7 @@ Judge = Callable[[list[bytes]], str | None]
 
 
 def agree(values: list[bytes]) -> str | None:
-    """Accept any values."""
+    """Accept any values of the ranks; the default judge."""
     return None
 
 

@@ -148,7 +148,7 @@ class Message:
     header: ClassVar[int]
     """The number of the message type on the wire."""
     way: ClassVar[str]
-    """Sender → receiver."""
+    """The direction of the message: sender → receiver."""
 
 
 MESSAGES: dict[int, type[Message]] = {}

@@ -25,7 +25,7 @@ class Submit(Message):
     """A new group of n samples of one prompt."""
 
     request_id: wire.Count
-    """Client-side id, which increases with every message."""
+    """The client's id of the request, which rises with every message."""
     prompt: wire.Prompt
     n: wire.Count
     params: wire.Blob
@@ -34,7 +34,7 @@ class Submit(Message):
     """The seed of the random streams; None: derived from the coordinator's seed and the order of arrival."""
     priority: wire.Priority = 0
     arrival_time: wire.OptionalSeconds = None
-    """Wall-clock time; None: now."""
+    """The time of arrival, in wall-clock seconds; None: now."""
     timeout_s: wire.OptionalSeconds = None
     """The deadline in seconds after arrival. None: no deadline while any rank is connected."""
     interval: wire.Count = 0
@@ -67,7 +67,7 @@ class Assign(Message):
     """The samples that one rank has to compute."""
 
     request_id: wire.Count
-    """Coordinator-side id."""
+    """The id that the coordinator gave the request."""
     attempt: wire.Count
     """Unique, increasing id of the assignment; reports with an older attempt are discarded."""
     indices: wire.Counts

@@ -47,7 +47,7 @@ class HostCache:
         self.clear()
 
     def clear(self) -> None:
-        """Forget every block."""
+        """Forget every block on the host."""
         self.unsettled = False
         self._free: list[int] = list(range(self.num_slots - 1, -1, -1))
         self.blocks: OrderedDict[int, HostBlock] = OrderedDict()

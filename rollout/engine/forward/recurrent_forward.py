@@ -24,7 +24,7 @@ class LengthGroup:
     members: IntArray
     """[B] index of each sequence in the step."""
     positions: IntArray
-    """[B, L] packed positions."""
+    """[B, L] packed positions that this forward computes."""
     rows: PagedRows
     """Rows of these positions."""
     columns: IntArray

@@ -78,7 +78,7 @@ class FusedForward:
         return self._given_up or self._why or bypassed(self._layout.device) or ""
 
     def give_up(self, why: str) -> None:
-        """Stop serving steps."""
+        """Serve no further steps, for the reason `why`."""
         self._given_up = why
         _log.warning("%s runs its own forward: %s; please report it", type(self._model).__name__, why)
 

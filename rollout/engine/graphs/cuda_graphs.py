@@ -100,7 +100,7 @@ class GraphedDecode:
 
     @property
     def captured(self) -> list[int]:
-        """Rows of each captured graph."""
+        """The number of rows of each captured graph."""
         return sorted(self._graphs)
 
     @property
@@ -171,7 +171,7 @@ class GraphedDecode:
         self._kernels.release()
 
     def give_up(self, why: str) -> None:
-        """Stop capturing and replaying."""
+        """Stop capturing and replaying, for the reason `why`."""
         self._given_up, self.why_not = True, why
         self.release()
         _log.warning(

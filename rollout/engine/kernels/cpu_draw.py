@@ -43,7 +43,7 @@ class Drawn(NamedTuple):
 
 
 class CpuDraw:
-    """The C++ sampling kernel."""
+    """The C++ kernel that draws tokens on a CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._draw = library.rollout_draw

@@ -27,7 +27,7 @@ class PagedRows:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """[R], positions per sequence."""
+        """[R], the number of positions of each sequence."""
         return np.diff(self.offsets)
 
     @property

@@ -189,13 +189,13 @@ _COMPILED = (torch.float32, torch.bfloat16)
 
 
 class _Strided(ctypes.Structure):
-    """`Strided` in cpu_tree_attention.h."""
+    """Mirror of the C++ struct `Strided` in cpu_tree_attention.h."""
 
     _fields_ = (("at", ctypes.c_void_p), ("head", ctypes.c_int64), ("row", ctypes.c_int64))
 
 
 class _Attention(ctypes.Structure):
-    """`tree::Attention` in cpu_tree_attention.h."""
+    """Mirror of the C++ struct `tree::Attention` in cpu_tree_attention.h."""
 
     _fields_ = (
         *((name, _Strided) for name in (

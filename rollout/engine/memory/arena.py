@@ -214,7 +214,7 @@ class _Range:
             self.mapped = 0
 
     def free(self) -> None:
-        """Return the addresses too."""
+        """Release the range's addresses, after its memory."""
         self.unmap()
         if self._reserved:
             self._memory.free(self._address, self._reserved)

@@ -57,7 +57,7 @@ class HostBlocks:
         self._stage = stage
         self._rows = max(1, limit // self._block_bytes)
         self._chunks: list[Tensor] = []
-        """Chunks [slots, width]."""
+        """Pieces of the host memory, each [slots, width]."""
 
     @property
     def num_slots(self) -> int:

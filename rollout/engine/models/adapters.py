@@ -51,9 +51,9 @@ class LoraLayer:
     """The low-rank update of one linear layer."""
 
     down: Tensor
-    """A, [r, in]."""
+    """The factor A of the update, [r, in]."""
     up: Tensor
-    """B, [out, r]."""
+    """The factor B of the update, [out, r]."""
     scaling: float
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ class PagedBatch:
     slots: Tensor
     """[B * P] int64, token slot (block * block_size + offset) of each of the forward's positions."""
     attention: PagedAttention
-    """The kernel, for this step."""
+    """The attention kernel with the rows of this step."""
     windows: Mapping[nn.Module, int | None]
     """Sliding windows of layers that do not pass one themselves."""
     write: CacheWrite = write_slots

@@ -81,7 +81,7 @@ class Family(ABC):
     """The way in which models of some types process images."""
 
     types: ClassVar[tuple[str, ...]] = ()
-    """`model_type` of the configurations."""
+    """The `model_type` of the configurations in this family."""
     images: tuple[str, ...] = (PIXELS,)
     """Names of the tensors of images; all or none of them must be given."""
     videos: tuple[str, ...] = ()

@@ -63,7 +63,7 @@ class FeatureCache:
         return made
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all embeddings."""
         self._kept.clear()
         self.bytes = 0
 

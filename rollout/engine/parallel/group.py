@@ -69,7 +69,7 @@ class TensorParallelGroup:
 
     @property
     def name(self) -> str:
-        """The name for messages."""
+        """The group's name in error messages."""
         return f"{self.kind} group of ranks {', '.join(map(str, self.ranks))}"
 
     def send(self, message: bytes) -> None:

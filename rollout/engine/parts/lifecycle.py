@@ -41,7 +41,7 @@ class Lifecycle:
             yield
 
     def moved(self) -> None:
-        """Call `on_move`."""
+        """Notify the listener `on_move` of a change."""
         if self.on_move is not None:
             self.on_move()
 

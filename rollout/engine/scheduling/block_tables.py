@@ -19,7 +19,7 @@ from rollout.requests.block_hash import chain_block_hashes, chain_root
 
 
 class BlockTables:
-    """Blocks of the active sequences."""
+    """The block tables of the active sequences."""
 
     def __init__(self, allocator: BlockAllocator, table: SequenceTable) -> None:
         self.allocator = allocator

@@ -182,7 +182,7 @@ class Sequence:
 
     @property
     def key(self) -> tuple[int, int]:
-        """(request_id, sample_index)."""
+        """The sample's identity: (request_id, sample_index)."""
         first = self.record.segments[0]
         return first.request_id, first.sample_index
 
@@ -203,7 +203,7 @@ class Sequence:
 
 
 rank = attrgetter("rank")
-"""`Sequence.rank`, as a sort key."""
+"""Sort key of sequences: their `rank`."""
 
 
 def insert(queue: list[Sequence], sequence: Sequence) -> None:
@@ -305,7 +305,7 @@ class SequenceTable:
         self.blocks[b] = self.blocks[a]
 
     def remove(self, sequence: Sequence) -> None:
-        """Free the sequence's row."""
+        """Free the row of a sequence."""
         self._free.append(sequence.row)
         sequence.row = NO_ROW
 

@@ -173,7 +173,7 @@ class _Post(NamedTuple):
         return cls(scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None))
 
     def __call__(self, output: Tensor) -> Tensor:
-        """Transform logits, in place."""
+        """Scale and cap the head's output, in place."""
         if self.scale != 1.0:
             output.mul_(self.scale)
         return output if self.cap is None else output.div_(self.cap).tanh_().mul_(self.cap)
@@ -195,7 +195,7 @@ class _Asked(NamedTuple):
     states: Tensor
     """int64 [U]: index of each hidden state in the head's input."""
     temperature: Tensor | None
-    """float64 [U]; None: 1."""
+    """float64 [U]: divisor of each state's logits; None: 1."""
     owners: Tensor
     """int64 [E]: the state of each single logit."""
     ids: Tensor

@@ -31,7 +31,7 @@ class Packing:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """The number of tokens of the longest sequence."""
         return int(np.diff(self.starts).max(initial=0))
 
     def rectangles(self) -> Iterator[tuple[Tensor, Tensor]]:

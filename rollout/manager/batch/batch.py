@@ -212,7 +212,7 @@ class RolloutBatch:
 
     @property
     def num_groups(self) -> int:
-        """The number of prompts."""
+        """The number of groups, one per prompt."""
         return sum(1 for _ in self.groups())
 
     def groups(self) -> Iterator[tuple[int, slice]]:

@@ -22,7 +22,7 @@ class StepResult:
     observation: str | Sequence[int] = ()
     """Appended to the history after the completion. Text is tokenised without special tokens. It is never trained on."""
     reward: float = 0.0
-    """Added to the episode's reward."""
+    """A number that is added to the episode's reward."""
     done: bool = False
     """Whether the episode is over."""
 

@@ -73,7 +73,7 @@ class Episode:
 
     @property
     def turns(self) -> list[DynamicInferenceRequest]:
-        """See the class."""
+        """Finished completions in the order of their requests."""
         return [turn for _, turn in sorted(self._turns.items())]
 
     @property

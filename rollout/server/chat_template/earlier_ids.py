@@ -66,7 +66,7 @@ class EarlierReply:
     """A reply of the conversation whose token ids are reused."""
 
     index: int
-    """The index of its message."""
+    """The index of the reply's message in the conversation."""
     prompt_token_ids: list[int]
     """Token ids of the prompt before it."""
     token_ids: list[int]

@@ -30,7 +30,7 @@ from rollout.server.serving import Serving
 
 
 def add_chat_routes(app: FastAPI, serving: Serving) -> None:
-    """Register the routes."""
+    """Register the routes of chat completions."""
 
     def add(path: str, model: type[ChatRequest]) -> None:
         @app.post(

@@ -29,7 +29,7 @@ from rollout.server.serving import Serving
 
 
 def add_completion_routes(app: FastAPI, serving: Serving) -> None:
-    """Register the route."""
+    """Register the route of completions."""
     tokenizer = copy.deepcopy(serving.llm.tokenizer)
     reader = None if tokenizer is None else PromptTokenizer(tokenizer, lambda: serving.llm.max_sequence_length)
 

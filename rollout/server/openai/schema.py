@@ -25,13 +25,13 @@ from rollout.server.bodies import Body
 from rollout.server.errors import bad_request, describe
 
 MAX_N = 128
-"""Maximum samples per prompt."""
+"""The maximum number of samples per prompt."""
 MAX_PROMPTS = 2048
-"""Maximum prompts per completion request."""
+"""The maximum number of prompts per completion request."""
 MAX_STOPS = 64
 """Maximum stop strings, and maximum stop token ids, per request."""
 MAX_BIASES = 4096
-"""Maximum entries of `logit_bias`."""
+"""The maximum number of entries of `logit_bias`."""
 COMPLETION_MAX_TOKENS = 16
 """Default `max_tokens` of a completion; a chat's default is the remaining sequence length."""
 INT32 = 2**31 - 1

@@ -94,7 +94,7 @@ class TokenizeRequest(TemplateFields):
 
 
 def add_token_routes(app: FastAPI, serving: Serving) -> None:
-    """Register the routes."""
+    """Register the routes of token ids."""
     names = TokenIdNames(serving.llm.tokenizer)
     tokenizer = copy.deepcopy(serving.llm.tokenizer)
 

@@ -56,9 +56,9 @@ class ClientPeer(Peer):
     requests: dict[int, OpenRequest] = field(default_factory=dict)
     """Open requests by client-side id."""
     stretches: list[Stretch] = field(default_factory=list)
-    """Stretches of its next `Update`."""
+    """Stretches of the client's next `Update`."""
     stretch_bytes: int = 0
-    """Approximate size of these stretches."""
+    """The approximate size of these stretches, in bytes."""
 
 
 @dataclass(eq=False, slots=True)
