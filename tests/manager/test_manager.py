@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.config import InferenceConfig
 from rollout.engine.parts.holds import COORDINATOR, HoldLevel
 from rollout.errors import (
     ConfigError,
