@@ -6,6 +6,7 @@ import gc
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
@@ -63,8 +64,5 @@ def nothing_is_left_switched_on() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """One for all tests of several ranks: importing what a rank needs takes seconds."""
-    nursery = Nursery()
-    try:
+    with closing(Nursery()) as nursery:
         yield nursery
-    finally:
-        nursery.close()

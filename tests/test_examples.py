@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,8 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
     """One of its own: what examples import is more than what ranks do."""
-    nursery = Nursery("tests.example_imports")
-    try:
+    with closing(Nursery("tests.example_imports")) as nursery:
         yield nursery
-    finally:
-        nursery.close()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

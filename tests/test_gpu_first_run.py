@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.gpu_first_run import __main__ as first_run
-from tests.gpu_first_run.findings import Run
-from tests.gpu_first_run.gpu_tests import ROOT, gpu_tests
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:transformers"),
@@ -48,38 +45,12 @@ def test_a_stage_that_fails_is_a_finding_and_the_next_one_runs(tmp_path: Path) -
 
 
 def test_the_calls_of_the_documentation_have_all_stages_and_time_for_them() -> None:
-    text = (ROOT / "docs" / "how-to" / "testing.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "docs" / "how-to" / "testing.md").read_text(encoding="utf-8")
     calls = [line.split()[3:] for line in text.splitlines() if "tests.gpu_first_run" in line and "--seconds" in line]
     stages = [[word for word in call[: call.index("--out")] if word in first_run.LIMITS] for call in calls]
     assert sorted(name for chosen in stages for name in chosen) == sorted(first_run.LIMITS)
     for call, chosen in zip(calls, stages, strict=True):
         assert sum(first_run.LIMITS[name] for name in chosen) <= float(call[call.index("--seconds") + 1])
-
-
-TESTS = """
-import pytest
-@pytest.mark.gpu
-def test_that_passes(): pass
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", ["a b"])
-def test_that_fails(case): assert case == "c"
-@pytest.mark.gpu
-@pytest.mark.whole_device
-def test_that_needs_all_of_it(): pass
-def test_for_a_cpu(): assert False
-"""
-
-
-def test_the_tests_for_a_gpu_are_a_stage_and_those_that_fill_it_run_alone(tmp_path: Path) -> None:
-    file = tmp_path / "test_some.py"
-    file.write_text(TESTS, encoding="utf-8")
-    with pytest.raises(AssertionError, match="1 tests failed"):
-        gpu_tests(Run(torch.device("cpu"), tmp_path, ("tiny",), str(file), workers=1))
-    together, alone = findings(tmp_path)
-    assert (together["passed"], together["failed"], alone["passed"], alone["which_failed"]) == (1, 1, 1, [])
-    (name,) = together["which_failed"]
-    assert name.endswith("test_some.py::test_that_fails[a b]")
-    assert "assert 'a b' == 'c'" in (tmp_path / "tests-together.txt").read_text(encoding="utf-8")
 
 
 STAGE = """

@@ -25,14 +25,12 @@ import torch
 
 from tests.gpu_first_run import exactness, memory, speed
 from tests.gpu_first_run.findings import FINDINGS, SHAPES, Run, say
-from tests.gpu_first_run.gpu_tests import gpu_tests
 
 STAGES: dict[str, Callable[[Run], None]] = {
-    "tests": gpu_tests, "kernels": exactness.kernels, "truth": exactness.truth, "memory": memory.memory,
-    "speed": speed.speed,
+    "kernels": exactness.kernels, "truth": exactness.truth, "memory": memory.memory, "speed": speed.speed,
 }  # fmt: skip
 
-LIMITS = {"tests": 540, "kernels": 150, "truth": 200, "memory": 120, "speed": 270}
+LIMITS = {"kernels": 150, "truth": 200, "memory": 120, "speed": 270}
 """Names of the stages in a good order, and the seconds that each may take of a GPU's time, imports included."""
 GRACE_S = 20.0
 """Seconds that a stage gets to report what it has found, once its time is over."""
@@ -47,8 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--device", type=torch.device, default=torch.device("cuda", 0))
     add("--sizes", default="0.6b,8b", help=f"of the models, of {', '.join(SHAPES)}")
     add("--seconds", type=float, default=math.inf, help="for all stages; what is not done then is not run")
-    add("--tests", default="tests/engine", help="folder or file of the stage tests")
-    add("--workers", type=int, default=8, help="processes of the stage tests")
     add("--here", action="store_true", help="run in this process, in which a hang or a lost device ends the run")
     options = parser.parse_args(arguments)
     names = options.stages or list(LIMITS)
@@ -61,11 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device.type == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device {options.device}: torch sees no CUDA device; a CPU runs all stages but kernels")
     options.out.mkdir(parents=True, exist_ok=True)
-    run = Run(options.device, options.out, sizes, options.tests, options.workers)
+    run = Run(options.device, options.out, sizes)
     if options.here:
         return sum(not _succeeds(run, name) for name in names)
-    passed = ["--out", str(options.out), "--device", str(options.device), "--sizes", options.sizes,
-              "--tests", options.tests, "--workers", str(options.workers), "--here"]  # fmt: skip
+    passed = ["--out", str(options.out), "--device", str(options.device), "--sizes", options.sizes, "--here"]
     end = time.monotonic() + options.seconds
     command = [sys.executable, "-m", "tests.gpu_first_run"]
     failed = 0

@@ -37,18 +37,11 @@ SPREAD = 5.0
 
 @dataclass(eq=False)
 class Run:
-    """One call of the script.
-
-    Attributes:
-        tests: folder or file of the tests for a GPU.
-        workers: processes that run them.
-    """
+    """One call of the script."""
 
     device: torch.device
     out: Path
     sizes: tuple[str, ...]
-    tests: str = "tests"
-    workers: int = 8
 
     @property
     def cuda(self) -> bool:
