@@ -126,10 +126,8 @@ class TileFamily(Family):
         for index, tile in enumerate(pixels):
             # Processors pad a batch with tiles of zeros, which the model skips.
             if tile.any():
-                yield {PIXELS: tile} | ({} if mask is None else {"pixel_attention_mask": mask[index]}), count
-
-    def _tower_inputs(self, item: ImageItem) -> dict[str, Tensor]:
-        return {name: value[None, None] for name, value in item.inputs.items()}
+                masked = {} if mask is None else {"pixel_attention_mask": mask[index][None, None]}
+                yield {PIXELS: tile[None, None]} | masked, count
 
 
 class PooledFamily(Family):

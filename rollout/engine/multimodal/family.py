@@ -123,7 +123,7 @@ class Family(ABC):
 
         The caller has gradients and training behaviour off.
         """
-        inputs = {name: value.to(device) for name, value in self._tower_inputs(item).items()}
+        inputs = {name: value.to(device) for name, value in item.inputs.items()}
         name = "get_video_features" if item.video else "get_image_features"
         output = getattr(self.model, name)(**inputs, return_dict=True)
         pooled = _joined(getattr(output, "pooler_output", output))
@@ -170,9 +170,6 @@ class Family(ABC):
     def _wrong_shapes(self, tensors: Mapping[str, Tensor], rule: str) -> InvalidRequestError:
         shown = [f"{name} of shape {list(tensors[name].shape)}" for name in self.tensors if name in tensors]
         return InvalidRequestError(f"{', '.join(shown)}: must be {rule}")
-
-    def _tower_inputs(self, item: ImageItem) -> dict[str, Tensor]:
-        return item.inputs
 
 
 def module_with(model: nn.Module, name: str) -> Any:
