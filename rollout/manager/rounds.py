@@ -201,9 +201,6 @@ class Rounds:
             return self.engine.holds.release(*holders)
         with self.metrics.phase("resume"), interrupt_deferred():
             move = self.engine.holds.release(*holders)
-            if not self._suspended():
-                # Otherwise the time of the copies would count as generating.
-                self.engine.parts.control.wait_until_restored()
         if not self._suspended():
             self.metrics.resumed(move)
         return move

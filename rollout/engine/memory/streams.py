@@ -23,7 +23,7 @@ def wait_for_steps(device: torch.device) -> None:
 
 
 class StreamOrder:
-    """Orders steps after callers' work, such as new weights or the KV that a resume copies back.
+    """Orders steps after callers' work, such as new weights.
 
     Attributes:
         stream: returns the calling thread's current stream; None: the device has no streams, and nothing has to wait.
@@ -46,11 +46,6 @@ class StreamOrder:
         for mark in self._marks:
             self.stream().wait_event(mark)
         self._marks.clear()
-
-    def wait(self) -> None:
-        """Block the host until everything marked since the last `follow` is done."""
-        for mark in self._marks:
-            mark.synchronize()
 
     def settle(self) -> None:
         """Block the host until all work that engines have queued on any stream is done."""

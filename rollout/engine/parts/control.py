@@ -88,22 +88,14 @@ class EngineControl:
         return self._signal(ControlSignal.SUSPEND, act) or MemoryMove()
 
     def resume(self) -> MemoryMove:
-        """Restore the KV cache on the device; the engine is PAUSED afterwards.
-
-        On CUDA copies may continue after this: the next step waits for them, and so does `wait_until_restored`.
-        """
+        """Restore the KV cache on the device, and wait for the copies; the engine is PAUSED afterwards."""
 
         def act() -> MemoryMove:
             move = self._context.resume()
-            self._controller.runner.order.mark()
+            self._controller.runner.order.settle()
             return move
 
         return self._signal(ControlSignal.RESUME, act) or MemoryMove()
-
-    def wait_until_restored(self) -> None:
-        """Block until the copies of a `resume` have finished."""
-        with self._lifecycle.locked():
-            self._controller.runner.order.wait()
 
     def stop(self) -> list[DynamicInferenceRequestRecord]:
         """Stop the engine. Every unfinished request fails; returns all records not returned yet."""
