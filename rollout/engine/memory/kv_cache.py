@@ -82,14 +82,11 @@ class KVCache(BlockPool):
         super().__init__(widths, num_blocks, dtype, device, memory)
 
     @property
-    def route_bytes(self) -> int:
-        """Bytes of expert routes in a block; part of `block_bytes`."""
-        return 0 if self.routes is None else self.routes.block_bytes(self.block_size, self.dtype)
-
-    @property
     def route_device_bytes(self) -> int:
         """Bytes of expert routes on the device now."""
-        return self.num_blocks * self.route_bytes if self.on_device else 0
+        if self.routes is None or not self.on_device:
+            return 0
+        return self.num_blocks * self.routes.block_bytes(self.block_size, self.dtype)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a layer's K [num_blocks, block_size, Hkv, D] and V [num_blocks, block_size, Hkv, Dv], contiguous."""

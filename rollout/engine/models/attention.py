@@ -238,7 +238,8 @@ class Installation:
             own = getattr(config, _IMPLEMENTATION_FIELD)
             stack.callback(setattr, config, _IMPLEMENTATION_FIELD, own)
             setattr(config, _IMPLEMENTATION_FIELD, _Switched.of(own, self._implementation))
-        if any(_is_compiled(module) for module in self._modules):
+        # `model.compile()`, or a wrapper of torch.compile (accelerate's regions).
+        if any(each._compiled_call_impl is not None or "_orig_mod" in each._modules for each in self._modules):
             # Dynamo would break the graph in every layer and compile for every shape.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(in_eval_mode(self._modules))
@@ -280,11 +281,6 @@ class _Switched(str):
 _IMPLEMENTATION_FIELD = "_attn_implementation_internal"
 _TOWERS = ("vision_config", "audio_config")
 """Fields of a configuration that describe modules outside the decoder."""
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether `module.compile()` was called, or it is a wrapper of torch.compile (accelerate's regions)."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 @contextmanager

@@ -128,14 +128,10 @@ def bypassed(device: torch.device) -> str | None:
         return "autocast is on"
     if has_global_hooks():
         return "torch has hooks on every module"
-    return "a torch dispatch or function mode is active" if _torch_mode_active() else None
-
-
-def _torch_mode_active() -> bool:
-    """Return whether a torch dispatch or function mode is active, device contexts excepted."""
     count, at = torch._C._len_torch_function_stack(), torch._C._get_function_stack_at
-    modes = (at(index) for index in range(count))
-    return bool(torch._C._len_torch_dispatch_stack()) or any(type(mode) is not DeviceContext for mode in modes)
+    # Device contexts excepted.
+    modes = any(type(at(index)) is not DeviceContext for index in range(count))
+    return "a torch dispatch or function mode is active" if modes or torch._C._len_torch_dispatch_stack() else None
 
 
 def foreign_part(model: nn.Module, attention_layers: Iterable[nn.Module]) -> str | None:

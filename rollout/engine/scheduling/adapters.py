@@ -39,13 +39,10 @@ def variant_of(layers: list[Any]) -> Variant:
 
 def described(variant: Variant) -> str:
     """Return the names of the adapters in a variant, for messages."""
-    layers = (variant,) if variant and _is_pair(variant[0]) else variant
+    # A pair of a name and a scaling, or the pairs of one layer.
+    layers = (variant,) if variant and variant[0] and isinstance(variant[0][0], str) else variant
     names = dict.fromkeys(name for layer in layers for name, _ in layer)
     return ", ".join(map(repr, names)) or "none"
-
-
-def _is_pair(entry: Variant) -> bool:
-    return bool(entry) and isinstance(entry[0], str)
 
 
 def _has_switches(module: nn.Module) -> bool:
