@@ -21,7 +21,6 @@ Answer = Callable[["FakeCoordinator", bytes, Message], object]
 def welcome(**changes: Any) -> ConnectAck:
     """A handshake's answer, with heartbeats too rare to matter."""
     values = {
-        "instance": "life-1",
         "state": "running",
         "policy_version": 0,
         "heartbeat_interval_s": 100.0,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import resource
 import select
 import signal
@@ -138,7 +137,7 @@ class DataParallelInferenceCoordinator:
             )
         self._config = config
         self._keys = keys
-        self._core = CoordinatorCore(config, os.urandom(8).hex())
+        self._core = CoordinatorCore(config)
         self._codec = TextCodec(config.tokenizer)
         self._texts = TextWorker(self._codec, self._wake)
         self._wake_end, self._woken = socket.socketpair()

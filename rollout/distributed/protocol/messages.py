@@ -163,8 +163,6 @@ class Connect(Message):
 class ConnectAck(Message):
     """The handshake reply to a client: state of the job and heartbeat intervals."""
 
-    instance: wire.Name
-    """Unique id of this run of the coordinator."""
     state: wire.CoordinatorStateName
     policy_version: wire.Count
     heartbeat_interval_s: wire.Seconds
@@ -192,7 +190,6 @@ class Register(Message):
 class RegisterAck(Message):
     """The handshake reply to a rank: state and version to reach before any work. A `Command` follows for each step."""
 
-    instance: wire.Name
     state: wire.CoordinatorStateName
     policy_version: wire.Count
     heartbeat_interval_s: wire.Seconds

@@ -51,7 +51,7 @@ class Job:
     def __init__(self, **options: Any) -> None:
         options = {"block_size_tokens": BLOCK, "heartbeat_timeout_s": 10.0} | options
         self.config = coordinator_config(**options)
-        self.core = CoordinatorCore(self.config, "this life")
+        self.core = CoordinatorCore(self.config)
         self.now = 0.0
         self.lines: dict[bytes, Line] = {}
         self._members: dict[str, int] = {}

@@ -115,7 +115,7 @@ class World:
             prefix_caching_coordinator_policy=rng.choice(list(PrefixCachingCoordinatorPolicy)),
             tokenizer="made up" if rng.random() < 0.2 else None,
         )
-        self.core = CoordinatorCore(self.config, "simulated")
+        self.core = CoordinatorCore(self.config)
         self.core.sessions.max_rank_losses = rng.choice([1, 3, 1000])
         router = self.core.dispatcher.router
         router._alpha, router._max_hashes = rng.choice([0.5, 0.5, 0.1, 1.0]), rng.choice([1 << 10, 1 << 10, 6])

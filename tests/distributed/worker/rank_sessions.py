@@ -40,7 +40,7 @@ def assign(prompt: list[int], params: SamplingParams, *, attempt: int = 1, **cha
 
 
 def welcome(state: str = "running", version: int = 0) -> RegisterAck:
-    return RegisterAck("life", state, version, 1.0, 30.0)
+    return RegisterAck(state, version, 1.0, 30.0)
 
 
 class Rank:

@@ -26,7 +26,7 @@ class Coordinator(FakeCoordinator):
     """Welcomes ranks with what `ack` says; None: does not answer."""
 
     def __init__(self, **ack: Any) -> None:
-        self.ack: wire.RegisterAck | wire.Refused | None = wire.RegisterAck("life", "running", 0, 100.0, 1000.0)
+        self.ack: wire.RegisterAck | wire.Refused | None = wire.RegisterAck("running", 0, 100.0, 1000.0)
         for name, value in ack.items():
             setattr(self.ack, name, value)
         self.ranks: list[bytes] = []

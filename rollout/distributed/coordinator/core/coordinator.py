@@ -34,23 +34,16 @@ from rollout.state import ControlSignal, CoordinatorState, EngineState
 
 
 class CoordinatorCore:
-    """The router of clients' requests to ranks, and of control calls to engines.
+    """The router of clients' requests to ranks, and of control calls to engines."""
 
-    Args:
-        instance: unique id of this run of the coordinator.
-    """
-
-    def __init__(self, config: CoordinatorConfig, instance: str) -> None:
+    def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
-        self.instance = instance
         self.peers = Peers()
         self.control = ControlPlane(self.peers, self._engines_stopped)
         self.barriers = Barriers(self.peers, config.data_parallel_size)
         self.dispatcher = Dispatcher(config, self.peers)
         self.requests = RequestTable(config, self.peers, self.dispatcher)
-        self.sessions = Sessions(
-            config, instance, self.peers, self.control, self.barriers, self.dispatcher, self.requests
-        )
+        self.sessions = Sessions(config, self.peers, self.control, self.barriers, self.dispatcher, self.requests)
         self._shut_down = False
         self._now = 0.0
 
@@ -228,7 +221,6 @@ class CoordinatorCore:
         open_requests = list(self.requests)
         latencies = [pair for rank in self.peers.ranks.values() for pair in rank.latencies]
         return {
-            "instance": self.instance,
             "state": self.control.state.value,
             "policy_version": self.control.policy_version,
             "queued_samples": sum(len(each.queued) for each in open_requests),

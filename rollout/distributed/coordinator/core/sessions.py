@@ -26,16 +26,11 @@ request may be the cause."""
 
 
 class Sessions:
-    """The handshakes and ends of the sessions in `Peers`.
-
-    Args:
-        instance: unique id of this run of the coordinator.
-    """
+    """The handshakes and ends of the sessions in `Peers`."""
 
     def __init__(
         self,
         config: CoordinatorConfig,
-        instance: str,
         peers: Peers,
         control: ControlPlane,
         barriers: Barriers,
@@ -43,7 +38,6 @@ class Sessions:
         requests: RequestTable,
     ) -> None:
         self._config = config
-        self._instance = instance
         self._peers = peers
         self._control = control
         self._barriers = barriers
@@ -109,11 +103,11 @@ class Sessions:
         self._control.policy_version = max(self._control.policy_version, rank.policy_version)
         self._peers.say(rank, wire.RegisterAck(*self._terms()))
 
-    def _terms(self) -> tuple[str, str, int, float, float]:
+    def _terms(self) -> tuple[str, int, float, float]:
         """Return the first fields of `ConnectAck` and `RegisterAck`."""
         config, control = self._config, self._control
         return (
-            self._instance, control.state.value, control.policy_version, config.advanced.heartbeat_interval_s,
+            control.state.value, control.policy_version, config.advanced.heartbeat_interval_s,
             config.advanced.heartbeat_timeout_s,
         )  # fmt: skip
 

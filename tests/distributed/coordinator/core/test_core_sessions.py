@@ -204,7 +204,6 @@ def test_the_status_says_how_things_stand():
         "assigned_samples": 3, "running": 1, "waiting": 2, "tokens": 0,
     }  # fmt: skip
     assert table == {
-        "instance": "this life",
         "state": "running",
         "policy_version": 0,
         "queued_samples": 2,

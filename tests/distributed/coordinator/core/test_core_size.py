@@ -14,7 +14,7 @@ from tests.distributed.coordinator.job import BLOCK, Job, int32, lose, stretch
 
 def update_sizes(fill: Callable[[wire.Assign, int], wire.Message]) -> list[int]:
     """Frame lengths of the updates of one turn with so much to tell that it does not fit into one."""
-    core = CoordinatorCore(Job().config, "x")
+    core = CoordinatorCore(Job().config)
     core.receive(b"client", 0, wire.Connect(wire.PROTOCOL_VERSION, "client"), 0.0)
     core.receive(b"rank", 0, wire.Register(wire.PROTOCOL_VERSION, "rank", 4096, BLOCK, "running", 0), 0.0)
     core.receive(b"rank", 1, wire.EngineMoved("running", 0), 0.0)
