@@ -1,8 +1,8 @@
 """Each prompt trained once: the trainer's forward and backward over the prefix tree of a batch.
 
-    attach(model) the model's attention also takes trees; everything else as before packed = batch.tree()
-    common prefixes once, every continuation behind them logprobs = batch.logprobs_of(model, packed)   [N, T], like
-    batch.logprobs: the loss is defined on the batch's rows
+    attach(model)                                  the model's attention also takes trees; everything else as before
+    packed = batch.tree()                          common prefixes once, every continuation after them
+    logprobs = batch.logprobs_of(model, packed)    [N, T], like batch.logprobs: the loss is defined on the batch's rows
 
 Log-probs and gradients equal the padded batch's; the prompt is computed once for all of its samples. Works with
 gradient checkpointing, autocast, DDP, FSDP2 and PEFT, in a loop of one's own, with accelerate, and in the `compute_loss` of

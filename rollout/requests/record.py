@@ -157,8 +157,7 @@ class DynamicInferenceRequestRecord:
 
         From the first segment: id, prompt and its log-probs, budget, block hashes. Concatenated: tokens, log-probs,
         top-n, kept tokens, values, tpot, events, routing indices. From the last segment: status, finish reason, versions.
-        Time to
-        first token and prompt log-probs come from the first segment that has them.
+        Time to first token and prompt log-probs come from the first segment that has them.
 
         Raises:
             ValueError: a segment has log-probs or kept tokens for only some of its tokens.

@@ -1,8 +1,10 @@
 """Builds the ASGI application over one LLM: routes and OpenAPI description.
 
-/v1/chat/completions  /v1/completions  /v1/models      OpenAI's API, with additional fields /inference/v1/generate  /tokenize
-token ids in and out, as in vLLM /health  /ping                                         for monitoring; require no key
-/metrics  /docs  /openapi.json /pause  /resume  /update_weights  …                    only if `ServerConfig.admin` is on
+- /v1/chat/completions  /v1/completions  /v1/models    OpenAI's API, with additional fields
+- /inference/v1/generate  /tokenize                    token ids in and out, as in vLLM
+- /health  /ping                                       for monitoring; these require no key
+- /metrics  /docs  /openapi.json                       for Prometheus; a page of all routes, and its source
+- /pause  /resume  /update_weights  …                  only if `ServerConfig.admin` is on
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A rank of a coordinator: connects an engine, steps it, applies messages at step boundaries, and reports results.
 
-    loop thread     socket I/O; heartbeats continue while the engine steps or suspends apply thread    applies messages at
-    the next step boundary, even while the training loop is busy
+    loop thread     socket I/O; heartbeats continue while the engine steps or suspends
+    apply thread    applies messages at the next step boundary, even while the training loop is busy
 
 Always true: a session is used only under the engine's lock; nothing of an ended session is sent, messages for it are
 dropped, and its samples are aborted, because the coordinator assigns them to another rank.

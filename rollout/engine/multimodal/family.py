@@ -43,8 +43,8 @@ class StepImages:
     """Changes that the images of a step's sequences make in its forward; P packed positions.
 
     Attributes:
-        index: [I] packed positions of the image embeddings. embeddings: [I, hidden], then the embeddings added after the
-            first decoder layers, if any. Empty: there are no embeddings.
+        index: [I] packed positions of the image embeddings.
+        embeddings: [I, hidden], then any embeddings added after the first decoder layers. Empty: there are none.
         positions: [P], or [4, P] (place in the sequence, time, height, width) where the last three differ.
         seen: [P] last position that each attends to; None: its own.
     """

@@ -237,8 +237,8 @@ class SequenceTable:
         blocks: [S, B] block table, padded with `NO_BLOCK`.
         num_blocks: [S].
         state: [S], slot of its recurrent states, or `NO_SLOT`: there are none, or it has computed nothing yet.
-        trail: [S], the last block after which a decode kept a snapshot of the state, or `NO_BLOCK`. chain: [S] int64, hash
-            of the last complete block registered or matched.
+        trail: [S], the last block after which a decode kept a snapshot of the state, or `NO_BLOCK`.
+        chain: [S] int64, hash of the last complete block registered or matched.
         chained: [S], number of leading blocks that `chain` covers.
         position_shift: [S], added to a position after the prompt for its rotary position (images).
         current: [S] bool, a new request would compute the same KV now (same weights, variant and forward).

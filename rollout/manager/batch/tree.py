@@ -129,8 +129,8 @@ def pack_tree(
 
     Args:
         input_ids: int64 [N, T], padded anywhere.
-        real: bool [N, T], False on padding. wanted: bool [N, T]: tokens whose log-probs will be requested; a row's first
-            token has none and is left out.
+        real: bool [N, T], False on padding.
+        wanted: bool [N, T], tokens whose log-probs will be requested; a row's first token has none and is left out.
         rows: int64 [N]: the rows' numbers in a larger batch; None: from 0.
         routed_experts: int16 [N, W, layers, k] of the tokens of each row from its first on, W at least their number. Rows
             share a prefix as long as its tokens and their experts are the same.
