@@ -63,7 +63,7 @@ class ServeOptions:
     server: OmitArgPrefixes[ServerConfig]
     engine: OmitArgPrefixes[InferenceConfig]
     coordinator: CoordinatorConfig
-    """Prefixed, because the engine and the server have options of the same name."""
+    """Options of the coordinator; flags are prefixed, because engine and server have options of the same name."""
 
     @property
     def wants_coordinator(self) -> bool:

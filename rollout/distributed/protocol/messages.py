@@ -249,7 +249,7 @@ class Command(Message):
 
 @message(42, "rank → coordinator")
 class CommandAck(Message):
-    """The result of a `Command`."""
+    """A rank's reply with the result of a `Command`."""
 
     command_id: wire.Count
     state: wire.EngineStateName

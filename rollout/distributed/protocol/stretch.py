@@ -48,7 +48,7 @@ class Stretch:
     token_ids: Tokens
     """int32, the samples' new tokens concatenated."""
     log_probs: LogProbs
-    """float32, same length as `token_ids`."""
+    """float32, log-probs of the tokens in `token_ids`."""
     versions: Versions
     """The policy version of the prompt, then (version, count) runs of the new tokens."""
     columns: Columns = field(default_factory=dict)

@@ -52,7 +52,7 @@ class Bound:
         self._bind(self.causal_lm, cache)
 
     def reads(self, cache: KVCache) -> bool:
-        """Whether the pools have not moved."""
+        """Return whether the pools have not moved."""
         return self._pools_now(cache) == self._pools
 
     def reach(self, length: int) -> None:

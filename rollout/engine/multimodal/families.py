@@ -16,7 +16,7 @@ from rollout.errors import InvalidRequestError
 from rollout.requests.images import PIXELS, ImageInputs, digest_of
 
 SECONDS = "second_per_grid_ts"
-"""Tensor of a video: its seconds per step of the grid in time."""
+"""The tensor with the seconds per step of a video's grid in time."""
 
 
 class GridFamily(Family):
