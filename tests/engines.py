@@ -18,6 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine.engine import DynamicInferenceEngine
+from rollout.engine.memory.block_pool import zeros
+from rollout.engine.parts.context import MemoryMove
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -67,6 +69,21 @@ def in_one_piece(allocate: Callable[..., torch.Tensor]) -> Callable[..., list[to
         return list(allocate(*owner, sum(sizes), dtype, device).split_with_sizes(list(sizes)))
 
     return made
+
+
+class Room:
+    """Device memory for the pools of an engine, which others may take away."""
+
+    def __init__(self) -> None:
+        self.bytes = 10**12
+
+    def allocate(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+        if (size := sum(sizes) * dtype.itemsize) > self.bytes:
+            raise torch.OutOfMemoryError(f"{size} bytes and room for {self.bytes}")
+        return zeros(sizes, dtype, device)
+
+    def leave(self, blocks: float, engine: DynamicInferenceEngine) -> None:
+        self.bytes = int(blocks * engine.cache.block_bytes)
 
 
 def make_engine(
@@ -145,12 +162,19 @@ def finish(
     return merged
 
 
-def pass_suspended(engine: DynamicInferenceEngine, mode: str, **options: Any) -> None:
-    """Pause, suspend, resume, go on."""
+@contextmanager
+def suspended(engine: DynamicInferenceEngine, mode: str | None = None, **options: Any) -> Iterator[MemoryMove]:
+    """Pause and suspend; go on after the block."""
     engine.pause()
-    engine.suspend(mode, **options)
+    yield engine.suspend(mode, **options)
     engine.resume()
     engine.unpause()
+
+
+def pass_suspended(engine: DynamicInferenceEngine, mode: str, **options: Any) -> None:
+    """Pause, suspend, resume, go on."""
+    with suspended(engine, mode, **options):
+        pass
 
 
 @cache

@@ -17,12 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 CANNOT_LOOP = "only 0-dimensional arrays can be converted to Python scalars"
 """The message of an older Triton's interpreter in a loop, with a numpy of stricter rules about scalars."""
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def on_a_gpu(function: Any) -> Any:
+    """Mark a test that needs a CUDA device."""
+    function = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(function)
+    return pytest.mark.gpu(function)
+
+
+def on_the_device(function: Any) -> Any:
+    """Mark a test that runs in the interpreter, and on a GPU."""
+    return function if INTERPRETED else on_a_gpu(function)
 
 
 def combined(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:

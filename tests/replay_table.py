@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
-import msgpack
 import torch
 from transformers import PreTrainedModel
 
@@ -22,9 +22,10 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.models.routers import routers_of
 from rollout.errors import UnsupportedModelError
 from rollout.manager.batch.batch import RolloutBatch
-from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.requests.request import DynamicInferenceRequest
-from tests.engines import at_random, finish, make_engine, pass_suspended, steps, token_ids
+from tests.engine import cuts as cuts_of
+from tests.engine.cuts import lived
+from tests.engines import at_random, finish, make_engine, steps, suspended, token_ids
 from tests.rollouts import update
 from tests.zoo.small_models import build
 
@@ -69,53 +70,18 @@ def difference(model: PreTrainedModel, requests: Requests, version: int = 0) -> 
     return float((logprobs - batch.logprobs)[mine].abs().max())
 
 
-def chunks(model: PreTrainedModel) -> float:
-    """Prompts in chunks of a few tokens, n samples of each."""
-    engine = engine_of(model, max_tokens_per_step=8)
-    return difference(model, engine.generate([token_ids(13, 1), token_ids(6, 2)], DRAWN.replace(n=2)))
+def ask(engine: DynamicInferenceEngine) -> None:
+    """Prompts that begin alike for several lengths, one of them for two samples."""
+    stem = token_ids(13, 3)
+    for shared in (0, 3, 4, 9, 13):
+        engine.add_request(stem[:shared] + token_ids(5, 40 + shared), DRAWN.replace(n=1 + (shared == 4)))
 
 
-def prefix_hits(model: PreTrainedModel) -> float:
-    """A prefix hit at every offset of a prompt."""
-    engine, stem = engine_of(model), token_ids(13, 3)
-    engine.generate([stem], DRAWN)
-    return difference(
-        model, engine.generate([stem[:shared] + token_ids(5, 40 + shared) for shared in range(14)], DRAWN)
+def at_cuts(*cuts: str) -> Callable[[PreTrainedModel], float]:
+    """The difference in requests that live through these events."""
+    return lambda model: max(
+        difference(model, lived(partial(engine_of, model), ask, cuts_of.CUTS[cut])[0].values()) for cut in cuts
     )
-
-
-def preemption(model: PreTrainedModel) -> float:
-    """Too few blocks for all."""
-    engine = engine_of(model, kv_cache_blocks=12)
-    for seed in range(4):
-        engine.add_request(token_ids(7, seed), DRAWN.replace(max_tokens=16))
-    done = finish(engine).values()
-    assert engine.stats()["preemptions"] > 0
-    return difference(model, done)
-
-
-def suspension(model: PreTrainedModel) -> float:
-    """Suspended after every step, in each mode in turn."""
-    engine = engine_of(model)
-    for seed in range(3):
-        engine.add_request(token_ids(5 + 4 * seed, seed), DRAWN)
-    ended: list[DynamicInferenceRequestRecord] = []
-    for mode in ("persist", "offload", "recompute") * 3:
-        ended += steps(engine, 1)
-        pass_suspended(engine, mode)
-    return difference(model, finish(engine, ended).values())
-
-
-def restart(model: PreTrainedModel) -> float:
-    """Serialised in the middle, continued by an engine with other blocks."""
-    engine, other = engine_of(model), engine_of(model, block_size_tokens=8)
-    for seed in range(2):
-        engine.add_request(token_ids(6 + seed, seed), DRAWN.replace(n=2))
-    steps(engine, 4)
-    for record in engine.snapshot():
-        plain = msgpack.unpackb(msgpack.packb(record.serialize(), use_bin_type=True))
-        other.add_record(DynamicInferenceRequestRecord.deserialize(plain))
-    return difference(model, finish(other).values())
 
 
 def update_on_kept_kv(model: PreTrainedModel) -> float:
@@ -135,24 +101,21 @@ def updated_in_the_middle(model: PreTrainedModel, mode: str) -> list[DynamicInfe
     for seed in range(3):
         engine.add_request(token_ids(9 + seed, seed), DRAWN)
     ended = steps(engine, 5)
-    engine.pause()
-    engine.suspend(mode)
-    # Larger ones make larger logits, which round more.
-    update(model, size=0.05)
-    engine.weights_updated()
-    engine.resume()
-    engine.unpause()
+    with suspended(engine, mode):
+        # Larger ones make larger logits, which round more.
+        update(model, size=0.05)
+        engine.weights_updated()
     done = list(finish(engine, ended).values())
     assert all({0, 1} <= set(request.policy_versions.tolist()) for request in done)
     return done
 
 
 CUTS: dict[str, Callable[[PreTrainedModel], float]] = {
-    "chunks, n samples": chunks,
-    "prefix hit at each offset": prefix_hits,
-    "preemption": preemption,
-    "suspension in each mode": suspension,
-    "restart": restart,
+    "chunks, n samples": at_cuts("chunks"),
+    "prefix hits": at_cuts("prefix hits"),
+    "preemption": at_cuts("little memory"),
+    "suspension in each mode": at_cuts("persist", "offload", "recompute"),
+    "restart": at_cuts("restarts"),
     "update, KV kept": update_on_kept_kv,
     "update, KV recomputed": update_and_recomputation,
 }

@@ -34,7 +34,9 @@ def restarted(engine: DynamicInferenceEngine, make: Make) -> DynamicInferenceEng
         return engine
     other = make(block_size_tokens=11 - engine.config.advanced.block_size_tokens)
     for record in engine.snapshot():
-        other.add_record(DynamicInferenceRequestRecord.deserialize(record.serialize()))
+        again = DynamicInferenceRequestRecord.deserialize(record.serialize())
+        other.parts.intake.check_record(again)
+        other.add_record(again)
     return other
 
 

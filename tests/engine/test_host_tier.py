@@ -54,10 +54,7 @@ def test_a_conversation_that_waited_computes_few_tokens_though_the_pool_had_no_r
     engine = tiered(name, kv_cache_blocks=9 if name == "gemma3" else 14)
     said = first_turns(engine)
     if mode is not None:
-        engine.pause()
-        engine.suspend(mode, keep_prefix_cache=True)
-        engine.resume()
-        engine.unpause()
+        pass_suspended(engine, mode, keep_prefix_cache=True)
     for each in said:
         before = engine.stats()
         request = next_turn(engine, each)

@@ -13,7 +13,8 @@ from rollout.engine.forward.trial_forwards import peak_bytes, run_prefill
 from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.errors import EngineDeadError, EngineStateError
 from rollout.state import EngineState
-from tests.engines import assert_greedy, finish, greedily, in_one_piece, make_engine, steps, token_ids
+from tests.engines import assert_greedy, finish, greedily, in_one_piece, make_engine, steps, suspended, token_ids
+from tests.interpreter import on_a_gpu
 from tests.invariants import check_scheduler
 from tests.models import make_model
 
@@ -120,11 +121,8 @@ def test_what_a_step_needs_stays_free_at_construction_and_at_every_resume() -> N
     assert 44 <= engine.cache.num_blocks <= 46
     check_scheduler(context.scheduler)
     for others, least, most in ((0, 44, 46), (10, 34, 36), (0, 44, 46)):
-        engine.pause()
-        engine.suspend("recompute")
-        device.others = others * engine.cache.block_bytes
-        engine.resume()
-        engine.unpause()
+        with suspended(engine, "recompute"):
+            device.others = others * engine.cache.block_bytes
         assert least <= engine.cache.num_blocks <= most
         assert device.spare() >= 20 * engine.cache.block_bytes
 
@@ -169,11 +167,6 @@ def test_the_step_that_is_measured_is_as_large_as_the_options_and_the_pool_allow
     assert scored == min(8, forward)
     assert all(not part.any() for part in engine.cache.layer(0))
     assert peak_bytes(runner, tokens, longest, 8) == 0, "on a CPU nothing is measured"
-
-
-def on_a_gpu(function: Any) -> Any:
-    function = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(function)
-    return pytest.mark.gpu(function)
 
 
 @on_a_gpu

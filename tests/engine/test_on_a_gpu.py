@@ -13,12 +13,11 @@ from rollout.engine.engine import DynamicInferenceEngine
 from rollout.sampling_params import SamplingParams
 from tests.engines import (
     assert_greedy,
-    at_random,
     finish,
     greedily,
-    logprob_error,
     make_engine,
     pass_suspended,
+    suspended,
     token_ids,
 )
 from tests.models import make_model
@@ -55,26 +54,6 @@ def captured(engine: DynamicInferenceEngine) -> int:
     return len(graphs.captured)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "mean", "most"), [(torch.float32, 1e-6, 1e-3), (torch.float16, 5e-3, 0.2), (torch.bfloat16, 5e-2, 1.0)]
-)
-def test_log_probs_are_the_trainers_at_real_depth_and_vocabulary(dtype: torch.dtype, mean: float, most: float) -> None:
-    model = deep_model(dtype)
-    engine = engine_of(model)
-    requests = engine.generate([token_ids(40, seed) for seed in range(6)], at_random(32))
-    assert captured(engine)
-    errors = [logprob_error(model, request) for request in requests]
-    assert max(errors) < most
-    with torch.no_grad():
-        found = []
-        for request in requests:
-            start = len(request.prompt_tokens)
-            ids = torch.tensor([[*request.prompt_tokens, *request.generated_tokens]], device="cuda")
-            logprobs = model(ids).logits[0, start - 1 : -1].float().log_softmax(-1).gather(1, ids[0, start:, None])
-            found.append((logprobs[:, 0].cpu() - torch.tensor(request.generated_log_probs)).abs())
-    assert float(torch.cat(found).mean()) < mean
-
-
 def before_and_after_an_update(where: str, *, graphs: bool) -> list[torch.Tensor]:
     """Log-probs of greedy samples of float32 weights under autocast, entered in one of three ways."""
     model = deep_model(torch.float32, layers=4)
@@ -102,42 +81,6 @@ def test_graphs_run_under_autocast_and_follow_the_weights(where: str) -> None:
     assert (graphed[0] - eager[0]).abs().max() < 0.1
     assert (graphed[1] - eager[1]).abs().max() < 0.1
     assert (eager[1] - eager[0]).abs().max() > 0.2, "the update is large enough to be seen"
-
-
-def test_a_copy_in_bf16_is_captured() -> None:
-    model = deep_model(torch.float32, layers=4)
-    engine = engine_of(model, inference_dtype="bfloat16")
-    engine.generate([token_ids(20, 1)], greedily(8))
-    assert captured(engine)
-
-
-def test_adapters_with_dropout_train_on_after_a_failed_capture() -> None:
-    peft = pytest.importorskip("peft")
-    model = make_model("qwen3").cuda()
-    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "v_proj"]))
-    model.model.norm.register_forward_hook(lambda module, inputs, out: out * (1.0 + 0 * float(out.max())))
-    engine = engine_of(model)
-    engine.generate([token_ids(9, 1)], greedily(6))
-    assert engine.controller.runner.graphs is not None
-    assert engine.controller.runner.graphs.why_not
-    tuned.train()
-    ids = torch.tensor([token_ids(12)], device="cuda")
-    tuned(input_ids=ids, labels=ids).loss.backward()
-    assert any(parameter.grad is not None for parameter in tuned.parameters())
-
-
-@pytest.mark.parametrize("regions", [False, True])
-def test_a_compiled_model_is_captured_as_it_was_written(regions: bool) -> None:
-    model = make_model("qwen3").cuda()
-    reference = make_model("qwen3")
-    if regions:
-        model.model.layers = torch.nn.ModuleList(torch.compile(layer) for layer in model.model.layers)
-    else:
-        model.compile()
-    engine = engine_of(model)
-    (request,) = engine.generate([token_ids(9, 1)], greedily(12))
-    assert captured(engine)
-    assert_greedy(reference, request, tolerance=1e-3)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral", "qwen3"])
@@ -224,12 +167,8 @@ def test_a_suspend_and_a_resume_on_another_stream_keep_the_order_of_the_steps(mo
         # What a step still does when the next call comes from another stream.
         torch.cuda._sleep(10**8)
         engine.step()
-        with torch.cuda.stream(side):
-            engine.pause()
-            engine.suspend(mode)
+        with torch.cuda.stream(side), suspended(engine, mode):
             torch.cuda._sleep(10**8)
-            engine.resume()
-            engine.unpause()
     for request in finish(engine).values():
         assert_greedy("qwen3", request, tolerance=1e-3)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,16 +11,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.engine.blocks.allocator import BlockAllocator
-from rollout.engine.blocks.index import NO_BLOCK, CacheChanges
+from rollout.engine.blocks.index import NO_BLOCK
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.errors import ConfigError, InvalidRequestError
-from rollout.requests.delta import SampleDelta, growth
+from rollout.requests.delta import DeltaJoin, SampleDelta, growth
 from rollout.requests.events import unpack_events
 from rollout.requests.spans import VersionSpans
 from rollout.state import EngineState, StalenessPolicy
-from tests.engines import Key, assert_greedy, at_random, finish, greedily, make_engine, pass_suspended, steps, token_ids
+from tests.engines import (
+    Key,
+    assert_greedy,
+    at_random,
+    finish,
+    greedily,
+    make_engine,
+    pass_suspended,
+    steps,
+    suspended,
+    token_ids,
+)
 from tests.invariants import check_scheduler
-from tests.models import make_model, make_tokenizer
+from tests.models import make_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -89,71 +98,48 @@ class Listener:
 
     def __init__(self) -> None:
         self.known: dict[Key, tuple[int, int, int]] = {}
-        self.events: defaultdict[Key, list[Any]] = defaultdict(list)
-        self.tokens: dict[Key, list[int]] = {}
-        self.log_probs: dict[Key, list[float]] = {}
-        self.versions: dict[Key, list[int]] = {}
-        self.prompt_version: dict[Key, int] = {}
-        self.top_n: dict[Key, list[Any]] = {}
-        self.ttft: dict[Key, float | None] = {}
+        self.heard: dict[Key, DeltaJoin] = {}
         self.restarts = 0
-
-    def expect(self, engine: DynamicInferenceEngine) -> None:
-        for sample in engine.context.scheduler:
-            self.known.setdefault(sample.key, (0, 0, 0))
 
     def hear(self, rows: list[SampleDelta]) -> None:
         for row in rows:
             key = (row.request_id, row.sample_index)
             count, prompt_version, _ = self.known[key]
             assert row.start in (0, count)
+            assert not row.start or (row.prompt_version, row.ttft) == (prompt_version, None)
+            assert row.count == len(row.log_prob_list()) == len(row.policy_versions())
             self.restarts += row.start < count
-            tokens, log_probs, versions = row.token_list(), row.log_prob_list(), row.policy_versions()
-            assert len(tokens) == len(log_probs) == len(versions) == row.count
-            if not row.start:
-                for column in (self.tokens, self.log_probs, self.versions, self.top_n):
-                    column[key] = []
-                self.prompt_version[key], self.ttft[key] = row.prompt_version, row.ttft
-            else:
-                assert row.prompt_version == prompt_version
-                assert row.ttft is None
-            self.tokens[key] += tokens
-            self.log_probs[key] += log_probs
-            self.versions[key] += versions
-            self.top_n[key] += row.top_n_rows()
+            self.heard.setdefault(key, DeltaJoin(*key)).add_delta(row)
             self.known[key] = (row.start + row.count, row.prompt_version, row.num_events)
-            self.events[key] += unpack_events(row.events or b"")
-            assert len(self.events[key]) == row.num_events
 
 
-def listen(engine: DynamicInferenceEngine, every: int, events: Iterator[Any] | None = None) -> tuple[Listener, Any]:
-    """Run to the end, asking for progress every so many steps; between them, what `events` does."""
+def listen(
+    engine: DynamicInferenceEngine, every: int, disturb: Callable[[int], None] = lambda step: None
+) -> tuple[Listener, dict[Key, SampleDelta]]:
+    """Run to the end, asking for progress every so many steps; what was heard of each sample is what it has."""
     listener, ended, count = Listener(), [], 0
     while engine.has_unfinished:
-        listener.expect(engine)
+        for sample in engine.context.scheduler:
+            listener.known.setdefault(sample.key, (0, 0, 0))
         ended += engine.step()
         count += 1
         if count % every == 0:
             listener.hear(engine.progress(listener.known))
             assert engine.progress(listener.known) == []
-        if events is not None:
-            next(events, None)
+        disturb(count - 1)
         check_scheduler(engine.context.scheduler)
+    found = {}
     for record in ended:
-        listener.hear([growth(record, *listener.known[record.request_id, record.sample_index])])
-    return listener, {(record.request_id, record.sample_index): record.merge() for record in ended}
-
-
-def assert_heard_everything(listener: Listener, requests: dict[Key, Any]) -> None:
-    assert listener.tokens == {key: request.generated_tokens for key, request in requests.items()}
-    assert listener.log_probs == {key: request.generated_log_probs for key, request in requests.items()}
-    for key, request in requests.items():
+        key, request = (record.request_id, record.sample_index), record.merge()
+        listener.hear([growth(record, *listener.known[key])])
+        found[key] = heard = listener.heard[key].delta()
+        assert (heard.start, heard.token_list()) == (0, request.generated_tokens)
+        assert heard.log_prob_list() == request.generated_log_probs
         versions = request.policy_versions.tolist()
-        assert listener.versions[key] == versions[len(request.prompt_tokens) :]
-        assert listener.prompt_version[key] == versions[0]
-        assert listener.ttft[key] == request.ttft
-        assert listener.top_n[key] == request.generated_top_n_logprobs
-        assert listener.events[key] == request.events
+        assert [heard.prompt_version, *heard.policy_versions()] == versions[:1] + versions[len(request.prompt_tokens) :]
+        assert (heard.ttft, heard.top_n_rows()) == (request.ttft, request.generated_top_n_logprobs)
+        assert unpack_events(heard.events or b"") == request.events
+    return listener, found
 
 
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
@@ -163,36 +149,25 @@ def test_progress_is_exact_across_updates_suspends_and_evictions(mode: str, ever
     for seed in range(4):
         engine.add_request(token_ids(6, seed), at_random(12, n=2, seed=seed, logprobs=1))
 
-    def disturb() -> Iterator[None]:
-        for round_ in range(100):
-            if round_ % 4 == 3:
-                pass_suspended(engine, mode)
-            if round_ % 5 == 2:
-                engine.weights_updated()
-            yield
+    def disturb(step: int) -> None:
+        if step % 4 == 3:
+            pass_suspended(engine, mode)
+        if step % 5 == 2:
+            engine.weights_updated()
 
-    listener, requests = listen(engine, every, disturb())
-    assert_heard_everything(listener, requests)
+    _, found = listen(engine, every, disturb)
     assert mode == "recompute" or engine.stats()["preemptions"] > 0
-    assert any(len(set(versions)) > 2 for versions in listener.versions.values())
+    assert any(len(set(heard.policy_versions())) > 2 for heard in found.values())
 
 
 @pytest.mark.parametrize("every", [1, 4, 7])
 def test_samples_that_start_afresh_are_told_from_their_beginning(every: int) -> None:
-    engine = make_engine(make_model("qwen3"), max_staleness=0, staleness_policy=StalenessPolicy.REQUEUE, max_requests=2)
+    engine = make_engine("qwen3", max_staleness=0, staleness_policy=StalenessPolicy.REQUEUE, max_requests=2)
     engine.add_request(token_ids(6), at_random(12, n=2))
     engine.add_request(token_ids(6), at_random(12, n=2, seed=5))
-
-    def update() -> Iterator[None]:
-        for round_ in range(100):
-            if round_ in (4, 8):
-                engine.weights_updated()
-            yield
-
-    listener, requests = listen(engine, every, update())
-    assert_heard_everything(listener, requests)
+    listener, found = listen(engine, every, lambda step: engine.weights_updated() if step in (4, 8) else None)
     assert listener.restarts > 0
-    assert all(set(versions) == {listener.prompt_version[key]} for key, versions in listener.versions.items())
+    assert all(set(heard.policy_versions()) == {heard.prompt_version} for heard in found.values())
 
 
 def test_a_sample_that_starts_afresh_is_told_before_it_has_a_token() -> None:
@@ -219,21 +194,12 @@ def test_progress_leaves_the_records_alone_and_out_what_was_not_asked_for() -> N
 
 
 def test_an_ended_sample_with_a_stop_string_has_the_tokens_up_to_it() -> None:
-    tokenizer = make_tokenizer()
-    engine = make_engine("qwen3", tokenizer)
-    text = tokenizer.decode(finish_text(engine))
-    engine.add_request(token_ids(6), greedily(12, stop=text[3:6]))
-    listener, requests = listen(engine, 2)
-    assert_heard_everything(listener, requests)
-    (tokens,) = listener.tokens.values()
-    assert 4 <= len(tokens) <= 6
-    assert requests[1, 0].finish_reason == "stop"
-
-
-def finish_text(engine: DynamicInferenceEngine) -> list[int]:
-    engine.add_request(token_ids(6), greedily(12))
-    (request,) = finish(engine).values()
-    return request.generated_tokens
+    engine = make_engine("qwen3", tokenizer := make_tokenizer())
+    (request,) = engine.generate([token_ids(6)], greedily(12))
+    engine.add_request(token_ids(6), greedily(12, stop=tokenizer.decode(request.generated_tokens)[3:6]))
+    _, found = listen(engine, 2)
+    (heard,) = found.values()
+    assert 4 <= heard.count <= 6
 
 
 # --- windows of spans -------------------------------------------------------------------------------------------------
@@ -252,56 +218,6 @@ def test_a_window_of_spans_is_that_part_of_the_dense_versions(
 
 
 # --- cache changes ----------------------------------------------------------------------------------------------------
-
-
-class Mirror:
-    """The hashes that a remote reader takes for cached, who gets the changes now and then."""
-
-    def __init__(self, allocator: BlockAllocator) -> None:
-        self.allocator = allocator
-        self.found: set[int] = set(allocator.index.current)
-        self.changes = allocator.index.changes = CacheChanges()
-
-    def hear(self) -> None:
-        taken = self.changes.take()
-        if taken.flushed:
-            self.found.clear()
-        assert taken.removed <= self.found, "something was removed that was not there"
-        self.found -= taken.removed
-        assert not taken.added & self.found, "something was added that was there"
-        self.found |= taken.added
-        assert self.found == set(self.allocator.index.current)
-
-
-@given(st.data())
-def test_the_changes_of_the_cache_tell_what_can_be_found_after_any_operations(data: st.DataObject) -> None:
-    policy = data.draw(st.sampled_from(["lru", "ref_zero"]))
-    allocator = BlockAllocator(6, 2, eviction_policy=policy)
-    mirror, held = Mirror(allocator), []
-    for _ in range(data.draw(st.integers(1, 40))):
-        action = data.draw(
-            st.sampled_from(["take", "take", "give", "give", "move", "drop", "unlist", "resize", "hear"])
-        )
-        if action == "take" and allocator.can_allocate(1):
-            (block,) = allocator.allocate(1)
-            name = data.draw(st.integers(1, 5))
-            held.append(allocator.register(block, name, NO_BLOCK, np.array([name, name], np.int32)))
-        elif action == "give" and held:
-            block = held.pop(data.draw(st.integers(0, len(held) - 1)))
-            allocator.release(np.array([block], np.int32))
-        elif action == "move":
-            allocator.outdate()
-        elif action == "drop":
-            allocator.drop_cached()
-        elif action == "unlist" and held:
-            allocator.unregister(np.array([data.draw(st.sampled_from(held))], np.int32))
-        elif action == "resize":
-            size = data.draw(st.integers(3, 6))
-            if len(allocator.pages.live()) <= size:
-                allocator.pages.resize(size)
-        elif action == "hear":
-            mirror.hear()
-    mirror.hear()
 
 
 def test_a_held_block_is_registered_under_one_hash() -> None:
@@ -348,11 +264,8 @@ def test_whoever_watches_hears_of_every_move_and_may_use_the_engine_then() -> No
     engine = make_engine("qwen3")
     heard: list[tuple[EngineState, int]] = []
     engine.lifecycle.on_move = lambda: heard.append((engine.state, engine.policy_version))
-    engine.pause()
-    engine.suspend("offload")
-    engine.weights_updated()
-    engine.resume()
-    engine.unpause()
+    with suspended(engine, "offload"):
+        engine.weights_updated()
     engine.pause()
     engine.stop()
     assert heard == [

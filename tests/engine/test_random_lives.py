@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from rollout.requests.spans import VersionSpans
 from tests.engines import at_random, make_engine, steps, token_ids
-from tests.lives import Life
+from tests.lives import ARCHITECTURES, RECURRENT, Life
 from tests.models import make_model
-from tests.oracle import Counts, Policy, check_record
+from tests.oracle import Policy, check_record
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -29,9 +30,13 @@ def nobody_minds_clamped_budgets() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("seed", range(LIVES))
-def test_every_number_of_a_random_life_is_the_oracles(seed: int) -> None:
-    assert Life(seed).live().tokens > 0
+@pytest.mark.parametrize(
+    ("seed", "architectures"),
+    [*((seed, ARCHITECTURES) for seed in range(LIVES)), *((seed, RECURRENT) for seed in range(6))],
+    ids=lambda value: value if isinstance(value, int) else "",
+)
+def test_every_number_of_a_random_life_is_the_oracles(seed: int, architectures: Any) -> None:
+    assert Life(seed, architectures=architectures).live() > 0
 
 
 @pytest.mark.parametrize("seed", [181, 195, 236])
@@ -45,8 +50,8 @@ def test_the_oracle_sees_keys_and_values_of_other_weights_than_a_record_says() -
     engine.add_request(token_ids(20), at_random(4))
     (record,) = steps(engine, 9)
     policy.update()
-    check_record(policy, record, [], Counts())
+    check_record(policy, record, [])
     live = record[-1]
     live.kv_spans = VersionSpans([(1, 12), (0, len(live.kv_spans) - 12)])
     with pytest.raises(AssertionError, match="log-prob"):
-        check_record(policy, record, [], Counts())
+        check_record(policy, record, [])

@@ -20,8 +20,6 @@ from tests.engines import (
     steps,
     token_ids,
 )
-from tests.lives import RECURRENT, Life
-from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore:.*is clamped to:UserWarning")
 
@@ -31,12 +29,6 @@ RAGGED = [token_ids(length, seed) for seed, length in enumerate((1, 3, 4, 9, 17,
 def computed(engine: DynamicInferenceEngine) -> int:
     """Prompt positions computed so far."""
     return int(engine.stats()["prefill_tokens_computed"])
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_every_number_of_a_random_life_is_the_oracles(seed: int) -> None:
-    # Updates between any two steps, suspends in every mode with less memory afterwards, aborts, Ctrl-C, restarts.
-    assert Life(seed, architectures=RECURRENT).live().tokens > 0
 
 
 # --- prefix cache -----------------------------------------------------------------------------------------------------
@@ -80,22 +72,6 @@ def test_a_prompt_that_was_cached_whole_computes_its_last_block_again() -> None:
         assert_greedy("qwen3_next", again)
         assert (first.num_cached_tokens, again.num_cached_tokens) == (0, (length - 1) // BLOCK * BLOCK)
         assert computed(engine) - before == 2 * length - again.num_cached_tokens
-
-
-def test_snapshots_of_older_weights_are_forgotten() -> None:
-    model = make_model("qwen3_next")
-    engine = make_engine(model)
-    prompt = token_ids(13, 1)
-    engine.generate([prompt], greedily(4))
-    assert engine.stats()["state_snapshots"] > 0
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.01)
-    engine.weights_updated()
-    assert engine.stats()["state_snapshots"] == 0
-    (request,) = engine.generate([prompt], greedily(6))
-    assert request.num_cached_tokens == 0
-    assert_greedy(model, request)
 
 
 def test_snapshots_make_room_for_running_samples_least_recently_used_first() -> None:

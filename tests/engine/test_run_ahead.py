@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,10 @@ from rollout.config import Advanced, InferenceConfig
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.scheduling import run_ahead
 from rollout.engine.scheduling.run_ahead import StepCost
+from rollout.engine.scheduling.step import ScheduledStep
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
-from tests.engine.lives_in_runs import life_in_runs
-from tests.engines import at_random, greedily, make_engine, shared_model, token_ids
+from tests.engines import at_random, greedily, make_engine, pass_suspended, shared_model, token_ids
 from tests.invariants import check_scheduler
 from tests.models import make_model, make_tokenizer
 
@@ -160,6 +161,45 @@ def test_events_of_tokens_have_the_times_of_their_steps() -> None:
         ended = engine.step(ahead=True)
     assert engine.parts.stepper.made > 1
     assert min(ended[0].merge().tpot) > 0
+
+
+def life_in_runs(engine: Any, events: list[tuple[int, str]], most: Callable[[], int]) -> dict[Any, Any]:
+    """Run a few requests in runs of at most `most()` steps; return what every sample brings.
+
+    Args:
+        events: (steps made before it, kind), in order.
+    """
+    scheduler, left, found = engine.context.scheduler, list(events), {}
+    lengthen = scheduler.run_ahead
+
+    def until_the_next_event(step: ScheduledStep) -> ScheduledStep:
+        limit = left[0][0] - engine.stats()["steps"] if left else 99
+        return replace(step, ahead=max(1, min(lengthen(step).ahead, int(limit), most())))
+
+    scheduler.run_ahead = until_the_next_event
+    for number in range(3):
+        engine.add_request(token_ids(6 + number, number), at_random(30, n=2))
+    while engine.has_unfinished or left:
+        if left and (engine.stats()["steps"] >= left[0][0] or not engine.has_unfinished):
+            after, kind = left.pop(0)
+            if kind == "update":
+                with torch.no_grad():
+                    engine.weights.trained.lm_head.weight.mul_(0.97)
+                engine.weights_updated()
+            elif kind == "abort":
+                engine.abort_request(1, 0)
+            elif kind == "add":
+                engine.add_request(token_ids(9, after), at_random(12))
+            else:
+                pass_suspended(engine, kind)
+        else:
+            for record in engine.step(ahead=True):
+                one = record.merge()
+                found[record.request_id, record.sample_index] = (
+                    one.generated_tokens, one.generated_log_probs, one.finish_reason, one.stop_reason, one.policy_spans,
+                    one.kv_spans, one.error,
+                )  # fmt: skip
+    return found
 
 
 @pytest.mark.parametrize("seed", range(4))

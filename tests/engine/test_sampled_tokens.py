@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
 
 from rollout.sampling_params import SamplingParams
 from rollout.state import FinishReason
@@ -25,11 +17,8 @@ from tests.engines import (
     finish,
     greedily,
     logits_of,
-    logprob_error,
     make_engine,
-    pass_suspended,
     shared_model,
-    steps,
     token_ids,
 )
 from tests.models import VOCAB, trainer_logprobs
@@ -51,34 +40,19 @@ def alone(name: str, prompt: list[int], params: SamplingParams) -> list[list[int
     return [request.generated_tokens for request in finish(engine).values()]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"max_requests": 3}, {"max_tokens_per_step": 8}, {"kv_cache_blocks": 14, "max_requests": 6}],
-    ids=["many", "three at a time", "in chunks", "evicted"],
-)
-@pytest.mark.parametrize(
-    ("name", "suspend"), [("qwen3", None), ("qwen3", "offload"), ("qwen3", "recompute"), ("gpt_oss", "recompute")]
-)
-def test_a_requests_tokens_depend_on_its_seed_alone(name: str, options: dict[str, Any], suspend: str | None) -> None:
+@both
+@pytest.mark.parametrize("cut", ["chunks", "runs", "little memory in chunks", "offload", "recompute"])
+def test_a_requests_tokens_depend_on_its_seed_alone(name: str, cut: str) -> None:
     prompt, params = token_ids(6, 3), at_random(8, seed=42, n=2, **ODD)
-    lonely = alone(name, prompt, params)
-    engine = make_engine(name, **options)
-    for number in range(20):
-        if number == 7:
-            engine.add_request(prompt, params, request_id=7)
-        else:
-            temperature = [0.0, 0.7, 1.5][number % 3]
-            engine.add_request(
-                token_ids(1 + number, number), at_random(3 + number % 8, temperature=temperature, seed=number)
-            )
-    ended = []
-    while engine.has_unfinished:
-        # A recompute more often than a prompt is done would never let it be done.
-        ended += steps(engine, 40 if suspend == "recompute" else 3)
-        if suspend is not None:
-            pass_suspended(engine, suspend)
-    done = finish(engine, ended)
-    assert [done[7, 0].generated_tokens, done[7, 1].generated_tokens] == lonely
+
+    def ask(engine: Any) -> None:
+        for number in range(20):
+            others = at_random(3 + number % 8, temperature=[0.0, 0.7, 1.5][number % 3], seed=number)
+            chosen = (prompt, params) if number == 7 else (token_ids(1 + number, number), others)
+            engine.add_request(*chosen, request_id=number)
+
+    done, _ = lived(partial(make_engine, name), ask, CUTS[cut])
+    assert [done[7, 0].generated_tokens, done[7, 1].generated_tokens] == alone(name, prompt, params)
     assert len(done) == 21
 
 
@@ -167,77 +141,3 @@ def test_more_top_logprobs_than_there_are_tokens_are_all_there_are() -> None:
     assert [len(row) for row in request.generated_top_n_logprobs] == [VOCAB] * 3
     assert request.prompt_top_n_logprobs is not None
     assert [len(row) for row in request.prompt_top_n_logprobs] == [VOCAB] * 3
-
-
-@both
-def test_logprobs_are_of_the_distribution_sampled_from_or_raw_if_asked(name: str) -> None:
-    prompt = token_ids(6, 6)
-    options = {"temperature": 0.5, "top_k": 5, "logprobs": 0}
-    engine = make_engine(name)
-    engine.add_request(prompt, at_random(8, **options))
-    engine.add_request(prompt, at_random(8, logprobs_mode="raw", **options))
-    processed, raw = finish(engine).values()
-    assert processed.generated_tokens == raw.generated_tokens
-    assert processed.generated_top_n_logprobs == []
-    assert logprob_error(name, raw) <= 1e-5
-    logits = logits_of(name, prompt + processed.generated_tokens)[5:-1] / 0.5
-    logits[logits < logits.topk(5).values[:, -1:]] = -torch.inf
-    reference = logits.log_softmax(-1).gather(1, torch.tensor(processed.generated_tokens)[:, None])[:, 0]
-    assert np.allclose(processed.generated_log_probs, reference, atol=2e-5)
-
-
-# --- penalties and biases against Hugging Face's processors -----------------------------------------------------------
-
-
-class OccurrencePenalty(LogitsProcessor):
-    """Presence and frequency penalties as OpenAI's API documents them: over the completion alone."""
-
-    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
-        self.prompt, self.presence, self.frequency = prompt, presence, frequency
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        counts = torch.zeros_like(scores)
-        for token in input_ids[0, self.prompt :].tolist():
-            counts[0, token] += 1
-        return scores - counts * self.frequency - (counts > 0) * self.presence
-
-
-@both
-@pytest.mark.parametrize("suspend", [None, "recompute"])
-@pytest.mark.parametrize(
-    ("options", "processors"),
-    [
-        ({"repetition_penalty": 1.7}, lambda prompt, stop: [RepetitionPenaltyLogitsProcessor(1.7)]),
-        ({"presence_penalty": 1.5, "frequency_penalty": 0.7}, lambda prompt, stop: [OccurrencePenalty(prompt, 1.5, 0.7)]),
-        ({"logit_bias": {9: 30.0, 10: -1e9, 96: 4.0}},
-         lambda prompt, stop: [SequenceBiasLogitsProcessor([[[9], 30.0], [[10], -1e9], [[96], 4.0]])]),
-        ({"logit_bias": {9: 20.0}, "repetition_penalty": 1.3, "frequency_penalty": 2.0, "min_tokens": 6},
-         lambda prompt, stop: [SequenceBiasLogitsProcessor([[[9], 20.0]]),
-                               MinNewTokensLengthLogitsProcessor(prompt, 6, stop),
-                               RepetitionPenaltyLogitsProcessor(1.3), OccurrencePenalty(prompt, 0.0, 2.0)]),
-    ],
-    ids=["repetition", "occurrence", "bias", "all"],
-)  # fmt: skip
-def test_penalties_and_biases_are_hugging_faces(
-    name: str,
-    suspend: str | None,
-    options: dict[str, Any],
-    processors: Callable[[int, list[int]], list[LogitsProcessor]],
-) -> None:
-    prompt, stop = token_ids(7, 9), [9, 11]
-    processor = LogitsProcessorList(processors(len(prompt), stop))
-    engine = make_engine(name)
-    engine.add_request(prompt, greedily(12, stop_token_ids=stop if "min_tokens" in options else [], **options))
-    engine.add_request(token_ids(4, 3), at_random(12, temperature=0.9))
-    ended = []
-    while engine.has_unfinished:
-        ended += steps(engine, 2)
-        if suspend is not None:
-            pass_suspended(engine, suspend)
-    request = finish(engine, ended)[0, 0]
-    history = list(prompt)
-    for token, logprob in zip(request.generated_tokens, request.generated_log_probs, strict=True):
-        scores = processor(torch.tensor([history]), logits_of(name, history)[-1:])
-        assert token == int(scores.argmax())
-        assert abs(float(scores.log_softmax(-1)[0, token]) - logprob) < 1e-4
-        history.append(token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.engines import (
     make_engine,
     pass_suspended,
     steps,
+    suspended,
     token_ids,
 )
 from tests.invariants import check_scheduler
@@ -81,13 +83,8 @@ def test_a_cached_prompt_gives_after_an_update_what_a_fresh_engine_gives(
     engine.generate([prompt], greedily(8))
     saved = engine.stats()["prefill_tokens_saved"]
     assert saved == 12
-    if mode is not None:
-        engine.pause()
-        engine.suspend(mode, keep_prefix_cache=keep_prefix_cache)
-    update(engine)
-    if mode is not None:
-        engine.resume()
-        engine.unpause()
+    with suspended(engine, mode, keep_prefix_cache=keep_prefix_cache) if mode else nullcontext():
+        update(engine)
     (new,) = engine.generate([prompt], greedily(8))
     (fresh,) = make_engine(model).generate([prompt], greedily(8))
     assert_greedy(model, new)
@@ -189,11 +186,8 @@ def test_after_recompute_a_running_request_is_what_the_new_weights_make_of_it(na
     prompt = token_ids(11, 3)
     engine.add_request(prompt, greedily(12))
     steps(engine, 5)
-    engine.pause()
-    engine.suspend("recompute")
-    update(engine)
-    engine.resume()
-    engine.unpause()
+    with suspended(engine, "recompute"):
+        update(engine)
     (request,) = finish(engine).values()
     (fresh,) = make_engine(model).generate([prompt + request.generated_tokens[:5]], greedily(7))
     assert request.generated_tokens[5:] == fresh.generated_tokens
@@ -215,11 +209,8 @@ def test_the_reference_case_of_staleness(mode: str, samples: int) -> None:
     pass_suspended(engine, "persist")
     update(engine, 1)
     steps(engine, 3)
-    engine.pause()
-    engine.suspend(mode)
-    update(engine, 2)
-    engine.resume()
-    engine.unpause()
+    with suspended(engine, mode):
+        update(engine, 2)
     for request in finish(engine).values():
         assert request.policy_staleness.tolist() == [2] * (length + 3) + [1] * 3 + [0] * 2
         assert request.policy_staleness.dtype == torch.int32
@@ -293,11 +284,8 @@ def test_versions_equal_a_dense_ledger_under_random_updates_evictions_and_suspen
         elif event < 0.4:
             pass_suspended(engine, choose.choice(["persist", "offload", "recompute"]))
         elif event < 0.45:
-            engine.pause()
-            engine.suspend("recompute")
-            engine.weights_updated()
-            engine.resume()
-            engine.unpause()
+            with suspended(engine, "recompute"):
+                engine.weights_updated()
         watch(engine.snapshot())
         check_scheduler(engine.context.scheduler)
     assert not alive
@@ -469,22 +457,17 @@ def test_a_request_too_stale_ends_as_partial_with_the_tokens_it_has() -> None:
     assert_greedy("qwen3", done[2, 0])
 
 
-@pytest.mark.parametrize("suspended", [False, True])
-def test_a_request_too_stale_is_requeued_from_its_prompt(suspended: bool) -> None:
+@pytest.mark.parametrize("meanwhile", [False, True], ids=["running", "suspended"])
+def test_a_request_too_stale_is_requeued_from_its_prompt(meanwhile: bool) -> None:
     model = make_model("qwen3")
     engine = make_engine(model, max_staleness=0, staleness_policy="requeue", max_requests=2)
     for seed in range(3):
         engine.add_request(token_ids(5, seed), greedily(6))
     steps(engine, 3)
-    if suspended:
-        engine.pause()
-        engine.suspend("offload")
-    update(engine)
-    assert engine.stats()["requests_requeued"] == 2
-    assert [sample.key for sample in engine.context.scheduler.waiting] == [(0, 0), (1, 0), (2, 0)]
-    if suspended:
-        engine.resume()
-        engine.unpause()
+    with suspended(engine, "offload") if meanwhile else nullcontext():
+        update(engine)
+        assert engine.stats()["requests_requeued"] == 2
+        assert [sample.key for sample in engine.context.scheduler.waiting] == [(0, 0), (1, 0), (2, 0)]
     for request in finish(engine).values():
         assert_greedy(model, request)
         assert request.policy_staleness.tolist() == [0] * 11

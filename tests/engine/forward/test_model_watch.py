@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,26 +13,13 @@ from torch import nn
 
 from rollout import Advanced, InferenceConfig, RolloutManager
 from rollout.engine.forward import model_watch
+from tests.engine.changes import FOREIGN, Change, changed
 from tests.engines import assert_greedy, finish, greedily, logprob_error, make_engine, steps, token_ids
 from tests.models import make_model, trainer_logprobs
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
 PROMPT = token_ids(18, 3)
-
-
-def larger(module: nn.Module, args: Any, out: Any) -> Any:
-    return out * 1.5
-
-
-@contextmanager
-def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 @contextmanager
@@ -46,7 +32,7 @@ def filled(tensor: torch.Tensor, value: float) -> Iterator[None]:
         tensor.copy_(before)
 
 
-WAYS: dict[str, Callable[[Any, Any], Any]] = {
+WAYS: dict[str, Change] = {
     "autocast": lambda model, layer: torch.autocast("cpu", torch.bfloat16),
     "another scaling": lambda model, layer: changed(layer.self_attn, "scaling", 2 * layer.self_attn.scaling),
     "another activation": lambda model, layer: changed(layer.mlp, "act_fn", nn.ReLU()),
@@ -55,21 +41,6 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
         sys.modules[type(model).__module__], "rotate_half", nn.functional.relu
     ),
 }
-FOREIGN: dict[str, Callable[[Any, Any], Any]] = {
-    "a hook": lambda model, layer: layer.mlp.register_forward_hook(larger),
-    "a pre-hook": lambda model, layer: layer.register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:])),
-    "a hook on every module": lambda model, layer: nn.modules.module.register_module_forward_hook(
-        lambda module, args, out: out * 1.5 if type(module).__name__ == "Qwen3MLP" else None
-    ),
-    "a replaced forward": lambda model, layer: patch.object(layer.mlp, "forward", made_larger(layer.mlp.forward)),
-    "a forward replaced on its class": lambda model, layer: changed(
-        type(layer.mlp), "forward", made_larger(type(layer.mlp).forward)
-    ),
-}
-
-
-def made_larger(own: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: 1.5 * own(*args)
 
 
 @pytest.mark.parametrize("way", WAYS | FOREIGN)

@@ -26,20 +26,13 @@ from tests.engines import (
     steps,
     token_ids,
 )
-from tests.interpreter import INTERPRETED
+from tests.interpreter import INTERPRETED, on_the_device
 from tests.models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore:TRITON_DEFAULT_FP_FUSION")
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 NAMES = ["qwen3", "llama", "gemma2", "mistral"]
-
-
-def on_the_device(function: Any) -> Any:
-    if INTERPRETED:
-        return function
-    function = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(function)
-    return pytest.mark.gpu(function)
 
 
 def small(name: str, **changes: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -50,12 +51,12 @@ def trained(name: str, **changes: Any) -> Any:
 
 ODD: dict[str, dict[str, Any]] = {
     "odd": {"hidden_size": 40, "intermediate_size": 52, "head_dim": 12, "vocab_size": 103},
-    "one KV head": {"num_key_value_heads": 1, "attention_bias": True},
+    "one KV head": {"num_key_value_heads": 1, "attention_bias": True, "rms_norm_eps": 0.1},
+    "wide heads": {"num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True},
 }
 
 
-@families
-@pytest.mark.parametrize("shape", ODD)
+@pytest.mark.parametrize(("name", "shape"), [*product(FUSED, ["odd", "one KV head"]), ("qwen3", "wide heads")])
 def test_its_logits_are_the_modules(name: str, shape: str) -> None:
     changes = ODD[shape]
     if name == "gpt2":

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -19,8 +18,8 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.forward.trial_forwards import paged_logits
-from rollout.engine.fused.fused_forward import FusedForward
 from rollout.engine.kernels import cpu_library
+from tests.engine.changes import FOREIGN, Change, changed
 from tests.engines import (
     assert_greedy,
     at_random,
@@ -92,16 +91,6 @@ def assert_equal(engine: DynamicInferenceEngine) -> None:
         torch.testing.assert_close(logits(engine, tokens, cut), own_logits(engine, tokens), atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"num_key_value_heads": 4}, {"head_dim": 64, "intermediate_size": 33}, {"tie_word_embeddings": True},
-    {"rms_norm_eps": 0.1},
-], ids=lambda changes: ",".join(changes) or "plain")  # fmt: skip
-def test_its_logits_are_the_modules_for_odd_shapes(changes: dict[str, Any]) -> None:
-    engine = make_engine(make_model("qwen3", **changes), max_tokens_per_step=512)
-    assert fused(engine)
-    assert_equal(engine)
-
-
 def assert_as_close_to_exact(model: Any, seeds: int, most: float = 1.25) -> None:
     """The engine's logits of a bfloat16 model are as close to float32 as the module's."""
     engine, exact = make_engine(model), make_engine(copy.deepcopy(model).float(), fused_forward=False)
@@ -163,42 +152,16 @@ class Doubled(nn.Linear):
 
 
 @contextmanager
-def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
 def parametrised(projection: nn.Linear) -> Iterator[None]:
     parametrizations.weight_norm(projection)
     yield
     nn.utils.parametrize.remove_parametrizations(projection, "weight")
 
 
-def fewer_layers(model: Any) -> AbstractContextManager[None]:
-    return changed(model.config, "num_hidden_layers", model.config.num_hidden_layers - 1)
-
-
-def twice(module: nn.Module, args: Any, output: Any) -> Any:
-    return 2 * output
-
-
-ADDED: dict[str, Callable[[Any, Any], AbstractContextManager[Any]]] = {
-    "a hook": lambda model, layer: layer.mlp.register_forward_hook(twice),
-    "a pre-hook": lambda model, layer: model.model.norm.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
-    "a hook on every module": lambda model, layer: nn.modules.module.register_module_forward_hook(
-        lambda module, args, output: 2 * output if isinstance(module, nn.Embedding) else output
-    ),
+ADDED: dict[str, Change] = FOREIGN | {
     # 1.003: a little less than what comparing numbers would see.
     "a hook on an activation": lambda model, layer: layer.mlp.act_fn.register_forward_hook(
         lambda module, args, output: 1.003 * output
-    ),
-    "a replaced forward": lambda model, layer: patch.object(
-        layer.mlp, "forward", lambda x, own=layer.mlp.forward: 2 * own(x)
     ),
     "a replaced activation": lambda model, layer: patch.object(
         layer.mlp.act_fn, "forward", lambda x: 2 * nn.functional.silu(x)
@@ -244,7 +207,7 @@ def test_numbers_of_the_modules_are_read_again() -> None:
     after = logits(engine, tokens, 20)
     torch.testing.assert_close(after, own_logits(engine, tokens), atol=2e-5, rtol=1e-5)
     assert (after - before).abs().max() > 0.1
-    with fewer_layers(model):
+    with changed(model.config, "num_hidden_layers", 2):
         assert not fused(engine)
     assert fused(engine)
 
@@ -279,19 +242,6 @@ def test_under_autocast_the_module_computes_as_the_trainer_does() -> None:
         assert not fused(engine)
         assert (logits(engine, tokens, 20) - own_logits(engine, tokens)).abs().max() < 0.1
     assert fused(engine)
-
-
-def test_a_forward_that_comes_out_wrong_is_not_used(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_model("qwen3")
-    own = FusedForward.run
-    monkeypatch.setattr(FusedForward, "run", lambda *args: 0.5 * own(*args))
-    with caplog.at_level(logging.WARNING):
-        engine = make_engine(model, verify_model=True)
-    assert not fused(engine)
-    assert "the fused forward differs" in caplog.text
-    assert_greedy(model, engine.generate([token_ids(9, 1)], greedily(6))[0])
 
 
 def test_every_thread_count_gives_the_same_bits() -> None:

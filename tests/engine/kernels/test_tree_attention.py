@@ -19,6 +19,7 @@ from rollout.engine.kernels.tree_attention import (
     tree_attention,
 )
 from rollout.manager.batch.tree import pack_tree
+from tests.interpreter import on_a_gpu
 
 CASES = {
     "grouped heads": (4, 2, 64, 64, Scores(0.125)),
@@ -173,8 +174,7 @@ def test_flex_attention_is_asked_for_the_same_tree(case, monkeypatch):
     assert max(distances(outcome(flex_tree_attention, case, tree, torch.float64, torch.float64), right)) < 1e-14
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_a_gpu
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 5e-3), (torch.bfloat16, 1e-2)], ids=str)
 def test_on_cuda_values_and_gradients_are_those_of_a_dense_mask(case, dtype, allowed):

@@ -22,6 +22,7 @@ from rollout.engine.memory.block_pool import PoolMemory, zeros
 from rollout.engine.memory.kv_cache import KVCache, LayerShape
 from rollout.engine.memory.streams import StreamOrder, wait_for_steps
 from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids
+from tests.interpreter import on_a_gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -316,11 +317,6 @@ def test_without_the_driver_the_pool_comes_from_torch_and_its_cache_is_emptied(
 
 
 # --- on a device --------------------------------------------------------------------------------------------------------
-
-
-def on_a_gpu(function: Any) -> Any:
-    function = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(function)
-    return pytest.mark.gpu(function)
 
 
 def driver_free() -> int:

@@ -13,7 +13,7 @@ from rollout.engine.graphs.cuda_graphs import GraphedDecode
 from rollout.engine.memory.arena import Arena
 from tests.engine.graphs.recorded_graphs import Plain, Recorder
 from tests.engine.memory.test_arena import BLOCKS, PAGE, CachingAllocator, Driver
-from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids
+from tests.engines import assert_greedy, finish, greedily, make_engine, steps, suspended, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -72,11 +72,8 @@ def generate(engine: DynamicInferenceEngine) -> None:
 
 
 def suspend_while(engine: DynamicInferenceEngine, take: Callable[[], object]) -> None:
-    engine.pause()
-    engine.suspend("offload")
-    take()
-    engine.resume()
-    engine.unpause()
+    with suspended(engine, "offload"):
+        take()
 
 
 @pytest.mark.parametrize("counted", [True, False])

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from rollout.config import Advanced, InferenceConfig
+from rollout.engine.blocks.index import CacheChanges
 from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.engine.scheduling.sequences import Sequence
 from rollout.engine.scheduling.step import ScheduledStep, StepTokens
@@ -126,6 +127,10 @@ class World:
         self.cache = FakeCache(blocks, block_size, random.Random(seed).randint(1, 48) if tiered else 0)
         self.context = DynamicInferenceContext(self.config, self.cache, self.states, lambda: self.now)
         self.scheduler = self.context.scheduler
+        # What somebody far away believes to be findable, who hears of changes now and then.
+        self.mirror: set[int] = set()
+        self.hears = random.Random(seed)
+        self.changes = self.context.allocator.index.changes = CacheChanges()
         self.added: set[tuple[int, int]] = set()
         self.ended: dict[tuple[int, int], Sequence] = {}
         self.prompts: dict[int, list[int]] = {}
@@ -331,6 +336,8 @@ class World:
             return
         # Whatever a lookup can find is what a fresh engine would compute now.
         allocator = self.context.allocator
+        if self.hears.random() < 0.4:
+            self.hear(set(allocator.index.current))
         for block in allocator.index.current.values():
             content = self.cache.content[self.memory(np.array([block]))[0]]
             assert (content[:, TOKEN] == allocator.index._tokens[block]).all()
@@ -354,6 +361,17 @@ class World:
             state = self.states.content[slot]
             assert [token for token, _ in state][-allocator.block_size :] == allocator.index._tokens[block].tolist()
             assert {way for _, way in state} <= {self.way}, "a snapshot of a state of older weights"
+
+    def hear(self, findable: set[int]) -> None:
+        """Follow the blocks that have come and gone since the last time."""
+        taken = self.changes.take()
+        if taken.flushed:
+            self.mirror.clear()
+        assert taken.removed <= self.mirror, "something was removed that was not there"
+        self.mirror -= taken.removed
+        assert not taken.added & self.mirror, "something was added that was there"
+        self.mirror |= taken.added
+        assert self.mirror == findable, "the changes of the cache tell of other blocks than it has"
 
 
 def live(seed: int, events: int = 30) -> World:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.engine.weights import weights_jobs
 from tests.ranks import run_together
 
-ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
@@ -38,26 +35,18 @@ def test_a_rank_that_raises_before_the_gathering_is_named_to_the_others(nursery,
     assert "engine.guard.whole()" in waited["step"]
 
 
-def test_ddp_is_taken_off_and_its_parameters_are_sampled_where_they_lie(nursery):
-    run_together(nursery, 2, weights_jobs.samples_out_of_ddp)
-
-
-def test_training_inside_a_loop_over_groups_shards_the_weights_and_the_next_group_has_them_whole(nursery):
-    run_together(nursery, 2, weights_jobs.trains_inside_a_loop)
-
-
-def test_a_rollout_between_two_micro_batches_changes_no_gradient(nursery):
-    run_together(nursery, 2, weights_jobs.accumulates)
+@pytest.mark.parametrize("job", [
+    weights_jobs.samples_out_of_ddp, weights_jobs.trains_inside_a_loop, weights_jobs.accumulates,
+    weights_jobs.samples_with_a_copy,
+])  # fmt: skip
+def test_on_both_ranks_all_assertions_of_a_job_hold(nursery, job):
+    run_together(nursery, 2, job)
 
 
 def test_a_mixed_precision_policy_holds_for_rollouts_too(nursery):
     for kv_dtype, difference in run_together(nursery, 2, weights_jobs.samples_in_the_policys_dtype):
         assert kv_dtype == torch.bfloat16
         assert difference < 0.03
-
-
-def test_a_copy_in_another_dtype_is_made_of_shards_after_each_update(nursery):
-    run_together(nursery, 2, weights_jobs.samples_with_a_copy)
 
 
 def test_a_shard_that_changed_behind_our_back_is_named_by_its_rank(nursery):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -118,26 +118,25 @@ def test_a_copy_of_a_model_with_adapters_is_refused_by_name() -> None:
 # --- the trainer's autocast -------------------------------------------------------------------------------------------
 
 
+def autocast() -> torch.autocast:
+    # A new one each time: an instance entered inside itself never ends.
+    return torch.autocast("cpu", torch.bfloat16)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
-@pytest.mark.parametrize("given", ["by option", "around the call"])
+@pytest.mark.parametrize("given", ["by option", "around the call", "around the model's forward"])
 def test_under_autocast_log_probs_are_as_near_the_trainers_as_two_attentions_of_the_trainer(
     name: str, given: str
 ) -> None:
     """Any other order of additions turns some roundings to bfloat16: exact is what the trainer's own two are not."""
     model = make_model(name)
-
-    def autocast() -> torch.autocast:
-        return torch.autocast("cpu", torch.bfloat16)
-
-    params = SamplingParams(max_tokens=40, seed=1, n=4, ignore_eos=True)
-    if given == "by option":
-        rollout = make_rollout(model, autocast_dtype="bfloat16", verify_model=True)
-        batch = rollout.generate(PROMPTS, params)
-        assert rollout.engine.controller.layout.kv_dtype == torch.bfloat16
-    else:
-        rollout = make_rollout(model)
-        with autocast():
-            batch = rollout.generate(PROMPTS, params)
+    if "forward" in given:
+        model.forward = autocast()(model.forward)
+    options = {"autocast_dtype": "bfloat16"} if "option" in given else {}
+    rollout = make_rollout(model, verify_model="call" not in given, **options)
+    with autocast() if "call" in given else nullcontext():
+        batch = rollout.generate(PROMPTS, SamplingParams(max_tokens=40, seed=1, n=4, ignore_eos=True))
+    assert "option" not in given or rollout.engine.controller.layout.kv_dtype == torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
     trained = []
     for implementation in ("sdpa", "eager"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -78,30 +78,39 @@ def loss_of(model: nn.Module, rank: int, seed: int = 0) -> torch.Tensor:
     return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
-def train_both(
-    model: nn.Module, alone: nn.Module, optimizers: list[torch.optim.Optimizer], rank: int, step: int = 0
-) -> None:
-    """One step of the sharded model, and of the one process's, which learns from all ranks' data."""
-    loss_of(model, rank, step).backward()
-    torch.stack([loss_of(alone, each, step) for each in range(dist.get_world_size())]).mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+class Twins:
+    """A model that is spread over the ranks, and one process's, which learns from all ranks' data."""
+
+    def __init__(self, spread: Callable[[PreTrainedModel], Any], lr: float, optimizer: Any = torch.optim.SGD) -> None:
+        self.model, self.alone = spread(make_model("llama")), make_model("llama")
+        self.optimizers = [optimizer(each.parameters(), lr=lr) for each in (self.model, self.alone)]
+
+    def train(self, rank: int, step: int = 0) -> None:
+        loss_of(self.model, rank, step).backward()
+        torch.stack([loss_of(self.alone, each, step) for each in range(dist.get_world_size())]).mean().backward()
+        self.step()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check(self, rollout: RolloutManager, asked: list[list[int]]) -> None:
+        """Both sample the same."""
+        found = tokens(rollout.generate(asked, GREEDY, progress=False))
+        assert found == [greedy(self.alone, each, NEW) for each in asked]
 
 
 def trains_five_steps(rank: int) -> dict[str, Any]:
-    """Beside it one process's model, that learns from both ranks' data."""
-    alone, model = make_model("llama"), sharded(make_model("llama"))
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, alone)]
-    before = parameter_bytes(model)
+    twins = Twins(sharded, 0.01, torch.optim.AdamW)
+    model, before = twins.model, parameter_bytes(twins.model)
     with a_manager(model) as rollout:
-        attach(optimizers[0], rollout)
+        attach(twins.optimizers[0], rollout)
         after = {parameter_bytes(model)}
         for step in range(5):
-            mine = prompts(rank, step)
-            assert tokens(rollout.generate(mine, GREEDY, progress=False)) == [greedy(alone, each, NEW) for each in mine]
+            twins.check(rollout, prompts(rank, step))
             after.add(parameter_bytes(model))
-            train_both(model, alone, optimizers, rank, step)
+            twins.train(rank, step)
             after.add(parameter_bytes(model))
         version = rollout.policy_version
     return {"before": before, "after": after, "version": version}
@@ -109,9 +118,8 @@ def trains_five_steps(rank: int) -> dict[str, Any]:
 
 def is_interrupted(rank: int) -> dict[str, Any]:
     """Rank 1's forward raises, once as an error and once as Ctrl-C; then all goes on."""
-    model = sharded(make_model("llama"))
-    layer = next(module for name, module in model.named_modules() if name.endswith("layers.1"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    twins = Twins(sharded, 0.1)
+    model, layer = twins.model, twins.model.model.layers[1]
     before = parameter_bytes(model)
     said = {}
     with a_manager(model, control_timeout_s=3.0) as rollout:
@@ -130,11 +138,10 @@ def is_interrupted(rank: int) -> dict[str, Any]:
             if hook is not None:
                 hook.remove()
             dist.barrier()
-        alone = make_model("llama")
-        train_both(model, alone, [optimizer, torch.optim.SGD(alone.parameters(), lr=0.1)], rank)
+        twins.train(rank)
         rollout.weights_updated()
         rollout.generate([], min_groups=rollout.groups_in_flight)
-        assert tokens(rollout.generate([[5, 6, 7]], GREEDY)) == [greedy(alone, [5, 6, 7], NEW)]
+        twins.check(rollout, [[5, 6, 7]])
         assert parameter_bytes(model) == before
     return said
 
@@ -163,10 +170,10 @@ def does_not_come(rank: int, coordinator: bool) -> dict[str, str]:
 
 def trains_inside_a_loop(rank: int) -> None:
     """Two micro-batches and a step between the groups of one loop: what comes after it is of the new weights."""
-    model, alone = sharded(make_model("llama")), make_model("llama")
-    optimizer, optimizer_alone = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone))
+    twins = Twins(sharded, 0.1)
+    model, alone = twins.model, twins.alone
     with a_manager(model, coordinator=False) as rollout:
-        attach(optimizer, rollout, mode="recompute")
+        attach(twins.optimizers[0], rollout, mode="recompute")
         rollout.submit([[5 + index, 6, 7] for index in range(3 + rank)], GREEDY)
         for number, batch in enumerate(rollout.as_completed()):
             if number == 0:
@@ -175,12 +182,9 @@ def trains_inside_a_loop(rank: int) -> None:
                     loss_of(model, rank, seed).backward()
                     assert is_sharded(model)
             elif number == 1:
-                optimizer.step()
-                optimizer.zero_grad()
-                torch.stack([loss_of(alone, each, seed) for each in range(2) for seed in (1, 2)]).sum().div(
-                    2
-                ).backward()
-                optimizer_alone.step()
+                losses = [loss_of(alone, each, seed) for each in range(2) for seed in (1, 2)]
+                (torch.stack(losses).sum() / 2).backward()
+                twins.step()
                 rollout.submit([[40, 41 + rank]], GREEDY)
             last = batch
         assert rollout.policy_version == 1
@@ -239,17 +243,16 @@ def samples_in_the_policys_dtype(rank: int) -> tuple[Any, ...]:
 
 def samples_with_a_copy(rank: int) -> None:
     """Sample with a copy in another dtype, refreshed after each update; the trainer's shards are never gathered."""
-    model, alone = sharded(make_model("llama")), make_model("llama")
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, alone)]
-    with a_manager(model, inference_dtype="bfloat16") as rollout:
-        attach(optimizers[0], rollout)
+    twins = Twins(sharded, 0.5)
+    with a_manager(twins.model, inference_dtype="bfloat16") as rollout:
+        attach(twins.optimizers[0], rollout)
         for step in range(3):
             copied = dict(rollout.engine.weights.sampled.named_parameters())
             rollout.generate(prompts(rank, step), GREEDY)
-            assert is_sharded(model)
-            for name, parameter in alone.named_parameters():
+            assert is_sharded(twins.model)
+            for name, parameter in twins.alone.named_parameters():
                 torch.testing.assert_close(copied[name], parameter.bfloat16(), rtol=1e-2, atol=1e-3)
-            train_both(model, alone, optimizers, rank, step)
+            twins.train(rank, step)
 
 
 def changes_one_shard(rank: int) -> list[str]:
@@ -270,24 +273,23 @@ def changes_one_shard(rank: int) -> list[str]:
 
 def samples_out_of_ddp(rank: int) -> None:
     """The manager is given the wrapper: the weights are the optimizer's own tensors, and no byte of them is copied."""
-    model, alone = make_model("llama"), make_model("llama")
-    wrapper = DistributedDataParallel(model)
+    twins = Twins(DistributedDataParallel, 0.1)
+    model = twins.model.module
     places = [parameter.data_ptr() for parameter in model.parameters()]
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (wrapper, alone)]
-    with a_manager(wrapper) as rollout:
-        attach(optimizers[0], rollout)
+    with a_manager(twins.model) as rollout:
+        attach(twins.optimizers[0], rollout)
         assert rollout.model is rollout.engine.weights.sampled is model
         for step in range(2):
-            mine = prompts(rank, step)
-            assert tokens(rollout.generate(mine, GREEDY)) == [greedy(alone, each, NEW) for each in mine]
-            train_both(wrapper, alone, optimizers, rank, step)
+            twins.check(rollout, prompts(rank, step))
+            twins.train(rank, step)
         assert rollout.policy_version == 2
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
 def is_sharded_later(rank: int) -> dict[str, Any]:
     """Built of whole weights, with groups in flight when FSDP2 comes; then trained, beside one process's model."""
-    model, alone = make_model("llama"), make_model("llama")
+    twins = Twins(lambda model: model, 0.1)
+    model, alone = twins.model, twins.alone
     long = GREEDY.replace(max_tokens=20)
     with a_manager(model) as rollout:
         rollout.generate([[3, 4]], GREEDY)
@@ -295,16 +297,15 @@ def is_sharded_later(rank: int) -> dict[str, Any]:
         rollout.submit([[9, 8 + rank]], long)
         made = tokens(rollout.generate([[5, 6]], GREEDY, min_groups=1, progress=False))
         sharded(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        attach(optimizer, rollout)
-        mine = prompts(rank, 0)
-        assert tokens(rollout.generate(mine, GREEDY, progress=False)) == [greedy(alone, each, NEW) for each in mine]
+        twins.optimizers[0] = torch.optim.SGD(model.parameters(), lr=0.1)
+        attach(twins.optimizers[0], rollout)
+        twins.check(rollout, prompts(rank, 0))
         made += tokens(rollout.generate([], min_groups=rollout.groups_in_flight, progress=False))
         assert sorted(made) == sorted([greedy(alone, [5, 6], NEW), greedy(alone, [9, 8 + rank], 20)])
         assert is_sharded(model)
         metrics = rollout.metrics()
-        train_both(model, alone, [optimizer, torch.optim.SGD(alone.parameters(), lr=0.1)], rank)
-        assert tokens(rollout.generate([[5, 6, 7]], GREEDY)) == [greedy(alone, [5, 6, 7], NEW)]
+        twins.train(rank)
+        twins.check(rollout, [[5, 6, 7]])
     return {"version": rollout.policy_version, "generated": metrics["rollout/generated_tokens"]}
 
 
@@ -329,22 +330,20 @@ def is_sharded_too_late(rank: int) -> str:
 
 def is_evaluated(rank: int) -> dict[str, Any]:
     """An LLM of weights that are trained on: gathered while it samples, sharded inside `suspended` and in the end."""
-    model, alone = sharded(make_model("llama")), make_model("llama")
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, alone)]
+    twins = Twins(sharded, 0.5)
+    model = twins.model
     config = InferenceConfig(kv_cache_blocks=64, advanced=Advanced(block_size_tokens=4, verify_model=False))
     same = []
     with LLM(model, None, config) as llm:
         for _ in range(2):
             prompts = [[5, 6, 7 + rank], [9, 8 + rank]][: 2 - rank]
             found = [each.generated_tokens for each in llm.generate(prompts, GREEDY)]
-            same.append(found == [greedy(alone, each, NEW) for each in prompts])
+            same.append(found == [greedy(twins.alone, each, NEW) for each in prompts])
             with llm.suspended():
                 assert is_sharded(model)
                 loss_of(model, 0).backward()
-                loss_of(alone, 0).backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
+                loss_of(twins.alone, 0).backward()
+                twins.step()
                 llm.weights_updated()
                 assert is_sharded(model)
         with pytest.raises(ConfigError) as refused:
