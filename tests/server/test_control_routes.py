@@ -125,7 +125,7 @@ def test_weights_come_from_a_folder_and_what_does_not_fit_changes_nothing(llm: L
     old = {name: tensor.clone() for name, tensor in llm.model.state_dict().items()}
     for folder, why in (
         ("shape", "in this model"),
-        ("fewer", "are not there"),
+        ("fewer", "are missing"),
         ("nowhere", "must be a folder"),
         ("x" * 999, "cannot be read"),
     ):

@@ -327,7 +327,7 @@ def test_only_the_wanted_samples_are_asked_for_and_waited_for():
         group.request(3)
     with pytest.raises(InvalidRequestError, match=r"wanted=\[4, -1\]: must be samples in \[0, n=2\)"):
         line.submit(n=2, wanted=[0, 4, -1])
-    with pytest.raises(InvalidRequestError, match="nothing is left to do"):
+    with pytest.raises(InvalidRequestError, match="nothing is left to compute"):
         line.submit(n=2, wanted=[])
 
 
@@ -344,12 +344,12 @@ def test_the_oldest_version_is_of_tokens_that_are_still_needed():
 
 def test_known_that_does_not_fit_is_refused_and_nothing_is_sent():
     line = Line()
-    with pytest.raises(InvalidRequestError, match=r"does not fit: .*sample 3, which is none of n=2"):
+    with pytest.raises(InvalidRequestError, match=r"known does not fit the request: .*sample 3, which is none of n=2"):
         line.submit(n=2, known=[stretch(0, {3: (0, [1])})])
-    with pytest.raises(InvalidRequestError, match=r"does not fit: .*sample 0 continues at token 2: must be 0 or 0"):
+    with pytest.raises(InvalidRequestError, match=r"sample 0 continues at token 2: must be 0 or 0"):
         line.submit(n=2, known=[stretch(0, {0: (2, [1])})])
-    with pytest.raises(InvalidRequestError, match="nothing is left to do"):
+    with pytest.raises(InvalidRequestError, match="nothing is left to compute"):
         line.submit(n=1, known=[stretch(0, {0: (0, [1])}, ended=(0,))])
-    with pytest.raises(InvalidRequestError, match=r"does not fit: Stretch\.counts"):
+    with pytest.raises(InvalidRequestError, match=r"does not fit the request: Stretch\.counts"):
         line.submit(n=1, known=[replace(stretch(0, {0: (0, [1])}), counts=[2])])
     assert line.sent == []
