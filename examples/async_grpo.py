@@ -88,14 +88,14 @@ def accuracy(manager: rollout.RolloutManager, prompts: list[list[int]]) -> float
 
 
 def main() -> None:
-    """Train from random weights, or go on from a checkpoint."""
+    """Train from random weights, or continue from a checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the problems and the sampling")
     parser.add_argument("--steps", type=int, default=60, help="of training")
     parser.add_argument("--groups", type=int, default=48, help=f"finished groups to wait for, {GROUP} samples each")
     parser.add_argument("--in-flight", type=int, default=80, help="groups in flight when a step begins to generate")
     parser.add_argument("--max-staleness", type=int, default=4, help="most updates between a token and its use")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out, if any")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out, if any")
     parser.add_argument("--out", type=Path, default=Path("runs/async_grpo"), help="folder of checkpoint and journal")
     parser.add_argument("--quick", action="store_true", help="only see that it runs: few, small steps")
     options = parser.parse_args()
