@@ -39,10 +39,6 @@ def until_waited_for(future: RequestFuture) -> None:
         entered.wait(0.001)
 
 
-def test_it_is_an_asyncio_future(loop):
-    assert asyncio.isfuture(future_on(loop))
-
-
 def test_an_end_by_any_thread_is_seen_at_once_and_the_first_one_counts(loop: LoopThread) -> None:
     future = future_on(loop)
     assert not future.done()

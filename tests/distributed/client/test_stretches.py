@@ -92,15 +92,6 @@ def test_a_result_whose_prompt_was_never_told_is_no_good():
         line.receive(wire.Update([stretch(0, {0: (0, [1])}, ended=(0,))]))
 
 
-COMPARED = (
-    "request_id", "sample_index", "prompt", "prompt_tokens", "sampling_params", "status", "priority",
-    "finish_reason", "stop_reason", "error", "seed", "generated_text", "generated_tokens", "generated_log_probs",
-    "generated_top_n_logprobs", "prompt_log_probs", "prompt_top_n_logprobs", "tpot", "ttft", "latency", "policy_version",
-    "policy_spans", "kv_spans", "num_cached_tokens", "metadata", "original_prompt_length", "finished_chunk_token_count",
-    "events", "event_add_engine", "block_size_tokens", "enable_prefix_caching", "precomputed_block_hashes",
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("mode", [None, "persist", "recompute"])
 def test_results_are_what_a_direct_engine_says(mode):
     """Every field that travels, also of a group whose weights changed in the middle, which recompute splits in two."""
@@ -135,16 +126,14 @@ def test_results_are_what_a_direct_engine_says(mode):
             part.columns["events"] = [pack_events(each.events[:3] if start == 0 else each.events[3:])]
             line.receive(wire.Update([part]))
     for ours, theirs in zip(group.result(), merged, strict=True):
-        for name in COMPARED:
-            assert getattr(ours, name) == getattr(theirs, name), name
+        assert ours.serialize() == theirs.serialize() | {"arrival_time": ours.arrival_time}
+        assert ours.precomputed_block_hashes == theirs.precomputed_block_hashes
         # A direct engine looks at its clock once per sample.
         assert ours.arrival_time == merged[0].arrival_time
         assert ours.policy_versions.tolist() == theirs.policy_versions.tolist()
         assert DynamicInferenceRequest.deserialize(ours.serialize()).generated_tokens == theirs.generated_tokens
     if mode:
         assert len(set(merged[0].policy_versions.tolist())) == 2
-    for ours, theirs in zip(group.result(), merged, strict=True):
-        assert ours.serialize() == theirs.serialize() | {"arrival_time": ours.arrival_time}
     assert len(records[0]) == (2 if mode == "recompute" else 1)
 
 
