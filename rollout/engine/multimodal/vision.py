@@ -24,6 +24,18 @@ VIDEO = 2
 """Token type of a video's placeholder in the models; an image's placeholder has type 1."""
 
 
+class EncodingError(Exception):
+    """The vision tower has raised its `__cause__`.
+
+    Attributes:
+        request_id: id of the request with the image.
+    """
+
+    def __init__(self, request_id: int) -> None:
+        super().__init__(f"the vision tower failed at an image of request {request_id}")
+        self.request_id = request_id
+
+
 class FeatureCache:
     """Embeddings of items by their digest, encoded once for all samples of a group and later turns.
 
@@ -182,22 +194,25 @@ class Vision:
         Args:
             offsets: [R + 1], offsets of the rows in the packed positions.
             positions: [P].
+
+        Raises:
+            EncodingError: the vision tower has raised.
         """
         shifts = table.position_shift[step.rows]
         pictured = [
-            (entry, sequence.images)
+            (entry, sequence.images, sequence.record.request_id)
             for entry, sequence in enumerate(step.prefills, step.num_decodes)
             if sequence.images.items
         ]
         if not pictured and not shifts.any():
             return None
         rotary = positions + np.repeat(shifts, step.counts)
-        if any(images.positions is not None for _, images in pictured):
+        if any(images.positions is not None for _, images, _ in pictured):
             rotary = np.stack([positions, rotary, rotary, rotary])
-        seen = positions.copy() if any(images.whole for _, images in pictured) else None
+        seen = positions.copy() if any(images.whole for _, images, _ in pictured) else None
         index: list[NDArray[np.int64]] = []
         parts: list[list[Tensor]] = []
-        for entry, images in pictured:
+        for entry, images, request_id in pictured:
             packed = slice(offsets[entry], offsets[entry + 1])
             start = int(step.starts[entry])
             stop = start + int(step.counts[entry])
@@ -207,7 +222,12 @@ class Vision:
                 seen[packed] = images.seen(start, stop)
             low, high = np.searchsorted(images.places, (start, stop)).tolist()
             index.append(images.places[low:high] - start + offsets[entry])
-            parts += self._embeddings(images.items, low, high)
+            try:
+                parts += self._embeddings(images.items, low, high)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as exc:
+                raise EncodingError(request_id) from exc
         joined = [torch.cat(layer) for layer in zip(*parts, strict=True)]
         return StepImages(np.concatenate([*index, np.zeros(0, np.int64)]), joined, rotary, seen)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from rollout.engine.forward.model_watch import ModelWatch
 from rollout.engine.memory.buffers import lacks_device_memory
+from rollout.engine.multimodal.vision import EncodingError
 from rollout.engine.parallel.leading import ForwardWork, follow
 from rollout.engine.parts.context import DynamicInferenceContext
 from rollout.engine.parts.controller import TextGenerationController
@@ -104,6 +105,9 @@ class Stepper:
         except EngineDeadError as exc:
             self._die(exc)
             return
+        except EncodingError as exc:
+            self._fail_image(step, exc)
+            return
         except Exception as exc:  # noqa: BLE001 - whatever a model raises belongs to the requests of this step
             if log is not None:
                 log.instant("step failed", error=f"{type(exc).__name__}: {exc}")
@@ -167,6 +171,13 @@ class Stepper:
             before, self._context.cache.num_blocks, str(exc).partition("\n")[0],
         )  # fmt: skip
         return True
+
+    def _fail_image(self, step: ScheduledStep, exc: EncodingError) -> None:
+        """Fail the request whose image made the vision tower raise; the other requests of the step continue."""
+        cause = exc.__cause__
+        assert isinstance(cause, Exception)
+        self._scheduler.preemption.requeue_step(step, exc)
+        self._ledger.fail(self._scheduler.remove(lambda key: key[0] == exc.request_id), cause)
 
     def _start_over(self, exc: Exception) -> None:
         """Free all rows and blocks, which an exception in `schedule` or `update` has left in disagreement.

@@ -295,24 +295,27 @@ def engines() -> dict[str, DynamicInferenceEngine]:
     return {}
 
 
-def test_an_image_at_which_the_tower_fails_ends_the_requests_of_its_step_alone() -> None:
-    name = "gemma3"
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_an_image_at_which_the_tower_fails_harms_no_other_request(name: str) -> None:
     model = make_vision_model(name)
     engine = make_engine(model)
-    tower = next(each for path, each in model.named_modules() if path.endswith("vision_tower"))
+    tower = next(each for path, each in model.named_modules() if path.endswith(("visual", "vision_tower")))
 
     def fail(_: Any, args: Any, arguments: dict[str, Any]) -> None:
         if any(each.isinf().any() for each in (*args, *arguments.values()) if torch.is_tensor(each)):
             raise ArithmeticError("no such colour")
 
     tower.register_forward_pre_hook(fail, with_kwargs=True)
+    engine.add_request(token_ids(6), greedily(TOKENS))
+    steps(engine, 3)
     inputs = picture_prompt(name, ["b", 2])
-    engine.add_request(inputs | {"pixel_values": torch.full_like(inputs["pixel_values"], torch.inf)}, likeliest(n=2))
-    ended = steps(engine, 1)
     engine.add_request(picture_prompt(name, PARTS), likeliest())
-    done = finish(engine, ended)
-    assert [done[0, sample].error for sample in range(2)] == ["ArithmeticError: no such colour"] * 2
+    engine.add_request(inputs | {"pixel_values": torch.full_like(inputs["pixel_values"], torch.inf)}, likeliest(n=2))
+    done = finish(engine)
+    assert_greedy(model, done[0, 0])
     assert_as_generate(name, PARTS, done[1, 0], model)
+    assert [done[2, sample].error for sample in range(2)] == ["ArithmeticError: no such colour"] * 2
+    assert engine.stats()["preemptions"] == 0
 
 
 def test_padding_is_taken_off_and_a_processed_text_is_a_text() -> None:
