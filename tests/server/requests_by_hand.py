@@ -11,16 +11,11 @@ from pathlib import Path
 import httpx
 
 from rollout.server.server import Server
-from tests.engines import PATIENCE_S, until
-from tests.server.fake_llm import FakeLLM
+from tests.engines import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent.parent
 ASK = {"model": "fakes/one", "prompt": [72, 105]}
 KEY = "sk-a-secret"
-
-
-def wait_for_requests(llm: FakeLLM, number: int) -> None:
-    until(lambda: llm.num_open >= number)
 
 
 def raw(server: Server) -> socket.socket:

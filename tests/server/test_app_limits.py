@@ -35,7 +35,7 @@ from rollout.server.errors import STATUS_OF, describe
 from rollout.server.server import Server
 from tests.engines import PATIENCE_S, until
 from tests.server.fake_llm import FakeLLM, served
-from tests.server.requests_by_hand import ASK, ROOT, asked, error_of, post_bytes, raw, read_all, wait_for_requests
+from tests.server.requests_by_hand import ASK, ROOT, asked, error_of, post_bytes, raw, read_all
 
 # --- limits and failures ----------------------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ def test_more_samples_than_may_be_open_are_a_429_and_than_can_ever_be_a_400():
     with served(max_open_requests=4) as (llm, server):
         llm.hold()
         with asked(server, n=3) as client:
-            wait_for_requests(llm, 1)
+            until(lambda: llm.num_open >= 1)
             refused = httpx.post(f"{server.url}/v1/completions", json=ASK | {"prompt": [[1], [2]]})
             assert error_of(refused, 429)["code"] == "queue_full"
             assert refused.headers["retry-after"] == "1"
@@ -196,7 +196,7 @@ def test_what_does_not_end_in_the_grace_is_aborted_and_told():
         asked(server, stream=True) as stream,
     ):
         assert stream.recv(65536)
-        wait_for_requests(llm, 2)
+        until(lambda: llm.num_open >= 2)
         server.close()
         assert {llm.aborted.get_nowait(), llm.aborted.get_nowait()} == {0, 1}
         answer = read_all(whole)
@@ -224,7 +224,7 @@ def test_a_loop_that_is_closed_takes_its_server_along():
 def asked_held(llm: FakeLLM, server: Server) -> Iterator[socket.socket]:
     llm.hold()
     with asked(server) as client:
-        wait_for_requests(llm, 1)
+        until(lambda: llm.num_open >= 1)
         yield client
 
 

@@ -11,7 +11,7 @@ import pytest
 from rollout.state import EngineState, KVCacheManagementMode
 from tests.engines import PATIENCE_S, until
 from tests.server.fake_llm import served
-from tests.server.requests_by_hand import ASK, KEY, error_of, wait_for_requests
+from tests.server.requests_by_hand import ASK, KEY, error_of
 
 PATHS = ("pause", "resume", "sleep", "wake_up", "abort_requests", "reset_prefix_cache", "update_weights",
          "update_weight_version", "v1/load_lora_adapter", "v1/unload_lora_adapter")  # fmt: skip
@@ -134,7 +134,7 @@ def test_a_pause_lets_open_requests_wait_or_finish_or_aborts_them(admin, mode):
         ThreadPoolExecutor(2) as threads,
         client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as open_one,
     ):
-        wait_for_requests(llm, 1)
+        until(lambda: llm.num_open >= 1)
         pausing = threads.submit(client.post, "/pause", params={"mode": mode})
         if mode == "wait":
             until(lambda: llm.serving.shut)
@@ -161,7 +161,7 @@ def test_a_pause_that_waits_is_ended_by_resume(admin):
     llm.hold()
     with ThreadPoolExecutor(2) as threads:
         asking = threads.submit(client.post, "/v1/completions", json=ASK)
-        wait_for_requests(llm, 1)
+        until(lambda: llm.num_open >= 1)
         pausing = threads.submit(client.post, "/pause?mode=wait")
         until(lambda: llm.serving.shut)
         client.post("/resume")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 
 import pytest
 
 from rollout.threads.locks import FairLock
+from tests.engines import until
 
 
 def test_a_thread_that_waits_gets_it_before_its_holder_has_it_again() -> None:
@@ -48,10 +48,7 @@ def test_its_holder_sees_without_the_interpreter_that_another_thread_waits() -> 
         assert lock.asked.value == 0
         waiter = threading.Thread(target=wait)
         waiter.start()
-        deadline = time.monotonic() + 120
-        while not lock.asked.value:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(lambda: lock.asked.value)
         # What it has heard of, and what it is still wanted for.
         lock.heard()
         assert lock.asked.value == 0

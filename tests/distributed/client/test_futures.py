@@ -17,8 +17,7 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.requests.spans import VersionSpans
 from rollout.sampling_params import SamplingParams
 from rollout.threads.loop_thread import LoopThread
-
-PATIENCE_S = 60.0
+from tests.engines import PATIENCE_S, until
 
 
 @pytest.fixture
@@ -31,12 +30,6 @@ def loop() -> Iterator[LoopThread]:
 def future_on(loop: LoopThread, aborted: list[int] | None = None) -> RequestFuture:
     aborts = [] if aborted is None else aborted
     return RequestFuture(7, aborts.append, loop=loop.event_loop)
-
-
-def until_waited_for(future: RequestFuture) -> None:
-    entered = threading.Event()
-    while not future._told:
-        entered.wait(0.001)
 
 
 def test_an_end_by_any_thread_is_seen_at_once_and_the_first_one_counts(loop: LoopThread) -> None:
@@ -72,7 +65,7 @@ def test_tasks_of_several_loops_wait_for_one_future(loop: LoopThread) -> None:
     for thread in threads:
         thread.start()
     own = loop.start(wait())
-    until_waited_for(future)
+    until(lambda: future._told)
     future.end(["a"])
     for thread in threads:
         thread.join(PATIENCE_S)
