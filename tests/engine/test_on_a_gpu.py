@@ -212,13 +212,3 @@ def test_an_engine_steps_beside_a_thread_that_uses_and_waits_for_the_device() ->
     engine.unpause()
     engine.generate([token_ids(9)], greedily(20))
     assert captured(engine), "after a suspend, the thread being gone"
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_model_on_the_second_device_is_served_there() -> None:
-    model = make_model("qwen3").to("cuda:1")
-    engine = engine_of(model)
-    (request,) = engine.generate([token_ids(9, 1)], greedily(12))
-    assert engine.cache.layer(0)[0].device == torch.device("cuda", 1)
-    assert captured(engine)
-    assert_greedy("qwen3", request, tolerance=1e-3)

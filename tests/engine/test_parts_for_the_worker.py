@@ -82,14 +82,6 @@ def test_a_request_can_be_checked_without_being_queued() -> None:
     assert engine.parts.intake.next_request_id == 0
 
 
-def test_times_count_from_the_arrival_that_was_given() -> None:
-    engine = make_engine("qwen3")
-    engine.parts.intake._clock = engine.parts.ledger._clock = engine.context.scheduler.clock = lambda: 100.0
-    engine.add_request(token_ids(5), greedily(2), request_id=0, arrival_time=40.0)
-    (request,) = finish(engine).values()
-    assert (request.arrival_time, request.ttft, request.latency) == (40.0, 60.0, 60.0)
-
-
 # --- progress ---------------------------------------------------------------------------------------------------------
 
 

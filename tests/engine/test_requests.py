@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.sampling.sampling_table import SamplingTable
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError
 from rollout.requests.events import DynamicInferenceEventType
@@ -259,20 +259,14 @@ def test_events_come_in_order_and_once(track: bool) -> None:
             assert 3 <= last["blocks_ref_count"] <= 4, "of both samples: it is shared"
 
 
-def test_times_are_kept() -> None:
-    now = 100.0
-
-    def clock() -> float:
-        nonlocal now
-        now += 0.25
-        return now
-
-    engine = make_engine("qwen3")
-    engine = DynamicInferenceEngine(engine.model, None, engine.config, clock=clock)
-    engine.add_request(token_ids(5, 1), greedily(4))
+def test_times_are_kept_and_count_from_the_arrival_that_was_given() -> None:
+    ticks = count(100, 0.25)
+    engine = make_engine("qwen3", clock=lambda: next(ticks))
+    engine.add_request(token_ids(5, 1), greedily(4), arrival_time=40.0)
     (request,) = finish(engine).values()
+    assert request.arrival_time == 40.0
     assert request.ttft is not None
-    assert request.ttft > 0
+    assert request.ttft > 60
     assert len(request.tpot) == 3
     assert all(gap > 0 for gap in request.tpot)
     assert request.latency is not None
