@@ -83,6 +83,8 @@ def test_what_can_never_be_served_is_refused_by_name_and_harms_nobody(
     engine.add_request(token_ids(6), greedily(6))
     steps(engine, 2)
     before = engine.stats()
+    with pytest.raises(error, match=message):
+        engine.check_request(prompt, params)
     with pytest.raises(error, match=message) as caught:
         engine.add_request(prompt, params)
     if isinstance(caught.value, InvalidRequestError):

@@ -194,25 +194,22 @@ def test_what_does_not_compile_is_refused_and_harms_nothing(constraint: dict[str
     assert [request.generated_text for request in finish(made).values()] == ["rain"]
 
 
-def test_a_constraint_that_cannot_be_followed_fails_its_sample_alone() -> None:
+ITSELF = {"$ref": "#/$defs/a"}
+
+
+@pytest.mark.parametrize(("constraint", "why"), [
+    (StructuredOutput(regex="((((a{1,500}){1,500}){1,500}){1,500}){1,500}"), "lexer error"),
+    (StructuredOutput(json_schema={
+        "type": "object", "properties": {"a": ITSELF}, "required": ["a"], "$defs": {"a": ITSELF},
+    }), "no text can"),
+], ids=["huge", "a schema that leads into itself later"])  # fmt: skip
+def test_a_constraint_that_cannot_be_followed_fails_its_sample_alone(constraint: StructuredOutput, why: str) -> None:
     made = engine()
-    huge = StructuredOutput(regex="((((a{1,500}){1,500}){1,500}){1,500}){1,500}")
-    made.add_request(PROMPT, asked(huge, min_tokens=40), request_id=8)
+    made.add_request(PROMPT, asked(constraint, min_tokens=40, max_tokens=500), request_id=8)
     made.add_request(PROMPT, SamplingParams(max_tokens=50, ignore_eos=True), request_id=9)
     done = finish(made)
-    assert "structured output cannot be followed: lexer error" in (done[8, 0].error or "")
+    assert f"request 8 sample 0: its structured output cannot be followed: {why}" in (done[8, 0].error or "")
     assert (done[9, 0].error, len(done[9, 0].generated_tokens)) == (None, 50)
-
-
-def test_a_schema_that_leads_into_itself_later_fails_its_sample_in_words() -> None:
-    made = engine()
-    itself = {"$ref": "#/$defs/a"}
-    endless = {"type": "object", "properties": {"a": itself}, "required": ["a"], "$defs": {"a": itself}}
-    made.add_request(PROMPT, asked(StructuredOutput(json_schema=endless), max_tokens=500), request_id=8)
-    error = finish(made)[8, 0].error or ""
-    assert error.startswith(
-        "InvalidRequestError: request 8 sample 0: its structured output cannot be followed: no text can"
-    )
 
 
 @pytest.mark.parametrize(
