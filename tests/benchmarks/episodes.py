@@ -175,7 +175,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_requests=options.max_requests,
         advanced=Advanced(block_size_tokens=options.block, verify_model=False),
     )
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {plan.tokens} tokens")
     found = [round_of(model, plan, config) for _ in range(options.rounds)]
     finish(options.json, found, tables.episodes(found))
 

@@ -54,11 +54,6 @@ class Subject:
         return int(self.model.config.vocab_size)
 
     @property
-    def parameters(self) -> int:
-        """How many, the tied embedding counted once."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
-    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token in all layers that attend."""
         config = self.model.config

@@ -118,7 +118,6 @@ def measure(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
         "tokens": options.tokens, "pool_bytes": pool, "medians": middle, "plain": plain,
         "suspend_of_plain": plain["out_s"] / offload["suspend_s"], "resume_of_plain": plain["in_s"] / offload["resume_s"],
         "given_back_of_pool": offload["bytes_given_back"] / pool if subject.device.type == "cuda" else None,
-        "prefill_over_resume": middle["recompute"]["back_s"] / offload["back_s"],
     }  # fmt: skip
 
 
