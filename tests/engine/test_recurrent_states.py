@@ -7,7 +7,7 @@ import torch
 
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.engine.memory.block_pool import zeros
-from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, UnsupportedModelError
+from rollout.errors import ConfigError, EngineStateError, InvalidRequestError
 from tests.engines import (
     BLOCK,
     assert_greedy,
@@ -131,11 +131,3 @@ def test_states_take_part_of_the_memory_budget_and_limit_what_runs() -> None:
         engine.add_request([5], at_random(1, n=65))
     with pytest.raises(ConfigError, match="does not hold one state"):
         make_engine(model, kv_cache_blocks=None, kv_cache_memory_gb=1e-6)
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
-def test_exact_mode_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match="exact mode"):
-        make_engine("qwen3_next", exact=True)

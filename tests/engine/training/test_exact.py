@@ -313,7 +313,7 @@ def adapted() -> Any:
 
 @pytest.mark.parametrize(("make", "named"), [
     *((functools.partial(shared_model, name), f"{cls}ForCausalLM") for name, cls in (
-        ("gemma3", "Gemma3"), ("gemma2", "Gemma2"), ("qwen3_moe", "Qwen3Moe"))),
+        ("gemma3", "Gemma3"), ("gemma2", "Gemma2"), ("qwen3_moe", "Qwen3Moe"), ("qwen3_next", "Qwen3Next"))),
     (functools.partial(shared_model, "gpt2"), "GPT2LMHeadModel"),
     *((lambda place=place: make_model("qwen3").to(place), str(place)) for place in (torch.float16, "meta")),
     (adapted, "LoRA"),
