@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # Names that a training loop uses.
     from rollout.manager.manager import RolloutManager as RolloutManager
     from rollout.sampling_params import SamplingParams as SamplingParams
 
-if TYPE_CHECKING:  # Further public names.
+if TYPE_CHECKING:  # Other public names.
     from rollout.config import Advanced as Advanced
     from rollout.config import CoordinatorConfig as CoordinatorConfig
     from rollout.config import ServerConfig as ServerConfig
@@ -78,7 +78,7 @@ if TYPE_CHECKING:  # Further public names.
     from rollout.state import KVCacheManagementMode as KVCacheManagementMode
     from rollout.state import StalenessPolicy as StalenessPolicy
 
-if TYPE_CHECKING:  # Results, and parts of the engine and of a job. Tests and ports of other engines use them.
+if TYPE_CHECKING:  # Results, engine parts and job parts, used by tests and by ports of other engines.
     from rollout.config import CoordinatorAdvanced as CoordinatorAdvanced
     from rollout.distributed.client.futures import Delta as Delta
     from rollout.distributed.client.futures import RequestFuture as RequestFuture
@@ -142,13 +142,13 @@ __all__ = [*_FIRST, *sorted(_FURTHER)]
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         if find_spec(f"{__name__}.{name}") is not None:
-            # `from rollout import MODULE` first asks for an attribute, and then imports the module.
+            # Raise a plain AttributeError: `from rollout import MODULE` then imports the submodule itself.
             raise AttributeError(name)
         from rollout.errors import did_you_mean
 
         cure = did_you_mean(name, _HOME_OF, "rollout.__all__ lists the public names")
         message = f"module 'rollout' has no attribute {name!r}; {cure}"
-        # `from rollout import NAME` hides the message of an AttributeError.
+        # Raise ImportError here: `from rollout import NAME` would replace the message of an AttributeError by its own.
         if sys._getframe(1).f_code.co_name == "_handle_fromlist":
             raise ImportError(message, name=__name__)
         raise AttributeError(message)

@@ -105,7 +105,8 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
         llm = _start(options)
         if options.model.log_requests:
             _print_requests()
-        # A full garbage collection would visit every object of torch and transformers, and stop all streams for 0.4 s.
+        # Exclude the objects of torch and transformers from garbage collection: a full collection that visits them all
+        # would stall every stream for 0.4 s.
         gc.collect()
         gc.freeze()
         server = llm.serve(options.server, blocking=False)
@@ -113,7 +114,7 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
         llm.close()
     except KeyboardInterrupt:
         code = INTERRUPTED
-    # Our own resources are closed, and an orderly teardown of torch would take seconds.
+    # Skip torch's orderly teardown, which would take seconds: our own resources are already closed.
     _leave_at_once(code)
 
 
@@ -234,7 +235,7 @@ def _wait(server: Server, summary: str) -> int:
     return STOPPED
 
 
-# --- before anything heavy ----------------------------------------------------------------------------------------------
+# --- checks before the slow imports -------------------------------------------------------------------------------------
 
 
 def _check_folder(name: str) -> None:

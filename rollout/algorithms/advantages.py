@@ -57,7 +57,7 @@ def group_advantages(
         return values.new_zeros(len(values)).index_add(0, group, values)[group]
 
     n = total(counts)
-    # Rewards are taken relative to the group's lowest, so that equal rewards give exactly 0, however large they are.
+    # Subtract the group's lowest reward first, so that equal rewards give exactly 0, however large they are.
     lowest = torch.where(counts > 0, rewards, math.inf)
     lowest = rewards.new_full((len(rewards),), math.inf).scatter_reduce(0, group, lowest, "amin")[group]
     above = torch.where(counts > 0, rewards - lowest, 0)

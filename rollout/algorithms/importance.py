@@ -94,7 +94,7 @@ def importance_weights(
     """
     check_above_zero("cap", cap)
     delta = _of_level(log_ratio(logprobs, rollout_logprobs, mask, detach), mask, level)
-    # The ratio is also clamped before exp, because a gradient through an infinity would be NaN.
+    # Clamp before exp as well: if exp overflowed to infinity, its gradient would be NaN.
     return torch.where(mask, delta.clamp(max=math.log(cap) + 1).exp().clamp(max=cap), 0)
 
 
@@ -131,7 +131,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor | None = None, *, normal
     if not mask.numel():
         return torch.zeros((), dtype=wide(weights).dtype, device=weights.device)
     counted = torch.where(mask, wide(weights.detach()), 0)
-    # Weights are scaled by the largest one, so that squares neither overflow nor underflow.
+    # Divide the weights by the largest weight, so that their squares neither overflow nor underflow.
     largest = counted.max()
     shares = torch.where(largest == 0, 0, counted / largest)
     size = shares.sum().square() / torch.where(largest == 0, 1, shares.square().sum())

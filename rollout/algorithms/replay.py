@@ -163,7 +163,7 @@ def _normalised(scores: Tensor, token: Tensor, chosen: Tensor, count: int) -> Te
     total = scores.new_zeros(count).index_add(0, token, (scores - peak[token]).exp())
     score = scores.new_zeros(count).index_add(0, token, torch.where(chosen, scores, 0))
     known = scores.new_zeros(count).index_add(0, token, chosen.to(scores.dtype)) > 0
-    # A token without a set has peak -inf, which must not reach a gradient.
+    # Replace the peak of a token without a kept set: it is -inf, which would make the gradient NaN.
     peak, total, score = (
         torch.where(known, value, other) for value, other in ((peak, 0.0), (total, 1.0), (score, -torch.inf))
     )
@@ -175,7 +175,7 @@ def _occurrences(
 ) -> tuple[Tensor, Tensor]:
     """Return, for each entry, how often its token occurs in the completion before its column, and whether it occurs at
     all before that column."""
-    # The vocabulary is larger than every id, so that padding of the id -1 does not look like a token of the previous row.
+    # Choose a vocabulary size above every id: otherwise padding (id -1) would look like a token of the previous row.
     width, vocabulary = input_ids.shape[1], max(int(each.max()) for each in (input_ids, members) if len(each)) + 2
     row = torch.arange(len(input_ids), device=input_ids.device)[:, None]
     every = (
@@ -197,7 +197,7 @@ def _of_each_row(biases: Biases, count: int) -> list[Mapping[int, float]]:
 def _biases(biases: Sequence[Mapping[int, float]], rows: Tensor, members: Tensor, like: Tensor) -> Tensor:
     """Return [S']: the bias of each entry; 0 for an entry without a bias."""
     pairs = sorted((row, token, value) for row, own in enumerate(biases) for token, value in own.items())
-    # The table must cover every token id of a bias and of a set.
+    # Use a span of 2**32, which covers every token id of a bias and of a kept set.
     span = 1 << 32
     keys = torch.tensor([row * span + token for row, token, _ in pairs], device=members.device)
     values = like.new_tensor([value for *_, value in pairs])

@@ -326,7 +326,7 @@ class InferenceClient:
             self._session.forget(call)
             answered.cancel()
 
-    # --- what arrives -------------------------------------------------------------------------------------------
+    # --- received messages --------------------------------------------------------------------------------------
 
     def _receive(self, message: wire.Message) -> None:
         if self._greeting is None or self._greeting.done():
@@ -344,7 +344,7 @@ class InferenceClient:
             self._greeting.set_exception(error)
 
     def _refused(self, message: wire.Refused) -> None:
-        # The rejected frame is unknown, so a call would wait for its reply forever.
+        # Close the connection: the rejected frame is unknown, so the call that sent it would wait for a reply forever.
         why = f"the coordinator could not take a frame ({message.code}): {message.text}"
         self._dealer.close(why)
         self._lost(ConnectionLostError(f"{self.address}: {why}; this is a bug or a mix of versions", final=True))

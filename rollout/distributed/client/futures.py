@@ -59,7 +59,7 @@ class RequestFuture(asyncio.Future[Any]):
         self.group = group
         self._abort = abort
         self._refuse_to_block = refuse_to_block
-        # The base class would call callbacks on the thread that finishes the future, so they are stored here instead.
+        # Store callbacks here: the base class would call them on the thread that finishes the future.
         self._told: list[tuple[Told, asyncio.AbstractEventLoop | None, Context | None]] = []
         self._changing = threading.RLock()
 
@@ -138,7 +138,7 @@ class RequestFuture(asyncio.Future[Any]):
     def fail(self, error: type | BaseException) -> None:
         """Fail with an error, from any thread. No effect if the future has already finished."""
         if self._finish(super().set_exception, error) and isinstance(error, RequestAbortedError):
-            # Retrieve the exception, so that asyncio does not log it as never retrieved.
+            # Retrieve the exception: otherwise asyncio would log it as never retrieved.
             self.exception()
 
     set_result, set_exception = end, fail
@@ -167,7 +167,7 @@ class RequestFuture(asyncio.Future[Any]):
         elif asyncio._get_running_loop() is loop:
             loop.call_soon(fn, self, context=context)
         else:
-            # The loop may have been closed in the meantime.
+            # Ignore a loop that has been closed since the callback was added.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(fn, self, context=context)
 
@@ -204,7 +204,7 @@ class Readers:
         """Wake the waiting readers."""
         due, self._due = self._due, {}
         for loop, sleepers in due.items():
-            # The reader's loop may have been closed in the meantime.
+            # Ignore a reader whose loop has been closed since it began to wait.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(_wake_all, sleepers)
 
@@ -235,7 +235,7 @@ class RequestStream:
         self._readers = readers
         self._waiting: deque[tuple[SampleDelta | None, DynamicInferenceRequest | None]] = deque()
         self._closed = False
-        # This lock guards the sleeper, so that a wake-up is neither lost nor sent to a reader that is awake.
+        # Guard the sleeper with a lock, so that no wake-up is lost or sent to a reader that is already awake.
         self._lock = threading.Lock()
         self._sleeper: Sleeper | None = None
 
@@ -313,7 +313,7 @@ class RequestStream:
         if not self.future.done():
             self.future.abort()
 
-    # --- from the engine's side, by any thread ----------------------------------------------------------------------
+    # --- called by the engine's side, on any thread -----------------------------------------------------------------
 
     @property
     def wants_more(self) -> bool:
@@ -336,7 +336,7 @@ class RequestStream:
         """Finish the stream with an error."""
         self.future.fail(error)
         if not self.future.cancelled():
-            # The iteration raises the error, so asyncio need not log it.
+            # Retrieve the exception, so that asyncio does not log it: iterating over the stream raises it.
             self.future.exception()
         self._wake()
 

@@ -80,7 +80,7 @@ def packed_params(params: SamplingParams) -> bytes:
 def int32_tokens(prompt: TokenIds) -> bytes:
     """Pack at least one token id as little-endian int32; `InvalidRequestError` unless all are integers in [0, 2**31)."""
     try:
-        # This takes a tenth of the time that numpy needs for a list.
+        # Pack lists with array(): numpy takes ten times as long for a list.
         row = array("i", prompt) if isinstance(prompt, list | tuple) else prompt
         tokens = np.frombuffer(row, "<i4") if isinstance(row, bytes) else np.asarray(row)
     except (TypeError, ValueError, OverflowError) as exc:
@@ -136,7 +136,7 @@ class ClientSession:
         self._next_request_id = 0
         self._next_call_id = 0
 
-    # --- asking -------------------------------------------------------------------------------------------------
+    # --- requests and calls -------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -307,7 +307,7 @@ class ClientSession:
 
     def _tell_the_end(self, group: OpenGroup) -> None:
         on_done = group.on_done
-        # A callback often references the group, so this breaks the reference cycle.
+        # Drop the callbacks, which often refer to the group: otherwise the reference cycle would keep both alive.
         group.on_done = group.on_update = noop
         on_done(group)
 

@@ -70,7 +70,7 @@ def _keys(path: str | None) -> JobKeys | None:
         plain = json.loads(Path(path).read_text(encoding="utf-8"))
         return JobKeys.deserialize({name: None if key is None else key.encode() for name, key in plain.items()})
     except (OSError, ValueError, AttributeError, TypeError) as exc:
-        # The content is secret, so the message does not quote it.
+        # Do not quote the file's content in the message: it is secret.
         why = exc.strerror if isinstance(exc, OSError) else type(exc).__name__
         raise ConfigError(f"--keys {path}: cannot be read as keys: {why}") from exc
 

@@ -31,7 +31,8 @@ def main() -> int:
 
 def _announce(address: str) -> None:
     os.write(STDOUT, json.dumps([address, None]).encode())
-    # The launcher reads stdout until it is closed; later output must not fill a pipe without a reader.
+    # Redirect stdout to /dev/null, which also closes the launcher's pipe. The launcher reads until then, and nobody
+    # reads later output.
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, STDOUT)
     os.close(nothing)

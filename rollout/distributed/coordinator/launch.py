@@ -90,7 +90,8 @@ def launch_coordinator(
         start_new_session=True,
         env=_environment(),
     )
-    # An inherited copy of this pipe would keep the coordinator running after this process.
+    # Close the pipe in forked children: a child's copy would keep the coordinator running after this process has
+    # exited.
     forks.in_child(cast(IO[bytes], process.stdin), lambda pipe: pipe.close())
     late = threading.Event()
 
@@ -98,7 +99,7 @@ def launch_coordinator(
         late.set()
         process.kill()
 
-    # One deadline is enough for both directions: killing the process unblocks both pipes.
+    # Use one timer for writing and reading: killing the process unblocks both pipes.
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True
     timer.start()

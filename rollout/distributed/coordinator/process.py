@@ -56,7 +56,8 @@ def router_socket(context: Context, config: CoordinatorConfig, keys: JobKeys | N
     """Return a ROUTER socket that is not bound yet."""
     router: Socket = context.socket(zmq.ROUTER)
     router.router_mandatory = True
-    # A peer may reconnect before this side has noticed that its connection broke.
+    # Let a reconnecting peer take over its identity: the peer may return before this side notices that its old
+    # connection broke.
     router.router_handover = True
     router.maxmsgsize = MAX_FRAME_BYTES + (64 << 10)
     router.sndhwm, router.rcvhwm = PIPE_MESSAGES, READ_AHEAD_MESSAGES
@@ -148,7 +149,8 @@ class DataParallelInferenceCoordinator:
         self._launcher: int | None = None
         self._orphaned = False
         self._stop_reason: str | None = None
-        # The global context is not used, because a context has one ZAP handler.
+        # Create a context of our own: a ZeroMQ context has only one ZAP handler (for authentication), and others may
+        # use the global one.
         self._context = Context()
         self._schedule = ScheduleFile(None, self._core.dispatcher.policy, config.data_parallel_size)
         self._gatekeeper: Gatekeeper | None = None
@@ -213,11 +215,11 @@ class DataParallelInferenceCoordinator:
         self._wake()
 
     def _wake(self) -> None:
-        # A full pipe will wake the loop anyway; a closed one means that the loop has finished.
+        # Ignore errors: a full pipe wakes the loop anyway, and a closed pipe means that the loop has finished.
         with suppress(BlockingIOError, OSError):
             self._wake_end.send(b"\0")
 
-    # --- one turn ---------------------------------------------------------------------------------------------------
+    # --- one turn of the loop ---------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
         self._wait()
@@ -239,7 +241,8 @@ class DataParallelInferenceCoordinator:
 
     def _wait(self) -> None:
         seconds = min(self._core.next_deadline() - time.monotonic(), LONGEST_WAIT_S)
-        # The descriptors are edge-triggered: pending input must be queried.
+        # Check for pending input first: the descriptors are edge-triggered, so poll() does not report input that
+        # arrived earlier.
         if _has_input(self._router) or (self._gatekeeper is not None and _has_input(self._gatekeeper.socket)):
             seconds = 0.0
         for descriptor, _ in self._poll.poll(math.ceil(max(0.0, seconds) * 1000)):
@@ -273,7 +276,8 @@ class DataParallelInferenceCoordinator:
             self._core.receive(peer, sequence, message, now)
 
     def _send(self, now: float) -> None:
-        # A lost peer's samples are queued again or cancelled, which creates further messages.
+        # Repeat until nothing is left to send: if a peer is lost while sending, requeueing its samples creates more
+        # messages.
         while taken := self._core.take_outbox():
             frames: dict[bytes, list[bytes]] = {}
             for peer, sequence, message in taken:
@@ -290,7 +294,7 @@ class DataParallelInferenceCoordinator:
         """Send frames in few messages. Return the reason if the peer is lost, else None."""
         try:
             for first in range(0, len(frames), MAX_FRAMES_PER_MESSAGE):
-                # With copy=False libzmq reads frames of more than 64 KiB where they are.
+                # Pass copy=False: libzmq then sends frames of more than 64 KiB without copying them.
                 message = [peer, *frames[first : first + MAX_FRAMES_PER_MESSAGE]]
                 self._router.send_multipart(message, zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -301,7 +305,7 @@ class DataParallelInferenceCoordinator:
             return "its connection is gone"
         return None
 
-    # --- its thread or process -------------------------------------------------------------------------------------------
+    # --- running as a thread or process ----------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Serve until shut down, until `stop()`, or until the launcher and all clients have exited."""
@@ -355,13 +359,15 @@ class DataParallelInferenceCoordinator:
             announce: called with the address.
             launcher: a descriptor that becomes readable or closes when the launcher dies.
         """
-        # Ctrl-C in a terminal reaches all its processes; only the trainer handles it.
+        # Ignore Ctrl-C: a terminal sends it to all its processes, but only the trainer handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: self._ask_to_stop("the coordinator was terminated"))
-        # Without this, a signal just before the poll would be handled only after it.
+        # Let signals wake the poll: otherwise a signal that arrives just before the poll would be handled only after
+        # it.
         signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
         _allow_many_connections()
-        # No reference cycles are created here, and a collection would block for 0.3 s per 100,000 requests.
+        # Disable garbage collection: this process creates no reference cycles, and a collection would block for 0.3 s
+        # per 100,000 requests.
         gc.freeze()
         gc.disable()
         if launcher is not None:

@@ -52,7 +52,7 @@ class TextCodec:
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([text])
             return array("i", encoding.ids)
-        except BaseException as exc:  # A panic of the library is not an Exception.
+        except BaseException as exc:  # A panic in the Rust library is not an Exception.
             raise InvalidRequestError(f"text of {len(text)} characters: {type(exc).__name__}: {exc}") from exc
 
     def detokenize(self, completions: Sequence[bytes]) -> list[str | None]:
@@ -62,7 +62,7 @@ class TextCodec:
     def _text(self, token_ids: list[int]) -> str | None:
         try:
             (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=True)
-        except BaseException as exc:  # noqa: BLE001 - a panic of the library is not an Exception
+        except BaseException as exc:  # noqa: BLE001 - a panic in the Rust library is not an Exception
             _log.warning("a completion of %d tokens comes without text: %r", len(token_ids), exc)
             return None
         return str(text)
@@ -82,7 +82,7 @@ def _read_tokenizer(source: str | None) -> Tokenizer:
         raise ConfigError("no tokenizer: set CoordinatorConfig.tokenizer, or send token ids")
     content = source if source.lstrip().startswith("{") else Path(source).read_text(encoding="utf-8")
     tokenizer = Tokenizer.from_str(content)
-    # A tokenizer keeps the truncation and padding of its last call, but prompts must have neither.
+    # Turn off truncation and padding: a tokenizer keeps both settings from its last use, and prompts must have neither.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

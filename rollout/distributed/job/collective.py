@@ -49,7 +49,8 @@ class CollectiveCalls:
             ConfigError: a rank has failed to join.
         """
         if self._passed():
-            # This is the barrier of a `generate` that was interrupted here and has finished on all other ranks.
+            # Finish the earlier barrier first: a `generate` was interrupted on this rank, but has finished on all other
+            # ranks.
             self._end()
         self._barrier, self._finishing = None, False
         limit = self._timeout_s if timeout_s is None else timeout_s
@@ -101,7 +102,7 @@ class CollectiveCalls:
         if not self._barrier.done():
             return False
         barrier, self._barrier = self._barrier, None
-        # `wait` has already raised for the deadline, and the arrival at the barrier stays valid.
+        # Return False and keep the arrival at the barrier, which stays valid: `wait` has already raised this error.
         if isinstance(barrier.exception(), ConnectionLostError | DeadlineError):
             self._on_event()
             return False
@@ -139,7 +140,7 @@ class CollectiveCalls:
         try:
             status = self._member.status()
         except (ConnectionLostError, DeadlineError):
-            # The next call reconnects, as soon as the session counts as lost.
+            # Ignore the error: the next call reconnects, once the session counts as lost.
             return
         computing = (rank["running"] and rank["since_progress_s"] < self._timeout_s for rank in status["ranks"])
         if status["state"] != CoordinatorState.RUNNING or any(computing):

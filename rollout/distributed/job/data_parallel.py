@@ -114,7 +114,8 @@ class OwnGroup:
 def _all_have_reached(version: int, status: dict[str, Any]) -> bool:
     awaited = status["barrier_waits_for"]
     behind = [rank["name"] for rank in status["ranks"] if rank["policy_version"] < version]
-    # If a rank waits at the end of the call while others do not, it will not reach this version within the call.
+    # Return False if a rank that is behind already waits at the barrier: it will not reach this version within the
+    # call.
     return all(awaited and name not in awaited for name in behind)
 
 
@@ -156,10 +157,11 @@ class DataParallelBackend:
         )  # fmt: skip
         self._calls = CollectiveCalls(self._member, world, self.wake)
         try:
-            # Samples assigned before the first `generate` belong to the first rank that calls it.
+            # Start as idle: samples assigned before the first `generate` then go to the first rank that calls
+            # `generate`.
             self._member.start(idle=True)
-            # Otherwise a rank that starts alone would compute all its work, because assignments do not move to later
-            # ranks.
+            # Wait for all ranks: assignments do not move to ranks that join later, so a rank that started alone would
+            # compute everything.
             self._calls.meet("RolloutManager()", max(START_TIMEOUT_S, self._timeout_s))
         except BaseException:
             self.close()
@@ -203,7 +205,7 @@ class DataParallelBackend:
         self._groups[group.group_id] = group
         self._loop.call_soon(self._send, group)
 
-    # --- on the loop's thread ---------------------------------------------------------------------------------------
+    # --- on the event loop's thread ---------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
         for group in list(self._groups.values()):
@@ -211,7 +213,8 @@ class DataParallelBackend:
 
     def _send(self, group: OwnGroup) -> None:
         wanted = tuple(group.missing)
-        # If the connection is lost, the next client sends the group. It may also have been aborted or returned by now.
+        # Do nothing if the connection is lost: the next client sends the group. The group may also have been aborted or
+        # returned.
         if (client := self._member.connected) is None or group.ended or not wanted:
             return
         try:
@@ -251,7 +254,7 @@ class DataParallelBackend:
         self._happened = True
         self._member.worker.wake()
 
-    # --- computing --------------------------------------------------------------------------------------------------
+    # --- steps and barriers -----------------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the engine has work, samples have finished, or the barrier is passed; reconnect if necessary."""
@@ -259,7 +262,7 @@ class DataParallelBackend:
         worker.report_active()
         if (why := self._member.lost) is not None:
             self._calls.recover(why)
-            # The barrier is sent again first.
+            # Return, so that the caller arrives at the barrier again before it waits.
             return
         if not self._happened:
             self._engine.lifecycle.refuse_when_stopped()
@@ -326,7 +329,7 @@ class DataParallelBackend:
         """
         return self._calls.gather(what, value)
 
-    # --- looking at it ----------------------------------------------------------------------------------------------
+    # --- inspection -------------------------------------------------------------------------------------------------
 
     def staleness(self) -> Iterable[tuple[int, int]] | None:
         """Return (group id, updates since the oldest token of an unfinished sample); None: not known yet, call again."""
@@ -371,7 +374,7 @@ class DataParallelBackend:
         async def read() -> list[DynamicInferenceRequest]:
             return [request for group in list(self._groups.values()) for request in group.interrupted()]
 
-        # This runs on the loop's thread, because only that thread adds tokens.
+        # Read on the event loop's thread: only that thread adds tokens, so the groups cannot change meanwhile.
         requests = [] if self._closed else self._loop.run_sync(read(), self._timeout_s)
         return [DynamicInferenceRequestRecord.from_request(request) for request in requests]
 

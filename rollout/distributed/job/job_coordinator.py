@@ -53,7 +53,8 @@ class JobCoordinator:
                 then raise a `ConfigError`.
         """
         key = self._key(self._incarnation + 1)
-        # The other ranks fail now instead of at their deadline. This rank may try again later.
+        # If this first launch fails, tell the other ranks, so that they fail now instead of at their deadline. This
+        # rank may try again later.
         with nullcontext() if self._incarnation >= 0 else self._world.joining():
             if self._world.rank == 0:
                 self._launch()
@@ -77,7 +78,7 @@ class JobCoordinator:
         if self.address:
             if config.schedule_output_path is not None:
                 config = config.replace(schedule_output_path=f"{config.schedule_output_path}.{self._incarnation + 1}")
-            # Keep the port, so that peers with the old address are rejected and reconnect immediately.
+            # Reuse the port: peers that still use the old address are then rejected at once and reconnect.
             with suppress(ConfigError):
                 port = int(self.address.rpartition(":")[2])
                 self.handle = launch_coordinator(config.replace(inference_coordinator_port=port), self.keys)
@@ -107,7 +108,7 @@ def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world:
     known = [
         ("data_parallel_size", world.size, "the number of ranks"),
         ("block_size_tokens", block_size, "Advanced.block_size_tokens"),
-        # An engine with the default seed uses the coordinator's seed.
+        # Compare the seed only if the user set one: an engine with the default seed uses the coordinator's seed.
         *([("seed", seed, "InferenceConfig.seed")] if seed != InferenceConfig.seed else []),
     ]
     for name, value, where in known:

@@ -51,7 +51,7 @@ class Meeting:
         """
         world = self.world
         while world.is_published(self._decision):
-            # The decision was made before this rank arrived, so that attempt is over.
+            # Join the next attempt: the decision fell before this rank arrived, so the earlier attempt is over.
             self._number += 1
         world.publish(self._place(world.rank), value)
         if not self._late():

@@ -164,7 +164,7 @@ class JobMember:
 
     def _reconnect(self, again: bool) -> None:
         replaced = self._find_coordinator(again)
-        # A live session is kept, because other ranks would treat its end as the loss of this rank.
+        # Keep a live session: if it ended, the other ranks would treat this rank as lost.
         if replaced or self.connected is None:
             self._leave_client(None)
             self._join(ATTEMPT_S)
@@ -179,7 +179,7 @@ class JobMember:
             if coordinator.handle.alive and not again:
                 return False
             if coordinator.handle.alive:
-                # The coordinator runs, but does not answer on its own host.
+                # Kill the coordinator: it runs, but does not answer even on its own host.
                 coordinator.handle.kill()
             coordinator.handle.release()
             self._launch_or_learn()
@@ -189,7 +189,7 @@ class JobMember:
         self._launch_or_learn()
         return before != (coordinator.address, coordinator.keys)
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- leaving the job --------------------------------------------------------------------------------------------
 
     def leave(self, before: Callable[[InferenceClient], Awaitable[None]] | None = None) -> None:
         """Disconnect client and worker; the other ranks take over this rank's unfinished samples. Idempotent.

@@ -100,7 +100,7 @@ class World:
         """Wait for a key; return whether it has a value within `timeout_s`. `ConnectionLostError`: the store has ended."""
         full = f"{self.prefix}/{key}"
         try:
-            # A timeout that rounds to 0 ms would mean waiting forever.
+            # Wait at least 1 ms: a timeout that rounds to 0 ms would mean waiting forever.
             self.store.wait([full], timedelta(seconds=max(0.001, timeout_s)))
         except dist.DistNetworkError as exc:
             raise ConnectionLostError(
@@ -113,7 +113,7 @@ class World:
 
     def publish_calls_ended(self, count: int) -> None:
         """Publish the number of completed collective calls; every rank does so before its next call."""
-        # Best effort: the store disappears with the process that holds it.
+        # Ignore errors: the store disappears with the process that holds it, and then nobody reads this number.
         with suppress(dist.DistError):
             self.publish(_CALLS_ENDED, str(count).encode())
 
@@ -141,7 +141,7 @@ class World:
 
     @property
     def _failed(self) -> str:
-        # All groups of these ranks use the same key.
+        # Use the first two parts of the prefix, so that all groups of these ranks share one key.
         return "/".join(self.prefix.split("/")[:2]) + "/failed"
 
     def wait_for(self, key: str, timeout_s: float) -> bytes:
@@ -170,7 +170,8 @@ class World:
         try:
             family, _, _, _, target = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                # Connecting a datagram socket sends nothing; the kernel selects the local address of the route.
+                # Connect a datagram socket: this sends nothing, but makes the kernel select the local address for the
+                # route.
                 probe.connect(target)
                 mine = str(probe.getsockname()[0])
         except OSError as exc:
@@ -202,6 +203,6 @@ def loopback_identity() -> str:
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     with suppress(OSError):
-        # The namespace of the thread is read, because a process may be in several.
+        # Read the thread's namespace: the threads of a process may be in different namespaces.
         parts.append(os.readlink("/proc/thread-self/ns/net"))
     return " ".join(parts)

@@ -67,7 +67,7 @@ def _or_none(holds: Check) -> Check:
     return lambda value: value is None or holds(value)
 
 
-# Columns are checked with C-level operations on the whole list: a Python call per entry would dominate decoding.
+# Check columns with C-level operations on the whole list: a Python call per entry would dominate decoding.
 
 
 def _only(values: Iterable[Any], *kinds: type) -> bool:

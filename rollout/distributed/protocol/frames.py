@@ -53,7 +53,7 @@ class _Row:
         if not self.least <= len(row) <= len(self.rules):
             refuse(self.kind.__name__, f"{len(row)} fields", f"{self.least} to {len(self.rules)} fields")
         values = list(row)
-        # All fields are checked together; they are checked separately only to name the malformed field.
+        # Check all fields in one C-level pass. Only if that fails, check each field again to name the malformed one.
         if not all(map(call, self._holds, values)):
             for name, rule, value in zip(self.names, self.rules, values, strict=False):
                 if not rule.holds(value):

@@ -70,7 +70,8 @@ class Dealer:
         self._timer: asyncio.TimerHandle | None = None
         self._interval_s = self._timeout_s = float("inf")
         self._said = self._heard = 0.0
-        # libzmq only marks its sockets close-on-exec.
+        # Close the connections in forked children: libzmq only marks its sockets close-on-exec, so a fork without exec
+        # keeps them open.
         forks.in_child(self, lambda dealer: forks.close_connections(dealer.address))
 
     @property
@@ -98,15 +99,17 @@ class Dealer:
         self._sequencer = Sequencer()
         self._socket = socket
         self._loop.add_reader(socket.FD, self._turn)
-        # The descriptor is edge-triggered, and an edge may have passed already.
+        # Run one turn now: the descriptor is edge-triggered, and its edge may already have passed.
         self._turn_soon()
 
     def _prepare(self, socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(zmq.IDENTITY, self._name.encode()[:MAX_IDENTITY_BYTES] + b"-" + os.urandom(8))
-        # With IPV6 set, a host name with both kinds of address would only be tried over IPv6.
+        # Enable IPv6 only for a literal IPv6 address: otherwise a host name with both kinds of address would be tried
+        # over IPv6 only.
         socket.setsockopt(zmq.IPV6, int("[" in self.address))
         socket.setsockopt(zmq.RCVHWM, 0)
-        # A socket dropped without close() must not block the garbage collector until its messages are delivered.
+        # Limit the linger time: if a socket is dropped without close(), the garbage collector must not wait until its
+        # messages are delivered.
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         if self._keys is not None:
@@ -135,7 +138,7 @@ class Dealer:
         """
         self._shut(None if quietly else reason, f"the connection was closed ({reason})")
 
-    # --- both directions ----------------------------------------------------------------------------------------
+    # --- sending and receiving ----------------------------------------------------------------------------------
 
     def _queue(self, message: Message) -> None:
         self._unsent.append(encode(self._sequencer.next(), message))
@@ -152,7 +155,8 @@ class Dealer:
         try:
             settled = self._settle()
         finally:
-            # After many messages, or if a callback raised, the descriptor would not become readable again.
+            # If messages may be left (there were many, or a callback raised), run another turn: the edge-triggered
+            # descriptor would not report them again.
             if not settled:
                 self._turn_soon()
 
@@ -194,7 +198,8 @@ class Dealer:
         for frame in frames:
             try:
                 sequence, message = decode(frame)
-                # This check comes before the sequence number: a coordinator without this session counts from 0.
+                # Check for the session's end before the sequence number: a coordinator that does not know this session
+                # counts from 0.
                 if (error := session_end(message)) is not None:
                     self._lose(str(error), tell=False, final=error.final)
                 elif self._sequencer.accept(sequence) and not isinstance(message, Heartbeat):
@@ -204,7 +209,7 @@ class Dealer:
             if self._socket is None:
                 return
 
-    # --- silence ------------------------------------------------------------------------------------------------
+    # --- heartbeats and silence ---------------------------------------------------------------------------------
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -215,7 +220,8 @@ class Dealer:
     def _beat(self, due: float) -> None:
         now = self._loop.time()
         if self._silent(now):
-            # Frames that arrived in the meantime are read first, because this process itself may have been stalled.
+            # Read the frames that arrived meanwhile before judging the coordinator silent: this process itself may have
+            # stalled.
             self._turn()
             if self._silent(now) and now - due > self._interval_s:
                 self._heard = now - self._timeout_s + self._interval_s
@@ -230,7 +236,7 @@ class Dealer:
     def _silent(self, now: float) -> bool:
         return self._socket is not None and now - self._heard >= self._timeout_s
 
-    # --- the end ------------------------------------------------------------------------------------------------
+    # --- end of the connection ----------------------------------------------------------------------------------
 
     def _lose(self, why: str, *, tell: bool = True, cause: Exception | None = None, final: bool = False) -> None:
         if self._socket is None:
@@ -263,5 +269,5 @@ class Dealer:
         try:
             threading.Thread(target=self._context.term, name="rollout-linger").start()
         except RuntimeError:
-            # The interpreter is shutting down and starts no threads, so block here.
+            # Block here: the interpreter is shutting down and starts no more threads.
             self._context.term()

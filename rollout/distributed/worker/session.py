@@ -81,7 +81,7 @@ class RankSession:
     def num_open(self) -> int:
         return len(self._assignments)
 
-    # --- messages of the coordinator --------------------------------------------------------------------------------
+    # --- messages from the coordinator ------------------------------------------------------------------------------
 
     def receive(self, message: wire.Message) -> None:
         """Handle a message of the coordinator."""
@@ -103,7 +103,8 @@ class RankSession:
             known = self._queue(message, number, wanted)
         except (EngineStateError, EngineDeadError) as exc:
             self._discard(number)
-            # If the engine stopped by itself, the session ends and the coordinator reassigns its requests.
+            # Decline only if this session stopped the engine: if the engine stopped by itself, the session ends and the
+            # coordinator reassigns its requests.
             if self.stopped:
                 self._decline(message, number, exc)
         except Exception as exc:  # noqa: BLE001 - an engine error of one request must not affect other requests
@@ -117,7 +118,7 @@ class RankSession:
             )  # fmt: skip
 
     def _decline(self, message: wire.Assign, number: int, exc: Exception) -> None:
-        # The engine's request id has no meaning for the client.
+        # Remove the engine's request id from the message: it means nothing to the client.
         text = str(exc).removeprefix(f"request {number}: ")
         self._send(wire.Decline(message.request_id, message.attempt, type(exc).__name__, text))
 
@@ -137,7 +138,7 @@ class RankSession:
         params = _params(message.params).replace(seed=message.seed)
         prompt: list[int] = np.frombuffer(message.prompt, "<i4").tolist()
         images = ImageInputs.unpack(message.images) if message.images else None
-        # The coordinator has no wall clock: 0 means now.
+        # Convert 0 to None (the current time): the coordinator has no wall clock and sends 0 for "now".
         arrival_time = message.arrival_time or None
         known: dict[int, Known] = {}
         partial = PartialGroup()
@@ -208,7 +209,7 @@ class RankSession:
         if signal == SET_VERSION:
             if type(argument) is not int:
                 raise EngineStateError(f"{SET_VERSION}({argument!r}): must be an integer")
-            # An equal version is also applied, because the weights may have changed under the same number.
+            # Apply an equal version too: the weights may have changed under the same number.
             if argument >= self._engine.policy_version:
                 self._engine.weights_updated(argument)
             return []
@@ -229,9 +230,10 @@ class RankSession:
         return ended
 
     def _enter(self, message: wire.RegisterAck) -> None:
-        # Changes since registration are sent below, after the engine has reached the requested state.
+        # Record the current state first: changes since the registration are reported below, once the engine has reached
+        # the requested state.
         self._note_state()
-        # Setting the same version again would mean that the weights have changed.
+        # Set the version only if it is higher: setting the same version again would mean that the weights have changed.
         if self._follows_version and message.policy_version > self._engine.policy_version:
             self._control(lambda: self._signal(SET_VERSION, message.policy_version))
         self._control(lambda: self._follow(CoordinatorState(message.state)))
@@ -247,10 +249,10 @@ class RankSession:
         self.moved()
         ended = act()
         self._note_state()
-        # There may be no step for a while, so report all tokens known so far.
+        # Report all tokens known so far: there may be no step, and so no other report, for a while.
         self._report([*ended, *self.take_ended()], self._assignments.all_due())
 
-    # --- reports of the engine --------------------------------------------------------------------------------------
+    # --- reports on the engine --------------------------------------------------------------------------------------
 
     def take_ended(self) -> Records:
         """Return the finished records of assigned samples that no step has returned."""

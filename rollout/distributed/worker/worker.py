@@ -85,13 +85,13 @@ class EngineWorker:
         self._owns_loop = loop is None
         self._loop = loop
         self._link = self._new_link()
-        # This link is not connected, so it sends nothing.
+        # Mark the initial link as cut: it is not connected and must send nothing.
         self._link.cut, self._link.error = True, EngineStateError(f"worker {name!r}: start() it first")
         self._thread: threading.Thread | None = None
         self._idle = False
-        # This lock serialises the start and end of sessions.
+        # Serialise the start and end of sessions with a lock.
         self._connecting = threading.Lock()
-        # This guards the fields below and the inbox. It is a leaf lock: its holder must not acquire the engine's lock.
+        # Guard the fields below and the inbox. This is a leaf lock: its holder must not acquire the engine's lock.
         self._changed = threading.Condition()
         self._engine_moved = False
         self._closed = False
@@ -149,7 +149,7 @@ class EngineWorker:
         if self._owns_loop:
             self._its_loop().close()
         with self.engine.locked():
-            # No coordinator could release the hold later.
+            # Release the coordinator's hold on the engine: after this, no coordinator could release it.
             if COORDINATOR in self.engine.holds and self.engine.state is not EngineState.STOPPED:
                 self.engine.holds.release(COORDINATOR)
 
@@ -254,7 +254,7 @@ class EngineWorker:
             raise EngineStateError(f"worker {self.name!r}: start() it first")
         return self._loop
 
-    # --- on the loop's thread ---------------------------------------------------------------------------------------
+    # --- on the event loop's thread ---------------------------------------------------------------------------------
 
     def _arrived(self, link: Link, item: Message | ConnectionLostError) -> None:
         if isinstance(item, RegisterAck):
@@ -267,7 +267,7 @@ class EngineWorker:
         if not link.cut:
             self._its_loop().call_soon(link.transmit, message)
 
-    # --- on the apply thread ----------------------------------------------------------------------------------------
+    # --- on the thread that applies messages ------------------------------------------------------------------------
 
     def _note_move(self) -> None:
         with self._changed:

@@ -52,7 +52,7 @@ class CoordinatorCore:
         """Whether the coordinator has nothing left to do: it was shut down, or the last peer has left after a stop."""
         return self._shut_down or (self.control.stopped and not len(self.peers))
 
-    # --- in ---------------------------------------------------------------------------------------------------------
+    # --- received messages ------------------------------------------------------------------------------------------
 
     def receive(self, identity: bytes, sequence: int, message: wire.Message, now: float) -> None:
         """Handle a frame of a peer. Never raises, even for a malformed frame."""
@@ -63,8 +63,8 @@ class CoordinatorCore:
             self.requests.look_for_ranks(now)
         elif self.sessions.is_next(peer, sequence, now):
             if isinstance(message, wire.Heartbeat):
-                # The message cannot make a sample dispatchable, and checking 1,000 ranks for room costs more than the
-                # rest.
+                # Skip the dispatch: a heartbeat makes no sample ready, and checking 1,000 ranks for room would dominate
+                # the cost.
                 return
             self._take(peer, message)
         self._go_on()
@@ -120,7 +120,7 @@ class CoordinatorCore:
         rank.latencies.extend(struct.iter_unpack("<2f", message.latencies))
         for stretch in message.stretches:
             assignment = rank.assignments.get(stretch.attempt)
-            # An unknown attempt was cancelled while these tokens were in transit.
+            # Skip tokens of an unknown attempt: it was cancelled while the tokens were in transit.
             if assignment is None or assignment.held or assignment.request.request_id != stretch.request_id:
                 continue
             try:
@@ -201,7 +201,7 @@ class CoordinatorCore:
     def _engines_stopped(self) -> None:
         self.requests.fail_all("RequestAbortedError", "the engines were stopped")
 
-    # --- out --------------------------------------------------------------------------------------------------------
+    # --- messages to send -------------------------------------------------------------------------------------------
 
     def take_outbox(self) -> list[tuple[bytes, int, wire.Message]]:
         """Return (identity, sequence, message) of all messages to send, in order."""

@@ -83,7 +83,8 @@ class Dispatcher:
     def any_rank_ready(self) -> bool:
         """Whether any rank is ready for work, now or when it has room."""
         if self._deterministic:
-            # Otherwise the result would depend on the order in which ranks connect.
+            # Wait until all ranks are connected and ready: otherwise the result would depend on the order in which they
+            # connect.
             return self.router.complete and bool(self._peers.ranks) and not self._unready
         return len(self._peers.ranks) > len(self._unready)
 
@@ -97,7 +98,7 @@ class Dispatcher:
 
     def blocks_changed(self, rank: RankPeer, added: bytes, removed: bytes, flushed: bool) -> None:
         if added or removed or flushed:
-            # Too many removals are treated as a flush, because missing hashes only make routing less precise.
+            # Treat too long a list of removals as a flush: missing hashes only make routing less precise.
             flushed = flushed or len(removed) > MAX_HASHES * HASH_BYTES
             self.router.reported(rank.name, _unpacked(added), _unpacked(removed), flushed)
 

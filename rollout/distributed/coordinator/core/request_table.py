@@ -195,7 +195,7 @@ class RequestTable:
         ended = request.absorb(stretch)
         self._charge(request, stretch.buffer_bytes)
         if request.losses and any(stretch.counts):
-            # New tokens since the last loss mean progress, so this request does not kill the ranks.
+            # Reset the count of lost ranks: new tokens show progress, so this request is not what kills its ranks.
             request.losses = 0
         wants_text = ended and self._config.tokenizer is not None and "text" not in stretch.columns
         token_ids = [each.token_ids for each in request.tokens.deltas(ended).values()] if wants_text else []
@@ -206,7 +206,7 @@ class RequestTable:
         if not wants_text:
             self._forward(request, stretch)
             return
-        # Running samples do not wait for the text of finished ones.
+        # Forward tokens of running samples now: they need not wait until the text of the finished samples is decoded.
         going_on = set(stretch.indices).difference(ended)
         if going_on:
             self._forward(request, stretch.only(going_on))
@@ -222,7 +222,7 @@ class RequestTable:
         if not request.open and not request.text_jobs:
             self.close(request)
 
-    # --- ends -------------------------------------------------------------------------------------------------------
+    # --- completion, failure and deadlines --------------------------------------------------------------------------
 
     def next_deadline(self) -> float:
         """Return the time at which `expire` is due; infinity if no request has a deadline."""

@@ -75,7 +75,8 @@ class _Rank:
 
     def use(self, hashes: Iterable[int], *, limit: int | None) -> None:
         """Refresh listed hashes in the LRU order; with a limit, list the others too and drop the oldest beyond it."""
-        # Hashes are refreshed backwards, because the last block of a prompt is evicted first, so the rest can still match.
+        # Refresh from the last block to the first: the last block is then evicted first, and the remaining prefix still
+        # matches.
         for each in reversed(tuple(hashes)):
             if limit is not None:
                 self.listed[each] = None
@@ -137,7 +138,8 @@ class Router:
         """Add a rank with an empty cache."""
         rank = _Rank(name, max_requests, max_requests + max(1, max_requests // LOOKAHEAD_SHARE))
         if self._deterministic:
-            # A rank that joins late must not get all work until it has been assigned as much as the others.
+            # Start a late rank at the load of the least loaded rank: at 0 it would get all new work until it had caught
+            # up.
             rank.load = int(max_requests * min((1 - each.free() for each in self._ranks.values()), default=0))
         self._ranks = dict(sorted([*self._ranks.items(), (name, rank)]))
         self.complete = self.complete or len(self._ranks) >= self._data_parallel_size
@@ -146,7 +148,7 @@ class Router:
         """Remove a rank and its hashes; claims on it may still be released."""
         del self._ranks[name]
 
-    # --- deciding -----------------------------------------------------------------------------------------------
+    # --- decisions ----------------------------------------------------------------------------------------------
 
     def hashes_wanted(self) -> bool:
         """Return whether decisions depend on hashes. False: the caller need not compute hashes."""
@@ -182,7 +184,8 @@ class Router:
     def _by_score(self, candidates: list[_Rank], asked: Sequence[int], samples: int) -> list[Placement]:
         alpha, beta, blocks = self._alpha, 1 - self._alpha, len(asked)
         matches = [rank.match(asked) for rank in candidates]
-        # Entries sort by score, then by the latest assignment, then by name, which is the order of the candidates.
+        # Best score first, then the most recently assigned rank, then by name (the candidates are already in name
+        # order).
         heap = [
             (-(alpha * (match / blocks) + beta * rank.free()) if blocks else -rank.free(), -rank.stamp, index)
             for index, (rank, match) in enumerate(zip(candidates, matches, strict=True))

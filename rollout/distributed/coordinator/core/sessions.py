@@ -129,7 +129,8 @@ class Sessions:
         interval, timeout = self._config.advanced.heartbeat_interval_s, self._config.advanced.heartbeat_timeout_s
         last, self._last_beat = self._last_beat, now
         if now - last > timeout / 2:
-            # This process itself was stalled, so the peers' frames of that time are still unread.
+            # Do not count peers as silent if this process itself stalled: the frames that they sent meanwhile are still
+            # unread.
             for peer in self._peers:
                 peer.heard = now
             for rank in self._peers.ranks.values():
@@ -144,7 +145,7 @@ class Sessions:
         """Return the time at which `beat` is due."""
         return self._last_beat + self._config.advanced.heartbeat_interval_s / 2
 
-    # --- ends -------------------------------------------------------------------------------------------------------
+    # --- ends of sessions -------------------------------------------------------------------------------------------
 
     def end(self, peer: Peer, code: str, text: str, now: float) -> None:
         """End a session with a reason; the peer counts as lost."""
