@@ -127,7 +127,8 @@ def build(base: EngineBase) -> EngineParts:
     if config.advanced.verify_model:
         room = min(longest, cache.num_blocks * config.advanced.block_size_tokens)
         verify_model(runner, room, peers.all_hold)
-    # The ranks of a group have agreed on one pool size, and a failing trial would stop a lock-step group.
+    # Measure the peak only without a group. The ranks of a group have agreed on one pool size, and a failed trial run
+    # on one rank would stop a lock-step group.
     if peers.everyone is None:
         context.keep_free(peak_bytes(runner, config.step_tokens, longest, config.max_requests))
     return parts
@@ -140,12 +141,12 @@ def rebuilt(base: EngineBase, before: EngineParts) -> EngineParts:
     """
     with interrupt_deferred(), base.lifecycle.lock:
         records, cache, runner = before.inspection.snapshot(), before.cache, before.controller.runner
-        # KV and graphs are freed first, because the new parts measure free memory.
+        # Free KV cache and graphs first: the size of the new pool is computed from the free memory.
         runner.order.settle()
         runner.release_workspace(graphs=True)
         before.context.suspend(KVCacheManagementMode.RECOMPUTE, keep_prefix_cache=False)
         host_slots = cache.host_slots
-        # The host tier is empty now, and the host may not have memory for a second one.
+        # Release the host tier, which is empty now: the host may not have memory for a second one.
         cache.release_host_blocks()
         try:
             with plain_tensors(), base.under_autocast():
@@ -225,7 +226,7 @@ def _memory(
     context = DynamicInferenceContext(config, cache, states, base.clock, spare)
     context.may_shrink = peers.group is None
     if routers is not None:
-        # Routes of a whole sequence are read from its blocks when it finishes.
+        # Let the scheduler read a finished sequence's routes from the sequence's blocks.
         context.scheduler.table.read_routes = cache.read_routes
     return cache, states, context
 
@@ -322,7 +323,8 @@ def _choose_forwards(
         if not config.exact:
             runner.runs = DecodeRuns(runner.fused, runner, asked)
     if not runner.without_graphs and module.paged is not None:
-        # A separate workspace, because `release_workspace` must not free the graphs' workspace.
+        # Give the graphs a workspace of their own: `release_workspace` frees the other one, and captured graphs keep
+        # using theirs.
         decode = TritonDecode(module.paged.with_own_workspace(), cache)
         runner.graphs = GraphedDecode(
             runner.model, layout, cache, config.max_requests, CudaDevice(layout.device), decode
@@ -340,7 +342,7 @@ def _assemble(
 ) -> EngineParts:
     scheduler, clock, lifecycle, tap = context.scheduler, base.clock, base.lifecycle, base.tap
     watch = ModelWatch(model, controller.layout, controller.runner.installation, base.autocast)
-    # This call raises for adapters that cannot be sampled.
+    # Read the active adapters once, which raises for adapters that the engine cannot sample with.
     watch.variant()
     if controller.runner.graphs is not None:
         controller.runner.graphs.watched = watch.modules
@@ -360,7 +362,7 @@ def _keep_host_blocks(cache: KVCache, peers: Peers, gib: float) -> None:
     Raises:
         ConfigError: `gib` is too small for one block, or the host lacks the memory.
     """
-    # The first rank's slot numbers are valid on all members.
+    # Take the smallest block count of all members: all members use the slot numbers that the first rank assigns.
     blocks = peers.least(int(gib * 2**30 // cache.block_bytes) if cache.block_bytes else 0)
     named = f"InferenceConfig.kv_cache_host_memory_gb={gib}"
     if not blocks:

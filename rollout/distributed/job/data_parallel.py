@@ -114,8 +114,8 @@ class OwnGroup:
 def _all_have_reached(version: int, status: dict[str, Any]) -> bool:
     awaited = status["barrier_waits_for"]
     behind = [rank["name"] for rank in status["ranks"] if rank["policy_version"] < version]
-    # Return False if a rank that is behind already waits at the barrier: it will not reach this version within the
-    # call.
+    # Do not wait for a rank that is already at the barrier while others are not: it will not reach this version within
+    # the call.
     return all(awaited and name not in awaited for name in behind)
 
 

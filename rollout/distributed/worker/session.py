@@ -103,8 +103,8 @@ class RankSession:
             known = self._queue(message, number, wanted)
         except (EngineStateError, EngineDeadError) as exc:
             self._discard(number)
-            # Decline only if this session stopped the engine: if the engine stopped by itself, the session ends and the
-            # coordinator reassigns its requests.
+            # Decline only if the coordinator has stopped the engine. If the engine stopped by itself, this session ends
+            # and the coordinator reassigns its requests.
             if self.stopped:
                 self._decline(message, number, exc)
         except Exception as exc:  # noqa: BLE001 - an engine error of one request must not affect other requests

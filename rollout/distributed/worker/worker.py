@@ -267,7 +267,7 @@ class EngineWorker:
         if not link.cut:
             self._its_loop().call_soon(link.transmit, message)
 
-    # --- on the thread that applies messages ------------------------------------------------------------------------
+    # --- on the apply thread ----------------------------------------------------------------------------------------
 
     def _note_move(self) -> None:
         with self._changed:

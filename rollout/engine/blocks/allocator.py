@@ -208,7 +208,8 @@ class BlockAllocator:
         Returns:
             Ids of the blocks, registered and *pinned*.
         """
-        # Blocks evicted to make room for these may take other slots on the host, but not these slots.
+        # Take the blocks out of the host tier first: device blocks that `allocate` evicts may then go to other host
+        # slots, but not to these.
         self.host.take(blocks)
         loaded = self.allocate(len(blocks))
         for block, copy in zip(loaded, blocks, strict=True):
@@ -240,7 +241,8 @@ class BlockAllocator:
                 behind = self.index.behind(block)
                 for each in (block, *behind):
                     self._unregister(each)
-                # Lookups no longer reach them, and their parent's id may be reused for other tokens.
+                # Free the later blocks that nobody holds: lookups no longer reach them, and their parent's id may be
+                # reused for other tokens.
                 for each in behind:
                     if not self.ref_count[each]:
                         self._give_back(each)

@@ -81,13 +81,14 @@ class HostCache:
         digest = index.digest(found[-1]) if found else b""
         for block_hash, wanted in zip(hashes[start:], tokens[start:], strict=True):
             block, digest = self.blocks.get(block_hash), chain_digest(digest, block_hash, wanted)
-            # The device may have a block with these tokens but without its parent.
+            # Stop at a block whose hash the device already has: its parent there may be missing, so the device's own
+            # lookup did not find it.
             if block is None or block.digest != digest or block_hash in index.current:
                 break
             blocks.append(block)
         return blocks
 
-    # --- blocks come and go -------------------------------------------------------------------------------------
+    # --- adding and removing blocks -----------------------------------------------------------------------------
 
     def offload(self, index: PrefixIndex, block: int) -> int | None:
         """Keep a registered block that the device evicts, in place of the least recently offloaded one.

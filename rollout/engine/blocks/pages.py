@@ -52,7 +52,8 @@ class BlockPages:
 
     def give(self, blocks: list[int]) -> None:
         """Assign a free page to each of these blocks."""
-        # A step takes one block per row at a time; for so few, numpy's indexing by lists is ten times slower than this loop.
+        # Loop in Python: a step takes about one block per row, and for so few, numpy's indexing by lists takes ten
+        # times as long.
         for block in blocks:
             page = self.page_of[block] = self._free.pop()
             self._used[page] = True
@@ -84,7 +85,7 @@ class BlockPages:
             raise RuntimeError(f"resize({num_pages}): {len(live)} KV blocks are in use; release some first")
         mapping = np.full(self.num_pages + 1, NO_PAGE, np.int32)
         mapping[live] = np.arange(len(live), dtype=np.int32)
-        # The last entry belongs to NO_PAGE.
+        # Look up all ids at once. NO_PAGE is -1, so it selects the last entry, which is NO_PAGE itself.
         self.page_of = mapping[self.page_of]
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, len(live) - 1, -1))

@@ -117,7 +117,7 @@ class StateSlots:
         for block in list(self.snapshots):
             self.forget(block)
 
-    # --- moves --------------------------------------------------------------------------------------------------
+    # --- copies between slots -----------------------------------------------------------------------------------
 
     def take_moves(self) -> tuple[Move, ...]:
         """Return and forget the moves to execute now. All sources are read before any destination is written."""
@@ -126,7 +126,8 @@ class StateSlots:
         return moves
 
     def _move(self, source: int, target: int) -> None:
-        # If the source slot itself is still to be written, use its own source.
+        # If the source slot's own move is still pending, copy from that move's source: all sources are read before any
+        # write.
         self._sources[target] = self._sources.get(source, source)
 
     def _take(self) -> int | None:

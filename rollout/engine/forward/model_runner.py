@@ -80,7 +80,8 @@ class ModelRunner:
 
         Prompt log-probs of the step's prefill chunks are appended to the sequences that request them.
         """
-        # Blocks, states and images are used before the forward.
+        # Wait here for work that callers have queued on the device: the code below already uses blocks, states and
+        # images.
         self.order.follow()
         self.move_states(step.state_moves)
         if step.ahead and self.runs is not None:
@@ -227,7 +228,8 @@ class DecodeRuns:
         if table.position_shift[rows].any() or runner.adapters.of(rows) is not None:
             return False
         if runner.layout.states and not table.plain[rows].all():
-            # If a row's text finished it within a run, its state would be ahead of its tokens.
+            # Do not run ahead with recurrent states and text. If a row's text finished it within the run, its state
+            # would be ahead of its tokens.
             return False
         if runner.constraints.constrains(rows):
             return False
@@ -256,7 +258,8 @@ class DecodeRuns:
             if runner.values.width:
                 values = runner.values.take(np.arange(tokens.size))
         if np.isnan(logprobs).any():
-            # A finished row may have a NaN after its end. A kernel may multiply it by zero, which is still NaN.
+            # Clear KV slots with a NaN, which a finished row may have after its end. A kernel may multiply such a slot
+            # by zero, and 0 * NaN is NaN.
             row, made = np.nonzero(np.isnan(logprobs))
             at, size = step.starts[row] + made, table.block_size
             runner.cache.zero_slots(packed.tables[row, at // size] * size + at % size)

@@ -93,7 +93,8 @@ class ModelWatch:
             self._module_epoch = epoch
             scan = _Scan(self._contents)
             found = scan.model(self._model), epoch if scan.foreign else None
-            # Equal keys are the same object, so the comparison in every step is fast.
+            # Return the previous key if the new one is equal, so that the comparison in every step is only an identity
+            # check.
             self._modules = self._modules if found == self._modules else found
         return self._modules
 
@@ -172,7 +173,7 @@ class _Scan:
         for name in _HOOKS:
             if hooks := own[name]:
                 taken = {handle: self._take(hook) for handle, hook in hooks.items() if not only_marks(hook)}
-                # Handle numbers are never reused.
+                # Identify a hook by its handle number: torch never reuses these numbers.
                 found += [(name, handle) for handle in taken]
         if names := own["_non_persistent_buffers_set"]:
             found += [(name, self.frozen(own["_buffers"].get(name))) for name in names]

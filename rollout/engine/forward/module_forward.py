@@ -136,7 +136,7 @@ class ModuleForward:
         """Compute the logits [V] after `tokens`, by the model's own unpaged attention, in eval mode."""
         ids = torch.tensor([list(tokens)], device=self.layout.device)
         with in_eval_mode(self.model.modules()), torch.no_grad():
-            # A short input computes all positions, which also verifies the code that honours `logits_to_keep`.
+            # Compute all positions of a short input. Comparing with it also verifies the code behind `logits_to_keep`.
             kept = {} if len(tokens) <= VERIFY_TOKENS else {"logits_to_keep": ids.new_tensor([len(tokens) - 1])}
             logits: Tensor = self.model(input_ids=ids, use_cache=False, **kept).logits[0, -1]
         return logits

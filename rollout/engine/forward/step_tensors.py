@@ -52,7 +52,7 @@ def sample_step(
     short = np.flatnonzero(length < table.min_length[rows])
     banned = [(index, ids[ids >= 0].tolist()) for index in short.tolist() if len(ids := table.stop_ids[rows[index]])]
     allowed = constraints.allowed(rows, table.tokens, table.origin, table.length)
-    # The only possible continuation of a complete text is its end, even before `min_tokens`.
+    # If the constraint allows only the stop ids, the text is complete: do not ban them, even before `min_tokens`.
     complete = [index for index, ids in banned if allowed and allowed.only(index, ids)]
     banned = [(index, ids) for index, ids in banned if index not in complete]
     histories = None

@@ -64,7 +64,7 @@ def _verify(
     tokens = [(7 * position + 3) % layout.vocab_size for position in range(length)]
     alone = bool(layout.states) or all_ranks(runner.module.paged is not None or runner.graphs is not None)
     if alone and length > cuts[-1] + 1:
-        # Recurrent layers and Triton's kernels compute a single token with different code than a chunk.
+        # Add a chunk of a single token: recurrent layers and Triton kernels have separate code for it.
         cuts = [*cuts, length - 1]
     tolerance = 2e-3 if layout.narrowest_dtype == torch.float32 else 1e-1
 
@@ -126,7 +126,7 @@ def difference(runner: ModelRunner, tokens: list[int], cuts: Sequence[int], fine
     paged = paged_logits(runner, tokens, *cuts, routes=chunks)
     if len(set(map(len, chunks))) != 1 or not chunks[0]:
         return found
-    # If k differs between the chunks of a choice, the router's own choice is used.
+    # If the chunks chose different numbers of experts, replay nothing, and let the router choose.
     joined = [
         torch.cat(each) if len({part.shape[1] for part in each}) == 1 else None for each in zip(*chunks, strict=True)
     ]
@@ -181,7 +181,7 @@ def _recorded(runner: ModelRunner, chosen: list[Tensor]) -> Iterator[None]:
     def keep(scores: Tensor, live: Tensor) -> None:
         chosen.append(live.flatten(0, -2))
 
-    # A replay records nothing.
+    # Run without CUDA graphs: replaying a graph does not call this Python code, so nothing would be recorded.
     with _without(runner, "graphs"):
         if fused is None:
             with Topk(keep):

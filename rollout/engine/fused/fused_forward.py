@@ -100,7 +100,7 @@ class FusedForward:
             routes = np.empty((len(bound.mixtures), len(ids) * bound.model.chosen), np.int64)
             step.routes = routes.ctypes.data
         self._library.rollout_forward(ctypes.byref(bound.model), ctypes.byref(step), bound.narrow)
-        del held  # `step` points to these arrays
+        del held  # Keep the arrays until here: `step` points to their memory.
         if self.values.wanted:
             self.values.put(rows.slots[keep], hidden[0])
         if self.record is not None and routes is not None:
@@ -156,7 +156,7 @@ class FusedForward:
             stop_ids.shape[1], steps,
         )  # fmt: skip
         made = self._library.rollout_decode(*map(ctypes.byref, (bound.model, step, draw, ahead)), bound.narrow)
-        del held  # `step` points to these arrays
+        del held  # Keep the arrays until here: `step` points to their memory.
         if self.values.wanted:
             self.values.put(np.arange(count * made), hidden[:made].transpose(0, 1).flatten(0, 1))
         return tokens[:, :made], logprobs[:, :made]

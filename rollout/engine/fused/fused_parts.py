@@ -150,7 +150,7 @@ class Parts:
         self._require_known_experts(experts)
         count = router.num_experts
         require(experts.num_experts == count == len(experts.down_proj), "a layer leaves out some of its experts")
-        # Routers without this option always normalise.
+        # Default to True: routers without this option always normalise.
         normalised = getattr(router, "norm_topk_prob", True)
         return Experts(
             address(router, "weight", self.dtype), address(experts, "gate_up_proj", self.dtype),

@@ -50,7 +50,7 @@ class CudaDevice:
                         work()
             finally:
                 current.wait_stream(self._stream)
-            # The allocator cannot release cached memory during a capture.
+            # Empty the cache now: the allocator cannot release cached memory during a capture.
             self._stream.synchronize()
             torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info()
@@ -63,19 +63,21 @@ class CudaDevice:
         """Release the memory of all captures, including failed ones, which can then not be replayed."""
         leaked, self._leaked = self._leaked, []
         for pool in leaked:
-            # The failed graph drops its own reference only if its capture has finished.
+            # Drop the failed graph's reference to its pool, which the graph itself does only if its capture has
+            # finished (then this call raises).
             with suppress(RuntimeError):
                 torch._C._cuda_releasePool(self._index(), pool)
         self._pool, self._bytes = None, 0
 
     def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        # `torch.cuda.graph` would leave its stream current if a capture cannot be finished.
+        # Capture without `torch.cuda.graph`, which leaves its stream current if the capture cannot be finished.
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(self._stream):
-                # The mode is thread_local, because other threads, such as data loaders, may allocate in the meantime.
+                # Use mode thread_local: other threads, such as data loaders, may allocate device memory during the
+                # capture.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work()
@@ -91,14 +93,14 @@ class CudaDevice:
         return graph
 
     def _clean_up(self) -> None:
-        # After a capture that could not be finished, the allocator still assumes that it is running and would never reclaim
-        # memory used by another stream. There is no public call for this; if it is not needed, it raises.
+        # Tell the allocator that the unfinished capture is over: otherwise it would never reclaim memory used by
+        # another stream. There is no public function for this. The private one raises if it is not needed.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._index(), self._pool)
         self._leaked.append(self._pool)
         self._pool = None
-        # Up to torch 2.12 the default generator also assumes a running capture, so every dropout of the trainer would raise.
-        # A capture that finishes corrects it.
+        # Finish an empty capture. Up to torch 2.12 the default generator also stays in capture mode, in which any
+        # dropout in the trainer would raise. A finished capture resets the generator.
         number = torch.zeros((), device=self._device)
         graph = torch.cuda.CUDAGraph()
         try:

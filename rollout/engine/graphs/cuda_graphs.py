@@ -201,7 +201,7 @@ class GraphedDecode:
         """Return the decode state, enlarged if it has no room for rows at these positions."""
         columns, parts = table_columns(int(positions.max()) + 1, self._cache.block_size), num_parts(positions)
         if columns > self._columns or parts > self._parts:
-            # The captured graphs read the smaller state.
+            # Release the captured graphs: they read the smaller decode state.
             self.release()
             if columns > self._columns:
                 self._columns = max(columns, 2 * self._columns)
@@ -238,7 +238,7 @@ class GraphedDecode:
         )  # fmt: skip
 
     def _run(self, state: DecodeState, rows: int) -> None:
-        # Autocast may still hold casts of earlier weights.
+        # Clear autocast's cache: it may still hold casts of earlier weights.
         torch.clear_autocast_cache()
         inputs = state.inputs(rows, self._parts)
         keep = torch.arange(rows, device=self._layout.device)

@@ -64,7 +64,7 @@ class DecodeState:
         self._block_size = block_size
         self._device = device
         header = _FIELDS * self.rows
-        # A tensor created in inference mode could not be written outside it.
+        # Leave inference mode: a tensor created in it could not be written outside it.
         with torch.inference_mode(False):
             self._flat = torch.zeros(header + self.rows * columns, dtype=torch.int32, device=device)
         self.ids, self.positions, self.seen = self._flat[:header].view(_FIELDS, self.rows)
@@ -163,7 +163,7 @@ class TritonDecode:
             [B, H, Dv].
         """
         keys, values = self._cache.layer(layer)
-        # If the engine was not built under the current autocast, the cache has another dtype.
+        # Cast the query to the cache's dtype, which differs if autocast was set differently when the engine was built.
         dtype, query = query.dtype, query.to(keys.dtype)
         if not serves(query, keys, values):
             raise RuntimeError(f"the Triton kernels do not take its heads ({query.dtype}, {tuple(query.shape[1:])})")

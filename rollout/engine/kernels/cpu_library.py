@@ -95,8 +95,8 @@ def _compiler() -> _Compiler:
 
 def _compile(compiler: _Compiler, target: Path) -> None:
     failed = ""
-    # A compiler may not know the processor it runs on (Clang on a new Arm core); then compile without special instructions.
-    # GCC takes -mcpu=native on Arm only, -march=native on x86 only; Clang, Apple's too, accepts the same.
+    # Use -march=native on x86 and -mcpu=native elsewhere: GCC accepts only one of them on each, and Clang accepts the
+    # same. If this fails (an old Clang on a new Arm core), compile without processor-specific instructions.
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
     for tuning in ((native,), ()):
         command = [compiler.path, *FLAGS, *tuning, str(_SOURCE), "-o", str(target)]
@@ -107,7 +107,7 @@ def _compile(compiler: _Compiler, target: Path) -> None:
     raise RuntimeError(f"{compiler.path} failed: {failed[-300:]}")
 
 
-# --- the cache ------------------------------------------------------------------------------------------------------------
+# --- cached libraries -----------------------------------------------------------------------------------------------------
 
 
 def _key(compiler: _Compiler) -> str:
@@ -124,7 +124,7 @@ def _built(path: Path, compiler: _Compiler) -> Path:
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
                 built = Path(scratch) / "kernels.so"
-                # Default logging hides INFO, and without a message the process would seem to hang.
+                # Log a warning: default logging hides INFO, and without a message the process would seem to hang.
                 _log.warning(
                     "compiling the CPU kernels for this processor with %s into %s: once per machine, a minute or two",
                     compiler.version, path,
@@ -133,7 +133,8 @@ def _built(path: Path, compiler: _Compiler) -> Path:
                 _compile(compiler, built)
                 _log.info("compiled the CPU kernels in %.1f s", time.monotonic() - began)
                 built.chmod(0o755)
-                # If locks do not work, several processes may build at once. The results are equal, and the last rename wins.
+                # Rename at the end: if locks do not work, several processes may build at once, but their results are
+                # equal and the last rename wins.
                 built.replace(path)
     return path
 

@@ -26,7 +26,8 @@ MAX_TILE_SCORES = 1 << 22
 
 def write_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """Write K and V of every position into its slot; see `CacheWrite`."""
-    # A trainer under autocast may compute K in another dtype than at probing.
+    # Cast to the cache's dtype: under the trainer's autocast, K and V may have another dtype than in the engine's
+    # probe.
     key_cache.flatten(0, 1).index_copy_(0, slots, key.to(key_cache.dtype))
     value_cache.flatten(0, 1).index_copy_(0, slots, value.to(value_cache.dtype))
 
@@ -134,7 +135,7 @@ def _tile(rows: PagedRows, members: slice, ends: NDArray[np.int64], device: torc
     shape = (len(ends), 1, -1, 1)
     positions = rows.positions[queries]
     used = -(-int(ends.max()) // rows.block_size)
-    # Padding reads a block of its own row, because other blocks may hold NaN, and a masked NaN is still NaN.
+    # Fill padding with a block of the same row: other blocks may hold NaN, and a masked NaN is still NaN.
     held = np.arange(used) < -(-ends[:, None] // rows.block_size)
     tables = rows.tables[members]
     return _Tile(
@@ -150,7 +151,7 @@ def _attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, tile: _Tile, 
     softcap, sinks = rules.get("softcap"), rules.get("sinks")
     batch, length, kv_heads = tile.positions.shape[0], tile.positions.shape[2], key_cache.shape[2]
     groups = query.shape[1] // kv_heads
-    # The shape is [B, Hkv, S, D] from here on.
+    # From here on, keys and values have the shape [B, Hkv, S, D].
     keys, values = (
         cache.index_select(0, tile.blocks).view(batch, -1, kv_heads, cache.shape[3]).transpose(1, 2)
         for cache in (key_cache, value_cache)

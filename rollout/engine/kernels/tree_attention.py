@@ -151,7 +151,7 @@ def _block_mask(tree: Tensor, window: int | None, causal: bool, start: int) -> B
     length = len(ends)
     count = -(-length // FLEX_BLOCK)
     surplus = (0, count * FLEX_BLOCK - length)
-    # Padding repeats the last token, which changes no extreme.
+    # Pad by repeating the last token, which leaves each block's minimum and maximum unchanged.
     end, position, last = (
         pad(part[None].float(), surplus, "replicate")[0].view(count, -1) for part in (ends, positions, lasts)
     )
@@ -234,7 +234,7 @@ class _CpuTreeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, out, sums, tree = ctx.saved_tensors
-        # Gradients have the model's layout, so that the views before the attention cost no copy.
+        # Allocate gradients in the model's layout, so that the views before the attention need no copy.
         gradients = [torch.empty_like(part.transpose(1, 2), memory_format=torch.contiguous_format) for part in
                      (query, key, value)]  # fmt: skip
         of_query, of_key, of_value = (part.transpose(1, 2) for part in gradients)

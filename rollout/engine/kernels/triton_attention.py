@@ -50,7 +50,8 @@ class TritonPagedAttention:
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]) -> Tensor:
         if query.dtype != key_cache.dtype:
-            # The engine was built under another autocast, so the query does not have the dtype of the cache.
+            # Cast the query to the cache's dtype, which differs if the autocast setting has changed since the engine
+            # was built.
             return self(query.to(key_cache.dtype), key_cache, value_cache, **rules).to(query.dtype)
         if not self._causal or not serves(query, key_cache, value_cache):
             return self._fallback(query, key_cache, value_cache, **rules)

@@ -54,7 +54,7 @@ def _tile(
     oldest = tl.min(tl.where(live, position, tl.max(position, 0)), 0)
     if window > 0:
         visible = oldest + 1 - window
-        # Iterations are skipped whole: the remaining ones add the same keys in the same order in every tile.
+        # Start at a multiple of `span`, so that every tile adds the same keys in the same order.
         low = start + tl.maximum(visible - start, 0) // span * span
 
     dims = tl.arange(0, padded_dim)
@@ -63,7 +63,7 @@ def _tile(
     peak = tl.full((rows,), float("-inf"), tl.float32)
     total = tl.zeros((rows,), tl.float32)
     if sunk:
-        # The sink counts in the softmax and adds nothing to the output. The factor is log2(e), as in `scale`.
+        # Add the sink to the softmax's denominator, but not to the output. The factor is log2(e), as in `scale`.
         peak = tl.where(live, tl.load(sinks + head).to(tl.float32) * 1.4426950408889634, peak)
         total = tl.where(live, 1.0, total)
     sums = tl.zeros((rows, padded_value_dim), tl.float32)
@@ -76,8 +76,9 @@ def _tile(
         k = tl.load(keys + key_places[None, :] + dims[:, None], mask=inside[None, :] & (dims[:, None] < dim), other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         if cap > 0.0:
-            # cap * tanh(x): exp2(scores) is exp(2x), since `scale` includes 2 / cap. Near 0 the difference of two numbers
-            # close to 1 would lose precision, so there a polynomial replaces it (tanhf of the Cephes library).
+            # Compute cap * tanh(x). exp2(scores) is exp(2x), because `scale` includes 2 / cap. Near 0 a polynomial
+            # (tanhf of the Cephes library) replaces it, because the difference of two numbers close to 1 would lose
+            # precision.
             x = scores * 0.34657359028
             z = x * x
             near = -5.70498872745e-3 * z + 2.06390887954e-2
@@ -89,7 +90,7 @@ def _tile(
             seen = seen & (key[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
-        # A row without a visible key so far has a peak of -inf, and -inf minus -inf would be NaN.
+        # Use base 0 for a row without a visible key so far: its peak is -inf, and -inf minus -inf would be NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - base[:, None])
         fading = tl.exp2(peak - base)
@@ -106,7 +107,7 @@ def _tile(
     divisor = tl.where(total == 0.0, 1.0, total)
     sums = sums / divisor[:, None]
     if parted:
-        # `merge` uses natural logarithms: ln(x) = log2(x) * ln(2).
+        # Convert to the natural logarithm, which `merge` uses: ln(x) = log2(x) * ln(2).
         tl.store(lse + target, (peak + tl.log2(divisor)) * 0.6931471805599453, mask=live)
     tl.store(
         out + target[:, None] * value_dim + value_dims[None, :],
@@ -152,7 +153,8 @@ def attend_chunks(
     """Attend with up to `tokens` queries of a chunk to all keys. Grid: tiles x KV heads; surplus tiles do nothing."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    # This tile belongs to the last chunk whose tiles begin at or before it (see `TritonPaged.prefill`).
+    # Find the tile's chunk by binary search: the last chunk whose tiles begin at or before this one (see
+    # `TritonPaged.prefill`).
     row = tile * 0
     behind = row + num_rows
     while behind - row > 1:
@@ -166,7 +168,7 @@ def attend_chunks(
     if first >= end:
         return
 
-    # A line of the matrix product is one query head of the group, of one token.
+    # Each row of the matrix product is one token's query for one head of the group.
     line = tl.arange(0, rows)
     index = first + line // group
     head = kv_head * group + line % group

@@ -82,7 +82,7 @@ class TritonPaged:
             key, value: [P, Hkv, D], [P, Hkv, Dv], in any floating dtype.
             write_index: [P] int32 or int64 slot mapping, block * block_size + offset, all different; negative: not written.
         """
-        # The kernels assume a last stride of 1.
+        # Make the last dimension contiguous: the kernels assume that its stride is 1.
         key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (key, value))
         count, kv_heads, dim = key.shape
         value_dim = value.shape[2]
@@ -187,7 +187,7 @@ class TritonPaged:
         self._buffers.clear()
 
     def _workspace(self, slots: int, heads: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        # The shapes are [slots, H, Dv] and [slots, H], in float32. Outgrown buffers are kept for captured graphs.
+        # Return float32 [slots, H, Dv] and [slots, H]. Keep outgrown buffers: captured graphs still use them.
         count = slots * heads
         if not self._buffers or self._buffers[-1].numel() < count * (value_dim + 1):
             size = max(count * (value_dim + 1), 2 * self._buffers[-1].numel() if self._buffers else 0)
@@ -213,7 +213,7 @@ class _Call:
 
     @property
     def scale(self) -> float:
-        # The hardware has exp2, so log2(e) is part of the scale; with a cap, so is the 2 of tanh's exp(2x).
+        # Include log2(e), because the hardware has exp2, not exp. With a softcap, include the 2 in tanh's exp(2x) too.
         return self.rules["scaling"] * _LOG2_E * 2.0 / (self.rules.get("softcap") or 2.0)
 
     @property
@@ -252,7 +252,8 @@ def _kernels(device: torch.device) -> _Kernels | None:
     try:
         jit = import_module("triton").jit
         device_code = import_module("rollout.engine.kernels.triton_kernels")
-        # If numbers that change between steps were specialised, Triton would compile a second kernel for multiples of 16.
+        # Do not specialise numbers that change between steps: otherwise Triton would compile a second kernel for
+        # multiples of 16.
         kernels = _Kernels(
             jit(device_code.attend_chunks, do_not_specialize=("num_rows",)),
             jit(device_code.attend_parts, do_not_specialize=("num_owners", "capacity")),

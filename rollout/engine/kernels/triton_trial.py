@@ -75,7 +75,7 @@ def _error(paged: TritonPaged, heads: Heads, dtype: torch.dtype, block_size: int
     slots = torch.from_numpy(whole.slots).to(device)
     paged.write(keys, values, pool[0], pool[1], slots)
     write_slots(keys, values, exact[0], exact[1], slots)
-    # The reference uses float64, because products of float32 follow the user's TF32 setting.
+    # Compute the reference in float64: the precision of float32 products depends on the user's TF32 setting.
     query, plain = drawn(len(last), heads.heads, heads.dim), TorchPagedAttention(rows, device)
     found = TritonPagedAttention(paged, rows, device, plain)(query, *pool, scaling=heads.dim**-0.5)
     expected = plain(query.double(), *exact, scaling=heads.dim**-0.5)

@@ -127,7 +127,7 @@ class CudaVirtualMemory:
         torch.cuda.empty_cache()
 
     def _call(self, name: str, *arguments: Any) -> None:
-        # A thread may have another device's context, or none.
+        # Set the device: the calling thread may have another device's context, or none.
         with torch.cuda.device(self.device):
             code = getattr(self._library, name)(*arguments)
         if not code:
@@ -148,7 +148,8 @@ class Arena:
     def __init__(self, memory: CudaVirtualMemory) -> None:
         self._memory = memory
         self._ranges: list[_Range] = []
-        # It does not run at exit: the process returns all memory, and the driver may have been shut down.
+        # Do not run the finaliser at exit: the exiting process returns all memory, and the driver may already be shut
+        # down.
         weakref.finalize(self, _free_all, memory, self._ranges).atexit = False
 
     def allocate(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -224,7 +225,7 @@ class _Range:
 def tensor_at(address: int, size: int, device: torch.device) -> Tensor:
     """Return a uint8 tensor [size] at an address of `device`; the tensor does not own the memory."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)
-    # A tensor created in inference mode could not be written outside it.
+    # Leave inference mode: a tensor created in it could not be written outside it.
     with torch.inference_mode(False):
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
 
@@ -240,7 +241,7 @@ def pool_memory(device: torch.device, *, virtual: bool) -> PoolMemory:
             return PoolMemory(arena.allocate, arena.release)
         except (OSError, AttributeError, RuntimeError) as exc:
             _log.warning("memory on %s comes from torch's allocator: %s: %s", device, type(exc).__name__, exc)
-    # Memory that stays cached would be fragmented by the trainer.
+    # Return freed memory to the driver: memory left in torch's cache would be fragmented by the trainer.
     return PoolMemory(release=torch.cuda.empty_cache)
 
 

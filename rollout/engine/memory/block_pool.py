@@ -107,7 +107,7 @@ class BlockPool:
             torch.OutOfMemoryError: not enough device memory; nothing has changed.
         """
         sizes = [num_blocks * width for width in self._widths]
-        # The blocks of a model without attention layers are empty.
+        # Allocate empty tensors for a model without attention layers, whose blocks hold nothing.
         flat = self._allocate(sizes, self.dtype, self.device) if any(sizes) else zeros(sizes, self.dtype, self.device)
         self._parts = [part.view(num_blocks, width) for part, width in zip(flat, self._widths, strict=True)]
         self.num_blocks, self._held = num_blocks, True
@@ -142,7 +142,7 @@ class BlockPool:
         Consecutive pairs within the device are all read before any is written.
         """
         for (from_host, to_host), run in groupby(pairs, lambda pair: (pair[0] < 0, pair[1] < 0)):
-            # If a block is written twice, the last write wins.
+            # Keep only the last write to each block.
             last = dict(pair[::-1] for pair in run)
             sources, targets = list(last.values()), list(last)
             if from_host or to_host:
@@ -191,7 +191,8 @@ class BlockPool:
         if blocks is not None:
             targets[~np.isin(self._saved, blocks)] = -1
         kept = np.flatnonzero(targets >= 0)
-        # From now on blocks have their new ids, even if a copy fails and routes are still read from the host.
+        # Store the new ids before the copy. They are valid from now on, even if the copy fails and routes are still
+        # read from the host.
         self._saved = targets
         index = upload(targets[kept].astype(np.int64), self.device)
         self._host.load(self._parts, index, kept)

@@ -67,7 +67,7 @@ class Scratch:
             return torch.empty(shape, dtype=dtype, device=device)
         size, flat = math.prod(shape), self._flat.get(name)
         if flat is None or flat.numel() < size:
-            # A tensor created in inference mode could not be written outside it.
+            # Leave inference mode: a tensor created in it could not be written outside it.
             with torch.inference_mode(False):
                 flat = self._flat[name] = torch.empty(size, dtype=dtype, device="cpu")
         return flat[:size].view(shape)

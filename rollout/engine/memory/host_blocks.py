@@ -93,7 +93,7 @@ class HostBlocks:
                 rounded = 1 << (missing * self._block_bytes - 1).bit_length()
                 size = max(1, min(CHUNK_BYTES, rounded) // self._block_bytes)
             else:
-                # Many small chunks would lead to many small copies.
+                # At least double the memory: with many small chunks, each transfer would need many small copies.
                 size = max(missing, min(self.num_slots, most - self.num_slots))
             shape = size, self._width
             self._chunks.append(torch.empty(shape, dtype=self._dtype, device="cpu", pin_memory=self._pinned))

@@ -43,7 +43,8 @@ def collapse(tensors: Iterable[Tensor], advise: Advise | None = None) -> int:
         return 0
     pages = {page for start, size in places for page in range(start // HUGE_PAGE, -(-(start + size) // HUGE_PAGE))}
     begin = time.monotonic()
-    # The first and last page of a tensor may reach beyond its mapping; such a page is left as it is.
+    # Try every page. The first and last page of a tensor may reach beyond its mapping, and madvise then leaves them
+    # unchanged.
     done = sum(advise(page * HUGE_PAGE, HUGE_PAGE) for page in sorted(pages)) * HUGE_PAGE
     _log.info("parameters: %d MiB on huge pages, after %.1f s", done >> 20, time.monotonic() - begin)
     return done

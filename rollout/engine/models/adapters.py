@@ -114,7 +114,8 @@ def _check_kind(config: Any) -> None:
     if config.get("bias", "none") != "none":
         named["bias"] = config["bias"]
     if config.get("init_lora_weights") not in _PLAIN_INITS:
-        # It has changed the base weights. PEFT can convert it (path_initial_model_for_weight_conversion).
+        # Reject this initialisation, which has changed the base weights. PEFT can convert the adapter
+        # (path_initial_model_for_weight_conversion).
         named["init_lora_weights"] = config["init_lora_weights"]
     if named:
         shown = ", ".join(f"{name}={value!r}" for name, value in named.items())
@@ -263,7 +264,7 @@ class LoraAdapters:
             for path, updates in parts.items():
                 module = self._model.get_submodule(path)
                 own: dict[str, Any] = vars(module)
-                # PEFT and accelerate may have replaced this forward by their own.
+                # Save the module's current forward: PEFT or accelerate may have replaced it.
                 before = {name: own[name] for name in ("forward",) if name in own}
                 own["forward"] = partial(_updated, module.forward, path, updates, len(named))
                 stack.callback(own.update, before)

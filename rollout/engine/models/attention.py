@@ -78,14 +78,15 @@ def rollout_attention(
     """Attend over paged rows; registered with transformers' `AttentionInterface` under `IMPLEMENTATION`."""
     batch: AttentionBatch | None = kwargs.pop(BATCH_ARGUMENT, None)
     if batch is None:
-        # The decoder layers of some models drop keyword arguments.
+        # Fall back to the context variable: the decoder layers of some models drop keyword arguments.
         batch = _carried.get()
     if batch is None:
         raise RuntimeError(
             f"{IMPLEMENTATION!r} is the engine's own attention implementation: set the model's to 'sdpa'"
         )
     if torch.is_autocast_enabled(query.device.type):
-        # Rotary embeddings return queries and keys in a wider type than values; the trainer's attention casts them too.
+        # Cast to autocast's dtype, as the trainer's attention does: rotary embeddings return queries and keys in a
+        # wider dtype than values.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if attention_mask is not None:
@@ -193,7 +194,8 @@ class Installation:
         with uninterrupted():
             if not self._depth:
                 self._modules, self._configs = list(self._model.modules()), configs_of(self._model)
-                # Earlier casts of autocast may be outdated; casts inside the block stay valid until its end.
+                # Discard the weight casts that autocast cached earlier, which may be outdated. Casts inside this block
+                # stay valid until its end.
                 torch.clear_autocast_cache()
                 torch.autocast_increment_nesting()
                 self.module_epoch += 1
@@ -238,9 +240,9 @@ class Installation:
             own = getattr(config, _IMPLEMENTATION_FIELD)
             stack.callback(setattr, config, _IMPLEMENTATION_FIELD, own)
             setattr(config, _IMPLEMENTATION_FIELD, _Switched.of(own, self._implementation))
-        # `model.compile()`, or a wrapper of torch.compile (accelerate's regions).
+        # Look for `model.compile()`, and for torch.compile wrappers around submodules (accelerate compiles regions).
         if any(each._compiled_call_impl is not None or "_orig_mod" in each._modules for each in self._modules):
-            # Dynamo would break the graph in every layer and compile for every shape.
+            # Run eagerly: Dynamo would break the graph in every layer and recompile for every shape.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(in_eval_mode(self._modules))
 
@@ -286,9 +288,10 @@ _TOWERS = ("vision_config", "audio_config")
 @contextmanager
 def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put modules into eval mode inside the block, except for bitsandbytes' 4-bit layers."""
-    # In eval mode bitsandbytes permanently repacks 4-bit weights for some CPUs, and a packed layer has no gradient.
+    # Leave 4-bit layers in training mode: in eval mode bitsandbytes permanently repacks their weights on some CPUs, and
+    # a packed layer has no gradient.
     training = [module for module in modules if module.training and type(module).__name__ != "Linear4bit"]
-    # Every forward does this, and `nn.Module.__setattr__` would take ten times as long.
+    # Set the flags directly: every forward pass does this, and `nn.Module.__setattr__` takes ten times as long.
     flags = [vars(module) for module in training]
     for each in flags:
         each["training"] = False
@@ -305,7 +308,7 @@ def configs_of(model: nn.Module) -> list[Any]:
     own = getattr(model, "config", None)
     towers = tuple({type(getattr(own, name)) for name in _TOWERS if getattr(own, name, None) is not None})
     for module in model.modules():
-        # `getattr` of a PEFT module searches the wrapped modules, which is slow.
+        # Read the attribute without `getattr`, which searches all wrapped modules of a PEFT module and is slow.
         config = vars(module).get("config")
         if hasattr(config, _IMPLEMENTATION_FIELD) and not isinstance(config, towers):
             found[id(config)] = config

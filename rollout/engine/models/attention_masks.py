@@ -72,7 +72,7 @@ def window_of(function: MaskFunction, length: int, device: torch.device) -> int 
 
     dense = range(min(length, _DENSE))
     for query in sorted({*dense, length // 2, length - 1}):
-        # Later positions are checked for a few queries only, because a row may have a million.
+        # Check all keys for a few queries only: a row may have a million positions.
         keys = positions if query in (0, length // 2, length - 1) else positions[: max(dense.stop, query + 2)]
         expect((keys <= query) & (keys >= firsts[query]), positions[query], keys)
     before = (firsts - 1).clamp(min=0)

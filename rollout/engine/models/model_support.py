@@ -184,7 +184,7 @@ def examine(model: nn.Module, max_sequence_length: int | None = None) -> Examine
     shapes = () if states is None else states.shapes
     whole = output is not None
     if not whole and not recurrent:
-        # Layers that use the interface are found even without the other arguments.
+        # Try again with the token ids alone: this still finds the layers that use the interface.
         watcher, whole = _watch_ids_alone(model, device)
     names = {module: name for name, module in model.named_modules()}
     if whole:
@@ -194,7 +194,7 @@ def examine(model: nn.Module, max_sequence_length: int | None = None) -> Examine
     check("attention: causal, with supported arguments", _arguments_unknown(names, watcher.calls))
     positions = getattr(text_config, "max_position_embeddings", None)
     calls = [each.asked for each in watcher.calls]
-    # FlashAttention gets the window as an argument and no mask.
+    # Check masks, except with FlashAttention, which gets the window as an argument and no mask.
     if not str(config._attn_implementation_internal).startswith("flash"):
         length, wrong = max_sequence_length or positions or DEFAULT_LENGTH, list[str]()
         calls = _windowed(names, watcher.calls, length, device, wrong)
@@ -240,7 +240,7 @@ def _layout(
     )
 
 
-# --- what is missing --------------------------------------------------------------------------------------------------
+# --- requirements that are not met ------------------------------------------------------------------------------------
 
 
 def _arguments_missing(model: nn.Module) -> Iterator[str]:
@@ -406,7 +406,7 @@ def _windowed(
                     f"attention layer {names[each.module]!r}: {exc}; the engine serves causal attention, also in a window"
                 )
         window = asked.window if mask is None else known[mask]
-        # A window of at least `length` is the same as no window.
+        # Treat a window of at least `length` tokens as no window.
         same = (asked.window or length) >= length and (window or length) >= length
         windowed.append(replace(asked, window=asked.window if same else window))
     return windowed

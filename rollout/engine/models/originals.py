@@ -62,7 +62,8 @@ class Checks:
         code, home = _own_code(function, module), sys.modules.get(str(getattr(function, "__module__", None)))
         imported = code is None
         if imported and home is not None and ".models." not in home.__name__:
-            # Models of transformers do not share functions, so a function of another model is a replacement.
+            # Look up the function in its own module, unless that is another model's. Models in transformers do not
+            # share functions, so such a function was patched in.
             code = _own_code(function, home)
         if code is None or code.co_qualname != name:
             raise Unfusable(f"{name} in {module.__name__} is not the one that was defined there")
@@ -129,7 +130,7 @@ def bypassed(device: torch.device) -> str | None:
     if has_global_hooks():
         return "torch has hooks on every module"
     count, at = torch._C._len_torch_function_stack(), torch._C._get_function_stack_at
-    # Device contexts excepted.
+    # Ignore device contexts, which only choose the device of new tensors.
     modes = any(type(at(index)) is not DeviceContext for index in range(count))
     return "a torch dispatch or function mode is active" if modes or torch._C._len_torch_dispatch_stack() else None
 
@@ -144,7 +145,7 @@ def foreign_part(model: nn.Module, attention_layers: Iterable[nn.Module]) -> str
     for layer in layers:
         own = getattr(getattr(layer, "config", None), "_attn_implementation", None) or "eager"
         function = attention_of(layer, own.removeprefix(TREE_PREFIX))
-        # Kernels of a hub have a slash in their names.
+        # Accept kernels from the Hugging Face hub, which have a slash in their names.
         if "/" not in own and not _packaged(getattr(function, "func", function)):
             return f"attention {own!r}"
     for name, module in model.named_modules():
@@ -173,7 +174,7 @@ def names_in(code: CodeType) -> tuple[str, ...]:
 
 
 def _kind(module: Any) -> type:
-    # FSDP2 derives its own class from the wrapped class.
+    # Return the original class: FSDP2 replaces a module's class by a derived one.
     kind = type(module)
     return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)]
 
@@ -181,12 +182,13 @@ def _kind(module: Any) -> type:
 def _only_gathers(hook: Any) -> bool:
     """Return whether a hook is FSDP2's, which does nothing while the weights are whole."""
     owner = getattr(hook, "__self__", None)
-    owner = getattr(owner, "fsdp_state", owner)  # `MappedWeights` replaces FSDP2's hook by its own.
+    owner = getattr(owner, "fsdp_state", owner)  # `MappedWeights` wraps FSDP2's hook.
     ours = type(owner).__module__.startswith("torch.distributed.fsdp.") and type(owner).__name__ == "FSDPState"
     if not ours:
         return False
     policy: Any = owner._mp_policy  # type: ignore[union-attr]
-    # With parameters of that dtype, the outputs already have it (accelerate sets both).
+    # If output_dtype equals param_dtype (accelerate sets both), the outputs already have this dtype, so the policy
+    # casts nothing.
     return policy.output_dtype in (None, policy.param_dtype)
 
 

@@ -35,7 +35,7 @@ class RecurrentLayers:
             try:
                 layers = DynamicCache(config=config).layers
             except (KeyError, TypeError, ValueError, AttributeError):
-                # Transformers' own cache does not have this type of layer either.
+                # Assume no layers: transformers' own cache does not support this type of layer either.
                 layers = ()
         names = getattr(config, "layer_types", None) or ()
         dummies = {index for index, layer in enumerate(layers) if type(layer).__name__ == "DummyLayer"}
@@ -43,7 +43,7 @@ class RecurrentLayers:
         with_state = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
         stateful = {index for index, layer in enumerate(layers) if isinstance(layer, with_state)} - stateless
         arguments = inspect.signature(model.forward).parameters
-        # Transformers 5.24 renames `past_key_values`.
+        # Try the other names first: transformers 5.24 renames `past_key_values`.
         argument = next((name for name in ("cache_params", "cache") if name in arguments), "past_key_values")
         return cls(frozenset(stateful), frozenset(stateless), argument)
 

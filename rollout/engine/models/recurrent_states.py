@@ -91,7 +91,7 @@ class StateRows(_NoKV):
         self._pool = pool
         self._rows: dict[StateKey, Tensor] = {}
         first = int(slots[0])
-        # Neighbouring slots are used in place; others are gathered and scattered.
+        # Use neighbouring slots in place; gather and scatter other slots.
         neighbours = np.array_equal(slots, np.arange(first, first + len(slots)))
         self._place = slice(first, first + len(slots)) if neighbours else None
         self._index = None if neighbours else upload(slots.astype(np.int64), pool.device)

@@ -89,7 +89,8 @@ def _router_classes(modules: Iterable[nn.Module]) -> Iterator[type]:
         declared = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
         for each in declared if isinstance(declared, list | tuple) else (declared,):
             kind = getattr(each, "target_class", each)
-            # At index 0 of its output only a router has its logits, not a block that passes them on.
+            # Take only classes that return their logits at output index 0, as routers do. A block that passes on a
+            # router's logits returns them at a later index.
             if isinstance(kind, type) and getattr(each, "index", 0) == 0:
                 yield kind
 
@@ -131,7 +132,7 @@ class ChosenExperts(Topk):
         self.answered = 0
 
     def _given(self, scores: Tensor, live: Tensor) -> Tensor | None:
-        # If a router first chooses among groups of experts, that choice has another shape.
+        # Ignore a choice of another shape: some routers first choose among groups of experts.
         if scores.shape != (len(self._experts), self._num_experts) or live.shape != self._experts.shape:
             return None
         self.answered += 1
