@@ -26,34 +26,42 @@ class Backend(Protocol):
         """The id of the next group."""
 
     def submit(self, group_id: int, prompt: Prompt, params: SamplingParams, metadata: Any) -> None:
-        """Queue a group under an unused id; after an `InvalidRequestError` (it can never be served) nothing was queued."""
+        """Queue a group under an unused id.
+
+        Raises:
+            InvalidRequestError: the group can never be served; nothing was queued.
+        """
 
     def reserve_group_ids(self, until: int) -> None:
         """Make `next_group_id` at least `until`."""
 
     def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
-        """Continue saved samples after their last token. If one can never be served, none is (`InvalidRequestError`)."""
+        """Continue saved samples after their last token.
+
+        Raises:
+            InvalidRequestError: a sample can never be served; none was queued.
+        """
 
     def abort(self, group_id: int) -> None:
-        """Abort a group: here at once, on other ranks soon. Unknown ids are ignored."""
+        """Abort a group: on this rank at once, on other ranks when they read the message. Unknown ids are ignored."""
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there is something to do, or `timeout_s` has passed. Ctrl-C may interrupt it.
 
         Raises:
             EngineStateError: no request can progress.
-            DeadlineError: other ranks, which it names, do not finish their calls.
-            ConnectionLostError: the coordinator was lost, and not replaced in time.
+            DeadlineError: other ranks do not finish their calls; the message names them.
+            ConnectionLostError: the coordinator was lost and was not replaced in time.
         """
 
     def step(self) -> list[DynamicInferenceRequest]:
-        """Make at most one step; return the finished samples, merged."""
+        """Make at most one step; return the samples that have finished, merged."""
 
     def take_ended(self) -> list[DynamicInferenceRequest]:
         """Return the samples that have finished between two steps, merged."""
 
     def staleness(self) -> Iterable[tuple[int, int]] | None:
-        """Return (group id, updates since its oldest token was sampled) of groups with unfinished samples.
+        """Return (group id, updates since the group's oldest token was sampled) for groups with unfinished samples.
 
         None: the progress of another rank before the last update is not known yet; ask again after `wait`.
         """
@@ -62,7 +70,7 @@ class Backend(Protocol):
         """Return records of the unfinished samples."""
 
     def try_finish(self) -> bool:
-        """Return whether this rank may stop computing. Until it may, the caller alternates this with `step`.
+        """Return whether this rank may stop computing. Until this is True, the caller alternates it with `step`.
 
         Raises:
             EngineStateError: the ranks are in different calls, or have different policy versions.
@@ -75,7 +83,7 @@ class Backend(Protocol):
         return False
 
     def wake(self) -> None:
-        """Interrupt a `wait` on another thread, or its current run of steps."""
+        """Interrupt the `wait` or the run of steps that another thread is in."""
         return
 
     def report_idle(self) -> None:
@@ -87,11 +95,14 @@ class Backend(Protocol):
         return samples_missing
 
     def barrier(self, what: str) -> None:
-        """Wait until all ranks have made the same call: pause, unpause, suspend, resume.
+        """Wait until all ranks have made the same call, for example pause or resume.
+
+        Args:
+            what: name of the call.
 
         Raises:
-            DeadlineError: some ranks, which it names, have not.
-            EngineStateError: some ranks, which it names, have made another call or have another policy version.
+            DeadlineError: some ranks have not made the call; the message names them.
+            EngineStateError: some ranks have made another call or have another policy version; the message names them.
         """
         return
 
@@ -101,13 +112,14 @@ class Backend(Protocol):
         return None
 
     def gather(self, what: str, value: bytes) -> list[bytes] | None:
-        """Return the values of all ranks, in their order, on rank 0; None on the others. Every rank calls it.
+        """Return the values of all ranks, in rank order, on rank 0; None on other ranks. Every rank must call this method.
 
         Args:
             what: name of the enclosing call, equal on all ranks.
+            value: this rank's value.
 
         Raises:
-            DeadlineError, EngineStateError: some ranks, which it names, have not made the call.
+            DeadlineError, EngineStateError: some ranks have not made the call; the message names them.
         """
         return [value]
 
@@ -117,7 +129,7 @@ class Backend(Protocol):
 
 
 class LocalBackend(Backend):
-    """A backend with the engine of this process. It needs no other process and no socket."""
+    """A backend that runs the engine of this process. It needs no other process and no socket."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self._engine = engine

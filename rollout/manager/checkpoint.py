@@ -1,6 +1,6 @@
-"""Serialises everything in flight into one buffer and restores it. Nothing is unpickled.
+"""Serialises everything in flight into one buffer and restores it, without pickle.
 
-The result is one buffer, because `torch.load(weights_only=True)` rejects some plain values (empty bytes).
+The state is one buffer because `torch.load(weights_only=True)` rejects some plain values, such as empty bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMAT = 8
 
 
 class Checkpoints:
-    """`state_dict` and `load_state_dict` of a manager."""
+    """The manager's `state_dict` and `load_state_dict`."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
@@ -37,15 +37,15 @@ class Checkpoints:
             return save(rounds, rounds.pacer.updates_per_round)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`. The model must have the weights of that moment.
+        """Continue from a `state_dict`. The model must have the weights that it had when the state was saved.
 
         If this raises, nothing is in flight.
 
         Raises:
-            EngineStateError: requests are in flight here already.
-            ConfigError: this manager has a later policy version already, or the state is of another model.
-            SerializationError: not a state of this package, another format, or damaged; names the field.
-            InvalidRequestError: a request does not fit this engine (for example, its pool is smaller).
+            EngineStateError: this manager already has requests in flight.
+            ConfigError: this manager already has a later policy version, or the state belongs to another model.
+            SerializationError: `state` is not a saved state, has another format, or is damaged; the message names the field.
+            InvalidRequestError: a request does not fit this engine, for example because the KV pool is smaller.
         """
         rounds, loop, player = self._rounds, self._rounds.loop, self._rounds.player
         with rounds.turn("load_state_dict"):
@@ -82,13 +82,13 @@ def load(state: Any, rounds: Rounds) -> int:
     """Restore the result of `save` while nothing is in flight. If it raises, nothing is in flight afterwards.
 
     Returns:
-        The updates per round.
+        The number of weight updates per round.
 
     Raises:
-        SerializationError: this is not a saved state, or it has another format. The message names the field.
-        ConfigError: the state is of another model, the engine's policy version is later, or the journal lacks the
+        SerializationError: `state` is not a saved state, or it has another format. The message names the field.
+        ConfigError: the state belongs to another model, the engine's policy version is later, or the journal lacks the
             checkpoint.
-        InvalidRequestError: a request does not fit this engine (for example, its pool is smaller).
+        InvalidRequestError: a request does not fit this engine, for example because the KV pool is smaller.
     """
     loaded, engine, backend, journal = _decode(state), rounds.engine, rounds.backend, rounds.loop.journal
     if loaded["model"] != (here := engine.controller.layout.described):
@@ -119,7 +119,7 @@ def load(state: Any, rounds: Rounds) -> int:
 def _finish(
     finished: list[DynamicInferenceRequest], unfinished: list[DynamicInferenceRequestRecord], journal: GroupJournal
 ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequestRecord]]:
-    """Return finished samples, including journal groups that were in flight, and the unfinished records."""
+    """Return (finished samples, records of unfinished samples). Groups that the journal has finished count as finished."""
     ended: dict[int, list[DynamicInferenceRequest]] = {}
     for group_id, first in {record[0].request_id: record[0] for record in unfinished}.items():
         tokens = first.prompt_tokens[: first.original_prompt_length]

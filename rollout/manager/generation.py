@@ -1,4 +1,4 @@
-"""`generate`, `submit` and `as_completed` of a manager: groups of samples of one prompt each."""
+"""The manager's `generate`, `submit` and `as_completed`, which sample one group per prompt."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prompts_of(controller: TextGenerationController, prompts: Any, name: str = "
     """Return the prompts of one call, without padding.
 
     Raises:
-        TypeError: a single prompt instead of a list of prompts.
+        TypeError: `prompts` is a single prompt instead of a list of prompts.
         InvalidRequestError: see `unpadded`.
     """
     prompts = controller.unpadded(prompts, name)
@@ -58,7 +58,7 @@ def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], 
         Group ids, in the order of the prompts.
 
     Raises:
-        InvalidRequestError, TypeError, ConfigError: a prompt, which it names, can never be served. Nothing was queued.
+        InvalidRequestError, TypeError, ConfigError: a prompt can never be served; the message names it. Nothing was queued.
     """
     loop, backend = rounds.loop, rounds.backend
     if len(extras) != len(prompts):
@@ -129,15 +129,15 @@ class Generation:
     ) -> RolloutBatch:
         """Sample completions; blocks until they are done.
 
-        On several ranks every rank calls it, with its own prompts or with `[]`, and all ranks return together: a rank that
-        finishes early computes for the others. If it raises on one rank, the others wait until that rank calls again or
-        exits; after `control_timeout_s` they raise a `DeadlineError` that names it. Sharded weights are gathered when all
-        ranks have called it. Threads that call it take turns.
+        On several ranks every rank calls `generate`, with its own prompts or with `[]`, and all ranks return together: a
+        rank that finishes early computes for the others. If it raises on one rank, the others wait until that rank calls
+        it again or exits; after `control_timeout_s` they raise a `DeadlineError` that names the rank. Sharded weights are
+        gathered when all ranks have called `generate`. Calls from several threads run one after another.
 
         Args:
             prompts: texts, token id sequences, lists of chat messages, or the processor's result for one prompt with images;
                 or the output of one call of the tokenizer, whose padding is dropped by its `attention_mask`.
-            sampling_params: for all prompts, or one per prompt; `n` samples per prompt.
+            sampling_params: parameters for all prompts, or one `SamplingParams` per prompt; `n` samples per prompt.
             min_groups: None: return exactly these prompts. A number: return as soon as that many groups (a prompt with its
                 samples) have finished, earlier calls' groups included. The others stay in flight and continue in the next
                 call, under the new weights. With `max_staleness`, `generate` also waits for groups that would be too old
@@ -145,23 +145,24 @@ class Generation:
             metadata: one msgpack-able object per prompt, returned in `batch.metadata`.
             on_error: `raise`: a failed sample raises `RolloutFailedError`, which carries the whole batch. `mask`: its row
                 is masked and named in `batch.errors`.
-            progress: a progress bar. None: on a terminal, once a call takes more than two seconds.
+            progress: whether to show a progress bar. None: only on a terminal, once the call takes more than two seconds.
             timeout_s: raise after this many seconds; unfinished groups stay in flight.
-            fields: fields of `SamplingParams` for all prompts, in place of `sampling_params`: `generate(prompts, n=8)`.
+            fields: `SamplingParams` fields for all prompts, in place of `sampling_params`: `generate(prompts, n=8)`.
 
         Returns:
-            Samples of a prompt next to each other, prompts in order of submission.
+            The samples: prompts in order of submission, the samples of a prompt next to each other.
 
         Raises:
             InvalidRequestError: a prompt can never be served; nothing of this call was queued.
-            EngineStateError: paused, suspended or closed; or the ranks differ in version or calls (raised on all).
-            WeightsChangedError: weights, which it names, have changed without an optimizer step. Nothing was queued.
+            EngineStateError: the manager is paused, suspended or closed; or the ranks have different policy versions or make
+                different calls (raised on every rank).
+            WeightsChangedError: weights have changed without an optimizer step; the message names them. Nothing was queued.
             EngineDeadError: too many steps in a row have failed.
-            DeadlineError: `timeout_s` has passed, or another rank is missing; names it.
-            ConnectionLostError: the coordinator was lost, and not replaced within `control_timeout_s`.
+            DeadlineError: `timeout_s` has passed, or another rank is missing; the message names the rank.
+            ConnectionLostError: the coordinator was lost and was not replaced within `control_timeout_s`.
             JournalError: a finished group cannot be written; it stays in flight, and the next call tries again.
             RolloutFailedError: see `on_error`.
-            KeyboardInterrupt: Ctrl-C, after the current step; this call's prompts are aborted.
+            KeyboardInterrupt: Ctrl-C was pressed. It is raised after the current step, and this call's prompts are aborted.
         """
         check_on_error(on_error)
         check_count("min_groups", min_groups, 0)
@@ -181,7 +182,11 @@ class Generation:
                 raise
 
     def begin_round(self) -> Callable[[], set[int] | None]:
-        """Begin a call that leaves groups in flight; return a function to the ids that must finish (None: unknown)."""
+        """Begin a call that leaves groups in flight.
+
+        Returns:
+            A function that returns the ids of the groups that must finish in this call; None: not known yet.
+        """
         self._rounds.pacer.begin_round(self._rounds.engine.policy_version)
         return lambda: self._rounds.too_old(self._rounds.pacer, self._rounds.groups)
 
@@ -200,7 +205,8 @@ class Generation:
         Prompts whose completions were long in earlier calls start first, because a batch ends with its longest sample.
 
         Raises:
-            InvalidRequestError, TypeError: a prompt, which it names, can never be served. Nothing of this call was queued.
+            InvalidRequestError, TypeError: a prompt can never be served; the message names it. Nothing of this call was
+                queued.
         """
         rounds = self._rounds
         prompts = prompts_of(rounds.engine.controller, prompts)
@@ -221,12 +227,12 @@ class Generation:
     ) -> Iterator[RolloutBatch]:
         """Generate, and yield each group as it finishes. If `group_ids` is None, this includes groups submitted later.
 
-        If the loop ends early, the other groups stay in flight. On several ranks every rank runs such a loop (or a
-        `generate`), and waits for the others at its end. Sharded weights stay gathered until then.
+        If you leave the loop early, the other groups stay in flight. On several ranks every rank runs such a loop (or a
+        `generate`), and waits for the other ranks at its end. Sharded weights stay gathered until then.
 
         Raises:
             WeightsChangedError: raised at the start of the loop, see `generate`.
-            KeyError: an unknown group id, or a group that was already returned.
+            KeyError: a group id is unknown, or its group was already returned.
             RolloutFailedError: the current group failed, see `generate`; the others stay in flight.
         """
         check_on_error(on_error)

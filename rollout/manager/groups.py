@@ -1,7 +1,7 @@
-"""Groups of a training loop: submitted, finished, returned; and their journal.
+"""The groups of a training loop, from submission to return, and their journal.
 
-Always true: a group is *unfinished* or *complete* from `add` to `drop`, and leaves once, with all its samples; results of
-other groups (aborted, returned) are rejected.
+Always true: from `add` to `drop` a group is either *unfinished* or *complete*. It is returned once, with all its samples.
+Results for any other group (aborted or already returned) are rejected.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Group:
 
     size: int
     prompt: Hashable
-    """The key of the prompt in the `LengthBook`; 0 after a restart."""
+    """The prompt's key in the `LengthBook`; 0 after a restart."""
     key: bytes
     """The group's key in the journal; empty without a journal."""
     results: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
 
 
 class GroupLedger:
-    """The groups by id, in order of submission."""
+    """The groups that were submitted and not returned yet, by id, in order of submission."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
@@ -42,7 +42,7 @@ class GroupLedger:
         """Ids of groups with missing samples."""
         self.samples_missing = 0
         self.rewards: dict[int, list[float | None]] = {}
-        """Rewards of the samples of groups that `generate_scored` keeps."""
+        """Group id → rewards of the group's samples, for groups that `generate_scored` keeps. None: the sample failed."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -67,7 +67,7 @@ class GroupLedger:
         self.samples_missing += size
 
     def take(self, result: DynamicInferenceRequest) -> bool:
-        """Record a finished sample; False if its group is unknown or already has it."""
+        """Record a finished sample. Return False if its group is unknown or already has the sample."""
         group = self._groups.get(result.request_id)
         if group is None or result.sample_index in group.results:
             return False
@@ -91,7 +91,7 @@ class GroupLedger:
                 self.samples_missing -= group.size - len(group.results)
 
     def oldest_versions(self) -> Iterator[tuple[int, int]]:
-        """Yield (group id, oldest version of a completion token) of received samples with tokens in unfinished groups."""
+        """Yield (group id, oldest version of a completion token) of each received, non-empty sample in unfinished groups."""
         for each in self.unfinished:
             for result in self._groups[each].results.values():
                 oldest = result.policy_spans.oldest(start=result.original_prompt_length)
@@ -105,15 +105,15 @@ Samples = list[DynamicInferenceRequest]
 class GroupJournal:
     """The journal of finished groups, which also returns them after a restart.
 
-    Always true: a finished group is appended once, whole, or tried again with the next one, or it is in a checkpoint made
-    since; a failed group is not appended. After a restart each group is returned once: a group in flight at the checkpoint
-    is found by its id, prompt and parameters, a later one by its key.
+    Always true: a finished group is appended once, as a whole. If the write fails, the next `write` tries again, unless a
+    checkpoint has saved the group meanwhile. A group with a failed sample is not appended. After a restart each group is
+    returned once: a group in flight at the checkpoint is found by its id, prompt and parameters, a later group by its key.
 
-    Weights later than the checkpoint are lost. A token that they sampled keeps its log-prob and gets the checkpoint's
-    version, the last version that both lines of updates share.
+    A restart loses the weights of updates after the checkpoint. A token that such weights sampled keeps its log-prob and
+    gets the checkpoint's version, which is the last version that the updates before and after the restart share.
 
     Args:
-        journal: the journal; None: nothing is written or returned.
+        journal: the journal file; None: nothing is written or returned.
     """
 
     def __init__(self, journal: Journal | None = None) -> None:
@@ -124,13 +124,13 @@ class GroupJournal:
         self._by_key: defaultdict[bytes, deque[Place]] = defaultdict(deque)
 
     def key(self, prompt: Any, params: SamplingParams, metadata: Any) -> bytes:
-        """Return `key_of` the group; empty without a journal."""
+        """Return the group's journal key, see `key_of`; empty without a journal."""
         return b"" if self._journal is None else key_of(prompt, params, metadata)
 
     # --- writing ------------------------------------------------------------------------------------------------
 
     def write(self, results: Iterable[DynamicInferenceRequest], groups: GroupLedger) -> None:
-        """Append the groups that these results complete; after a `JournalError` the next call tries again."""
+        """Append the groups that these results complete. After a `JournalError` the next call tries again."""
         if self._journal is None:
             return
         for group_id in dict.fromkeys(result.request_id for result in results):
@@ -144,7 +144,11 @@ class GroupJournal:
             del self._unwritten[0]
 
     def checkpoint(self, version: int) -> str:
-        """Begin a new journal file for a checkpoint of this policy version; returns its mark, "" without a journal."""
+        """Begin a new journal file for a checkpoint of this policy version.
+
+        Returns:
+            The mark that identifies the checkpoint in the journal; "" without a journal.
+        """
         if self._journal is None:
             return ""
         mark = self._journal.checkpoint(version)
@@ -155,7 +159,7 @@ class GroupJournal:
     # --- after a restart ----------------------------------------------------------------------------------------
 
     def restore(self, mark: str, version: int) -> None:
-        """Continue from a checkpoint of this mark and policy version; `ConfigError` if the journal does not have it."""
+        """Continue from the checkpoint with this mark and policy version; `ConfigError` if the journal lacks the mark."""
         by_id: dict[int, Place] = {}
         by_key: defaultdict[bytes, deque[Place]] = defaultdict(deque)
         if self._journal is not None and mark:
@@ -166,7 +170,10 @@ class GroupJournal:
         self._version, self._by_id, self._by_key = version, by_id, by_key
 
     def in_flight(self, group_id: int, tokens: list[int], params: SamplingParams) -> Samples | None:
-        """Return a group that was in flight at the checkpoint and has finished since; None: it has to be computed."""
+        """Return the samples of a group that was in flight at the checkpoint and has finished since.
+
+        None: the group still has to be generated.
+        """
         place = self._by_id.get(group_id)
         group = self._read(place)
         if place is None or group is None:
@@ -178,7 +185,10 @@ class GroupJournal:
         return self._here(group.samples, group_id)
 
     def submitted(self, key: bytes, group_id: int) -> FinishedGroup | None:
-        """Return a group with this key that has finished since, now under the new id; None: it has to be computed."""
+        """Return a group with this key that has finished since the checkpoint, under its new id `group_id`.
+
+        None: the group still has to be generated.
+        """
         places = self._by_key.get(key)
         while places:
             group = self._read(places.popleft())
@@ -188,7 +198,7 @@ class GroupJournal:
         return None
 
     def put_back(self, groups: Iterable[FinishedGroup]) -> None:
-        """Return unused groups to `submitted`, in their original order."""
+        """Give groups that `submitted` returned, but that were not used, back to the journal, in their original order."""
         for group in reversed(list(groups)):
             self._by_key[group.key].appendleft(group.place)
 

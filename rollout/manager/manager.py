@@ -52,22 +52,24 @@ class RolloutManager:
         model: the Hugging Face causal model being trained, bare or wrapped (DDP, torch.compile). If FSDP shards its
             weights, all ranks build their managers at the same time. FSDP2 may also shard it later: the next `generate`
             follows.
-        tokenizer: its tokenizer, or the processor of a vision model. None: prompts are token ids and texts are not needed.
+        tokenizer: the model's tokenizer, or the processor of a vision model. None: prompts are token ids, and completions
+            have no text.
         config: options of the engine. None: the defaults.
         token_values: a function of the hidden states, [rows, hidden] → [rows, k] or [rows], such as the value head of a
             critic or a probe. It gets the input of the output embeddings, runs without gradients under the weights that
-            sample, and must be the same on all ranks. `RolloutBatch.token_values` has its results.
-        coordinator: how several ranks (of torch.distributed) compute each other's groups: options, True for the default
-            options, or False: each rank computes its own. It has no effect on a single rank.
+            sample, and must be the same on all ranks. Its results are in `RolloutBatch.token_values`.
+        coordinator: how the ranks of torch.distributed compute each other's groups: a `CoordinatorConfig`, or True for the
+            default options. False: each rank computes only its own groups. It has no effect on a single rank.
         journal: file of this rank that keeps finished groups between two checkpoints; the caller closes it. `state_dict`
-            begins a new file. After `load_state_dict`, groups that had finished are returned without computing them again,
-            also if you submit the same prompt, parameters and metadata. Evaluate with another manager.
+            begins a new file. After `load_state_dict`, groups in the journal are returned without computing them again, even
+            if they were submitted after the checkpoint: submit the same prompt, parameters and metadata. Use another manager
+            for evaluation.
         clock: monotonic clock in seconds, for tests.
 
     Raises:
-        UnsupportedModelError: the engine cannot reproduce the model's forward. The message names the obstacle.
+        UnsupportedModelError: the engine cannot reproduce the model's forward pass. The message names the obstacle.
         ConfigError: an argument has the wrong type.
-        DeadlineError: the ranks have not found each other.
+        DeadlineError: the ranks did not find each other in time.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class RolloutManager:
         watch(self)
 
     def describe_state(self) -> Iterator[str]:
-        """Yield lines for `rollout.threads.diagnosis`."""
+        """Yield the lines about this manager that `rollout.threads.diagnosis` prints."""
         groups = sorted(self._rounds.groups.unfinished)
         yield (
             f"manager: {len(self._rounds.groups)} groups not returned, {len(groups)} of them unfinished {groups[:8]}"
@@ -158,7 +160,7 @@ class RolloutManager:
 
     @property
     def coordinator_address(self) -> str | None:
-        """`tcp://host:port` of the job's coordinator, for clients elsewhere and `rollout top`. None: a single rank."""
+        """`tcp://host:port` of the job's coordinator, for clients in other processes and `rollout top`. None: one rank."""
         coordinator = self._rounds.backend.coordinator
         return None if coordinator is None else coordinator.address
 
@@ -202,9 +204,9 @@ class RolloutManager:
             path: `.json`, or `.json.gz`; an existing file is replaced.
 
         Raises:
-            EngineStateError: a trace is being recorded already.
+            EngineStateError: a trace is already being recorded.
             ConfigError: the file cannot be written.
-            DeadlineError: another rank, which it names, does not reach the end of its block.
+            DeadlineError: another rank does not reach the end of its block; the message names the rank.
         """
         return traced(path, self._rounds.backend.gather)
 

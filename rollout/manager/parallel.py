@@ -1,14 +1,14 @@
-"""Backends and loops of a manager whose ranks compute each forward together.
+"""Backends and loops of a manager whose ranks compute each forward pass together.
 
-Tensor parallelism: the first rank runs a call (`LeaderLoop`), the others compute its forwards until it ends, then book the
-same results (`FollowerLoop`). `GroupCalls.meet` starts a call on all members, with equal prompts, version and adapters.
-Always true: a call returns on all members together, with the same results or the same error; requests that finish between
-two calls are reported with the next. Ctrl-C on the first rank ends the call on all. On another member, or between two steps,
-it takes effect when the call has ended, so that all members keep the same groups.
+Tensor parallelism: the first rank runs a call (`LeaderLoop`). The others compute its forward passes until the call ends,
+then record the same results (`FollowerLoop`). `GroupCalls.meet` starts a call on all members, with equal prompts, policy
+version and adapters. Always true: a call returns on all members together, with the same results or the same error. Requests
+that finish between two calls are reported with the next call. Ctrl-C on the first rank ends the call on all members. On
+another member, or between two steps, it takes effect when the call has ended, so that all members keep the same groups.
 
-Expert parallelism: in each round the ranks agree on what to do (nothing any more, wait, or compute) and then compute one
-step; a rank without requests runs the layers of experts without tokens (`LockstepLoop`). Always true: they begin and end a
-run together. One that raises first takes part in the round, and tells the others before the next.
+Expert parallelism: in each round the ranks agree whether to stop, wait or compute, and then compute one step. A rank
+without requests runs the expert layers without tokens (`LockstepLoop`). Always true: the ranks begin and end a run
+together. A rank that raises takes part in the current round, and tells the others before the next round.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rollout.state import EngineState
 from rollout.threads.interrupts import interrupt_deferred, interruptible, uninterrupted
 
 IDLE_S = 0.005
-"""The longest wait for work between two rounds without any."""
+"""The longest wait, in seconds, between two rounds in which no rank has work."""
 
 
 class LockstepLoop(RunLoop):
@@ -100,7 +100,7 @@ class FollowerBackend(LocalBackend):
     """The backend of a following member, whose engine checks and stores requests but computes none."""
 
     def ended(self, result: DynamicInferenceRequest) -> None:
-        """Record the outcome of a sample, as reported by the first rank without the images, which are also here."""
+        """Record a sample that the first rank reported as finished. Its images come from this rank's own request."""
         sample = self._engine.parts.ledger.live.get(result.request_id, {}).get(result.sample_index)
         own = None if sample is None else sample.record[0]
         if isinstance(own, VLMInferenceRequest) and isinstance(result, VLMInferenceRequest):
@@ -118,7 +118,7 @@ class FollowerBackend(LocalBackend):
 
 
 class GroupCalls:
-    """The start of a group's calls on all of its members, or on none.
+    """The agreement of a tensor-parallel group to start a call: all members start it, or none does.
 
     Args:
         world: the ranks of the job.
@@ -143,8 +143,9 @@ class GroupCalls:
             groups: ids of the groups in flight.
 
         Raises:
-            DeadlineError: some members, which it names, did not arrive within `control_timeout_s`. Raised on all others.
-            EngineStateError: members have different prompts or states, which it names. Raised on all.
+            DeadlineError: some members did not make a call within `control_timeout_s`; the message names them. Raised on all
+                other members.
+            EngineStateError: members have different prompts or states, which the message names. Raised on all members.
             EngineDeadError: the group has been lost.
         """
         self._group.refuse_when_lost()
@@ -303,7 +304,7 @@ def _error_of(name: str, message: str) -> BaseException:
 
 
 def loop_of(engine: DynamicInferenceEngine, world: World | None, *parts: Any) -> RunLoop:
-    """Return the loop for this rank's place in its group, or for a rank without a group; `parts`: those of `RunLoop`."""
+    """Return the loop for this rank's role in its group, or for a rank without a group. `parts`: arguments of `RunLoop`."""
     if engine.peers.lockstep is not None:
         return LockstepLoop(*parts)
     if engine.peers.group is None:
@@ -321,11 +322,12 @@ def choose_backend(
     A tensor-parallel group counts as one rank: requests go to its first member, and the others follow.
 
     Args:
+        coordinator: see `RolloutManager`.
         world: the job's ranks; None: this rank only.
 
     Raises:
-        ConfigError: `coordinator` asks for a schedule file, and there is one rank.
-        DeadlineError: the ranks have not found each other.
+        ConfigError: `coordinator` asks for a schedule file, but there is only one rank.
+        DeadlineError: the ranks did not find each other in time.
     """
     if coordinator is False:
         world = None

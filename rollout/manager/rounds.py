@@ -1,7 +1,7 @@
-"""`Rounds`: begins and ends every call of a manager that steps its engine, and owns their shared state.
+"""`Rounds`: begins and ends every manager call that steps the engine, and owns the state that these calls share.
 
-Holds of a manager on its engine: `pause` until `unpause` or `resume`, `suspend` until `resume`, `suspended` and the
-optimizer hook until the next `generate`. If a caller stopped the engine explicitly, the hook does not restart it.
+A manager holds its engine after `pause` until `unpause` or `resume`, and after `suspend` until `resume`. After `suspended`
+and the optimizer hook it does so until the next `generate`. If a caller stopped the engine, the hook does not restart it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollout.threads.interrupts import interrupt_deferred
 
 OnError = Literal["raise", "mask"]
 MOST_DISCARDED = 4
-"""If `max_discarded` is None, a call discards at most this many times the number of groups it returns."""
+"""If `max_discarded` is None, a call discards at most this many times the number of groups that it returns."""
 Groups = GroupLedger | EpisodePlayer
 Batch = TypeVar("Batch", bound=RolloutBatch)
 
@@ -38,8 +38,8 @@ Batch = TypeVar("Batch", bound=RolloutBatch)
 class StalenessPacer:
     """A pacer that chooses the unfinished groups for which `generate` with `min_groups` has to wait.
 
-    A round is the time between two such calls, and is assumed to have as many weight updates as the last one. A group in
-    flight ages by that many before it can be used, so a group that would then exceed the limit has to finish first.
+    A round is the time between two such calls, and is assumed to have as many weight updates as the last round. A group in
+    flight ages by that many versions before it can be used. A group that would then exceed the limit has to finish first.
     """
 
     def __init__(self, max_staleness: int | None, updates_per_round: int = 1) -> None:
@@ -48,15 +48,18 @@ class StalenessPacer:
         self._version: int | None = None
 
     def begin_round(self, version: int) -> None:
-        """Begin a call under this policy version, from which the number of updates in the last round follows."""
+        """Begin a call under this policy version; derive from it the number of updates in the last round."""
         if self._version is not None and version > self._version:
             self.updates_per_round = version - self._version
         self._version = version
 
     def too_old(self, groups: Groups, staleness: Iterable[tuple[int | None, int]], version: int) -> set[int]:
-        """Return ids of unfinished groups that may not be left in flight under this policy version.
+        """Return the ids of unfinished groups that would be too old after the next round, so must finish in this call.
 
-        Their received samples count too. `staleness` is (group id, updates since its oldest token) of the other samples.
+        Args:
+            groups: the groups in flight, with the samples received so far.
+            staleness: (group id, updates since the group's oldest token) for samples not received yet.
+            version: the current policy version.
         """
         if self.max_staleness is None:
             return set()
@@ -72,9 +75,9 @@ class Rounds:
     """The state that the calls of one manager share.
 
     Attributes:
-        loop: steps the engine until a goal is reached.
-        player: plays episodes.
-        pacer: chooses groups that have to finish before an update.
+        loop: the loop that steps the engine until a goal is reached.
+        player: the player of episodes.
+        pacer: the pacer that chooses the groups that have to finish before an update.
         closed: whether the manager was closed.
     """
 
@@ -101,18 +104,18 @@ class Rounds:
 
     @property
     def groups(self) -> GroupLedger:
-        """Groups that were submitted and not returned yet."""
+        """The groups that were submitted and not returned yet."""
         return self.loop.groups
 
     def new_pacer(self, updates_per_round: int = 1) -> StalenessPacer:
-        """Return a pacer of the configured staleness."""
+        """Return a pacer for the configured `max_staleness`."""
         return StalenessPacer(self.engine.config.max_staleness, updates_per_round)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def turn(self, call: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Take this thread's turn at the engine for a blocking method. An environment must not call it."""
+        """Give this thread exclusive use of the engine for a blocking method; `EngineStateError` in an environment."""
         self.player.refuse_inside(call)
         with self.engine.turns.taken(timeout_s), self.loop.call():
             yield
@@ -137,9 +140,9 @@ class Rounds:
                 yield
 
     def follow_model(self) -> None:
-        """Rebuild the engine if the trainer has sharded the weights by FSDP2, resized the vocabulary or changed masks.
+        """Adapt the engine if the trainer has sharded the weights by FSDP2, resized the vocabulary or changed masks.
 
-        Every rank calls it.
+        Every rank calls this method.
         """
         sharded = self.engine.guard.sharded_since()
         rebuild = sharded or self.engine.inspection.resized
@@ -163,10 +166,10 @@ class Rounds:
     def too_old(
         self, pacer: StalenessPacer, groups: Groups, owner: Callable[[int], int | None] = lambda number: number
     ) -> set[int] | None:
-        """Return the groups that must finish before the next update; None: the ages are not known yet.
+        """Return the ids of groups that must finish before the next update; None: the ages are not known yet.
 
         Args:
-            owner: function from an id in the backend to its group; None: it is in no group.
+            owner: function from a backend id to the id of the group that it belongs to; None: to no group.
         """
         known = () if pacer.max_staleness is None else self.backend.staleness()
         if known is None:
@@ -177,7 +180,11 @@ class Rounds:
     # --- holds --------------------------------------------------------------------------------------------------------
 
     def ensure_running(self) -> None:
-        """Release the holds of `make_way`, or raise `EngineStateError`. The coordinator may still hold the engine."""
+        """Release the holds of `make_way`; the coordinator may still hold the engine.
+
+        Raises:
+            EngineStateError: the manager was paused, suspended or closed by its user.
+        """
         holds = self.engine.holds
         if self.closed:
             raise EngineStateError("generating after close(): build another RolloutManager")
@@ -196,7 +203,7 @@ class Rounds:
             self.suspend(UPDATE, mode, keep_prefix_cache=False)
 
     def release(self, *holders: str) -> MemoryMove:
-        """Release these holds, and measure a resume."""
+        """Release these holds. If this resumes the engine, record the resume in the metrics."""
         if not self._suspended():
             return self.engine.holds.release(*holders)
         with self.metrics.phase("resume"), interrupt_deferred():
@@ -206,7 +213,7 @@ class Rounds:
         return move
 
     def suspend(self, holder: str, mode: Mode, *, keep_prefix_cache: bool) -> MemoryMove:
-        """Hold the engine without its KV cache on the device, and measure the suspend."""
+        """Hold the engine with its KV cache off the device, and record the suspend in the metrics."""
         chosen = KVCacheManagementMode.parse(mode)
         self.engine.guard.release()
         if self._suspended():
@@ -250,7 +257,7 @@ class Rounds:
         )
 
     def handed_out(self, batch: Batch, on_error: OnError) -> Batch:
-        """Count a batch, and return it; `RolloutFailedError` if a sample failed and `on_error` is "raise"."""
+        """Record a batch in the metrics and return it; `RolloutFailedError` if a sample failed and `on_error` is "raise"."""
         self.metrics.batch(batch)
         failed = [(index, error) for index, error in enumerate(batch.errors) if error is not None]
         if failed and on_error == "raise":
@@ -267,7 +274,7 @@ class Rounds:
     def close(self) -> None:
         """Abandon the groups in flight (with a warning) and free the engine's memory. Harmless when repeated.
 
-        Training can continue; an attached optimizer hook does nothing more.
+        Training can continue; from now on an attached optimizer hook does nothing.
         """
         if self.closed:
             return
@@ -292,7 +299,7 @@ class Rounds:
 
 
 def check_on_error(on_error: str) -> None:
-    """Raise `ConfigError` unless it is a value of `OnError`."""
+    """Raise `ConfigError` unless `on_error` is "raise" or "mask"."""
     if on_error not in ("raise", "mask"):
         raise ConfigError(f"on_error={on_error!r}: must be 'raise' or 'mask'")
 
@@ -304,7 +311,7 @@ def check_count(name: str, value: Any, least: int = 1, *, optional: bool = True)
 
 
 def most_discarded(groups: int | None, asked: int | None) -> float:
-    """Return the number of groups that a call may discard: `asked`, or four times the groups it returns."""
+    """Return the number of groups that a call may discard: `asked`; None: four times `groups`, or no limit without it."""
     check_count("max_discarded", asked, 0)
     return (math.inf if groups is None else MOST_DISCARDED * groups) if asked is None else asked
 

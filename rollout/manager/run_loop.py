@@ -26,9 +26,9 @@ from rollout.state import EngineState
 from rollout.threads.interrupts import uninterrupted
 
 PATIENCE_S = 0.1
-"""The longest wait while environments are busy, in seconds; then their deadlines are checked."""
+"""The longest wait while environments are busy, in seconds; after it, their deadlines are checked."""
 BAR_AFTER_S = 2.0
-"""Without `progress=True`, only calls that take longer show a bar."""
+"""Seconds after which a call with `progress=None` shows a progress bar."""
 NEWEST_SHARE = 0.5
 """The weight of the newest length in a prompt's running mean, because lengths change with the policy."""
 
@@ -37,10 +37,10 @@ class LengthBook:
     """The running mean of completion lengths, per prompt and over all prompts.
 
     A batch takes as long as its longest sample, and a long sample that starts last is computed nearly alone. Prompts repeat
-    every epoch, so their earlier lengths decide which starts first, but never change the samples.
+    every epoch, so earlier lengths decide which prompt starts first. They never change the samples.
 
     Args:
-        capacity: number of prompts remembered; the least recently seen are forgotten.
+        capacity: number of prompts remembered; the least recently seen prompts are forgotten.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
@@ -57,7 +57,10 @@ class LengthBook:
             self._means.popitem(last=False)
 
     def longest_first(self, prompts: Sequence[Hashable]) -> list[int]:
-        """Return the positions of prompts, longest expected completion first; ties keep order. A new prompt has the mean."""
+        """Return the positions of prompts, longest expected completion first; ties keep their order.
+
+        For a new prompt, the mean over all prompts is expected.
+        """
         overall = self._overall or 0.0
         expected = np.array([self._means.get(prompt, overall) for prompt in prompts], dtype=float)
         order: list[int] = np.argsort(-expected, kind="stable").tolist()
@@ -72,7 +75,7 @@ class Goal(Protocol):
         """The number of groups to wait for, for the progress bar."""
 
     def ended(self) -> int:
-        """Return the number of these groups that have finished."""
+        """Return the number of groups that have finished, of those that count."""
 
     def reached(self) -> bool:
         """Return whether enough groups have finished; called before every step."""
@@ -80,7 +83,7 @@ class Goal(Protocol):
 
 @dataclass(eq=False)
 class GroupGoal:
-    """The goal that a number of groups have finished, including all awaited groups."""
+    """The goal that `number` of the groups `among` have finished, and all awaited groups too."""
 
     unfinished: set[int]
     """Ids of unfinished groups, kept up to date by their owner."""
@@ -88,7 +91,8 @@ class GroupGoal:
     """Ids of the groups that count."""
     number: int
     awaited: Callable[[], set[int] | None]
-    """Ids of groups that must also have finished; called once the number is reached, until it is not None."""
+    """A function that returns the ids of groups that must also have finished; None: not known yet. It is called once `number`
+    groups have finished, until it returns ids."""
     _must: set[int] | None = None
 
     def ended(self) -> int:
@@ -103,11 +107,11 @@ class GroupGoal:
 
 
 class RunLoop:
-    """The loop of one manager, with its groups, their journal, and the completions that are requested one at a time.
+    """The loop of one manager, with its groups, their journal, and the single completions that environments request.
 
     Attributes:
-        gathering: gathers sharded weights for the length of a run.
-        attended: whether other ranks also make each of its runs, even a run without work.
+        gathering: gathers sharded weights for the duration of a run.
+        attended: whether other ranks take part in every run, so that a run is needed even if there is no work.
     """
 
     attended = False
@@ -146,10 +150,13 @@ class RunLoop:
         """Step until the goal is reached, then step for other ranks.
 
         Args:
-            call: the manager's method that runs, for messages.
-            progress: a progress bar; None: on a terminal, after a while.
-            alone: return at the goal, without steps for other ranks; for a call that has not followed the model.
-            patient: wait while environments have nothing to sample.
+            goal: the goal; it is checked before every step.
+            call: name of the manager method that is running, for messages.
+            progress: whether to show a progress bar; None: only on a terminal, and only after `BAR_AFTER_S`.
+            timeout_s: upper bound on the duration, in seconds; None: no bound.
+            alone: return as soon as the goal is reached, without stepping for other ranks. The engine then checks first
+                whether the model has changed, because the caller did not call `Rounds.follow_model`.
+            patient: keep waiting while environments have nothing to sample.
 
         Raises:
             DeadlineError: `timeout_s` has passed; unfinished groups stay in flight.
@@ -191,33 +198,34 @@ class RunLoop:
         """Step until `finished`.
 
         Args:
-            step: makes one step, and waits at most this many seconds for something to do.
-            left: seconds to the deadline of the run, for waits outside of `step`; raises `DeadlineError` after it.
+            step: function that makes one step, after waiting at most the given number of seconds for work.
+            left: function that returns the seconds until the run's deadline and raises `DeadlineError` after it, for waits
+                outside of `step`.
         """
         while not finished():
             step(math.inf)
 
     def call(self) -> AbstractContextManager[None]:
-        """Enclose a call of the manager, from its prompts to its results, in a context manager."""
+        """Return a context manager that encloses a manager call, from submitting prompts to returning results."""
         return nullcontext()
 
     def submitted(self, first: int, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
-        """Record queued prompts, as groups from `first` on."""
+        """Record queued prompts, whose groups have the ids `first`, `first + 1`, …"""
 
     def book(self, samples: Iterable[DynamicInferenceRequest]) -> None:
-        """Record samples that had finished before they were submitted again."""
+        """Record samples that the journal returned, because they had finished before they were submitted again."""
         for sample in samples:
             self.groups.take(sample)
 
     def take_ended(self) -> None:
-        """Record the samples that have finished between two steps; after a `JournalError` the next call tries again."""
+        """Record the samples that have finished between two steps. After a `JournalError` the next call tries again."""
         with uninterrupted(), self._engine.locked():
             self._take(self._backend.take_ended())
 
     def abort(self, group_ids: Iterable[int]) -> None:
         """Abort groups now, without returning them. Unknown ids are ignored.
 
-        Their KV blocks are free when this returns; blocks on other ranks, as soon as these have read the message.
+        When this returns, their KV blocks on this rank are free. Other ranks free theirs as soon as they read the message.
         """
         with uninterrupted(), self._engine.locked():
             for each in list(group_ids):

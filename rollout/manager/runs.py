@@ -1,7 +1,7 @@
-"""`sample` and `run` of a manager: one completion at a time, and whole episodes.
+"""The manager's `sample` and `run`: one completion at a time, and whole episodes.
 
-Environments run on their own thread, so that tools overlap with the steps, which the thread that called `run` makes.
-Between two calls of `run`, tools continue and completions wait, because no step is made while the trainer uses the weights.
+Environments run on their own thread, so that tools run while the thread that called `run` makes steps. Between two calls of
+`run`, tools continue and completions wait, because no step is made while the trainer uses the weights.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from rollout.sampling_params import SamplingParams, one_each, takes_options, war
 
 @dataclass(eq=False)
 class PlayGoal:
-    """The goal of one `run`. It decides when enough was played, which groups count, and when others start."""
+    """The goal of one `run`. It decides when enough groups have finished, which of them count, and when new groups start."""
 
     player: EpisodePlayer
     tasks: Iterator[Any]
-    """The source of tasks while fewer than `most` groups are in flight."""
+    """The source of new tasks; the next task starts whenever fewer than `most` groups are in flight."""
     begin: Callable[[Any], None]
-    """The function that starts a group."""
+    """The function that starts a group for a task."""
     most: float
     least: int | None
-    """The number of kept groups that must have finished; None: all that are in flight."""
+    """The number of kept groups that must have finished; None: all groups in flight."""
     number: int
     keep: Callable[[Sequence[Episode]], bool] | None
-    """Whether a finished group counts; otherwise it is dropped. None: every group counts."""
+    """A function that returns whether a finished group counts; otherwise the group is dropped. None: every group counts."""
     discards_left: float
-    """The number of groups that may still be dropped; then every group counts."""
+    """The number of groups that may still be dropped; once it is 0, every group counts."""
     discard: Callable[[], None]
     """The function to call for each dropped group."""
     too_old: Callable[[], set[int] | None]
-    """Ids of groups that must also have finished; None: not known yet."""
+    """A function that returns the ids of groups that must also have finished; None: not known yet."""
     _kept: set[int] = field(default_factory=set)
 
     def ended(self) -> int:
@@ -97,10 +97,11 @@ class EpisodeRuns:
         self._pacer = rounds.new_pacer()
 
     async def sample(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DynamicInferenceRequest:
-        """Sample one completion in an environment of `run`, without making it a turn. Cancelling aborts the request.
+        """Sample one completion in an environment of `run`, not as a turn of the episode. Cancelling aborts the request.
 
         Args:
-            sampling_params: parameters with n = 1.
+            prompt: a prompt as in `generate`.
+            sampling_params: parameters with n = 1. None: the defaults.
 
         Raises:
             InvalidRequestError: the prompt can never be served, or n > 1.
@@ -137,11 +138,12 @@ class EpisodeRuns:
     ) -> EpisodeBatch:
         """Play episodes of many turns; block until they finish. While an episode waits for a tool, others are sampled.
 
-        Episodes that are unfinished when it returns or raises stay in flight: tools keep running, and completions continue
-        in the next call, under its weights. On several ranks, all ranks call it, as for `generate`.
+        Episodes that are unfinished when `run` returns or raises stay in flight: tools keep running, and completions
+        continue in the next call, under the weights of that call. On several ranks every rank calls it, as for `generate`.
 
         Args:
-            tasks: each becomes a group of n episodes. A list is started at once, an iterator as groups finish.
+            tasks: the tasks; each becomes a group of n episodes. The tasks of a list all start at once, the tasks of an
+                iterator as earlier groups finish.
             environment: a class or function that makes an object with `reset` and `step` for each episode; or a coroutine
                 function that plays a whole `Episode` and returns the reward. None: each task is an `EnvironmentTask`.
             sampling_params: parameters of one turn, with n = 1.
@@ -149,22 +151,25 @@ class EpisodeRuns:
             min_groups: return when this many groups have finished, and all groups that `max_staleness` would make too
                 old. None: wait for all groups, including those that earlier calls left in flight.
             max_groups: maximum number of groups in flight, if `tasks` is an iterator. None: `min_groups`.
-            keep: called with a finished group; False drops it, and it does not count. See `rewards_differ`.
-            max_discarded: number of dropped groups after which every group is kept. None: four times `min_groups`, or all.
+            keep: function of a finished group's episodes; if it returns False, the group is dropped and does not count. See
+                `rewards_differ`.
+            max_discarded: number of dropped groups after which every group is kept. None: four times `min_groups`, or no
+                limit without `min_groups`.
             episode_timeout_s: seconds within `run` after which an episode fails with the turns that it has.
             on_error: `raise`: `RolloutFailedError` if an episode failed. `mask`: its rows are masked; the error is raised if
                 every episode failed.
             progress, timeout_s, fields: as in `generate`.
 
         Returns:
-            Groups in the order in which they started, episodes of a group next to each other.
+            The groups in the order in which they started, episodes of a group next to each other.
 
         Raises:
             ConfigError: options contradict each other.
             TypeError: the environment lacks `reset` or `step`, or one of its methods returned a value of another type.
-            KeyboardInterrupt: Ctrl-C, at the end of the step. Then, as after TypeError, this call's episodes are dropped.
+            KeyboardInterrupt: Ctrl-C was pressed; raised at the end of the step. This call's episodes are dropped, as after
+                TypeError.
             RolloutFailedError: see `on_error`.
-            Exception: others as `generate`.
+            Exception: any other exception that `generate` raises.
         """
         rounds, player = self._rounds, self._rounds.player
         rounds.refuse_in_group("run")

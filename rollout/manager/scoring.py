@@ -1,4 +1,4 @@
-"""`generate_scored` of a manager: batches of groups that are scored as they finish and are worth training on."""
+"""The manager's `generate_scored`: batches of groups that are scored as they finish and are worth training on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rollout.sampling_params import SamplingParams, one_each, takes_options
 
 
 def rewards_differ(group: Sequence[Any]) -> bool:
-    """Return whether a group's successful episodes or `ScoredSample`s have different rewards, as GRPO needs. For `keep=`."""
+    """Return whether a group's successful episodes or `ScoredSample`s have different rewards, as GRPO needs; use as `keep`."""
     return len({each.reward for each in group if each.error is None}) > 1
 
 
@@ -38,9 +38,9 @@ class PromptTask:
 
     prompt: Prompt
     metadata: Any = None
-    """msgpack-able; available as `request.metadata` where the reward is computed, and in `batch.metadata`."""
+    """A msgpack-able object; the reward function reads it as `request.metadata`, and the batch has it in `metadata`."""
     sampling_params: SamplingParams | None = None
-    """Parameters of this prompt; None: the parameters of the call."""
+    """The parameters for this prompt; None: the parameters of the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class ScoredSample:
 
     request: DynamicInferenceRequest
     reward: float | None
-    """Reward; None: the sample failed."""
+    """The sample's reward; None: the sample failed."""
 
     @property
     def error(self) -> str | None:
-        """The reason for a failed sample."""
+        """The reason why the sample failed; None: it did not fail."""
         return self.request.error
 
 
@@ -62,11 +62,11 @@ class ScoredBatch(RolloutBatch):
     """The samples of the groups that were kept, with their rewards."""
 
     rewards: Tensor
-    """float32 [N]; NaN: the sample failed."""
+    """float32 [N]: the reward of each sample; NaN: the sample failed."""
 
     discarded_rewards: Tensor
-    """float32 [M]: rewards of the groups that this call has discarded. The mean of both is the policy's reward; `rewards`
-    alone are biased.
+    """float32 [M]: rewards of the M samples in groups that this call has discarded. The mean over `rewards` and
+    `discarded_rewards` is the policy's reward; the mean over `rewards` alone is biased.
     """
 
 
@@ -75,26 +75,26 @@ class ScoredGoal:
     """The goal of one `generate_scored`, which scores finished groups, discards some, and starts others."""
 
     groups: GroupLedger
-    """Groups in flight, from this call and earlier ones."""
+    """The groups in flight, from this call and earlier calls."""
     tasks: Iterator[Any]
-    """The source of tasks while fewer than `most` groups are in flight."""
+    """The source of new tasks; tasks are submitted whenever fewer than `most` groups are in flight."""
     begin: Callable[[Sequence[Any]], None]
-    """The function that submits groups."""
+    """The function that submits a group for each of the given tasks."""
     number: int
     """The number of kept groups that fill the batch."""
     most: int
     reward: Reward
     keep: Callable[[Sequence[ScoredSample]], bool] | None
-    """Whether a group is worth training on. None: every group is."""
+    """A function that returns whether a group is worth training on. None: every group is."""
     discards_left: float
-    """The number of groups that may still be discarded; then all are kept."""
+    """The number of groups that may still be discarded; once it is 0, every group is kept."""
     discard: Callable[[list[float | None]], None]
     """The function to call with the rewards of each discarded group."""
     too_old: Callable[[], set[int] | None]
-    """Ids of groups that must also have finished; None: not known yet."""
+    """A function that returns the ids of groups that must also have finished; None: not known yet."""
     _full: bool = False
     _pending: dict[int, Any] = field(default_factory=dict)
-    """Group id → future of its rewards, for a reward with `submit`."""
+    """Group id → future of the group's rewards, if the reward function has `submit`."""
 
     def ended(self) -> int:
         return len(self.groups.rewards)
@@ -135,7 +135,7 @@ class ScoredGoal:
                 self.discard(rewards)
 
     def _ready(self, group_id: int, requests: Sequence[DynamicInferenceRequest]) -> Reward | None:
-        """Return the reward function, or a function to rewards from other processes; None: these are not computed yet."""
+        """Return a function that gives a group's rewards; None: other processes have not computed the rewards yet."""
         sound = [request for request in requests if request.error is None]
         if not hasattr(self.reward, "submit") or not sound:
             return self.reward
@@ -148,7 +148,7 @@ class ScoredGoal:
 
 
 def rewards_of(requests: Sequence[DynamicInferenceRequest], reward: Reward) -> list[float | None]:
-    """Return the rewards of a group's samples, None for failed samples; `ValueError` unless each is a finite number."""
+    """Return the rewards of a group's samples, None for failed samples; `ValueError` unless rewards are finite numbers."""
     sound = [request for request in requests if request.error is None]
     try:
         told = reward(sound) if sound else []
@@ -206,30 +206,34 @@ class Scoring:
         """Sample and score groups until `groups` of them are worth training on (DAPO's dynamic sampling); blocks until then.
 
         A group is scored as soon as its last sample finishes, while others are still sampled. A group that `keep` rejects
-        is discarded, and another prompt starts in its place. On several ranks every rank calls it, as `generate`.
+        is discarded, and another prompt starts in its place. On several ranks every rank calls it, as for `generate`.
 
         Args:
-            tasks: prompts as in `generate`, or `PromptTask`s. Unused tasks stay in an iterator.
-            reward: gets the list of a group's samples and returns one finite number each. It runs on the stepping thread,
-                or in other processes as a `trainer_hooks.rewards.RewardPool` (anything with `submit(samples)` → future).
-            sampling_params: parameters of tasks without their own; `n` samples per prompt.
-            groups: size of the batch, unless the tasks run out.
-            max_groups: most groups in flight, kept ones included. Above `groups` the call does not wait for the slowest
-                groups, which continue in the next call, after the weight update. None: `groups`.
-            keep: whether a finished group counts. None: every group counts. A group with a failed sample always counts.
-            max_discarded: after this many discarded groups every group counts. None: four times `groups`.
+            tasks: prompts as in `generate`, or `PromptTask`s. From an iterator, only the tasks that are needed are taken.
+            reward: function of the list of a group's samples that returns one finite number per sample. It runs on the
+                stepping thread. A `trainer_hooks.rewards.RewardPool`, or any other object with `submit(samples)` → future,
+                runs it in other processes.
+            sampling_params: parameters for tasks that have none; `n` samples per prompt.
+            groups: number of groups in the batch, unless the tasks run out.
+            max_groups: maximum number of groups in flight, including kept groups. If it is above `groups`, the call does
+                not wait for the slowest groups, which continue in the next call, after the weight update. None: `groups`.
+            keep: function of a finished group's `ScoredSample`s that returns whether the group counts. None: every group
+                counts. A group with a failed sample always counts.
+            max_discarded: number of discarded groups after which every group counts. None: four times `groups`.
             on_error, progress, timeout_s, fields: as in `generate`.
 
         Returns:
-            Groups in order of submission. Groups left over when the batch is full start the next batch.
+            The groups in order of submission. Groups left over when the batch is full start the next batch.
 
         Raises:
             ConfigError: an option is out of its range.
             TypeError: `reward` does not take one argument.
             ValueError: `reward` did not return one finite number per sample; the group stays in flight.
-            InvalidRequestError, TypeError, ConfigError: a task can never be served and is dropped. A note shows it.
-            KeyboardInterrupt: Ctrl-C, after the current step; the groups that this call started are aborted.
-            Exception: others as `generate`.
+            InvalidRequestError, TypeError, ConfigError: a task can never be served and is dropped. A note on the exception
+                shows the task.
+            KeyboardInterrupt: Ctrl-C was pressed. It is raised after the current step; the groups that this call started
+                are aborted.
+            Exception: any other exception that `generate` raises.
         """
         rounds, engine = self._rounds, self._rounds.engine
         rounds.refuse_in_group("generate_scored")
@@ -266,7 +270,7 @@ class Scoring:
             return self._hand_out(groups, discarded, on_error)
 
     def _submit_sound(self, tasks: Sequence[PromptTask], params: SamplingParams) -> list[int]:
-        """Submit the valid tasks; then raise for the first invalid one."""
+        """Submit the valid tasks; then raise the exception of the first invalid task."""
         added: list[int] = []
         refused: list[Exception] = []
         for task in tasks:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rollout.manager.batch.batch import RolloutBatch
 
 NEWEST = 8192
-"""The number of newest values of an interval from which percentiles are computed."""
+"""The number of values from which percentiles are computed: the newest values of an interval."""
 
 
 class _Summary:
@@ -106,7 +106,7 @@ class MetricsRecorder:
                 self._peaks[name] = max(self._gauges[name], self._peaks.get(name, -math.inf))
 
     def observe(self, name: str, values: Any) -> None:
-        """Add values to a summary: a number, or an array or torch tensor of any shape and device, possibly empty."""
+        """Add values to a summary: a number, or an array or torch tensor of any shape, on any device, possibly empty."""
         flat = flat_array(values)
         if not flat.size:
             return
@@ -114,14 +114,14 @@ class MetricsRecorder:
             self._summaries[name].extend(flat)
 
     def enter_phase(self, phase: str | None) -> None:
-        """Attribute wall time from now on to `phase`, one of `PHASES`; None: to no phase."""
+        """Count wall time from now on towards `phase`, one of `PHASES`; None: towards no phase."""
         with self._lock:
             self._account()
             self._phase = phase
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        """Attribute the wall time of the body to `phase`, then return to the previous phase, even after an exception."""
+        """Count the body's wall time towards `phase`, then return to the previous phase, even after an exception."""
         before = self._phase
         self.enter_phase(phase)
         try:
@@ -130,10 +130,10 @@ class MetricsRecorder:
             self.enter_phase(before)
 
     def snapshot(self, reset: bool = True) -> dict[str, float]:
-        """Return the values since the previous snapshot, by flat name; see `Kind` for which names are present.
+        """Return the values since the previous snapshot, by flat name; `Kind` describes which names are present.
 
         Args:
-            reset: start a new interval. False: leave the current one running.
+            reset: start a new interval. False: continue the current interval.
         """
         with self._lock:
             self._account()
@@ -173,7 +173,7 @@ class RolloutMetrics(MetricsRecorder):
     """The recorder of one `RolloutManager`.
 
     Args:
-        engine: source of the counters, from their current values on.
+        engine: the engine whose counters are recorded, starting from their current values.
         clock: monotonic clock, in seconds.
     """
 
@@ -190,10 +190,10 @@ class RolloutMetrics(MetricsRecorder):
             recorder.phase(self, phase, before)
 
     def step(self, samples_missing: int) -> None:
-        """Record gauges with a peak and the size of each step, after every call of the engine; about 15 µs.
+        """Record the size of the step and the gauges that have a peak. Called after every engine step; takes about 15 µs.
 
         Args:
-            samples_missing: samples that have not finished; samples that do not run count as waiting.
+            samples_missing: number of samples that have not finished; those that are not running count as waiting.
         """
         self._set(self._load(samples_missing) | {"kv_blocks_used": self._engine.context.allocator.num_used})
         stepper = self._engine.parts.stepper
@@ -221,7 +221,7 @@ class RolloutMetrics(MetricsRecorder):
             self.set(f"rollout/{name}", value)
 
     def result(self, result: DynamicInferenceRequest) -> None:
-        """Record a finished sample; a failed one is only counted, by the engine."""
+        """Record a finished sample. A failed sample is ignored, because the engine counts it."""
         if result.error is not None:
             return
         self.add("rollout/requests_finished")
@@ -250,12 +250,12 @@ class RolloutMetrics(MetricsRecorder):
         """Record how far the trainer's log-probs are from the rollout's (metric `rollout/logprob_diff`).
 
         Args:
-            batch: from `generate`.
-            logprobs: [N, T] of the trainer, aligned like `batch.logprobs[rows]`, on any device.
-            rows: int64 or a slice: rows of the log-probs.
+            batch: a batch from `generate`.
+            logprobs: the trainer's log-probs [N, T], aligned with `batch.logprobs[rows]`, on any device.
+            rows: the batch rows that `logprobs` belong to, as int64 indices or a slice.
 
         Raises:
-            ValueError: `logprobs` have another shape.
+            ValueError: `logprobs` has another shape than `batch.logprobs[rows]`.
         """
         mask, known = batch.response_mask[rows], batch.logprobs[rows]
         if logprobs.shape != known.shape:
@@ -264,14 +264,14 @@ class RolloutMetrics(MetricsRecorder):
         self.observe("rollout/logprob_diff", (logprobs.detach().to(ours)[mask] - ours).abs())
 
     def suspended(self, move: MemoryMove) -> None:
-        """Record a suspend of the KV cache."""
+        """Record that the KV cache was suspended."""
         self.add("rollout/suspends")
         self.add("rollout/suspend_bytes", move.bytes_copied)
         self.add("rollout/suspend_fallbacks", move.offload_failed)
         self.add("rollout/tokens_recomputed", move.tokens_given_up)
 
     def resumed(self, move: MemoryMove) -> None:
-        """Record a resume of the KV cache."""
+        """Record that the KV cache was resumed."""
         self.add("rollout/resumes")
         self.add("rollout/resume_bytes", move.bytes_copied)
         self.add(

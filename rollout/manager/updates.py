@@ -1,4 +1,4 @@
-"""Actions of a manager around weight updates: pause, suspend, resume, and the announcement of new weights."""
+"""The manager's actions around weight updates: pause, suspend, resume, and the announcement of new weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout.state import EngineState, Mode
 
 
 class Updates:
-    """The calls of one manager between two rounds. On several ranks, every rank makes them and waits for the others."""
+    """The calls that one manager makes between two rounds. On several ranks, every rank makes them and waits for the others."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
@@ -34,7 +34,7 @@ class Updates:
             self._rounds.engine.holds.hold(PAUSE, HoldLevel.PAUSED)
 
     def unpause(self) -> None:
-        """Allow generating again; `EngineStateError` after an explicit `suspend`, which needs `resume`."""
+        """Allow generating again; `EngineStateError` after an explicit `suspend`, which only `resume` ends."""
         holds = self._rounds.engine.holds
         with self._together("unpause"):
             if SUSPEND in holds:
@@ -45,14 +45,14 @@ class Updates:
         """Take the KV cache off the device; `generate` raises until `resume`.
 
         Args:
-            mode: `persist`, `offload` or `recompute`; None: the configuration's.
-            keep_prefix_cache: also keep cached blocks that no request uses. Pass False if the weights will change.
+            mode: `persist`, `offload` or `recompute`; None: the configured mode.
+            keep_prefix_cache: whether to keep cached blocks that no request uses. Pass False if the weights will change.
         """
         with self._together("suspend"):
             return self._rounds.suspend(SUSPEND, mode, keep_prefix_cache=keep_prefix_cache)
 
     def resume(self) -> MemoryMove:
-        """Restore the KV cache and allow generating again, also after `pause`. Harmless when running."""
+        """Restore the KV cache and allow generating again, also after `pause`. No effect on a running engine."""
         with self._together("resume"):
             return self._rounds.release(SUSPEND, PAUSE, UPDATE, DIRECT)
 
@@ -74,7 +74,7 @@ class Updates:
     def before_optimizer_step(self, mode: Mode = None) -> None:
         """Suspend the KV cache before the weights change; the next `generate` resumes. The optimizer hook calls it.
 
-        Waits until a `generate` of another thread has returned.
+        Waits until a `generate` on another thread has returned.
 
         Args:
             mode: `persist`, `offload` or `recompute`; None: the configured mode.
@@ -84,10 +84,12 @@ class Updates:
         self._step_began = time.time()
 
     def weights_updated(self) -> int:
-        """Announce that the weights have changed: version + 1. The optimizer hook calls it; without one, call it yourself.
+        """Announce that the weights have changed, which increases the policy version by 1.
+
+        The optimizer hook calls this method. Without a hook, call it yourself.
 
         Returns:
-            The policy version, unchanged if the manager is closed or its engine is dead.
+            The policy version; unchanged if the manager is closed or its engine is dead.
         """
         rounds, engine = self._rounds, self._rounds.engine
         rounds.player.refuse_inside("weights_updated")
@@ -111,8 +113,8 @@ class Updates:
             what: name of the change, equal on all ranks, which wait for each other. None: wait for no other rank.
 
         Raises:
-            DeadlineError: some ranks, which it names, have not made the same change.
-            EngineStateError: some ranks, which it names, have made another change.
+            DeadlineError: some ranks have not made the same change; the message names them.
+            EngineStateError: some ranks have made another change; the message names them.
         """
         self._rounds.player.refuse_inside("adapter_switch")
         with self._rounds.engine.parts.control.adapter_switch():

@@ -1,8 +1,8 @@
-"""`EpisodeBatch`: a `RolloutBatch` whose rows are histories of many turns, one row per unedited history.
+"""`EpisodeBatch`: a `RolloutBatch` whose rows are histories of many turns, with one row per unedited history.
 
 A turn whose prompt begins with all tokens of a row (prompt and completion of its last turn) extends that row. Any other turn
-starts a new row, and so does a turn with other parameters of the distribution (temperature, truncation). Always true: every
-sampled token is marked in exactly one row, and the tokens before it there are the tokens that the model saw.
+starts a new row, and so does a turn with another temperature or truncation. Always true: every sampled token is marked in
+exactly one row, and the tokens before it in that row are the tokens that the model saw.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rollout.sampling_params import FILTERS
 from rollout.state import FinishReason, Status
 
 EpisodeRow = tuple[DynamicInferenceRequest, NDArray[np.bool_]]
-"""A row: its turns as one request, with everything after the first prompt as the completion; bool [G]: which tokens of the
-completion were sampled in this row."""
+"""One row of the batch: (request, sampled). The request has all turns of the row, with everything after the first prompt as
+its completion of G tokens. sampled, bool [G], marks the completion tokens that were sampled in this row."""
 
 
 def rows_of(episode: Episode) -> list[EpisodeRow]:
-    """Return at least one row; an episode that sampled nothing has one row without tokens."""
+    """Return the rows of an episode. An episode that sampled nothing has one row without tokens."""
     chains: list[list[DynamicInferenceRequest]] = []
     for turn in episode.turns:
         extended = [chain for chain in chains if _continues(turn, chain[-1])]
@@ -103,7 +103,7 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
 
 
 def _kept_tokens(turns: Sequence[DynamicInferenceRequest], completion: list[int]) -> KeptTokens | None:
-    """Return the sets of a completion; a token that was not sampled has only itself."""
+    """Return the kept-token sets of a completion, or None if a turn has none. The set of an unsampled token is itself."""
     parts, done = [], 0
     for turn in turns:
         if turn.generated_kept_tokens is None:
@@ -115,7 +115,7 @@ def _kept_tokens(turns: Sequence[DynamicInferenceRequest], completion: list[int]
 
 
 def _values(turns: Sequence[DynamicInferenceRequest]) -> NDArray[np.float32] | None:
-    """Return the values of a completion; 0 for a token that was not sampled."""
+    """Return the token values of a completion (0 for tokens that were not sampled), or None if none were recorded."""
     if turns[0].generated_values is None:
         return None
     start, end = len(turns[0].prompt_tokens), turns[-1].total_length
@@ -145,21 +145,21 @@ def _spans(versions: NDArray[np.int64]) -> VersionSpans:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class EpisodeBatch(RolloutBatch):
-    """A batch of N rows of E episodes. Episodes of a task are next to each other.
+    """A batch of E episodes in N rows. Episodes of a task are next to each other.
 
-    An episode has one row, and another for every branch: a turn whose prompt does not begin with all of an earlier turn.
+    An episode has one row, and one more for every branch: a turn whose prompt does not begin with all of an earlier turn.
     `response_mask` marks every sampled token once, in the row in which it was sampled; prompts, tool results and tokens
     that another row has marked are context. Rows of a failed episode are masked out and named in `errors`.
     """
 
     episodes: tuple[Episode, ...]
-    """[E] episodes, whose `turns` are the requests as sampled."""
+    """The E episodes; their `turns` are the requests as sampled."""
 
     episode_ids: Tensor
-    """int64 [N]: index of the row's episode in `episodes`, so `advantages[episode_ids]` is a value per row."""
+    """int64 [N]: index of the row's episode in `episodes`. `advantages[episode_ids]` expands advantages [E] to rows [N]."""
 
     rewards: Tensor
-    """float32 [E]; NaN: the episode failed."""
+    """float32 [E]: the reward of each episode; NaN: the episode failed."""
 
     @classmethod
     def from_episodes(
@@ -173,8 +173,8 @@ class EpisodeBatch(RolloutBatch):
         """Build the tensors of finished episodes.
 
         Args:
-            episodes: finished; the episodes of a group next to each other.
-            detokenize: makes `texts` from everything after a row's first prompt.
+            episodes: finished episodes, with the episodes of a group next to each other.
+            detokenize: function that makes a row's entry in `texts` from all tokens after the row's first prompt.
             device, options: as in `from_requests`.
         """
         rows = [(index, row) for index, episode in enumerate(episodes) for row in rows_of(episode)]

@@ -20,9 +20,10 @@ class StepResult:
     """The answer of an environment to a completion."""
 
     observation: str | Sequence[int] = ()
-    """Appended to the history after the completion. Text is tokenised without special tokens. It is never trained on."""
+    """The text or token ids appended to the history after the completion, as context that is never trained on. Text is
+    tokenised without special tokens."""
     reward: float = 0.0
-    """A number that is added to the episode's reward."""
+    """The number that is added to the episode's reward."""
     done: bool = False
     """Whether the episode is over."""
 
@@ -30,8 +31,8 @@ class StepResult:
 class Environment(Protocol):
     """The environment of one episode. Its methods may be coroutines.
 
-    A method that is not a coroutine runs on a pool thread, so it may block without delaying other episodes. A method
-    `close()`, if there is one, is always called at the end.
+    A method that is not a coroutine runs on a pool thread, so it may block without delaying other episodes. If there is a
+    method `close()`, it is always called at the end of the episode.
     """
 
     def reset(self, task: Any) -> Prompt | Awaitable[Prompt]:
@@ -42,12 +43,12 @@ class Environment(Protocol):
 
 
 Play = Callable[[Episode], Awaitable[float]]
-"""A whole episode as a coroutine function: calls `episode.sample` as often as it likes and returns the reward."""
+"""A coroutine function that plays a whole episode: it calls `episode.sample` as often as needed and returns the reward."""
 EnvironmentFactory = Callable[[], Environment]
 
 
 class BrokenEnvironmentError(TypeError):
-    """The error for an environment without the required interface, which `run` raises."""
+    """The error that `run` raises for an environment without the required interface."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class EnvironmentTask:
 
 
 def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: int) -> Play:
-    """Return a coroutine function that plays an environment; `TypeError` for an object of another kind."""
+    """Return a coroutine function that plays an environment; `TypeError` if `environment` is of neither kind."""
     name = getattr(environment, "__qualname__", type(environment).__qualname__)
     if _is_play(environment):
         check_call(f"environment={name}", environment, 1, "write `async def play(episode): ... return reward`")
@@ -151,7 +152,7 @@ def _tokens(observation: str | Sequence[int], tokenizer: Any) -> Sequence[int]:
 
 
 async def called(method: Callable[..., Any], *args: Any) -> Any:
-    """Await a coroutine function, or run another function on a thread; return its result."""
+    """Return the result of `method(*args)`: await it if it is a coroutine function, otherwise run it on a thread."""
     if inspect.iscoroutinefunction(method):
         return await method(*args)
     result = await asyncio.to_thread(method, *args)

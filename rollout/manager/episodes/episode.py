@@ -1,4 +1,4 @@
-"""`Episode`: the turns of one play of an environment."""
+"""`Episode`: the turns that one environment plays for one task."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
 Ask = Callable[[Prompt, SamplingParams, Callable[[DynamicInferenceRequest], None]], Awaitable[DynamicInferenceRequest]]
-"""(prompt, parameters, callback on the stepping thread with the result) → the finished request."""
+"""A function (prompt, parameters, callback) → finished request. The callback gets the result on the stepping thread."""
 
 
 class Episode:
     """One play of an environment: its sampled turns and their result.
 
     Attributes:
-        task: as given to `run`.
-        group_id: id that the episodes of a task share.
-        index: index among the episodes of its task.
+        task: the task, as given to `run`.
+        group_id: the id that all episodes of a task share.
+        index: index among the episodes of the task.
         turns: finished completions in the order of their requests, each with the prompt that the model saw.
-        reward: reward of the whole episode; None: not known yet, or it failed.
-        error: "Type: message" of its failure; None: it has not failed.
-        ended: whether sampling has ended.
-        info: data of the environment, never changed here.
+        reward: reward of the whole episode; None: not known yet, or the episode failed.
+        error: "Type: message" of the failure; None: the episode has not failed.
+        ended: whether the episode has finished, after which it cannot sample.
+        info: a dict for the environment's own data, which this package never changes.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Episode:
         reward: float | None,
         error: str | None = None,
     ) -> Episode:
-        """Build a finished episode whose turns were sampled elsewhere, for `EpisodeBatch.from_episodes`."""
+        """Build a finished episode from turns that another engine sampled, for `EpisodeBatch.from_episodes`."""
 
         def elsewhere(*_: Any) -> NoReturn:
             raise EngineStateError("this episode was sampled elsewhere")
@@ -73,29 +73,30 @@ class Episode:
 
     @property
     def turns(self) -> list[DynamicInferenceRequest]:
-        """Finished completions in the order of their requests."""
+        """The finished completions, in the order of their requests."""
         return [turn for _, turn in sorted(self._turns.items())]
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of the last turn's prompt and completion, with which the next prompt usually begins."""
+        """The token ids of the last turn's prompt and completion, with which the next prompt usually begins."""
         last = self._turns[max(self._turns)] if self._turns else None
         return [] if last is None else [*last.prompt_tokens, *last.generated_tokens]
 
     async def sample(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DynamicInferenceRequest:
         """Sample the next completion of this episode, as `RolloutManager.sample` does.
 
-        Several at once are branches. A prompt that begins with the whole last turn continues it, and its KV is in the prefix
-        cache; any other prompt (an edited history) starts another row of the batch.
+        Concurrent calls are branches of the episode. A prompt that begins with the whole last turn continues that turn, and
+        finds its KV in the prefix cache. Any other prompt (an edited history) starts another row of the batch.
 
         Args:
-            sampling_params: None: those of `run`. Without a seed it is derived from the episode and the turn, so that
-                completions do not depend on how fast tools answer.
+            prompt: a prompt as in `RolloutManager.generate`, often `[*episode.tokens, *observation]`.
+            sampling_params: parameters of this completion; None: the parameters of `run`. If they have no seed, the seed is
+                derived from the episode and the turn, so that completions do not depend on how fast tools answer.
 
         Raises:
             InvalidRequestError: the prompt can never be served, for example because it is too long.
             RequestError: the completion failed. The episode may continue.
-            EngineStateError: the episode has ended, by its deadline for instance.
+            EngineStateError: the episode has ended, for instance by its deadline.
         """
         if self.ended:
             raise EngineStateError(

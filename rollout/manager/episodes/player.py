@@ -1,4 +1,4 @@
-"""Plays groups of episodes: environments run on a private event loop, completions on the thread that steps the engine.
+"""Plays groups of episodes. Environments run on a private event loop, completions on the thread that steps the engine.
 
     loop thread       coroutines of the environments: await tools, await episode.sample()
     stepping thread   begins groups, makes steps, checks deadlines, returns groups
@@ -31,18 +31,18 @@ from rollout.threads.loop_thread import LoopThread
 _log = logging.getLogger(__name__)
 
 EXIT_S = 5.0
-"""Longest wait, when the manager is closed or the process exits, for environments that do not return to their event loop."""
+"""Longest wait, in seconds, for environments that block their event loop when the manager is closed or the process exits."""
 
 _PLAYING: ContextVar[tuple[EpisodePlayer, ...]] = ContextVar("_PLAYING", default=())
-"""Players of the environments that the current code is part of. Tasks and threads (`asyncio.to_thread`) inherit it."""
+"""The players whose environments the current code runs in. Tasks and threads (`asyncio.to_thread`) inherit the value."""
 
 
 class EpisodePlayer:
     """The episode groups in flight of one manager.
 
     Attributes:
-        unfinished: ids of groups with unfinished episodes.
-        next_number: id of the next group.
+        unfinished: the ids of groups with unfinished episodes.
+        next_number: the id of the next group.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class EpisodePlayer:
         self._futures: dict[Episode, Future[None]] = {}
         self._played_s = 0.0
         self._due: dict[int, float] = {}
-        """Group id → playing time at which its episodes must have finished, of groups with a deadline."""
+        """Group id → playing time, in seconds, at which the group's episodes must have finished; groups with a deadline only."""
         self._looked_at: float | None = None
         self._loop: LoopThread | None = None
         # This guards the end of an episode, which its coroutine and its deadline may both attempt.
@@ -102,7 +102,7 @@ class EpisodePlayer:
         return number
 
     def look_at_the_clock(self) -> None:
-        """Fail the episodes whose time is over. Time counts between the first call and `stop_clock`."""
+        """Fail the episodes whose deadline has passed. Only time between the first call and `stop_clock` counts."""
         now = self._clock()
         if self._looked_at is not None:
             self._played_s += now - self._looked_at
@@ -114,7 +114,7 @@ class EpisodePlayer:
                     self._cancel(late)
 
     def take_broken(self) -> BrokenEnvironmentError | None:
-        """Return and forget why an environment cannot be played at all; None: no such error."""
+        """Return and clear the error of an environment that cannot be played at all; None: there is no such error."""
         broken, self._broken = self._broken, None
         return broken
 
@@ -123,7 +123,7 @@ class EpisodePlayer:
         self._looked_at = None
 
     def ended(self) -> list[int]:
-        """Return the ids of groups whose episodes have all finished, in the order of their starts."""
+        """Return the ids of groups whose episodes have all finished, in the order in which the groups started."""
         return [number for number in self._groups if number not in self.unfinished]
 
     def episodes(self, number: int) -> list[Episode]:
@@ -131,7 +131,7 @@ class EpisodePlayer:
         return self._groups[number]
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Forget groups and abandon their unfinished episodes."""
+        """Remove groups and abandon their unfinished episodes."""
         for number in list(numbers):
             self._due.pop(number, None)
             for episode in self._groups.pop(number, ()):
@@ -141,7 +141,7 @@ class EpisodePlayer:
             self.unfinished.discard(number)
 
     def oldest_versions(self) -> Iterator[tuple[int, int]]:
-        """Yield (group id, oldest version of a finished turn's token) of unfinished groups with such a token."""
+        """Yield (group id, oldest version of a token sampled in a finished turn) for unfinished groups with such a token."""
         for number in list(self.unfinished):
             turns = (turn for episode in self._groups[number] for turn in episode.turns)
             versions = (turn.policy_spans.oldest(start=turn.original_prompt_length) for turn in turns)
@@ -150,7 +150,7 @@ class EpisodePlayer:
                 yield number, min(known)
 
     def close(self) -> None:
-        """Abandon everything and stop the loop."""
+        """Abandon all episodes and stop the event loop."""
         self.drop(list(self._groups))
         if self._loop is not None:
             self._loop.close(EXIT_S)
@@ -164,10 +164,10 @@ class EpisodePlayer:
         return self._loop is not None and self._loop.inside
 
     def refuse_inside(self, call: str) -> None:
-        """Check that the caller is not one of the environments, which `run` waits for.
+        """Check that the caller is not an environment: it would wait for `run`, which waits for the environment.
 
         Args:
-            call: the caller's method, which would wait for `run`.
+            call: name of the called method, for the message.
 
         Raises:
             EngineStateError: the caller is an environment.

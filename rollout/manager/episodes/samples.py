@@ -1,7 +1,7 @@
-"""Completions that environments request one at a time and the stepping thread computes.
+"""Completions that environments request one at a time and that the stepping thread computes.
 
-Always true: every completion finishes once, with its request or an error, unless its caller has cancelled it; completions do
-not affect each other.
+Always true: every completion finishes once, with a finished request or an error, unless the caller has cancelled it.
+Completions do not affect each other.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class OpenSample:
     """The group whose staleness includes the sample's tokens; None: staleness is not tracked."""
     future: Future[DynamicInferenceRequest]
     request_id: int | None = None
-    """The id in the backend; None: not queued yet."""
+    """The request's id in the backend; None: not queued yet."""
 
     def end(self, outcome: DynamicInferenceRequest | BaseException) -> None:
-        """Return the finished request or the error to the caller; no effect if the caller has cancelled."""
+        """Give the finished request or the error to the caller; no effect if the caller has cancelled."""
         with suppress(InvalidStateError):
             if isinstance(outcome, BaseException):
                 self.future.set_exception(outcome)
@@ -41,7 +41,11 @@ class OpenSample:
 
 
 class OpenSamples:
-    """The open completions of one manager; `wake` interrupts the backend's `wait`."""
+    """The requested and unfinished completions of one manager.
+
+    Args:
+        wake: function that interrupts the backend's `wait`.
+    """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -67,10 +71,13 @@ class OpenSamples:
         """Wait for the completion of a prompt that `check_request` has accepted. Cancelling aborts the request.
 
         Args:
-            keep: first function to get the result, called on the stepping thread.
+            tokens: token ids of the prompt.
+            params: parameters with n = 1.
+            keep: function that gets the result on the stepping thread, before the caller gets it.
+            owner: group whose staleness includes the completion's tokens; None: staleness is not tracked.
 
         Raises:
-            RolloutError: there is no completion. The message gives the reason.
+            RolloutError: the completion failed. The message gives the reason.
         """
         sample = OpenSample(tokens, params, owner, Future())
         if keep is not None:
@@ -90,7 +97,7 @@ class OpenSamples:
             raise
 
     def wake(self) -> None:
-        """Interrupt the current `wait`, or the next one immediately."""
+        """Interrupt the current `wait`, or make the next `wait` return immediately."""
         with self._changed:
             self._signalled = True
             self._changed.notify_all()
@@ -99,7 +106,7 @@ class OpenSamples:
     # --- the thread that steps ------------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something was opened, cancelled or woken since the last `wait`, or `timeout_s` has passed."""
+        """Wait until `wake` is called or `timeout_s` has passed. Return at once if `wake` was called since the last wait."""
         with self._changed:
             self._changed.wait_for(lambda: self._signalled, timeout_s)
             self._signalled = False
@@ -124,7 +131,7 @@ class OpenSamples:
                 backend.abort(sample.request_id)
 
     def take(self, result: DynamicInferenceRequest) -> bool:
-        """Return a finished request to its caller; False: the request is not open here."""
+        """Give a finished request to its caller. Return False if no open completion has its id."""
         sample = self._queued.pop(result.request_id, None)
         if sample is None:
             return False
@@ -135,5 +142,5 @@ class OpenSamples:
         return True
 
     def owners(self) -> dict[int, int | None]:
-        """Return request id → owner of the completions that are queued in the backend."""
+        """Return a dict from request id to owner, for completions that are queued in the backend."""
         return {request_id: sample.owner for request_id, sample in self._queued.items()}
