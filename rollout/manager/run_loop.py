@@ -91,8 +91,8 @@ class GroupGoal:
     """Ids of the groups that count."""
     number: int
     awaited: Callable[[], set[int] | None]
-    """A function that returns the ids of groups that must also have finished; None: not known yet. It is called once `number`
-    groups have finished, until it returns ids."""
+    """A function that returns the ids of groups that must also have finished; None: not known yet. Once `number` groups have
+    finished, it is called until it returns ids."""
     _must: set[int] | None = None
 
     def ended(self) -> int:

@@ -24,7 +24,7 @@ from rollout.sampling_params import SamplingParams, one_each, takes_options
 
 
 def rewards_differ(group: Sequence[Any]) -> bool:
-    """Return whether a group's successful episodes or `ScoredSample`s have different rewards, as GRPO needs; use as `keep`."""
+    """Return whether a group's successful episodes or `ScoredSample`s have different rewards, as GRPO needs. A `keep`."""
     return len({each.reward for each in group if each.error is None}) > 1
 
 

@@ -15,7 +15,7 @@ from rollout.state import EngineState, Mode
 
 
 class Updates:
-    """The calls that one manager makes between two rounds. On several ranks, every rank makes them and waits for the others."""
+    """The calls of one manager between two rounds. On several ranks, every rank makes each call and waits for the others."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds

@@ -1,8 +1,8 @@
-"""`RolloutBatch`: the samples of a `generate` as padded tensors, packed tensors, and requests.
+"""`RolloutBatch`: the samples of a `generate` call as padded tensors, packed tensors, and requests.
 
 Always true: row i is sample i, in the order of the prompts, with the samples of a prompt next to each other. A failed sample
-keeps its row, is masked out of `response_mask` and named in `errors`. Each row starts with prompt and completion; padding is
-on the right. A batch never changes; versions and log-probs come from the requests.
+keeps its row, is masked out of `response_mask` and named in `errors`. Each row is prompt, completion and padding, in this
+order. A batch never changes. Its versions and log-probs come from the requests.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from rollout.requests.request import DynamicInferenceRequest
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedRollouts:
-    """The tokens of a batch, concatenated to [L] without padding between sequences.
+    """The L tokens of N rows of a batch, concatenated without padding between the rows.
 
-    Other values are in the same order in `batch.kv_versions[batch.attention_mask.bool()]`. If L was rounded up, the surplus
-    after `cu_seqlens[-1]` is pad tokens with positions from 0, masked out, with sequence -1 and version -1.
+    Other columns of the batch can be packed in the same order: `batch.kv_versions[batch.attention_mask.bool()]`. If L was
+    rounded up, the surplus after `cu_seqlens[-1]` is pad tokens with positions from 0, masked out, with sequence id -1 and
+    version -1.
     """
 
     input_ids: Tensor
     """int64 [L]: token ids."""
 
     position_ids: Tensor
-    """int64 [L]: from 0 in every sequence."""
+    """int64 [L]: positions, which start at 0 in every sequence."""
 
     rows: Tensor
-    """int64 [N]: rows of the batch, in order."""
+    """int64 [N]: numbers of the packed batch rows, in order."""
 
     sequence_ids: Tensor
-    """int64 [L]: each token's row of the batch, so `advantages[sequence_ids]` is a value per token."""
+    """int64 [L]: each token's batch row, so `advantages[sequence_ids]` is a value per token."""
 
     cu_seqlens: Tensor
     """int32 [N+1]: sequence i is `cu_seqlens[i]:cu_seqlens[i+1]`."""
@@ -68,7 +69,7 @@ class PackedRollouts:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Keyword arguments of the model's forward, whose logits are [1, L, V]."""
+        """The keyword arguments of the model's forward pass, whose logits are [1, L, V] for a vocabulary of V tokens."""
         return {"input_ids": self.input_ids[None], "position_ids": self.position_ids[None], "use_cache": False}
 
 
@@ -77,16 +78,16 @@ class RolloutBatch:
     """N samples, the longest of T tokens. Built by `from_requests`."""
 
     requests: tuple[DynamicInferenceRequest, ...]
-    """One per sample, merged: as if never interrupted."""
+    """The N requests, one per sample. The parts of an interrupted request are merged into one."""
 
     policy_version: int
     """The policy version when the batch was made; staleness is measured against it."""
 
     pad_token_id: int
-    """Token id of padding in `input_ids`."""
+    """The token id of padding in `input_ids`."""
 
     input_ids: Tensor
-    """int64 [N, T]: prompt and completion."""
+    """int64 [N, T]: token ids of prompt and completion."""
 
     attention_mask: Tensor
     """int64 [N, T]: 1 on tokens, 0 on padding."""
@@ -100,22 +101,22 @@ class RolloutBatch:
     logprobs: Tensor
     """float32 [N, T]: log-prob of the token at the same index when it was sampled; 0 outside the completion.
 
-    A request without recorded log-probs has NaN in `response_mask`, so that a loss that needs them shows it."""
+    If a request has no recorded log-probs, they are NaN where `response_mask` is set, so that a loss over them is NaN."""
 
     policy_versions: Tensor
-    """int64 [N, T]: the version that sampled the token (a prompt token: at its admission); -1 on padding."""
+    """int64 [N, T]: policy version that sampled the token; for a prompt token, the version at admission; -1 on padding."""
 
     policy_staleness: Tensor
     """int32 [N, T]: `policy_version` minus `policy_versions`; 0 on padding."""
 
     kv_versions: Tensor
-    """int64 [N, T]: the version that computed the position's KV; -1 on padding."""
+    """int64 [N, T]: policy version that computed the token's KV; -1 on padding."""
 
     kv_staleness: Tensor
     """int32 [N, T]: `policy_version` minus `kv_versions`; 0 on padding."""
 
     group_ids: Tensor
-    """int64 [N]: the request id, shared by the samples of a prompt."""
+    """int64 [N]: request id, which the samples of a prompt share."""
 
     sample_indices: Tensor
     """int64 [N]: index of the row among its prompt's samples."""
@@ -127,35 +128,36 @@ class RolloutBatch:
     """int64 [N]: number of completion tokens."""
 
     routed_experts: Tensor | None
-    """int16 [N, T, layers, k]: the experts chosen at each position with `InferenceConfig.record_routes`; -1 on padding and
-    on the last token of a row, which has none. None: no row has any. See `rollout.replay`."""
+    """int16 [N, T, layers, k]: the k experts chosen at each position, if `InferenceConfig.record_routes` is set; -1 on
+    padding and on the last token of a row, which has no route. None: no row has routes. See `rollout.replay`."""
 
     finish_reasons: list[str]
-    """[N], each the value of a `FinishReason`."""
+    """[N]: the value of each row's `FinishReason`."""
 
     texts: list[str | None]
-    """[N] completions; None if there is no text."""
+    """[N]: text of each completion; None: the request has no text."""
 
     errors: list[str | None]
-    """[N], "Type: message" of failed samples."""
+    """[N]: "Type: message" of each failed sample; None: the sample did not fail."""
 
     metadata: list[Any]
-    """[N], the metadata given with each prompt."""
+    """[N]: the metadata given with each row's prompt."""
 
     images: BatchImages | None = None
-    """Images of the prompts; None: no row has any. See `model_inputs`."""
+    """The images of the prompts; None: no row has images. See `model_inputs`."""
 
     if not TYPE_CHECKING:
         __getattr__ = unknown_attribute
 
     kept_tokens: KeptSets | None = None
-    """The sets that completion tokens were drawn from: ids flat, counts int32 [N, T]; None: not requested."""
+    """The sets that completion tokens were drawn from: flat ids, and counts int32 [N, T]. None: not requested."""
 
     token_values: Tensor | None = None
-    """float32 [N, T, k]: numbers of `RolloutManager(token_values=…)`, 0 outside the completion; None without it.
+    """float32 [N, T, k]: the k numbers per token from `RolloutManager(token_values=…)`; 0 outside the completion. None: the
+    option is not set.
 
-    The numbers of token t come from the hidden state it was drawn from, at position t - 1: with a value head, the value of
-    the state before the token. The hidden state of the last token is never computed."""
+    The numbers for token t come from the hidden state at position t - 1, from which the token was sampled. For a value head,
+    this is the value of the state before the token. The last token's own hidden state is never computed."""
 
     @classmethod
     def from_requests(
@@ -170,16 +172,16 @@ class RolloutBatch:
         image_layout: ImageLayout | None = None,
         **fields_of_subclass: Any,
     ) -> Self:
-        """Build the tensors without a loop over tokens in Python.
+        """Build a batch without a Python loop over tokens.
 
         Args:
-            requests: finished and merged, one per sample, the samples of a prompt next to each other. May be empty.
+            requests: finished, merged requests, one per sample, the samples of a prompt next to each other. May be empty.
             policy_version: current policy version of the weights.
             pad_token_id: token id that fills `input_ids` on padding.
-            max_staleness: remove completion tokens older than this from `response_mask`. None: keep all.
+            max_staleness: completion tokens with a higher staleness are removed from `response_mask`. None: keep all.
             device: device of the tensors. None: the CPU.
-            sampled: bool [G] per request: sampled tokens of the completion. Other tokens are not in `response_mask`.
-                None: all.
+            sampled: for each request bool [G], which marks the sampled ones among its G completion tokens. Other tokens are
+                not in `response_mask`. None: all were sampled.
             image_layout: how the model finds images among its tokens; None: no images.
             fields_of_subclass: further fields of a subclass.
 
@@ -232,16 +234,16 @@ class RolloutBatch:
         return replace(self, **moved)
 
     def model_inputs(self, rows: Tensor | slice | None = None) -> dict[str, Tensor]:
-        """Return arguments of the trainer's forward: `model(**batch.model_inputs()).logits` is [N, T, V].
+        """Return arguments for the trainer's forward pass: `model(**batch.model_inputs()).logits` is [N, T, V].
 
-        `input_ids` and `attention_mask`; with images also their tensors (`pixel_values`, `image_grid_thw`, …), once per row,
-        and token types if the model needs them.
+        The arguments are `input_ids` and `attention_mask`. If rows have images, the arguments include the image tensors
+        (`pixel_values`, `image_grid_thw`, …), once per row, and token types if the model needs them.
 
         Args:
-            rows: int64 or a slice: the rows. None: all.
+            rows: the batch rows, as int64 indices or a slice. None: all.
 
         Raises:
-            ValueError: a placeholder of an image was sampled in one of the rows.
+            ValueError: an image placeholder was sampled in one of the rows.
         """
         chosen = torch.arange(len(self))[
             slice(None) if rows is None else rows if isinstance(rows, slice) else rows.cpu()
@@ -258,7 +260,7 @@ class RolloutBatch:
         temperature: float | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Return the trainer's log-probs, aligned with `batch.logprobs`: `scores_of(...).logprobs`."""
+        """Return the trainer's log-probs, aligned with `batch.logprobs`. Same as `scores_of(...).logprobs`."""
         return self.scores_of(model, part, temperature=temperature, hidden=hidden).logprobs
 
     def scores_of(
@@ -271,28 +273,29 @@ class RolloutBatch:
         entropy: bool = False,
         top_k: int | Tensor = 0,
     ) -> LogitScores:
-        """Run the trainer's forward and return differentiable log-probs of the tokens of `response_mask`.
+        """Run the trainer's forward pass and return differentiable log-probs of the tokens in `response_mask`.
 
-        Log-probs are of the distributions that tokens were drawn from, with the temperature, penalties, biases and kept
+        Log-probs are over the distributions that tokens were drawn from, with the temperature, penalties, biases and kept
         tokens of the requests. With the weights that sampled, they equal `logprobs`. Logits are computed a tile at a time,
-        in the forward and again in the backward.
+        in the forward pass and again in the backward pass.
 
         Args:
-            model: a causal language model of transformers, or a wrapper of it (DDP, FSDP, PEFT).
-            part: a tree of this batch or packed rows, from `tree`, `trees`, `packed` or `packs`; or padded rows, int64 or a
-                slice. None: all rows, padded.
-            temperature: log-probs are over the whole vocabulary, of logits divided by it. None: as above.
-            hidden: the head's input, if a forward of the part has already run. None: the model runs.
-            entropy: also entropies, over the whole vocabulary.
-            top_k: also this many most likely tokens, over the whole vocabulary; or int64 [N, T, k] of the part's rows: these
-                tokens instead, such as a teacher's.
+            model: a causal language model in transformers, or a wrapper of it (DDP, FSDP, PEFT).
+            part: a tree or packed rows of this batch, from `tree`, `trees`, `packed` or `packs`; or the numbers of padded
+                rows, as int64 indices or a slice. None: all rows, padded.
+            temperature: divisor of the logits; log-probs are then over the whole vocabulary. None: the distributions that
+                tokens were drawn from.
+            hidden: input of the LM head [..., H], if a forward pass of the part has already run. None: run the model.
+            entropy: also return entropies, over the whole vocabulary.
+            top_k: also return the log-probs of this many most likely tokens, over the whole vocabulary; or int64 [N, T, k]
+                for the part's rows: the ids of the tokens to return instead, such as a teacher's.
 
         Returns:
-            Values [N, T] of the part's rows.
+            Scores [N, T] of the part's rows.
 
         Raises:
-            ValueError: a request was truncated and returned no kept tokens, or was shaped by a bias or penalty without them,
-                so that its distribution is unknown. `temperature` avoids this.
+            ValueError: a request was truncated and returned no kept tokens, so that its distribution is unknown. Pass
+                `temperature` to avoid this.
             UnsupportedModelError: log-probs cannot be read from the model's head.
         """
         computed, rows = self._part(part)
@@ -308,21 +311,21 @@ class RolloutBatch:
         temperature: float | None = None,
         entropy: bool = False,
     ) -> Iterator[PathRows]:
-        """Train on the tree of rows in the memory of one path, for trees that are too large for one forward.
+        """Train on a tree of rows that is too large for one forward pass, in the memory of one path from root to leaf.
 
             for rows, scores in batch.paths(model, max_tokens=4096):
                 loss_of(scores.logprobs, batch.logprobs[rows], advantages[rows]).backward()
 
-        Each row is yielded once, with rows that end near it, when its tokens are computed; rows without tokens in
-        `response_mask` are skipped. Call backward before the next rows are yielded: a shared prefix gets the gradients of
-        all of its branches, and its own backward runs once. Gradients are complete when the loop ends. A loss may use a row
-        as a whole, but not rows of different iterations.
+        Each row is yielded once, as soon as its tokens are computed, together with rows that end near it. Rows without
+        tokens in `response_mask` are skipped. Call backward before the next rows are yielded: a shared prefix collects the
+        gradients of all its branches, and its backward pass runs once. Gradients are complete when the loop ends. A loss may
+        use a row as a whole, but not rows of different iterations.
 
         Args:
-            model: `trainer_hooks.tree` is attached to it. Under DDP or FSDP, whose backward belongs to one forward, use
-                `trees`.
-            max_tokens: maximum tokens of a forward.
-            rows: int64 or a slice: the rows to train on. None: all.
+            model: a model with `trainer_hooks.tree` attached. Under DDP or FSDP, where each backward pass belongs to one
+                forward pass, use `trees`.
+            max_tokens: maximum number of tokens in a forward pass.
+            rows: the rows to train on, as int64 indices or a slice. None: all.
             temperature, entropy: see `scores_of`.
 
         Raises:
@@ -349,7 +352,7 @@ class RolloutBatch:
         return distribution([self.requests[row] for row in rows.tolist()], kept, self.input_ids.device)
 
     def _part(self, part: PackedTree | PackedRollouts | Tensor | slice | None) -> tuple[Part, Tensor]:
-        """Return the part in the form of a forward's input, and its rows."""
+        """Return the part as input of a forward pass, and the numbers of its rows."""
         if isinstance(part, PackedTree):
             columns = part.nodes.shape[1]
             return part.part(self.input_ids[part.rows, :columns], self.response_mask[part.rows, :columns]), part.rows
@@ -374,8 +377,8 @@ class RolloutBatch:
         """Pack the tokens of rows without padding, for kernels that take `cu_seqlens`.
 
         Args:
-            multiple_of: round L up to a multiple of this.
-            rows: int64 or a slice: the rows to pack. None: all.
+            multiple_of: the number of tokens is rounded up to a multiple of this.
+            rows: the rows to pack, as int64 indices or a slice. None: all.
 
         Raises:
             ValueError: `multiple_of` is below 1, or rows of the batch have images.
@@ -417,14 +420,14 @@ class RolloutBatch:
     def tree(self, rows: Tensor | slice | None = None) -> PackedTree:
         """Pack the tokens of rows with every common prefix once, for a model with `trainer_hooks.tree` attached.
 
-        `logprobs_of(model, packed)` is aligned with `logprobs[packed.rows]`. With recorded routes, a common prefix ends
-        where experts differ; `rollout.replay(packed, model)` replays them.
+        For `packed = batch.tree()`, `logprobs_of(model, packed)` is aligned with `logprobs[packed.rows]`. With recorded
+        routes, a common prefix ends where experts differ; `rollout.replay(packed, model)` replays the routes.
 
         Args:
-            rows: int64 or a slice: the rows to pack. None: all.
+            rows: the rows to pack, as int64 indices or a slice. None: all.
 
         Raises:
-            ValueError: a placeholder of an image was sampled in one of the rows.
+            ValueError: an image placeholder was sampled in one of the rows.
         """
         chosen = self._numbers(rows)
         real = self.attention_mask[chosen].bool()
@@ -442,7 +445,7 @@ class RolloutBatch:
     def trees(self, max_tokens: int) -> Iterator[PackedTree]:
         """Yield trees of about equal size, of up to `max_tokens`, for gradient accumulation. Every row is in one tree.
 
-        Groups stay whole: a group above `max_tokens` is one tree. Each tree's groups are in order.
+        Groups stay whole: a group with more than `max_tokens` is a tree of its own. The groups in a tree are in batch order.
 
         Raises:
             ValueError: `max_tokens` is below 1.
@@ -468,12 +471,12 @@ class RolloutBatch:
 
 
 def equal_parts(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Split items into few parts of at most `limit` and of about equal size. An item above the limit is alone.
+    """Split items into few parts of at most `limit` and of about equal size. An item above the limit is a part of its own.
 
     Items go to the smallest part, largest item first (Graham 1969, "longest processing time").
 
     Returns:
-        The numbers of the items of each part, ascending; parts in the order of their first items.
+        The item numbers of each part, ascending; the parts are in the order of their first items.
 
     Raises:
         ValueError: `limit` is below 1.

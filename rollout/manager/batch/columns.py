@@ -1,4 +1,4 @@
-"""Columns of a batch with more than one number per token: the sets that tokens were drawn from, and expert routes."""
+"""Batch columns with more than one number per token: the sets that tokens were drawn from, token values, expert routes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from rollout.requests.request import DynamicInferenceRequest
 
 
 class KeptSets(NamedTuple):
-    """The sets that tokens were drawn from, for `kept` of `rollout.algorithms.replay_logprobs`."""
+    """The sets that tokens of N rows were drawn from; the argument `kept` of `rollout.algorithms.replay_logprobs`."""
 
     ids: Tensor
-    """int32 [S]: token ids, row after row and token after token, ascending in each."""
+    """int32 [S]: the S token ids of all sets, row after row and token after token, ascending in each set."""
 
     counts: Tensor
-    """int32 [N, T]: number of ids of each token; 0 without a set. [L] in packed rollouts."""
+    """int32 [N, T]: number of ids in each token's set; 0: the token has no set. [L] in packed rollouts."""
 
     def to(self, device: torch.device | str) -> KeptSets:
         """Return the same sets on `device`."""
         return KeptSets(self.ids.to(device), self.counts.to(device))
 
     def of_rows(self, rows: Tensor | slice, columns: int | None = None) -> KeptSets:
-        """Return the sets of some rows, in this order, cut after `columns`."""
+        """Return the sets of the given rows, in this order, with only the first `columns` columns."""
         chosen = torch.arange(len(self.counts), device=self.counts.device)[rows]
         sizes = self.counts.sum(1, dtype=torch.int64)
         starts = sizes.cumsum(0) - sizes
@@ -38,12 +38,12 @@ class KeptSets(NamedTuple):
         return KeptSets(self.ids[torch.arange(total, device=shift.device) + shift], counts)
 
     def without(self, rows: Tensor) -> KeptSets:
-        """Return the sets without the rows of the mask, bool [N]."""
+        """Return the sets with the rows marked in `rows`, bool [N], emptied."""
         kept = ~rows.repeat_interleave(self.counts.sum(1, dtype=torch.int64))
         return KeptSets(self.ids[kept], self.counts.masked_fill(rows[:, None], 0))
 
     def of_tokens(self, rows: Tensor, columns: Tensor) -> KeptSets:
-        """Return the sets of single tokens [K], in this order; counts [K]."""
+        """Return the sets of K single tokens, given by row [K] and column [K], in this order; their counts are [K]."""
         sizes = self.counts.flatten().long()
         at = rows * self.counts.shape[1] + columns
         ends, lengths = sizes.cumsum(0)[at], sizes[at]
@@ -52,7 +52,7 @@ class KeptSets(NamedTuple):
 
 
 def kept_sets(rows: Sequence[DynamicInferenceRequest], columns: int) -> KeptSets | None:
-    """Return the sets of merged requests, padded to `columns`; None if no request has sets.
+    """Return the sets of merged requests, padded to `columns` columns; None if no request has sets.
 
     Raises:
         ValueError: the sets of a request do not match its tokens.
@@ -73,14 +73,17 @@ def kept_sets(rows: Sequence[DynamicInferenceRequest], columns: int) -> KeptSets
 
 
 def no_sets(like: Tensor) -> KeptSets:
-    """Return the kept tokens of [N, T] tokens that were drawn from the whole vocabulary."""
+    """Return empty sets for the tokens `like` [N, T], which were drawn from the whole vocabulary."""
     return KeptSets(like.new_zeros(0, dtype=torch.int32), torch.zeros_like(like, dtype=torch.int32))
 
 
 def padded_values(
     rows: Sequence[DynamicInferenceRequest], width: int, device: torch.device | str | None
 ) -> Tensor | None:
-    """Return float32 [N, width, k] values of completions, 0 elsewhere, NaN in rows without values; None: no row has any."""
+    """Return the token values of completions, float32 [N, width, k]; None if no row has values.
+
+    They are 0 outside of completions, and NaN in the completions of rows without values.
+    """
     wide = next((row.generated_values.shape[1] for row in rows if row.generated_values is not None), 0)
     if not wide:
         return None
@@ -94,10 +97,10 @@ def padded_values(
 def padded_routes(
     rows: Sequence[DynamicInferenceRequest], width: int, device: torch.device | str | None
 ) -> Tensor | None:
-    """Return int16 [N, width, layers, k] recorded routes, -1 elsewhere; None: no request recorded routes.
+    """Return the recorded routes, int16 [N, width, layers, k], with -1 elsewhere; None if no request recorded routes.
 
     Raises:
-        ValueError: their shapes differ, or they have more positions than a request.
+        ValueError: the requests' numbers of layers or experts differ, or a request has too many routes for its tokens.
     """
     shapes = {r.routing_indices.shape[1:] for r in rows if r.routing_indices is not None}
     if not shapes:

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of a batch's tokens in the trainer's own forward, with gradient; logits are never stored."""
+"""Log-probs and entropies of a batch's tokens in the trainer's own forward pass, with gradient; logits are never stored."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ from rollout.sampling_params import FILTERS, PENALTIES
 
 @dataclass(frozen=True, eq=False)
 class LogitScores:
-    """The differentiable scores of each token of a forward [N, T]; 0 on tokens that were not requested."""
+    """The differentiable scores of the tokens of N rows, the longest of T tokens; 0 on tokens that were not requested."""
 
     logprobs: Tensor
-    """float32 [N, T] (float64 of float64 hidden states): log-probs of the tokens."""
+    """float32 [N, T] (float64 if the hidden states are float64): log-probs of the tokens."""
     entropies: Tensor | None = None
-    """[N, T] in nats, of softmax(logits / temperature) over the whole vocabulary. None: not requested; the same for the
-    fields below."""
+    """[N, T]: entropies in nats of softmax(logits / temperature), over the whole vocabulary. In this field and the fields
+    below, None means not requested."""
     top_ids: Tensor | None = None
-    """int64 [N, T, k]: most likely tokens first, or the requested tokens."""
+    """int64 [N, T, k]: ids of the k most likely tokens, most likely first, or of the k requested tokens."""
     top_logprobs: Tensor | None = None
-    """[N, T, k], over the whole vocabulary."""
+    """[N, T, k]: log-probs of `top_ids`, over the whole vocabulary."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Rows of a batch in the form of a forward's input."""
+    """A set of N batch rows, the longest of T tokens, as input of a forward pass."""
 
     inputs: Mapping[str, Any]
-    """Keyword arguments of the forward."""
+    """The keyword arguments of the forward pass."""
     input_ids: Tensor
     """int64 [N, T]: token ids of the rows."""
     mask: Tensor
-    """bool [N, T]: requested tokens."""
+    """bool [N, T]: the tokens whose scores are requested."""
     predictors: Tensor
-    """int64 [N, T]: position of the flattened forward that predicts each requested token; any value elsewhere."""
+    """int64 [N, T]: index of the position, in the flattened output of the forward pass, that predicts each requested token;
+    any value elsewhere."""
 
 
 def read_scores(
@@ -55,13 +56,14 @@ def read_scores(
     entropy: bool = False,
     top_k: int | Tensor = 0,
 ) -> LogitScores:
-    """Run the forward of a part and compute the scores of its tokens.
+    """Compute the scores of a part's tokens, running the model unless `hidden` is given.
 
     Args:
-        shaping: keyword arguments of `rollout.algorithms.replay_logprobs`.
-        kept: kept sets of the part's tokens; None: any token could be drawn.
-        hidden: [..., H] the head's input, if a forward has already run; None: the model runs.
-        entropy, top_k: also compute these.
+        shaping: keyword arguments for `rollout.algorithms.replay_logprobs`.
+        kept: the token sets that sampling was restricted to; None: sampling was not restricted.
+        hidden: input of the LM head [..., H], from a forward pass that has already run; None: run the model.
+        entropy: also compute entropies.
+        top_k: also compute the log-probs of this many most likely tokens, or of these tokens, int64 [N, T, k].
     """
 
     def run(head: nn.Module) -> Tensor | None:
@@ -99,7 +101,7 @@ def read_scores(
 def distribution(
     requests: Sequence[DynamicInferenceRequest], kept: KeptSets | None, device: torch.device
 ) -> tuple[dict[str, Any], KeptSets | None]:
-    """Return the arguments of `replay_logprobs` that restore the distribution of `batch.logprobs`, and the rows' sets.
+    """Return the `replay_logprobs` arguments that restore the distributions of the requests' log-probs, and the kept sets.
 
     Raises:
         ValueError: a request was truncated and has no kept tokens, so that its distribution is unknown.

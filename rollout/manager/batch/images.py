@@ -1,6 +1,6 @@
-"""Images of a batch, as arguments of the trainer's forward.
+"""The images of a batch, as arguments of the trainer's forward pass.
 
-Always true: the placeholders of the chosen rows and the images' embeddings agree, or `inputs` raises.
+Always true: the chosen rows have as many placeholders as their images have embeddings, or `inputs` raises.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from rollout.manager.batch.tree import PackedTree, pack_tree
 from rollout.requests.images import PIXELS, TILED_DIMENSIONS, ImageInputs
 
 Rotary = Callable[[Tensor, Tensor, ImageInputs], Tensor | None]
-"""Rotary positions of a prompt with images and of the token after it, as `multimodal.family.Family.positions`."""
+"""A function that returns the rotary positions of a prompt with images and of the next token; see
+`multimodal.family.Family.positions`."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,12 @@ class ImageLayout:
     """The way a model finds images among its tokens.
 
     Attributes:
-        placeholder: token id.
-        tiled: whether tensors of a row are [1, tiles, …].
-        video: token id of the placeholder of videos; None: no videos.
-        token_types: argument of the forward that marks the placeholders; None: it needs none.
+        placeholder: token id of the image placeholder.
+        tiled: whether a row's image tensors are [1, tiles, …].
+        video: token id of the video placeholder; None: no videos.
+        token_types: name of the forward pass's argument that marks the placeholders; None: the model has no such argument.
         bidirectional: whether positions of an image attend to each other in both directions.
-        rotary: rotary positions, if they differ from text; None: as in text. A batch does not keep it.
+        rotary: function that returns rotary positions, which a batch does not keep; None: positions are as in text.
     """
 
     placeholder: int
@@ -45,13 +46,13 @@ class ImageLayout:
 
 @dataclass(frozen=True, eq=False)
 class BatchImages:
-    """The images of N rows.
+    """The images of N rows, the longest of T tokens.
 
     Attributes:
-        tensors: tensors of each row's prompt, shared by the samples of a group; None: a row of text.
-        placeholders: uint8 [N, T], 1 at placeholders of images, 2 at placeholders of videos, 0 elsewhere.
-        sampled: int64 [N], placeholders that were sampled, to which no image belongs.
-        rotary: int64 [3, N, T], positions in time, height and width; None: as in text.
+        tensors: the image tensors of each row's prompt, which the samples of a group share; None: the row has no images.
+        placeholders: uint8 [N, T], 1 at image placeholders, 2 at video placeholders, 0 elsewhere.
+        sampled: int64 [N], number of placeholders that were sampled, to which no image belongs.
+        rotary: int64 [3, N, T], positions in time, height and width; None: positions are as in text.
     """
 
     layout: ImageLayout
@@ -72,9 +73,9 @@ class BatchImages:
         """Collect the images of a batch; None: no row has an image.
 
         Args:
-            images: images of each row.
+            images: the images of each row; None: the row has no images.
             input_ids: [N, T], padded on the right.
-            sampled: bool [N, T], tokens that were sampled.
+            sampled: bool [N, T], the tokens that were sampled.
         """
         if layout is None or not any(images):
             return None
@@ -92,7 +93,7 @@ class BatchImages:
         )
 
     def to(self, device: torch.device | str) -> BatchImages:
-        """Return the same images with masks on `device`; `inputs` moves the pixels that it returns."""
+        """Return the same images with their masks on `device`. Pixels are moved later, by `inputs`."""
         return replace(
             self,
             placeholders=self.placeholders.to(device),
@@ -101,7 +102,7 @@ class BatchImages:
         )
 
     def inputs(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Return further arguments of the trainer's forward (not tokens and mask), on the device of the masks.
+        """Return the image arguments of the trainer's forward pass, on the device of the masks.
 
         Raises:
             ValueError: a placeholder was sampled in one of the rows.
@@ -117,11 +118,11 @@ class BatchImages:
     def tree(
         self, input_ids: Tensor, real: Tensor, wanted: Tensor, rows: Tensor, routed_experts: Tensor | None
     ) -> PackedTree:
-        """Pack rows of the batch by `pack_tree`. Rows with the same image in a common prefix share it.
+        """Pack R rows of the batch by `pack_tree`. Rows with the same image in a common prefix share the image.
 
         Args:
-            input_ids, real, wanted, routed_experts: columns of these rows; see `pack_tree`.
-            rows: int64 [R], their numbers in the batch.
+            input_ids, real, wanted, routed_experts: columns of the rows; see `pack_tree`.
+            rows: int64 [R], the rows' numbers in the batch.
 
         Raises:
             ValueError: a placeholder was sampled in one of the rows.
@@ -136,7 +137,7 @@ class BatchImages:
         nodes = packed.nodes[real]
 
         def of_tree(values: Tensor) -> Tensor:
-            """Gather [..., L] values of the tree from [..., R, T] values of the rows."""
+            """Return values [..., L] of the tree's tokens, given values [..., R, T] of the rows' tokens."""
             whole = values.new_zeros(*values.shape[:-2], len(packed))
             whole[..., nodes] = values[..., real]
             return whole
@@ -187,7 +188,7 @@ class BatchImages:
         """Concatenate the image tensors of rows.
 
         Args:
-            joined: return the layout of one row that has all images.
+            joined: lay the tensors out as if one row had all the images.
         """
         chosen = [self.tensors[row] for row in rows]
         named = [each for each in chosen if each is not None]
@@ -204,7 +205,7 @@ class BatchImages:
 def _rotary(
     rotary: Rotary, images: Sequence[ImageInputs | None], input_ids: NDArray[np.int64], kinds: NDArray[np.uint8]
 ) -> NDArray[np.int64] | None:
-    """Return the rotary positions [3, N, T]; None: as in text."""
+    """Return the rotary positions [3, N, T]; None: positions are as in text."""
     count, width = input_ids.shape
     found = np.broadcast_to(np.arange(width), (3, count, width)).copy()
     before: tuple[int, int] | None = None
@@ -231,7 +232,11 @@ def _rotary(
 
 
 def _last_columns(kinds: Tensor) -> Tensor:
-    """Return int64 [N, T]: the last column of each token's run of placeholders, or its own column. `kinds`: uint8 [N, T]."""
+    """Return int64 [N, T]: for a placeholder, the last column of its run of placeholders; for other tokens, their column.
+
+    Args:
+        kinds: uint8 [N, T], above 0 at placeholders.
+    """
     columns = torch.arange(kinds.shape[1], device=kinds.device).expand(kinds.shape)
     behind = torch.where(kinds > 0, kinds.shape[1], columns).flip(1).cummin(1).values.flip(1)
     return torch.where(kinds > 0, behind - 1, columns)
@@ -242,7 +247,7 @@ def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def _filled(name: str, parts: list[Tensor]) -> Tensor:
-    """Concatenate the parts. Models ignore the zeros that pad images with fewer patches."""
+    """Concatenate the parts. Images with fewer patches are padded with zeros, which models ignore."""
     if name != PIXELS or parts[0].ndim != TILED_DIMENSIONS:
         return torch.cat(parts)
     most = max(part.shape[1] for part in parts)
@@ -250,7 +255,10 @@ def _filled(name: str, parts: list[Tensor]) -> Tensor:
 
 
 def _tiled(parts: Iterable[Tensor], present: Sequence[bool]) -> Tensor:
-    """Pad [1, tiles, …] of each row with images to [rows, max tiles, …] with zeros, which models ignore."""
+    """Stack the tensors [1, tiles, …] of the rows that have images into [rows, max tiles, …].
+
+    Missing tiles, and rows without images, are zeros, which models ignore.
+    """
     parts = list(parts)
     largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
     filled = iter(

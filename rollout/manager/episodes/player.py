@@ -62,7 +62,7 @@ class EpisodePlayer:
         self._futures: dict[Episode, Future[None]] = {}
         self._played_s = 0.0
         self._due: dict[int, float] = {}
-        """Group id → playing time, in seconds, at which the group's episodes must have finished; groups with a deadline only."""
+        """Group id → playing time, in seconds, at which episodes must have finished, for groups with a deadline."""
         self._looked_at: float | None = None
         self._loop: LoopThread | None = None
         # This guards the end of an episode, which its coroutine and its deadline may both attempt.
