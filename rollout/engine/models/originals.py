@@ -182,7 +182,7 @@ def _kind(module: Any) -> type:
 def _only_gathers(hook: Any) -> bool:
     """Return whether a hook is FSDP2's, which does nothing while the weights are whole."""
     owner = getattr(hook, "__self__", None)
-    owner = getattr(owner, "fsdp_state", owner)  # `MappedWeights` wraps FSDP2's hook.
+    owner = getattr(owner, "fsdp_state", owner)  # A hook that wraps FSDP2's keeps the state here.
     ours = type(owner).__module__.startswith("torch.distributed.fsdp.") and type(owner).__name__ == "FSDPState"
     if not ours:
         return False

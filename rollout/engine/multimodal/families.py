@@ -59,7 +59,7 @@ class RotaryGridFamily(GridFamily):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.core = module_with(model, "get_rope_index")
-        # Without these seconds, a model that takes them silently assumes one second per frame.
+        # Require the seconds per frame if the model takes them: without them it silently assumes one second.
         if SECONDS in inspect.signature(self.core.get_rope_index).parameters:
             self.videos = (*self.videos, SECONDS)
 
@@ -70,7 +70,7 @@ class RotaryGridFamily(GridFamily):
         videos = [item for item in items if item.video]
         if len(seconds) != len(videos):
             raise InvalidRequestError(f"{SECONDS} of {len(seconds)} for {len(videos)} videos: must be one each")
-        # Equal videos at another speed are different items, because their positions in time differ.
+        # Include the speed in the digest: the positions in time of equal videos at different speeds differ.
         return items[: len(items) - len(videos)] + [
             replace(item, digest=digest_of(item.inputs | {SECONDS: each}))
             for item, each in zip(videos, seconds, strict=True)
@@ -79,7 +79,8 @@ class RotaryGridFamily(GridFamily):
     def positions(self, tokens: Tensor, kinds: Tensor, images: ImageInputs) -> Tensor:
         named = ("image_grid_thw", "video_grid_thw", SECONDS)
         given = {name: images.tensors[name].cpu() for name in named if name in images.tensors}
-        # A video may extend further in time than the text after it, so the model computes the next token's position too.
+        # Add one token, so that the model also computes the position after the last token: a video may extend further
+        # in time than the text after it.
         tokens, kinds = pad(tokens[None], (0, 1)), pad(kinds[None].int(), (0, 1))
         try:
             found: Tensor = self.core.get_rope_index(tokens, mm_token_type_ids=kinds, **given)[0]
@@ -124,7 +125,7 @@ class TileFamily(Family):
         vision = self.config.vision_config
         count = int((vision.image_size // vision.patch_size) ** 2 / self.config.scale_factor**2)
         for index, tile in enumerate(pixels):
-            # Processors pad a batch with tiles of zeros, which the model skips.
+            # Skip tiles of zeros, with which processors pad a batch: the model ignores them.
             if tile.any():
                 masked = {} if mask is None else {"pixel_attention_mask": mask[index][None, None]}
                 yield {PIXELS: tile[None, None]} | masked, count
@@ -149,7 +150,7 @@ class PooledFamily(Family):
         plain = tokens.masked_fill(marks, self.text.pad_token_id)
         inputs = super().embed(plain)
         if self.text.hidden_size_per_layer_input:
-            # The shape is [B, L, layers, ...], as in the model; placeholders get the embedding of padding.
+            # Compute [B, L, layers, ...], as the model does: placeholders get the embedding of the padding token.
             inputs["per_layer_inputs"] = self.core.language_model.get_per_layer_inputs(plain, None)
         return inputs
 
@@ -161,7 +162,7 @@ class PooledFamily(Family):
         if not whole or places.is_floating_point():
             raise self._wrong_shapes(tensors, f"[images, patches, {width}] and integers [images, patches, 2]")
         for patches, at in zip(pixels, places, strict=True):
-            # Processors pad an image to the maximum number of patches.
+            # Drop the padding: processors pad an image to the maximum number of patches.
             real = (at >= 0).all(-1)
             count, rest = divmod(int(real.sum()), square)
             if rest or not count:

@@ -36,7 +36,7 @@ def open_picture(source: Any, where: str) -> Any:
     data = b"" if still else _bytes_of(source, where)
     try:
         picture = source if still else Image.open(io.BytesIO(data))
-        # The size is checked before anything is decoded.
+        # Check the size before decoding: an image of a few bytes may decode to gigabytes.
         if picture.width * picture.height > MAX_PIXELS:
             raise InvalidRequestError(
                 f"{where}: an image of {picture.width} x {picture.height} pixels; at most {MAX_PIXELS:,} are decoded: send "
@@ -45,7 +45,7 @@ def open_picture(source: Any, where: str) -> Any:
         return load_image(picture)
     except InvalidRequestError:
         raise
-    # Pillow raises nearly any exception for a damaged file.
+    # Catch every exception: Pillow may raise nearly any of them for a damaged file.
     except Exception as exc:
         raise InvalidRequestError(
             f"{where}: {len(data)} bytes that are no image ({type(exc).__name__}: {exc})"

@@ -101,7 +101,7 @@ class Vision:
         self._is_split = self.family is not None and _has_split_tower(model)
         self.features = FeatureCache(cache_bytes, self._encode)
 
-    # --- admission ----------------------------------------------------------------------------------------------
+    # --- admission of prompts -----------------------------------------------------------------------------------
 
     def read(self, tokens: Sequence[int], images: ImageInputs | None) -> PromptImages:
         """Read the images of a prompt.
@@ -275,7 +275,8 @@ class Vision:
         def deepen(module: nn.Module, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return args, arguments | {"visual_pos_masks": mask.view_as(tokens), "deepstack_visual_embeds": deeper}
 
-        # The decoder has an argument for these embeddings, and the model's forward has none.
+        # Pass the deeper embeddings in a hook: the decoder has an argument for them, but the model's own forward has
+        # none.
         handle = self.family.core.language_model.register_forward_pre_hook(deepen, with_kwargs=True)
         try:
             yield inputs

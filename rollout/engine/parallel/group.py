@@ -50,7 +50,8 @@ class TensorParallelGroup:
         self.place = self.ranks.index(dist.get_rank())
         self._lost: str | None = None
         number = _built[self.ranks] = _built.get(self.ranks, -1) + 1
-        # `new_group` would reuse the name of an earlier group of these ranks, whose addresses are still in the store.
+        # Create the group without `new_group`, which would reuse the name of an earlier group of these ranks, whose
+        # addresses are still in the store.
         prefix = f"rollout/{kind}/{'-'.join(map(str, self.ranks))}/{number}"
         store = distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
         timeout = timedelta(seconds=max(LEAST_TIMEOUT_S, IDLE_TIMEOUTS * timeout_s))
@@ -147,7 +148,7 @@ class TensorParallelGroup:
 
     def close(self) -> None:
         """Leave the channel. Harmless when repeated."""
-        # The connections close with the last reference.
+        # Drop the only reference to the channel, which closes its connections.
         self._channel = None
         self._lost = self._lost or f"the {self.name} was closed on rank {self.ranks[self.place]}; build another engine"
 
@@ -158,7 +159,8 @@ class TensorParallelGroup:
         self.refuse_when_lost()
         try:
             collective().wait()
-        # The backends' errors for a closed connection and a timeout have no closer common class.
+        # Catch RuntimeError: the backends' errors for a closed connection and for a timeout have no closer common
+        # class.
         except RuntimeError as exc:
             raise self.lose(exc) from exc
 

@@ -113,7 +113,8 @@ class Leader(Together):
             try:
                 self._send(END, outcome(failed))
             except Exception:
-                # If the block raised, that exception already reports the loss of the group.
+                # Raise this error only if the block succeeded: an exception of the block already reports the loss of
+                # the group.
                 if failed is None:
                     raise
 
@@ -138,13 +139,14 @@ class Leader(Together):
         self._send(FORWARD, WORK.encode(told))
         self._blocks = []
         try:
-            # A member that leaves a forward makes the group fail.
+            # Delay every Ctrl-C: if a member leaves a forward pass, the group fails.
             with uninterrupted(wholly=True):
                 return compute(work)
         except Exception as exc:
             try:
                 self._send(CHECK)
-                # 0: a member has not failed; its collectives may be one ahead of the others.
+                # Compare with the members. 0 means that some member did not fail; its collectives may then be one ahead
+                # of the others.
                 agreed = self.group.least(1)
             except EngineDeadError as lost:
                 raise self.group.lose_after(exc, lost) from exc
@@ -157,7 +159,7 @@ class Leader(Together):
 
     def _send(self, kind: str, content: Any = None) -> None:
         message: bytes = msgpack.packb([kind, content])
-        # A message may be two broadcasts, and several threads may step one engine.
+        # Send under a lock: a message may take two broadcasts, and several threads may step one engine.
         with uninterrupted(wholly=True), self._sending:
             self.group.send(message)
             self._sent = self._clock()

@@ -129,7 +129,8 @@ class Lockstep(Together):
         self.refuse_alone()
         done = self._done
         assert done is not None
-        # While `learn` finds the order, only a second call is wrong.
+        # Reject a repeated call, and a call out of order. While `learn` still finds the order, only a repeated call is
+        # wrong.
         if layer in done or (layer in self._empty and self._layers[len(done)] is not layer):
             raise EngineStateError(
                 f"{self.group.name}: a step calls a module of experts twice or in another order than the other ranks' steps "

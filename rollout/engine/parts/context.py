@@ -173,7 +173,8 @@ class DynamicInferenceContext:
             except RuntimeError as exc:
                 if not lacks_device_memory(exc):
                     raise
-                # A partly restored cache cannot be used.
+                # Drop everything: a partly restored cache cannot be used. The requests start again from their
+                # checkpoints.
                 given_up += self.scheduler.preemption.checkpoint_all(exc)
                 self.cache.discard_saved()
                 self.states.discard_saved()
@@ -268,7 +269,7 @@ class DynamicInferenceContext:
             self.cache.materialize(size)
         except torch.OutOfMemoryError as exc:
             return exc
-        # Graphs and copies only add speed, so they may take at most half of the pool.
+        # Leave room for graphs and copies only while the pool keeps at least half of its blocks: they only add speed.
         needed = self.headroom + (self.to_come() if 2 * size > self.num_blocks else 0)
         if size <= least or self._spare() >= needed:
             return None
@@ -334,7 +335,7 @@ def pool_size(
     if routes is not None:
         block_bytes += routes.block_bytes(size, layout.kv_dtype)
     budget = _budget(config, layout.device) - state_bytes
-    # Without attention layers, blocks have no content; they only count tokens.
+    # Use as many blocks as useful if there are no attention layers: such blocks hold nothing and only count tokens.
     blocks = min(int(budget // block_bytes), useful) if block_bytes else useful
     if blocks < 1:
         raise ConfigError(

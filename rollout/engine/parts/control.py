@@ -80,7 +80,7 @@ class EngineControl:
 
         def act() -> MemoryMove:
             if chosen is not KVCacheManagementMode.PERSIST:
-                # Steps may have run on a stream other than the caller's.
+                # Wait for all device work: steps may have run on a stream other than the caller's.
                 self._controller.runner.order.settle()
                 self._controller.runner.release_workspace()
             return self._context.suspend(chosen, keep_prefix_cache=keep_prefix_cache)
@@ -186,7 +186,8 @@ class EngineControl:
                     "weights_updated() on every rank"
                 )
             loaded = load_weights(self._guard.model, folder)
-            # A step before the announcement must not mix them with copies of the old weights.
+            # Invalidate copies of the old weights: a step before the announcement must not mix them with the new
+            # weights.
             self._controller.runner.installation.module_epoch += 1
             return loaded
 
@@ -219,7 +220,7 @@ class EngineControl:
             if why is not None:
                 raise UnsupportedModelError(f"load_adapter() into {type(self._guard.model).__name__}: {why}")
             self._adapters.load(name, folder)
-            # Another adapter may have had this name before.
+            # Drop the cached blocks: another adapter may have had this name before.
             self._context.allocator.drop_cached()
             return self._adapters.num_layers(name)
 

@@ -83,7 +83,7 @@ class TextGenerationController:
             options = {"chat_template": self.chat_template, "add_generation_prompt": True}
             try:
                 written = tokenizer.apply_chat_template(messages, tokenize=not images, return_dict=False, **options)
-            # A template may raise any exception.
+            # Catch every exception: a template is third-party code and may raise any.
             except Exception as exc:
                 raise InvalidRequestError(f"the chat template refuses these messages: {exc}") from exc
             return self.process(written, images) if images else [int(token) for token in written]
@@ -132,7 +132,7 @@ class TextGenerationController:
         try:
             inputs = self.processor(text=[text], images=pictures, return_tensors="pt")
         except _PROCESSOR_ERRORS as exc:
-            # The images are processed one by one to find the one that raises.
+            # Process the images one by one, to find and name the one that raises.
             for image, picture in zip(images, pictures, strict=True):
                 try:
                     self.processor.image_processor(images=[picture], return_tensors="pt")
@@ -175,7 +175,7 @@ class TextGenerationController:
             self.runner.constraints.check(params.structured)
         self.runner.adapters.check(params.adapter)
         stops, vocabulary = self.stop_ids(params) if params.min_tokens else (), self.layout.vocab_size
-        # The length is compared first, because that is cheap.
+        # Compare the lengths first, which is cheap, and build the set only if needed.
         if len(stops) >= vocabulary and len({token for token in stops if token < vocabulary}) == vocabulary:
             raise InvalidRequestError(
                 f"min_tokens={params.min_tokens}: every one of the {vocabulary} tokens is a stop id, so no token can be "

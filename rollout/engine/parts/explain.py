@@ -116,7 +116,8 @@ def decode_trial(
             took.append(clock() - start)
         return min(took)
 
-    # The first call also pays for lazy initialisation.
+    # Time the longer call first: the first call also pays for lazy initialisation, which the best of two runs then
+    # leaves out.
     speed = count * TOKENS / max(seconds(1 + TOKENS) - seconds(1), 1e-9)
     return f"decode of {count} sequences of {PROMPT + TOKENS // 2} tokens: {speed:,.0f} tokens/s"
 
@@ -213,7 +214,7 @@ def _layer_kinds(model: nn.Module, layout: ModelLayout) -> Iterator[str]:
     for each in layout.states:
         sizes[each.key.layer] += each.num_bytes
     for index, size in sizes.items():
-        # The innermost module that has this index, next to the attention that the same layer may have.
+        # Take the innermost module with this layer index that is not an attention layer: a layer may have both.
         *_, module = (m for m in names if getattr(m, "layer_idx", None) == index and m not in layout.layer_of)
         add(module, f"a recurrent state of {binary_bytes(size)} per sequence")
     return (f"{count} × {described}" for described, count in kinds.items())

@@ -185,7 +185,7 @@ class Inspection:
         )
         return {name: attrgetter(metric.read)(sources) for name, metric in ENGINE_STATS.items()}
 
-    # --- what a trace reads (`TracedEngine`) ----------------------------------------------------------------------
+    # --- read by a trace (`TracedEngine`) -------------------------------------------------------------------------
 
     def traced_state(self) -> str:
         """Return the value of the lifecycle state."""

@@ -56,7 +56,7 @@ class Intake:
     order: int = 0
     _warned_clamped: bool = False
 
-    # --- for the engine -----------------------------------------------------------------------------------------
+    # --- the engine's methods -----------------------------------------------------------------------------------
 
     def add_request(
         self,
@@ -217,7 +217,7 @@ class Intake:
         """
         pictured = self.images(number, tokens)
         params = self.clamped(number, tokens, params)
-        # Every request has its own or a derived seed, so that its random stream survives checkpoints.
+        # Give every request a seed, its own or a derived one, so that its random stream continues after a checkpoint.
         seed = stream_key(self._config.seed, number) if params.seed is None else params.seed
         samples: list[Sample] = []
         for index in indices:
@@ -279,7 +279,8 @@ class Intake:
         """
         first = record[0]
         prompt, params = first.prompt_tokens[: first.original_prompt_length], first.sampling_params
-        # A record may begin with a checkpointed segment.
+        # Add the tokens that a checkpoint moved from the completion to the prompt: the record may begin with a
+        # checkpointed segment.
         if made := len(first.prompt_tokens) - len(prompt):
             params = params.replace(max_tokens=params.max_tokens + made)
         pictured = self.images(first.request_id, prompt_of(first))

@@ -74,12 +74,12 @@ class Ledger:
 
     def unfinished(self) -> list[Sample]:
         """Return all unfinished samples."""
-        # The collections are copied, because another thread may finish a sample in the meantime.
+        # Copy the collections: another thread may finish a sample meanwhile.
         return [sample for samples in list(self.live.values()) for sample in list(samples.values())]
 
     def oldest_arrival(self) -> float:
         """Return the arrival of the oldest unfinished request, in seconds since the epoch; 0: there is none."""
-        # A continued request may be older than requests with lower ids.
+        # Look at all requests: a continued request may be older than requests with lower ids.
         firsts = (next(iter(list(samples.values())), None) for samples in list(self.live.values()))
         return min((sample.record[0].arrival_time for sample in firsts if sample is not None), default=0.0)
 

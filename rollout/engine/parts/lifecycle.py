@@ -31,7 +31,7 @@ class Lifecycle:
         self.cause_of_death: BaseException | None = None
         self.lock = FairLock()
         self.on_move: Callable[[], None] | None = None
-        # This is not the engine's lock, because a thread that waits for a state must not queue behind the steps.
+        # Use a lock other than the engine's: a thread that waits for a state must not queue behind the steps.
         self._changed = threading.Condition()
 
     @contextmanager

@@ -29,7 +29,7 @@ class Peers:
             self.group.refuse_unequal("InferenceConfig", repr(config))
         if (mesh := weights.expert_parallel_mesh) is not None:
             exchange = TensorParallelGroup(mesh, config.advanced.control_timeout_s, "expert-parallel")
-            # The verification is a forward of all ranks or of none.
+            # Require equal settings: the verification runs forward passes in which all ranks take part, or none.
             exchange.refuse_unequal("Advanced.verify_model", str(config.advanced.verify_model))
             self.lockstep = Lockstep(exchange, modules_split_over("ep", weights.trained))
         self.leader = Leader(self.group) if self.group is not None and self.group.leads else None

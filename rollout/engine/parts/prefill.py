@@ -92,14 +92,14 @@ class Prefill:
         tokens = _tokens(wanted, len(wanted.tokens))
         try:
             self._intake.clamped(index, tokens, wanted.params)
-            # Placeholders without images would be scored as if they were text.
+            # Check the images: placeholders without images would be scored as if they were text.
             return self._intake.images(index, tokens).longest_whole
         except InvalidRequestError as exc:
             raise InvalidRequestError(f"sequence {index}: {exc}") from exc
 
     def _scheduler(self, longest_whole: int) -> Scheduler:
         vocabulary = self._runner.layout.vocab_size
-        # Logits at an image's positions are not needed.
+        # Let an image exceed the limit on logits: no logits are computed at its positions.
         most = max(1, longest_whole, min(self._config.step_tokens, LOGITS_BYTES // (4 * vocabulary)))
         config = replace(self._config, max_tokens_per_step=most, max_requests=min(self._config.max_requests, most))
         context = self._context
@@ -111,7 +111,7 @@ class Prefill:
         first, last = int(wanted.positions[0]), int(wanted.positions[-1])
         tokens = _tokens(wanted, last + 1)
         sample = self._intake.group(index, tokens, wanted.params, order=index, version=scheduler.version)
-        # Positions found in the prefix cache have no logits.
+        # Look up only the blocks before the first wanted position: positions found in the prefix cache get no logits.
         sample.hashes = sample.hashes[: first // self._config.advanced.block_size_tokens]
         scheduler.add(sample)
         return sample
@@ -146,7 +146,7 @@ class Prefill:
         finite = take(indices, positions, logits[: len(keep)])
         memory = np.zeros(0, np.int32)
         if not finite:
-            # KV with a NaN must not be shared, nor read by a kernel that multiplies it by zero.
+            # Mark this KV as not shareable, and have it cleared: a kernel may multiply it by zero, and 0 * NaN is NaN.
             scheduler.table.current[step.rows] = False
             memory = np.concatenate([scheduler.blocks.memory(row) for row in step.rows.tolist()])
         scheduler.update(step, _NOTHING_SAMPLED)

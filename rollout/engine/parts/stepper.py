@@ -87,7 +87,7 @@ class Stepper:
         scheduler, installation = self._scheduler, self._controller.runner.installation
         variant = self._watch.variant()
         if variant != scheduler.variant:
-            # The bound forward may still use the previous adapters.
+            # Invalidate the bound forward pass, which may still use the previous adapters.
             installation.module_epoch += 1
         forward = self._watch.forward_key()
         if (variant, forward) != (scheduler.variant, scheduler.forward):
@@ -146,7 +146,7 @@ class Stepper:
         """Handle a forward that raised: if device memory ran out, the pool shrinks; otherwise every request of the step
         fails."""
         if lacks_device_memory(exc):
-            # Frames of the failed forward hold its tensors.
+            # Clear the exception's frames, which keep the failed forward pass's tensors alive.
             clear_frames(exc.__traceback__)
             try:
                 if self._make_room(exc):
@@ -190,7 +190,8 @@ class Stepper:
                 self._ledger.collect(sample)
             else:
                 self._ledger.fail([sample], exc)
-        # A request that cannot be admitted is removed, so retries terminate without counting.
+        # Count the failure only if no request was being admitted. Otherwise that request has been removed, so retries
+        # end by themselves.
         if scheduler.planner.admitting is None:
             self._count_failed_step(exc)
 
@@ -205,7 +206,7 @@ class Stepper:
         self._ledger.fail(self._scheduler.remove(lambda key: True), exc)
         self._context.drop()
 
-    # --- steps together with other ranks ------------------------------------------------------------------------
+    # --- steps of a tensor-parallel group -----------------------------------------------------------------------
 
     def follow(self) -> Any:
         """Compute the work that the first rank of the tensor-parallel group sends, until its call is over.

@@ -57,13 +57,13 @@ def removed(allowed: Allowed, start: int, end: int, scores: Tensor) -> tuple[Ten
         return None
     rows = upload(np.array([allowed.rows[place] - start for place in places], np.int64), scores.device)
     packed = upload(allowed.bits[places], scores.device)
-    # The tensor is created on the device, because to copy a list there the host would wait for the forward.
+    # Create the tensor on the device: copying a list there would make the host wait for the forward pass.
     bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
     return rows, packed[:, :, None].bitwise_right_shift(bits).bitwise_and(1).eq(0).flatten(1)[:, : scores.shape[1]]
 
 
 def _penalize(scores: Tensor, rows: SamplingRows, histories: Sequence[History]) -> None:
-    # A repeated token is written several times with the same value.
+    # Write repeated tokens too: they are written several times with the same value.
     flat, penalized = scores.view(-1), rows.penalized.tolist()
     if rows.any_repetition:
         row, index = _places(penalized, [np.concatenate(histories[row]) for row in penalized], scores)
@@ -86,7 +86,7 @@ def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: 
     if not inside.all():
         counts = np.bincount(np.repeat(np.arange(len(rows)), counts)[inside], minlength=len(rows))
         token = token[inside]
-    # int32 halves the size of the histories, which are copied to the device in every step.
+    # Copy int32, which halves the transfer: histories are copied to the device in every step.
     first, count, token = (np.asarray(each, np.int32) for each in (rows, counts, token))
     row, times, column = upload_together((first, count, token), scores.device)
     row = row.long().repeat_interleave(times.long(), output_size=len(token))

@@ -128,7 +128,7 @@ def token_logprobs(
     kernel = cpu_draw.load() if not (k or exact) and cpu_draw.serves(logits) else None
     if kernel is not None:
         divisor = torch.ones(len(logits), device="cpu") if temperature is None else temperature
-        # A greedy row draws nothing.
+        # Mark all rows as greedy, so that the kernel draws nothing: only its sums are needed.
         greedy, unused = torch.ones_like(divisor, dtype=torch.bool), torch.zeros_like(targets)
         _, peak, log_sum, *_ = kernel(logits, divisor, greedy, unused, unused)
         chosen = logits.gather(1, targets[:, None])[:, 0].float() / divisor
@@ -221,7 +221,7 @@ def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tens
     relative = _exponentials(torch.sub(tempered, peak, out=scratch.take("relative", scores)))
     kept = _kept(tempered, peak, relative, rows)
     assert kept is not None
-    # A NaN stays in its row, so that the caller finds it; the other rows do not change.
+    # Filter only rows with a finite peak: a NaN then stays in its row, where the caller finds it.
     removed = kept.logical_not_().logical_and_(peak.isfinite())
     if wanted.scores:
         tempered = scratch.take("listed", scores).copy_(tempered).masked_fill_(removed, -torch.inf)
@@ -272,7 +272,7 @@ def _chosen(weights: Tensor, ends: Tensor, greedy_ids: Tensor | None, rows: Samp
     if greedy_ids is not None and rows.all_greedy:
         return greedy_ids
     total = ends[:, -1]
-    # The product rounds up to the total itself for the largest uniforms.
+    # Limit the draw to total - 1: for the largest uniforms the product rounds up to the total itself.
     draw = torch.minimum((uniforms(rows.key, positions) * total).to(torch.int64), total - 1)
     drawn = _first_above(weights, ends, draw)
     return drawn if greedy_ids is None else torch.where(rows.greedy, greedy_ids, drawn)
@@ -329,7 +329,7 @@ def _leading_count(negated: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, 
 def _smallest(values: Tensor, width: int) -> Tensor:
     """Return the smallest values [L, width] of each row [L, V], ascending. May reorder `values`."""
     if values.device.type == "cpu":
-        # numpy's vectorised sort takes a thirtieth of the time of torch's on a CPU.
+        # Sort with numpy, which takes a thirtieth of torch's time on a CPU.
         array = values.numpy()
         if width == array.shape[1]:
             array.sort(axis=-1)
@@ -411,7 +411,7 @@ def _top(scores: Tensor | None, total: _Total, k: int, scratch: Scratch) -> tupl
     if scores is None or k == 0:
         return None, None
     bits, order = scores.contiguous().view(torch.int32), scratch.take("order", scores, torch.int32)
-    # Float bits order as integers once the bits of negative numbers are flipped; `not` reverses the order.
+    # Convert floats to integers of the reverse order: flip the bits of negative numbers, then invert all bits.
     torch.bitwise_right_shift(bits, 31, out=order).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).bitwise_not_()
     keys = scratch.take("weights", scores, torch.int64).copy_(order).bitwise_left_shift_(32)
     keys.bitwise_or_(torch.arange(scores.shape[1], device=scores.device))

@@ -130,7 +130,7 @@ class SamplingTable:
         shape = [getattr(params, name) for name in ("temperature", *PENALTIES, *FILTERS)]
         self._columns[:, row] = *shape, params.logprobs or 0, greedy, raw, tempered, params.return_kept_tokens
         self._keys[row] = key
-        # A new dict, because earlier selections keep a reference to the old one.
+        # Make a new dict: earlier selections keep a reference to the old one.
         self._biases = {other: bias for other, bias in self._biases.items() if other != row}
         if params.logit_bias:
             tokens, values = zip(*params.logit_bias.items(), strict=True)
@@ -141,7 +141,7 @@ class SamplingTable:
         """Return the parameters of the table's `rows` [R], all set before; one may appear several times."""
         if self._selected is None or not np.array_equal(self._selected[0], rows):
             chosen = np.array(rows, np.int64)
-            # `take` leaves the values of a column adjacent, as the C++ kernel reads them.
+            # Use `take`, which makes the values of a column adjacent, as the C++ kernel reads them.
             params = SamplingRows(
                 chosen,
                 self._columns.take(chosen, axis=1),

@@ -39,14 +39,14 @@ def variant_of(layers: list[Any]) -> Variant:
 
 def described(variant: Variant) -> str:
     """Return the names of the adapters in a variant, for messages."""
-    # A pair of a name and a scaling, or the pairs of one layer.
+    # Wrap the pairs (name, scaling) if there is one entry for all layers; otherwise there is one entry per layer.
     layers = (variant,) if variant and variant[0] and isinstance(variant[0][0], str) else variant
     names = dict.fromkeys(name for layer in layers for name, _ in layer)
     return ", ".join(map(repr, names)) or "none"
 
 
 def _has_switches(module: nn.Module) -> bool:
-    # Models of transformers have methods of these names.
+    # Require properties, as PEFT has: models in transformers have methods of the same names.
     return all(
         isinstance(getattr(type(module), name, None), property) for name in ("active_adapters", "disable_adapters")
     )

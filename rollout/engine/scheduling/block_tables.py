@@ -120,7 +120,7 @@ class BlockTables:
         table.blocks[row, :count] = found
         table.num_blocks[row] = table.chained[row] = count
         table.chain[row] = hashes[count - 1] if count else chain_root(sequence.request.sampling_params.prefix_share)
-        # The last token is always computed, because its logits are needed.
+        # Compute at least the last token, even if it is cached: its logits are needed.
         start = table.computed[row] = min(count * size, len(sequence.tokens) - 1)
         count = sequence.images.fitting(start, min(budget, len(sequence.tokens) - start))
         need = -(-(start + count) // size) - len(found)
@@ -186,7 +186,7 @@ class BlockTables:
         hashes = chain_block_hashes(table.chain[rows], tokens.astype(np.int64))
         for at, row in enumerate(rows.tolist()):
             if self._register(row, index.item(at), hashes.item(at), tokens[at]) and self.states.num_slots:
-                # A completion has one snapshot at a time: the next snapshot replaces it.
+                # Drop the completion's previous snapshot: a completion keeps only its latest one.
                 self.states.forget(table.trail.item(row))
                 table.trail[row] = self._keep_state(row)
 

@@ -147,12 +147,12 @@ class StepPlanner:
         hashes = [] if sequence.wants_prompt_logprobs else sequence.hashes
         table.add(sequence)
         headroom = queues.num_active + len(sequence.siblings) if queues.num_active else 0
-        # Leave enough blocks to the deferred leaders, which this leader overtakes.
+        # Leave enough blocks for the deferred leaders, which this leader overtakes.
         headroom += sum(
             blocks_for(len(each.tokens), 0, table.block_size) + len(each.siblings) for each in self.deferred
         )
-        # A fully cached prompt needs one more block, a copy of the last one, for the recomputed last token. If there is no
-        # room, recompute the last block instead.
+        # Try again without the last block if there is no room. A fully cached prompt needs one more block: a copy of
+        # the last block, because the last token is recomputed.
         whole = len(hashes) * table.block_size == len(sequence.tokens)
         for usable in (hashes, *[hashes[:-1]] * whole):
             if queues.blocks.attach_prefix(sequence, usable, budget, headroom):

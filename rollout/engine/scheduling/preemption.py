@@ -88,7 +88,7 @@ class Preemption:
         for each in lost:
             each.row, each.siblings = NO_ROW, []
         queues.reset_active()
-        # Nothing has checked the content of these blocks for NaN.
+        # Have these blocks cleared: nobody has checked their content for NaN.
         queues.allocator.pages.poisoned += queues.allocator.held_memory().tolist()
         queues.allocator.start_over()
         queues.table.start_over()

@@ -104,7 +104,7 @@ class Queues:
         """Queue that a sequence without a row belongs to."""
         return self.waiting if sequence.variant == self.variant else self.parked
 
-    # --- moves --------------------------------------------------------------------------------------------------
+    # --- changes of queue ---------------------------------------------------------------------------------------
 
     def start_prefill(self, leader: Sequence) -> None:
         """Enter a leader that owns a row, and give its siblings rows."""

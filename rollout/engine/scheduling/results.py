@@ -170,16 +170,16 @@ class StepResults:
             request.add_event_fail(timestamp=now)
         else:
             request.add_event_finish(timestamp=now)
-        # This comes last, because a finish_reason marks the sequence as finished.
+        # Set finish_reason last: it marks the sequence as finished.
         request.finish_reason = reason
 
     def _take_token(self, sequence: Sequence, index: int, sampled: StepTokens, now: float) -> FinishReason | None:
         token = int(sampled.token_ids[index])
         if np.isnan(sampled.logprobs[index]):
-            # The drawn token is meaningless and must not reach the record.
+            # Remove the drawn token, which is meaningless and must not reach the record.
             self._queues.table.length[sequence.row] -= 1
             why = "its logits have no finite value; look for NaN or inf in the weights, and for extreme sampling parameters"
-            # A constraint that cannot be followed is the caller's error.
+            # Blame the caller for a constraint that cannot be followed.
             kind = "InvalidRequestError" if index in sampled.failed else "RequestFailedError"
             sequence.request.error = (
                 f"{kind}: request {sequence.record.request_id} sample {sequence.record.sample_index}: "

@@ -33,7 +33,8 @@ class StepCost:
     def observe(self, rows: int, seconds: float) -> None:
         """Add one step to the mean. A step much longer than expected counts less: others may have used the machine."""
         if _OUTLIER * seconds < self.step(rows):
-            # All earlier steps were slower: the first ones may compile kernels and capture graphs.
+            # Restart the mean: the earlier steps were much slower, because the first steps may compile kernels and
+            # capture graphs.
             self._rows, self._seconds = rows, seconds
         self._seconds += _NEWEST * (min(seconds, _OUTLIER * self.step(rows)) - self._seconds)
         self._rows += _NEWEST * (rows - self._rows)
@@ -59,7 +60,7 @@ def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost) -> ScheduledS
         most = min(most, int((table.block_size - table.computed[rows] % table.block_size).min()))
     while most > 1 and not _reserve(queues, rows, most):
         most //= 2
-    # The reservation may have evicted blocks to the host, which are copied before the step.
+    # Add the copies of blocks that the reservation evicted to the host: they must be copied before the step.
     return replace(step, ahead=max(1, most), copies=(*step.copies, *queues.blocks.take_copies()))
 
 

@@ -68,7 +68,7 @@ class Scheduler(Queues):
             self.cost.observe(step.num_tokens, max(0.0, self.clock() - self._scheduled_at) / sampled.steps)
         return self._results.apply(step, sampled, self._scheduled_at)
 
-    # --- arrivals and departures --------------------------------------------------------------------------------
+    # --- adding and removing sequences --------------------------------------------------------------------------
 
     def add(self, sequence: Sequence, variant: Variant | None = None) -> None:
         """Queue a sequence (with its unforked `siblings`) by rank.
@@ -142,7 +142,8 @@ class Scheduler(Queues):
                 for each in gone:
                     self.table.write_back(each)
                     self.deactivate(each)
-            # KV of an unfinished prefill or a failed step was never checked for NaN.
+            # Have the removed sequences' memory cleared: KV of an unfinished prefill or a failed step was never checked
+            # for NaN.
             self.allocator.pages.poison(memory)
         return removed
 
@@ -150,7 +151,7 @@ class Scheduler(Queues):
         """Finish a sequence, active or already removed from the queue: complete its record, release its blocks and row."""
         self._results.leave(sequence, reason, error)
 
-    # --- changes of the model -----------------------------------------------------------------------------------
+    # --- changes to the model -----------------------------------------------------------------------------------
 
     def has_work(self, variant: Variant) -> bool:
         """Return whether a sequence could run under `variant`."""

@@ -294,7 +294,7 @@ class SequenceTable:
         self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
         self.current[row] = True
         self.plain[row] = sequence.text is None and not params.logprobs
-        # This comes last: until then the row's content belongs to another sequence, even after an exception.
+        # Assign the row last: until then its content belongs to another sequence, even if this method raises.
         sequence.row = row
 
     def fork(self, source: Sequence, target: Sequence) -> None:
@@ -339,7 +339,7 @@ class SequenceTable:
         valued = self.values.shape[2] > 0
         listed = params.logprobs or params.return_kept_tokens or self.read_routes is not None or valued
         if start and low >= segment and len(live.policy_spans) <= low and not listed:
-            # The common case: tokens of one version, after the known ones, in the live segment.
+            # Handle the common case first: tokens of one version, after the known ones, in the live segment.
             log_probs, spans = self.logprobs[row, low:end].tobytes(), _one_run(live.policy_version, end - low)
             delta = SampleDelta(live.request_id, live.sample_index, start, tokens, log_probs, spans, prompt_version)
             delta.events, delta.num_events = events, num_events
@@ -377,7 +377,7 @@ class SequenceTable:
         row = sequence.row
         if self.length[row] > self.prompt_length[row]:
             return self.read_routes(self._pages.of_blocks(self.held(row)), start, stop)
-        # The sequence has sampled nothing on its current KV, so the routes of its tokens are in the record.
+        # Read the routes from the record: the sequence has sampled nothing since its KV was last recomputed.
         earlier = [each.routing_indices for each in sequence.record.segments[:-1] if each.routing_indices is not None]
         return np.concatenate(earlier)[start:stop]
 

@@ -78,7 +78,7 @@ class _ExactForward:
             raise UnsupportedModelError(f"exact mode runs on a CPU, and the model is on {device}")
         library()
         layout = inspect_model(model)
-        # Some checks read a KV cache, so there is one with room for one token.
+        # Create a KV cache with room for one token, which some checks read.
         self._verified = layout, KVCache(layout.layers, 1, 1, layout.kv_dtype, layout.device)
         self._verify()
 

@@ -77,7 +77,7 @@ class LogitReader:
         """
         warm = torch.as_tensor(temperature, dtype=torch.float64, device=rows.device).expand(len(rows))
         kinds, kind = torch.unique(warm, return_inverse=True)
-        # Tokens with the same predictor and temperature share its softmax.
+        # Compute one softmax for all tokens with the same predictor (hidden state) and temperature.
         keys, state_of = torch.unique(rows * max(1, len(kinds)) + kind, return_inverse=True)
         count, top_k = len(ids), self._top_k
         if isinstance(top_k, Tensor):
@@ -109,7 +109,8 @@ class LogitReader:
                 f"{type(self._model).__name__} does more to the output of its head than its configuration says of scale and "
                 "cap: take model(...).logits and rollout.algorithms.replay_logprobs"
             )
-        # FSDP gathers the parameters for the backward at the model's output, so every gradient passes there first.
+        # Add an empty sum of the model's output, so that every gradient passes it first: there FSDP gathers the
+        # parameters for the backward pass.
         start = (row if logits is None else logits).flatten()[:0].sum()
         return [each + start.to(each) if each.is_floating_point() else each for each in values]
 
@@ -168,7 +169,7 @@ class _Post(NamedTuple):
         for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
             scale *= float(getattr(config, name, None) or 1.0)
         scaling = float(getattr(config, "logits_scaling", None) or 1.0)
-        # Granite divides by it, HyperCLOVA X multiplies.
+        # Multiply by the scaling for HyperCLOVA X, and divide by it for the others, as Granite does.
         scale *= scaling if "hyperclovax" in getattr(config, "model_type", "") else 1 / scaling
         return cls(scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None))
 
@@ -260,7 +261,8 @@ class _Columns:
     def __init__(self, lane: _Lane, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self._weight, self._bias = parameters[0], parameters[1] if len(parameters) > 1 else None
         self._states = states.to(lane.autocast or self._weight.dtype)
-        # Every column of a parameter is in one tile; every state is in all tiles.
+        # Accumulate only the states' gradient in a wide dtype: every state is in all tiles, but each column of a
+        # parameter is in one.
         self.gradients = [
             torch.zeros_like(each, dtype=each.dtype if index else _wide(each)) if wanted else None
             for index, (each, wanted) in enumerate(zip((states, *parameters), needed, strict=False))
@@ -343,7 +345,7 @@ class _Read(torch.autograd.Function):
     def forward(ctx: Any, lane: _Lane, asked: _Asked, post: _Post, states: Tensor, *parameters: Tensor) -> Any:
         kind = _wide(states)
         single = states.new_zeros(len(asked.ids), dtype=kind)
-        # Sums over many tiles, in a dtype wide enough to avoid rounding errors.
+        # Add over many tiles in float64, to avoid rounding errors.
         sums = states.new_full((len(states),), -torch.inf, dtype=torch.float64)
         entropies = torch.zeros_like(sums)
         top = states.new_zeros(len(states), min(asked.top_k, lane.row.shape[-1]), dtype=kind)
@@ -380,7 +382,7 @@ class _Read(torch.autograd.Function):
                 owners=torch.cat([asked.owners, each]), ids=torch.cat([asked.ids, top_ids.flatten()])
             )
             of_single = torch.cat([of_single, of_top.flatten()])
-        # If every token has a kept set, no sum was computed, and its gradient has no elements.
+        # Skip the sums if none was computed (every token has a kept set): their gradient has no elements.
         by_sum, by_entropy = (
             asked.tempered(each.clone(), slice(None)) if each is not None and asked.sums else None
             for each in (of_sums, of_entropies)
@@ -423,7 +425,7 @@ def _add_tile(sums: Tensor, entropies: Tensor | None, rows: slice, logits: Tenso
     before, own = sums[rows], peak.double() + total.double().log()
     joint = torch.logaddexp(before, own)
     if entropies is not None:
-        # The tile's entropy, the entropy of earlier tiles, and the entropy of the choice between the two.
+        # Combine the tile's entropy, the entropy of the earlier tiles, and the entropy of the choice between the two.
         inside = torch.special.entr(weights.div_(total.clamp(min=torch.finfo(total.dtype).tiny)[:, None])).sum(1)
         share, rest = ((part - joint.clamp(min=lowest)).exp() for part in (own, before))
         entropies[rows] = share * inside + rest * entropies[rows] + torch.special.entr(share) + torch.special.entr(rest)

@@ -206,7 +206,7 @@ class _Attention(Function):
         query, key, value = _contiguous(query), _contiguous(key), _contiguous(value)
         count, heads, width = query.shape
         out, log_sums = torch.empty_like(query), query.new_empty(count, heads, dtype=torch.float32)
-        # The keys of each sequence are read in place, as blocks of one token.
+        # Let the kernel read the keys of each sequence in place, as cache blocks of one token.
         starts = packing.starts
         lengths = np.diff(starts)
         tables = np.ascontiguousarray(starts[:-1, None] + np.arange(int(lengths.max(initial=0)), dtype=np.int64))
@@ -229,7 +229,7 @@ class _Attention(Function):
         for places, real in packing.rectangles():
             filled = bool(real.all())
             upstream = grad[places] if filled else grad[places] * real[..., None, None]
-            # Transpose [b, L, H, D] to [b, H, L, D].
+            # Transpose [b, L, H, D] to [b, H, L, D], the layout of torch's attention.
             parts = [part[places].transpose(1, 2) for part in (query, key, value, out, log_sums)]
             found = _attention_gradients(upstream.transpose(1, 2), parts, window, scaling)
             for whole, part in zip(grads, found, strict=True):
@@ -249,7 +249,7 @@ def _attention_gradients(
         distance = at[:, None] - at
         mask = torch.zeros_like(distance, dtype=query.dtype)
         mask.masked_fill_((distance < 0) | (distance >= window), -torch.inf)
-    # Each KV head is repeated for its query heads.
+    # Repeat each KV head for its query heads: this operator requires equal numbers of heads.
     wide = [part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value)]
     of_query, *others = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         upstream, query, *wide, *outputs, 0.0, mask is None, attn_mask=mask, scale=scaling

@@ -53,7 +53,7 @@ class _Path:
         """Return keys and values of the path [1, H, start + S, D]; the given keys and values are the last."""
         if not self._kept:
             self._kept = [each.new_zeros(*each.shape[:2], self._capacity, each.shape[3]) for each in (key, value)]
-            # Many branches add to these sums, so they are at least float32.
+            # Use at least float32 for the gradients, to which many branches add.
             self._gradients = [
                 each.to(torch.promote_types(each.dtype, torch.float32), copy=True) for each in self._kept
             ]
@@ -65,7 +65,8 @@ class _Path:
         end = start + parts[0].shape[2]
         for kept, part in zip(self._kept, parts, strict=True):
             kept[:, :, start:end] = part
-        # Later forwards only write after the end, and autograd does not notice.
+        # Hide the later writes from autograd (`.data`): later forward passes write only after this end, so saved values
+        # stay valid.
         return tuple(kept.data[:, :, :end] for kept in self._kept)
 
     def take(self, gradients: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, ...]:
@@ -135,7 +136,7 @@ class TreeAttachment:
                 f"{type(model).__name__} has recurrent layers, whose state would pass from a branch of a tree to the next; "
                 "train it on padded rows"
             )
-        # If the configuration was copied from an attached model, it already has one of our names.
+        # Store the original names: a configuration copied from an attached model already has one of ours.
         self._before = [(config, _own_of(config)) for config in configs_of(model)]
         self._modules = list(layout.layer_of)
         family = family_of(model)

@@ -75,7 +75,7 @@ def _skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: torch.de
     memo |= {id(buffer): buffer.detach().to(device, copy=True) for buffer in model.buffers()}
     made = copy.deepcopy(model, memo)
     for module in made.modules():
-        # A patched forward (accelerate's autocast) would call the trainer's module.
+        # Remove patched forwards (such as accelerate's autocast wrapper), which would call the trainer's module.
         module.__dict__.pop("forward", None)
     return made.eval()
 

@@ -33,7 +33,7 @@ class ShardedWeights(GatheredWeights):
         from torch.distributed.fsdp import FSDPModule
 
         super().__init__(model)
-        # fully_shard([a, b]) makes several modules one unit.
+        # Keep one module per unit: fully_shard([a, b]) makes several modules one unit.
         units: dict[Any, Any] = {}
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -51,12 +51,13 @@ class ShardedWeights(GatheredWeights):
 
     @property
     def ready(self) -> bool:
-        # A backward while gathered reshards units.
+        # Check every group: a backward pass while the weights are gathered reshards units.
         return super().ready and all(group.is_unsharded for group in self._groups())
 
     def _gather(self, undo: ExitStack) -> None:
         for unit in self._units:
-            # Otherwise the first forward would initialise after post_forward_mesh_info was replaced.
+            # Initialise FSDP now: otherwise the first forward pass would do so, after post_forward_mesh_info was
+            # replaced.
             state_of(unit)._lazy_init()
         for unit in self._units:
             undo.callback(reshard, unit)
@@ -114,8 +115,8 @@ def reshard(unit: Any) -> None:
     """Free the gathered parameters of a unit, in any state that a forward or backward has left it in."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-    # An interrupted forward leaves a state in which reshard() does nothing. The public cure, reset_iter_state(), would drop
-    # the gradients of accumulated micro-batches.
+    # Reset the state by hand: after an interrupted forward pass, reshard() does nothing. The public remedy,
+    # reset_iter_state(), would drop the gradients of accumulated micro-batches.
     state = state_of(unit)
     state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None
     getattr(state, "_modules_to_run_forward", set()).clear()

@@ -125,7 +125,8 @@ class WeightsGuard:
         with self._locked():
             if not self._are_known:
                 if not self.source.collective:
-                    # The construction may have filled a copy, to verify the model, before a checkpoint was loaded.
+                    # Discard a copy of the weights, if any: building the engine may have filled it (to verify the
+                    # model) before a checkpoint was loaded.
                     self.source.changed()
                 self._take_fingerprints()
             changed = self._fingerprints.changed()
@@ -170,7 +171,7 @@ def dtype_named(name: str | None) -> torch.dtype | None:
 def _device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
-    # torch raises an AssertionError without CUDA.
+    # Catch AssertionError as well, which a torch without CUDA raises.
     except (RuntimeError, AssertionError, NotImplementedError) as exc:
         reason = str(exc).partition("\n")[0]
         raise ConfigError(

@@ -62,9 +62,9 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
         UnsupportedModelError: the model's parallelism is not supported.
     """
     exchanged, manager = expert_parallel_mesh(model), getattr(model, "_mesh_manager", None)
-    # With `ep_size == tp_size` both names refer to the same ranks.
+    # Find out whether "ep" and "tp" are the same ranks, as with `ep_size == tp_size`.
     shared = "ep" in _sizes(manager, "_expert_mesh")
-    # These may not show in this rank's parameters.
+    # Check the mesh itself: these kinds of parallelism may not show in this rank's parameters.
     if others := {name: size for name, size in _sizes(manager, "_dense_mesh").items() if name in _OTHERS and size > 1}:
         raise _unserved(model, f"its device mesh has {others}, as pipeline parallelism or context parallelism makes it")
     found: tuple[str, Any] | None = None
@@ -83,7 +83,8 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
             ranks, others = own.mesh.tolist(), found[1].mesh.tolist()
             raise _unserved(model, f"{name} is split over ranks {ranks}, and {found[0]} over {others}")
         found = found or (name, own)
-        # In a sequence-parallel model, transformers and torch replicate the norms as DTensors, and nothing else.
+        # Recognise sequence parallelism by its norms: transformers and torch replicate the norms as DTensors, and
+        # nothing else.
         placements = getattr(parameter, "placements", ())
         if parameter.ndim == 1 and name.endswith("weight") and all(each.is_replicate() for each in placements):
             raise _unserved(model, f"{name} is a replicated DTensor, as sequence parallelism makes it")
