@@ -135,7 +135,8 @@ class Journal:
         try:
             self._end = _write(self._file, _HEAD.pack(len(body), zlib.crc32(body)) + body, self._end)
         except BaseException as exc:
-            # The next record overwrites a partial record, or the partial record ends the file.
+            # Ignore errors: even without truncation, the next record overwrites the partial one. If none follows,
+            # readers skip the partial record at the end of the file.
             with suppress(OSError):
                 os.ftruncate(self._file, self._end)
             if isinstance(exc, OSError):
@@ -155,8 +156,8 @@ class Journal:
         self._line.append(self._begin(step))
         os.close(before)
         if len(self._line) >= self._keep:
-            # Files are counted along the current line, because a newer mark may belong to a checkpoint that was never
-            # saved.
+            # Count only the marks of the current line of checkpoints: a newer mark may belong to a checkpoint that was
+            # never saved.
             oldest = next((name.number for name in names if name.mark == self._line[-self._keep]), 0)
             for name in names:
                 if name.number < oldest:
@@ -214,13 +215,14 @@ class Journal:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # --- inside -------------------------------------------------------------------------------------------------
+    # --- internals ----------------------------------------------------------------------------------------------
 
     def _release(self, *, forked: bool = False) -> None:
         if self._file >= 0:
             os.close(self._file)
             if not forked:
-                # Closing is not enough, because a newly forked child still has a copy.
+                # Unlock before closing: a newly forked child still has a copy of the descriptor, which would keep the
+                # lock.
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._file = -1
@@ -276,7 +278,7 @@ class Journal:
 
 def _locked(folder: Path) -> int:
     """Return the descriptor of the folder's lock. It ends with this process, because forked children close copies."""
-    # O_NOFOLLOW: a planted symbolic link must not make this process overwrite another file.
+    # Pass O_NOFOLLOW: a planted symbolic link must not make this process overwrite another file.
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -305,7 +307,7 @@ def _write(file: int, data: bytes, start: int) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    # A new file is durable only when its directory entry is synced too.
+    # Sync the folder too: a new file is durable only when its directory entry is.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -140,7 +140,8 @@ class ControlSignal(StrEnum):
 
 
 _TRANSITIONS = (
-    # Columns: signal, from, through, to, states in which it changes nothing. The coordinator ends in "stopping".
+    # Columns: signal, state before, during, and after, and states in which the signal has no effect. The coordinator
+    # stays in "stopping".
     ("pause", "running", "pausing", "paused", "paused suspended"),
     ("unpause", "paused", "unpausing", "running", "running"),
     ("suspend", "paused", "suspending", "suspended", "suspended"),

@@ -143,7 +143,7 @@ class LLMControl:
         """
         self.refuse_in_group("weights_updated")
         if self.engine.state is not EngineState.STOPPED:
-            # No step may run while the weights are scattered.
+            # Update and gather at one step boundary: no step may run while the weights are scattered.
             with self.engine.locked():
                 self.engine.weights_updated(version)
                 if BLOCK not in self.engine.holds:
@@ -179,7 +179,7 @@ class LLMControl:
                 finally:
                     self._gathering.ensure()
         finally:
-            # Steps that `before_optimizer_step` stopped inside the block also continue.
+            # Also resume the steps that `before_optimizer_step` stopped inside the block.
             self._let_go()
 
     def _let_go(self) -> None:
@@ -280,7 +280,8 @@ class LLMControl:
                     if len(exc.engines) < size:
                         if undo is not None:
                             await undo(client)
-                        # Ranks that have loaded must not use KV of the old weights.
+                        # Announce the version to all ranks: the ranks that have loaded must not use KV of the old
+                        # weights.
                         await client.set_policy_version(version)
                     raise
                 await client.set_policy_version(version)
@@ -291,7 +292,7 @@ class LLMControl:
 
         return self._job.control_all(everywhere).result()
 
-    # --- which rank ---------------------------------------------------------------------------------------------------
+    # --- which ranks may call -----------------------------------------------------------------------------------------
 
     def refuse_in_group(self, what: str) -> None:
         """Raise `EngineStateError` on a rank of a tensor-parallel group."""

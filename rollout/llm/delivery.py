@@ -101,7 +101,8 @@ class Delivery:
     def _tell_streams(self, everything: bool) -> None:
         now, step = time.monotonic(), self._engine.parts.stepper.last
         early = now < self._next_deltas
-        # Only a step that computes prompts makes first tokens, so waiting streams cost nothing here.
+        # Look only at the requests of this step's prefills: first tokens come from no other step, so waiting streams
+        # cost nothing here.
         fresh = set() if step is None else {sample.record.request_id for sample in step.prefills}
         due: dict[tuple[int, int], tuple[int, int, int]] = {}
         for number, (group, stream) in self._streams.items():

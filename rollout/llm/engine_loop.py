@@ -60,7 +60,7 @@ class EngineLoop:
         self._groups, self.readers = self._delivery.groups, self._delivery.readers
         self._next_deadline = math.inf
         self._next_beat = 0.0
-        # This guards the three fields below. It is a leaf lock: its holder must not acquire the engine's lock.
+        # Guard the three fields below. This is a leaf lock: its holder must not acquire the engine's lock.
         self._changed = threading.Condition()
         self._arrived: deque[Group] = deque()
         self._commands: list[Callable[[], None]] = []
@@ -155,7 +155,7 @@ class EngineLoop:
         self._changed.notify_all()
         self.engine.ask_for_boundary()
 
-    # --- the thread -------------------------------------------------------------------------------------------------
+    # --- the engine's thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         device = self.engine.controller.layout.device
@@ -259,7 +259,7 @@ class EngineLoop:
         return taken
 
     def _queue(self, group: Group) -> None:
-        # The engine may also serve other callers, which use the same number.
+        # Let the engine choose another number if this one is taken: other callers may use the engine too.
         number = None if group.number in self.engine.parts.ledger.live else group.number
         try:
             group.in_engine = self.engine.add_request(
@@ -270,7 +270,7 @@ class EngineLoop:
             return
         self._delivery.queued(group)
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- closing ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Fail open groups, stop the engine and finish the thread. Idempotent."""

@@ -79,7 +79,7 @@ class AsyncLLM(LLMRequests):
                 "for the others' forwards; load the model with ep_size=tp_size, or generate by RolloutManager on every rank"
             )
         engine = DynamicInferenceEngine(model, tokenizer, inference_config)
-        # Weights stay gathered until the shutdown, because requests arrive at any time and all ranks gather together.
+        # Gather the weights until the shutdown: gathering is collective, and requests arrive on each rank at any time.
         world = World.of_torch() if engine.weights.collective else None
         calls = "LLM(), suspended(), before_optimizer_step() and weights_updated()"
         gathering = Gathering(engine, lambda call: None, world, calls)
@@ -96,13 +96,13 @@ class AsyncLLM(LLMRequests):
             raise
         self._control = LLMControl(engine, loop, gathering, self._service)
         super().__init__(engine, loop, self._service)
-        # Threads that still compute would crash the interpreter's shutdown.
+        # Shut down at exit: threads that still compute would crash the interpreter's shutdown.
         self._at_exit = partial(_shut_down, weakref.ref(self))
         atexit.register(self._at_exit)
 
     def __del__(self) -> None:
-        # Otherwise KV cache and threads would never be freed. This needs a new thread, because this thread may be the
-        # engine's.
+        # Close a forgotten LLM, whose KV cache and threads would otherwise never be freed. Use a new thread: this one
+        # may be the engine's own.
         service: EngineLoop | EngineService | None = getattr(self, "_service", None)
         if service is not None and not service.closed:
             with suppress(RuntimeError):
@@ -147,7 +147,7 @@ class AsyncLLM(LLMRequests):
         self._control.refuse_in_group("set_policy_version")
         if not isinstance(self._service, EngineService):
             announce = self._control.weights_updated if self.engine.weights.collective else self.engine.weights_updated
-            # This runs on a thread, because it waits for a step boundary, and this loop may serve streams.
+            # Run this on another thread: it waits for a step boundary, and this event loop may serve streams.
             return await on_thread(announce, chosen)
         await asyncio.wrap_future(self._service.control(lambda client: client.set_policy_version(chosen)))
         return chosen

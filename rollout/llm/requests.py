@@ -281,7 +281,7 @@ class LLMRequests:
 
 
 def _abort(service: Service, number: int) -> None:
-    # Harmless if the request or the service has already finished.
+    # Ignore errors: the request or the service may already have finished.
     with suppress(RolloutError):
         service.abort([number])
 

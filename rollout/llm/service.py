@@ -57,7 +57,7 @@ class JobRequests:
         self.engine = engine
         self.loop = loop
         self.readers = Readers(loop.call_soon)
-        # A value of None means that the group was not submitted on the loop yet.
+        # Map request number to group; None: the group has not yet been submitted on the event loop.
         self._groups: dict[int, OpenGroup | None] = {}
         self._client = client
         self._closed = False
@@ -225,7 +225,8 @@ class EngineService(JobRequests):
             if not self._closed:
                 _log.error("the engine's thread has ended: %s: %s", type(exc).__name__, exc)
             try:
-                # Without steps its requests would never finish here, so other ranks compute them.
+                # Leave the job: without steps this engine's requests would never finish, so the other ranks must
+                # compute them.
                 self.member.worker.stop()
             finally:
                 self._end(exc)
@@ -238,7 +239,7 @@ class EngineService(JobRequests):
         else:
             self.over.set_exception(failure)
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- closing ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop everything that this service has started; on the primary rank, the engines of all ranks. Idempotent."""

@@ -72,7 +72,7 @@ def save(rounds: Rounds, updates_per_round: int) -> dict[str, Any]:
         "unfinished": [record.serialize() for record in unfinished if record.request_id in groups],
         "next_episode_group": rounds.player.next_number,
     }
-    # This comes last, because the journal must not keep files for a failed checkpoint.
+    # Write the journal's checkpoint last: the journal must not keep files for a failed checkpoint.
     fields["journal"] = rounds.loop.journal.checkpoint(engine.policy_version)
     data = msgpack.packb(fields, use_bin_type=True)
     return {"format": FORMAT, "checksum": zlib.crc32(data), "data": data}
@@ -103,12 +103,13 @@ def load(state: Any, rounds: Rounds) -> int:
             groups.add(group_id, size)
         for result in finished:
             groups.take(result)
-        # Versions may be equal, but other weights may have computed the cached KV.
+        # Announce an update, even to the same version: the cached KV may have been computed with other weights.
         engine.weights_updated(loaded["policy_version"])
         backend.continue_from(records)
         backend.reserve_group_ids(max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
     except BaseException:
-        # Groups finished after a checkpoint that failed to load must not be returned.
+        # Forget the groups that the journal restored: this checkpoint failed to load, so these groups must not be
+        # returned.
         journal.restore("", 0)
         raise
     rounds.loop.groups = groups

@@ -76,9 +76,9 @@ def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], 
         for position, prompt in enumerate(prompts):
             if has_images(prompt):
                 where = f"prompts[{position}]"
-                # Prompts with images are distinguished by their content.
+                # Tokenize prompts with images now: their keys must depend on the content of the images.
                 prompts[position] = rounds.engine.controller.tokenize(prompt)
-        # A collision (long arrays are abbreviated) affects only the order of starting.
+        # Accept collisions: str() abbreviates long arrays, but the keys affect only the order in which prompts start.
         keys = [hash(str(prompt)) for prompt in prompts]
         journal_keys = [loop.journal.key(*each) for each in zip(prompts, params, extras, strict=True)]
         for position in loop.lengths.longest_first(keys):
@@ -217,7 +217,7 @@ class Generation:
             with rounds.engine.locked():
                 added = submit(rounds, prompts, params, extras)
         except (KeyboardInterrupt, SystemExit):
-            # Ctrl-C arrived while interrupts were deferred, and takes effect only now.
+            # Abort the groups just added: Ctrl-C arrived while interrupts were deferred, and takes effect only now.
             rounds.loop.abort(added)
             raise
         return added
@@ -271,7 +271,7 @@ class Generation:
 
     def _end_together(self) -> None:
         rounds = self._rounds
-        # While the interpreter shuts down, the threads that talk to the other ranks have already stopped.
+        # Do nothing while the interpreter shuts down: the threads that talk to the other ranks have already stopped.
         if not rounds.closed and not sys.is_finalizing() and (rounds.loop.attended or not rounds.backend.try_finish()):
             with rounds.turn("as_completed"):
                 rounds.ensure_running()

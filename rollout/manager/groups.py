@@ -152,7 +152,7 @@ class GroupJournal:
         if self._journal is None:
             return ""
         mark = self._journal.checkpoint(version)
-        # A group that did not fit on a full disk is in the checkpoint, or was returned earlier.
+        # Forget the groups that could not be written (a full disk): each is in the checkpoint, or was returned earlier.
         self._unwritten.clear()
         return mark
 

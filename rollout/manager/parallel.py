@@ -77,7 +77,8 @@ class LockstepLoop(RunLoop):
                             left()
                             self._wait(self._clock() - idle_since)
             except BaseException:
-                # After the last round (a deferred Ctrl-C) the other ranks no longer take part in decisions.
+                # Tell the other ranks, unless the last round is over (a deferred Ctrl-C): they then no longer take part
+                # in decisions.
                 if told not in (LEFT, DONE):
                     with suppress(EngineDeadError):
                         self._engine.parts.stepper.agree(LEFT)
@@ -163,7 +164,7 @@ class GroupCalls:
         if decision == GO.decode():
             return
         if INTERRUPTED in decision:
-            # All members raise this, and each abandons the prompts of this call.
+            # Raise KeyboardInterrupt: all members do so, and each abandons the prompts of this call.
             raise KeyboardInterrupt
         if decision.startswith(_DIFFER):
             raise EngineStateError(f"{self._group.name}: {decision}")
@@ -178,7 +179,8 @@ class GroupCalls:
         for name, expected in told[0].items():
             for rank, each in zip(ranks, told, strict=True):
                 value = each.get(name)
-                # The coordinator suspends only the first rank, and drops no block of the others.
+                # Let the other ranks keep more blocks: the coordinator suspends only the first rank, and drops no block
+                # of the others.
                 if value != expected and not (name == _KEPT and value > expected):
                     return (
                         f"{_DIFFER}{name} of rank {rank}: {value!s:.100}, of rank {ranks[0]}: {expected!s:.100}; every rank "

@@ -269,7 +269,7 @@ class Rounds:
             )
         return batch
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- closing ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Abandon the groups in flight (with a warning) and free the engine's memory. Harmless when repeated.

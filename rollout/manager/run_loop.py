@@ -187,7 +187,7 @@ class RunLoop:
                         bar.set_postfix(running=self._engine.load[0], refresh=False)
                         bar.update(min(goal.ended(), bar.total) - bar.n)
 
-                # The backend may have to help other ranks, even if this rank has no work.
+                # Step until the backend agrees to finish: even without own work, it may have to help other ranks.
                 self._steps(lambda: goal.reached() and (alone or self._backend.try_finish()), step, left)
         finally:
             self._backend.report_idle()
@@ -249,7 +249,7 @@ class RunLoop:
             return
         self._backend.wait(min(timeout_s, PATIENCE_S) if patient else timeout_s)
         if self._engine.state is EngineState.SUSPENDED:
-            # The coordinator held the engine when this run began, but may have released it.
+            # Check for holds again: the coordinator held the engine when this run began, but may have released it.
             self._ensure_running()
         with uninterrupted(), self._engine.locked():
             self._take(self._backend.step())

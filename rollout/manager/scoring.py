@@ -101,7 +101,7 @@ class ScoredGoal:
 
     def reached(self) -> bool:
         if self._full:
-            # Other ranks may need more steps; groups that finish in them are scored by the next call.
+            # Stay finished, even if other ranks need more steps: the next call scores the groups that finish in them.
             return True
         self._score()
         if len(self.groups.rewards) < self.number:
@@ -125,7 +125,7 @@ class ScoredGoal:
             with span("reward"):
                 rewards = rewards_of(requests, reward)
             samples = [ScoredSample(*each) for each in zip(requests, rewards, strict=True)]
-            # A failed sample must be reported, not discarded.
+            # Keep a group with a failed sample: the failure must be reported, not discarded.
             failed = any(sample.error is not None for sample in samples)
             if self.keep is None or failed or self.discards_left == 0 or self.keep(samples):
                 self.groups.rewards[group_id] = rewards
@@ -261,7 +261,7 @@ class Scoring:
 
             goal = ScoredGoal(rounds.groups, drawn, begin, groups, most, reward, keep, bound, discard, too_old)
             try:
-                # There may be nothing to step while rewards are computed in other processes.
+                # Wait patiently if other processes compute the rewards: meanwhile there may be nothing to step.
                 elsewhere = hasattr(reward, "submit")
                 rounds.loop.run(goal, call="generate_scored", progress=progress, timeout_s=timeout_s, patient=elsewhere)
             except (KeyboardInterrupt, SystemExit):

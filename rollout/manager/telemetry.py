@@ -206,9 +206,9 @@ class RolloutMetrics(MetricsRecorder):
         before, stats = self._counted, self._engine.stats()
         self._counted = {name: stats[name] for name in _COUNTERS}
         for name, value in self._counted.items():
-            # A rebuilt engine counts from 0.
+            # Add the whole value if it is lower than before: a rebuilt engine counts from 0 again.
             self.add(f"rollout/{name}", value - before[name] if value >= before[name] else value)
-        # Samples that have not reached this engine also count as waiting.
+        # Count samples as waiting even if they have not reached this engine.
         self._set({name: stats[name] for name in _GAUGES} | self._load(samples_missing))
         self.set("rollout/groups_in_flight", groups_in_flight)
 
@@ -235,7 +235,8 @@ class RolloutMetrics(MetricsRecorder):
             self.observe("rollout/request_s", result.latency)
         for event in result.events:
             if event.type is DynamicInferenceEventType.ADD_CONTEXT:
-                # The event's time is by the clock of the rank that computed it.
+                # Take at least 0: the event's timestamp comes from the clock of the computing rank, which may be behind
+                # ours.
                 self.observe("rollout/queue_s", max(0.0, event.timestamp - result.arrival_time))
                 return
 

@@ -99,7 +99,8 @@ class Updates:
         if engine.state is not EngineState.STOPPED:
             with engine.locked():
                 engine.weights_updated()
-                # The weights have changed in any case, so groups that cannot be written now are tried again later.
+                # Ignore a failed write to the journal: the weights have changed in any case, and the next call writes
+                # these groups.
                 with suppress(JournalError):
                     rounds.loop.take_ended()
             rounds.loop.sync_metrics()

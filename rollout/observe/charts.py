@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Values = Sequence[float | None]
 SIZE = (4.8, 2.2)
 """The width and height of a chart over steps, in inches."""
-# The palette of Okabe and Ito: colour-blind readers can tell these apart.
+# Use the palette of Okabe and Ito, whose colours colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#8a949e"
 SLOT_COLORS = {PREFILL: ORANGE, DECODE: BLUE, HELD: "#c3ccd5", PREEMPTED: RED}
 CONTROL_COLORS = {"weights updated": "#000000", "suspend": PURPLE, "resume": GREEN}
@@ -90,7 +90,7 @@ def areas(steps: Sequence[int], series: Sequence[tuple[str, str, Values]], *, sh
         columns = [[v / total if total else 0.0 for v, total in zip(values, sums, strict=True)] for values in columns]
 
     def draw(axes: Axes) -> None:
-        # A single step is drawn as a bar of the chart's width.
+        # Draw a single step as a bar of the chart's width.
         at = list(steps) if len(steps) > 1 else [steps[0] - 0.5, steps[0] + 0.5]
         tall = columns if len(steps) > 1 else [values * 2 for values in columns]
         axes.stackplot(at, tall, colors=[color for _, color, _ in series], linewidth=0)
@@ -108,7 +108,7 @@ def slots(engine: TracedEngine, duration_s: float) -> str:
     stays = [(sample, stay, evicted) for sample in engine.samples for stay, evicted in _stays(sample)]
     rows: list[list[tuple[TracedSample, Stay, bool]]] = []
     for each in sorted(stays, key=lambda each: each[1][0][1]):
-        # Times in a trace are rounded to a tenth of a microsecond.
+        # Allow 1 microsecond of overlap: times in a trace are rounded to a tenth of a microsecond.
         free = next((row for row in rows if row[-1][1][-1][2] <= each[1][0][1] + 1e-6), None)
         if free is None:
             rows.append(free := [])
@@ -125,7 +125,7 @@ def slots(engine: TracedEngine, duration_s: float) -> str:
                     bar = axes.broken_barh([(start, end - start)], (number, 0.92), facecolors=SLOT_COLORS[state])
                     bar.set_gid(f"tip{len(tips)}")
                     tips.append(f"{told}, {state} {end - start:.3f} s")
-                # If one sample follows another, an edge shows the boundary.
+                # Draw an edge at the end, which separates a sample from its successor in the slot.
                 color = SLOT_COLORS[PREEMPTED] if evicted else "#ffffff"
                 axes.plot([stay[-1][2]] * 2, [number, number + 0.92], color=color, linewidth=2.5 if evicted else 0.8)
         for name, start, _ in engine.controls:

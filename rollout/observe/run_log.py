@@ -165,8 +165,8 @@ def _number(value: Any) -> float | None:
 
 def flat_array(values: Any) -> NDArray[np.float64]:
     """Convert a number, sequence, array or torch tensor (any device and dtype) to float64 [n]."""
-    # numpy cannot read tensors on a device, in bfloat16 or with a gradient. They are duck-typed, because this module
-    # avoids torch.
+    # Convert tensors with their own methods: numpy cannot read them on a device, in bfloat16 or with a gradient. Detect
+    # them without isinstance, because this module avoids importing torch.
     if hasattr(values, "detach"):
         values = values.detach().double().cpu().numpy()
     return np.asarray(values, dtype=np.float64).reshape(-1)

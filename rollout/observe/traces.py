@@ -47,7 +47,8 @@ def traced(path: str | os.PathLike[str], gather: Callable[[str, bytes], list[byt
             every = gather("trace", zlib.compress(json.dumps(timeline(recorder, _torch_rank() or 0)).encode(), 1))
     finally:
         stop(recorder)
-        # Without a coordinator the ranks cannot exchange traces; after an exception some may never finish.
+        # Write this rank's own trace if none were gathered. Without a coordinator the ranks cannot exchange traces, and
+        # after an exception some may never finish.
         if every is not None and len(every) < 2:
             write(timeline(recorder, _torch_rank() or 0), own)
     if every is not None and len(every) > 1:

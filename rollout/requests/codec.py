@@ -70,7 +70,8 @@ def unpack_msgpack(what: str, packed: bytes | memoryview, **options: Any) -> Any
     """Unpack one msgpack value with options of `msgpack.unpackb`; a `SerializationError` begins with `what`."""
     try:
         return msgpack.unpackb(packed, **options)
-    # All msgpack errors that a complete buffer can cause are ValueErrors; a list as a map key is a TypeError.
+    # Catch ValueError, the base of all msgpack errors that a complete buffer can cause, and TypeError, raised for a
+    # list as a map key.
     except (ValueError, TypeError, RecursionError) as exc:
         raise SerializationError(
             f"{what}: {len(packed)} bytes that are no msgpack ({type(exc).__name__}: {exc}): cut off?"
@@ -85,7 +86,7 @@ def unpack_joined(what: str, packed: bytes) -> list[Any]:
     try:
         while not values or reader.tell() < len(packed):
             values.append(reader.unpack())
-    # All other msgpack errors are ValueErrors; a list as a map key is a TypeError.
+    # Catch ValueError, the base of all other msgpack errors, and TypeError, raised for a list as a map key.
     except (msgpack.OutOfData, ValueError, TypeError, RecursionError) as exc:
         raise SerializationError(
             f"{what}: {len(packed)} bytes that are no msgpack ({type(exc).__name__}: {exc})"
@@ -116,7 +117,7 @@ def member_of(kind: type[Enum]) -> Codec:
     """Return a codec for an enum member, by value."""
 
     def decode(value: Any) -> Enum:
-        # True == 1, but a bool is not the value of a member.
+        # Compare types first: True == 1, but a bool is not the value of a member.
         if type(value) not in (int, str):
             refuse(kind.__name__, value, f"one of {[member.value for member in kind]}")
         try:
@@ -129,7 +130,7 @@ def member_of(kind: type[Enum]) -> Codec:
 
 def _plain(rule: str, encode: Callable[[Any], Any], *types: type) -> Codec:
     def decode(value: Any) -> Any:
-        # type() and not isinstance(), because True is not an integer here.
+        # Compare with type(), not isinstance(): True must not pass as an integer.
         if type(value) not in types:
             refuse(types[0].__name__, value, rule)
         return encode(value)
@@ -194,7 +195,7 @@ def _array(dtypes: str, rule: str) -> Codec:
         if not re.fullmatch(dtypes, dtype):
             refuse("array", dtype, rule)
         _check_size("array", shape, np.dtype(dtype).itemsize, data)
-        # A copy, because frombuffer is read-only and a field is not.
+        # Copy: frombuffer returns a read-only array, and fields must be writable.
         return np.frombuffer(data, dtype).reshape(shape).copy()
 
     return Codec(_encode_array, decode)

@@ -56,7 +56,7 @@ class Column:
 
     def holds(self, values: list[Any]) -> bool:
         """Return whether every value is None or of these types; floats must be finite."""
-        # C-level operations on the whole list: a Python call per entry would dominate decoding.
+        # Use C-level operations on the whole list: a Python call per entry would dominate decoding.
         return self.types.issuperset(map(type, values)) and (
             float not in self.types or all(map(isfinite, filter(None, values)))
         )
@@ -123,7 +123,7 @@ class SampleDelta:
         optional = (getattr(self, name) for name in COLUMNS)
         return len(self.token_ids) + len(self.log_probs) + sum(len(v) for v in optional if isinstance(v, bytes | str))
 
-    # --- decoded ----------------------------------------------------------------------------------------------------
+    # --- decoded columns --------------------------------------------------------------------------------------------
 
     def token_list(self) -> list[int]:
         """Return the token ids as a list."""
@@ -305,7 +305,7 @@ def growth(
     if live.sampling_params.logprobs:
         delta.top_n = pack_top_n(joined(record, "generated_top_n_logprobs", start))
     last = live.original_prompt_length + made - 1
-    # A sample that failed in its prompt has routes for a part of the prompt.
+    # Send routes of a sample without tokens too: a sample that failed during prefill has routes for part of its prompt.
     if (made > start or not made) and 0 < last <= route_rows(record):
         first = first_unread(computed_length(record), live.original_prompt_length + start)
         routes = [each.routing_indices for each in record if each.routing_indices is not None]

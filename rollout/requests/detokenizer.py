@@ -145,8 +145,8 @@ class CompletionText:
 
     def _find(self, seen: str) -> None:
         searched = self._searched - self._before_tail
-        # New matches end after the searched text. Stops are sorted longest first, and `min` takes the first of equal
-        # matches.
+        # Search only for matches that end after the searched text. The stop strings are sorted longest first, so of
+        # matches with the same start, `min` takes the longest.
         hits = [(seen.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stops]
         start, self._stop = min((hit for hit in hits if hit[0] >= 0), key=lambda hit: hit[0], default=(0, None))
         if self._stop is not None:
@@ -163,7 +163,7 @@ class StableText:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], include_stop_str_in_output: bool) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
-        # An included stop string never retracts text, so nothing is held back.
+        # Hold nothing back if the stop string is included: it then never retracts text.
         self._stops = () if include_stop_str_in_output else tuple(stop)
         self._held = ""
         self._shown = 0
@@ -173,7 +173,7 @@ class StableText:
         piece = self._detokenizer.push(token_ids)
         if not piece:
             return ""
-        # Text that is not held back cannot start a stop string, so only the held text is searched again.
+        # Search only the held text again: earlier text cannot be the start of a stop string.
         settled = self._held + piece
         safe = len(settled) - _held_back(settled, self._stops)
         self._held = settled[safe:]

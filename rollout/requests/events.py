@@ -80,7 +80,7 @@ class DynamicInferenceEvent:
 
     def __str__(self) -> str:
         if isinstance(self.payload, BaseException):
-            # The message is joined into one line.
+            # Join the message into one line.
             what = f" {type(self.payload).__name__}: {' '.join(str(self.payload).split())}"
         else:
             what = "".join(f" {name}={value}" for name, value in (self.payload or {}).items())
@@ -129,7 +129,7 @@ def _exception(plain: Any) -> Exception:
                 return rebuilt
     else:
         known = RolloutError
-    # Some exceptions, such as KeyError, print the repr of their argument.
+    # Define __str__: some exceptions, such as KeyError, print the repr of their argument.
     return type(name, (known,), {"__str__": lambda _: message})(message)  # type: ignore[no-any-return]
 
 

@@ -51,7 +51,7 @@ class ImageInputs:
 
     def begins_with(self, earlier: ImageInputs) -> bool:
         """Return whether the first images equal `earlier`."""
-        # Tiles of images are in the second dimension, after the batch dimension.
+        # Compare along the second dimension if images have tiles: the first is then the batch dimension.
         tiled = PIXELS in self.tensors and self.tensors[PIXELS].ndim == TILED_DIMENSIONS
         dim = 1 if tiled else 0
         return self.tensors.keys() >= earlier.tensors.keys() and all(

@@ -57,7 +57,7 @@ def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = F
         )
         if is_array:
             raise InvalidRequestError(f"{name}{found}: {cure}")
-        if len(rows) > 1:  # The text has no row number, so Python shows it once per line of the caller.
+        if len(rows) > 1:  # Without a row number in the text, Python shows it once per calling line.
             warn_caller(f"{name}: a row begins or ends with the padding token: {cure}")
     return rows if is_array else prompts
 
@@ -236,7 +236,7 @@ def _message(
         calls = shown.pop("tool_calls")
         if not isinstance(calls, list):
             raise InvalidRequestError(f"{where}.tool_calls={calls!r:.80}: must be a list of calls")
-        # Templates test for the key, so an empty list is left out.
+        # Leave out an empty list: templates only test whether the key exists.
         if calls:
             shown["tool_calls"] = [_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)]
     return shown

@@ -219,7 +219,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         self._check_at_most("len(policy_spans)", len(self.policy_spans), self.total_length)
         self._check_at_most("len(kv_spans)", len(self.kv_spans), self.total_length)
         size = self.block_size_tokens if self.enable_prefix_caching else None
-        # A prompt shorter than a block has no hashes: skip the computation.
+        # Skip the computation for a prompt shorter than a block, which has no hashes.
         shorter = size is not None and 0 < len(self.prompt_tokens) < size
         if size is not None and not shorter and not self.precomputed_block_hashes:
             share = self.sampling_params.prefix_share
@@ -292,7 +292,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         if not policy_only or self.policy_spans or self.generated_tokens:
             self.policy_spans.extend_to(self.total_length, self.policy_version)
         if policy_only:
-            # The staleness of existing KV stays the same.
+            # Shift the versions of existing KV, so that its staleness stays the same.
             self.kv_spans.shift(version - self.policy_version)
         else:
             self.kv_spans.extend_to(self.kv_length, self.policy_version)

@@ -120,7 +120,7 @@ def add_model_routes(app: FastAPI, serving: Serving) -> None:
         names = (serving.model_name, *serving.llm.lora_adapters)
         return {"object": "list", "data": [described(name) for name in names]}
 
-    # A model name may contain slashes, which some clients send unescaped.
+    # Match the whole path: a model name may contain slashes, which some clients send unescaped.
     @app.get("/v1/models/{model:path}", tags=["models"])
     async def model(model: str) -> dict[str, Any]:
         """Return a model by its name."""
@@ -174,7 +174,7 @@ class _DescribedApp(FastAPI):
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
-        # Endpoints parse these bodies themselves.
+        # Add the schemas of bodies that endpoints parse themselves, which FastAPI does not document.
         for model in (*_PARSED_BODIES, ErrorReply):
             schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))

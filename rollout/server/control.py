@@ -168,7 +168,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
         await control.ask(llm.set_policy_version, None if version is None else int(version))
         return control.now()
 
-    # vLLM's path, and the path that prime-rl's client uses.
+    # Serve two paths: vLLM's, and the one that prime-rl's client uses.
     @router.post("/v1/load_lora_adapter", openapi_extra=documented_body(LoadAdapterRequest))
     @router.post("/load_lora_adapter", openapi_extra=documented_body(LoadAdapterRequest))
     async def load_lora_adapter(request: Request) -> Reply:
@@ -238,7 +238,7 @@ class Control:
             elif mode == "wait" and self._llm.state == EngineState.RUNNING:
                 await serving.drained(None)
                 if not serving.shut:
-                    return  # another call has resumed the engines in the meantime
+                    return  # Another call has resumed the engines meanwhile.
             if self._llm.state == EngineState.RUNNING:
                 await self.ask(self._llm.pause)
 

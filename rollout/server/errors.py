@@ -211,7 +211,7 @@ def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str 
     if field is None:
         return f"the body must be a JSON object: {_reason(first)}", None
     if first["type"] == "extra_forbidden":
-        # `known` has the fields of the body itself, not of objects in it.
+        # Suggest similar names only for the body's own fields: `known` lacks the fields of objects inside the body.
         near = known if len(first["loc"]) == 2 else ()
         return f"{field}: there is no such field here; {did_you_mean(field, near, 'see /docs for the fields')}", field
     if first["type"] == "missing":

@@ -59,7 +59,7 @@ class Boundary:
         except ClientGoneError as exc:
             status = exc.status
         except asyncio.CancelledError:
-            # The server shut down before the body was complete.
+            # Reply 503 if no reply has begun: the server shut down while the request's body was arriving.
             if not status:
                 await shutting_down().response()(scope, receive, watched)
         except Exception as exc:

@@ -28,7 +28,7 @@ class EngineNumbers(Collector):
         self._llm = llm
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # This method lets registration skip a query of the engine.
+        return ()  # With this method, registration does not query the engine.
 
     def collect(self) -> Iterator[Metric]:
         try:

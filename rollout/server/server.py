@@ -97,7 +97,7 @@ class Server:
                     self._end(self._life), self._config.shutdown_grace_s + 2 * ABORT_TIMEOUT_S + START_TIMEOUT_S
                 )
             except RuntimeError:
-                # A loop that was closed in the meantime has cancelled all tasks of the server.
+                # Ignore the error if the task has finished: closing the loop cancels all tasks of the server.
                 if not self._life.done():
                     raise
 

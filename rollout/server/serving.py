@@ -59,7 +59,7 @@ class Serving:
     _closing: int = 0
     _drained: asyncio.Event = field(default_factory=asyncio.Event)
 
-    # --- may this request be served? ----------------------------------------------------------------------------
+    # --- whether to serve a request -----------------------------------------------------------------------------
 
     def adapter_of(self, model: str | None) -> str | None:
         """Return the LoRA adapter that a request's `model` names; None: the served model. `ApiError` 404 for other names."""
@@ -83,7 +83,8 @@ class Serving:
         if self.stopping:
             raise shutting_down()
         state = EngineState(self.llm.state)
-        # If the engines run and no pause is in progress, the owning program has resumed them.
+        # Admit requests again if the engines run and no pause is in progress: the owning program has then resumed the
+        # engines.
         self.shut = self.shut and (bool(self._closing) or state is not EngineState.RUNNING)
         if self.shut:
             raise EngineStateError(
@@ -139,7 +140,7 @@ class Serving:
                 async with asyncio.timeout(timeout_s):
                     await self._drained.wait()
 
-    # --- what is being computed ---------------------------------------------------------------------------------
+    # --- open replies -------------------------------------------------------------------------------------------
 
     @contextmanager
     def computing(self, reply_id: str, request_ids: Iterable[int]) -> Iterator[None]:

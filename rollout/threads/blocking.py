@@ -35,7 +35,7 @@ def called(part: str, verb: Callable[Concatenate[Any, P], T]) -> Callable[Concat
 
     @wraps(verb)
     async def call_async(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        # The method awaits here, so that the object lives as long as the call.
+        # Await here, so that the object lives as long as the call.
         return await cast("Awaitable[Any]", verb(find(self), *args, **kwargs))
 
     return cast("Callable[Concatenate[Any, P], T]", call_async) if iscoroutinefunction(unwrap(verb)) else call
@@ -96,7 +96,7 @@ async def on_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwar
         while not running.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait((running,))
-        # Otherwise asyncio reports an exception that was never retrieved.
+        # Retrieve the exception: otherwise asyncio would report it as never retrieved.
         running.exception()
         raise
 

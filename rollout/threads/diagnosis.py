@@ -42,7 +42,7 @@ def watch(watched: Any) -> None:
 def report() -> str:
     """Return the state of all registered objects, and the stacks of all threads."""
     lines = [f"state of process {os.getpid()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"]
-    # list() of a dictionary's values is atomic in the interpreter, so no other thread can interfere.
+    # Copy the values: list() of them is atomic in the interpreter, so no other thread can interfere.
     for reference in list(_watched.values()):
         watched = reference()
         if watched is None:

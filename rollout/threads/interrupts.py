@@ -83,7 +83,7 @@ def interrupt_deferred() -> Iterator[None]:
     try:
         yield
     finally:
-        # Another Ctrl-C at this point would leave this handler installed.
+        # Shield first: if another Ctrl-C raised at this point, this handler would stay installed.
         deferral.shielded = True
         _thread.deferral = None
         signal.signal(signal.SIGINT, handler)
@@ -97,7 +97,7 @@ def uninterrupted(*, wholly: bool = False) -> AbstractContextManager[None]:
     Inside it, a second Ctrl-C takes effect in `interruptible()`, unless `wholly`. No-op under the same conditions as
     `interrupt_deferred()`.
     """
-    # A step has dozens of these blocks, nested in each other.
+    # Do nothing in a nested block: a step has dozens of these blocks, nested in each other.
     deferral = _thread.deferral
     needed = _on_main_thread() if deferral is None else not deferral.shielded or (wholly and not deferral.wholly)
     return _shielded(wholly) if needed else nullcontext()

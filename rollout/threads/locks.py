@@ -63,7 +63,7 @@ class FairLock:
                 raise
 
     def __exit__(self, *exc_info: object) -> None:
-        # The release comes first, because a Ctrl-C takes effect at calls.
+        # Make no other call before the release: Python handles a Ctrl-C at calls, which would leave the lock held.
         if self._depth > 1:
             self._depth -= 1
         else:
@@ -71,7 +71,7 @@ class FairLock:
             self._lock.release()
 
     def _wait(self) -> None:
-        # The first waiter holds this lock, and the last holder queues behind it.
+        # Queue for `_next`: the first waiter holds it, and the last holder of the lock must queue behind that waiter.
         _acquire(self._next)
         try:
             if not self._lock.acquire(blocking=False):

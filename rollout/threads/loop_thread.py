@@ -29,7 +29,7 @@ class LoopThread:
         self._name = name
         self._loop = asyncio.new_event_loop()
         self._closed = False
-        # This also guards `_closed`, so that `close` cancels all work that was submitted before it.
+        # Guard `_closed` too, so that `close` cancels all work that was submitted before it.
         self._handing_over = threading.Lock()
         device = _cuda_device()
         self._thread = threading.Thread(target=self._serve, args=(device,), name=name, daemon=True)

@@ -79,7 +79,7 @@ class RotaryGridFamily(GridFamily):
     def positions(self, tokens: Tensor, kinds: Tensor, images: ImageInputs) -> Tensor:
         named = ("image_grid_thw", "video_grid_thw", SECONDS)
         given = {name: images.tensors[name].cpu() for name in named if name in images.tensors}
-        # Add one token, so that the model also computes the position after the last token: a video may extend further
+        # Add one token, so that the model also computes the position after the last token. A video may extend further
         # in time than the text after it.
         tokens, kinds = pad(tokens[None], (0, 1)), pad(kinds[None].int(), (0, 1))
         try:

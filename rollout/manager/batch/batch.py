@@ -334,7 +334,7 @@ class RolloutBatch:
         tree = self.tree(rows)
         part, numbers = self._part(tree)
         columns = part.input_ids.shape[1]
-        # Requests that cannot be replayed must raise here, before the first gradient.
+        # Check all requests now: those that cannot be replayed must raise before the first gradient.
         self._distribution(numbers, columns, temperature)
 
         def read(segment: Part, own: Tensor) -> LogitScores:
@@ -390,7 +390,7 @@ class RolloutBatch:
                 "packed(): rows have images: train on batch.tree(), or on padded rows (batch.model_inputs())"
             )
         chosen = self._numbers(rows)
-        # The indices are computed once, because on a device every boolean index would wait for its count.
+        # Compute the indices once: on a device, every boolean index makes the host wait for its count.
         real = self.attention_mask[chosen].flatten().nonzero()[:, 0]
         surplus = -len(real) % multiple_of
 

@@ -107,7 +107,7 @@ def distribution(
         ValueError: a request was truncated and has no kept tokens, so that its distribution is unknown.
     """
     params = [request.sampling_params for request in requests]
-    # The log-probs of these rows are over the whole vocabulary.
+    # Mark the rows whose log-probs are over the whole vocabulary.
     unshaped = [one.logprobs_mode != "processed" for one in params]
     for request, one, plain in zip(requests, params, unshaped, strict=True):
         if one.truncated and not one.greedy and not plain and request.generated_kept_tokens is None:

@@ -143,7 +143,7 @@ class BatchImages:
             return whole
 
         marked = packed.input_ids[0, packed.input_ids[0] < 0].tolist()
-        # Images follow the order of the tree, in which rows that begin differently are apart.
+        # Order the images as in the tree, in which rows that begin differently are apart.
         shown = [numbers[-1 - mark] for mark in dict.fromkeys(marked)]
         inputs = self._pixels(shown, joined=True) if shown else {}
         if self.layout.token_types is not None:
@@ -197,7 +197,7 @@ class BatchImages:
             parts = [each[name] for each in named if name in each]
             tiled = self.layout.tiled and named[0][PIXELS].ndim == TILED_DIMENSIONS
             whole = _tiled(parts, [each is not None for each in chosen]) if tiled else _filled(name, parts)
-            # Surplus tiles are zeros, which models ignore.
+            # Join the tiles, including surplus tiles: those are zeros, which models ignore.
             found[name] = (whole.flatten(0, 1)[None] if tiled and joined else whole).to(self.placeholders.device)
         return found
 

@@ -160,8 +160,8 @@ class _Rows:
             columns = np.flatnonzero(real[row])
             cuts = [] if starts is None else np.flatnonzero(starts[row])[1:].tolist()
             for sequence in np.split(columns, cuts):
-                # Equal sequences belong to samples in turn. If there are more sequences than samples, the last sample is
-                # repeated.
+                # Assign equal sequences to the samples in turn. If there are more sequences than samples, repeat the
+                # last sample.
                 found = left.get(_key(tokens[sequence]))
                 if found is None:
                     if self._is_surplus(tokens[sequence]):

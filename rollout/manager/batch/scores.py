@@ -346,7 +346,8 @@ def _of_set(request: DynamicInferenceRequest) -> bool:
     params = request.sampling_params
     if params.greedy or params.logprobs_mode != "processed":
         return False
-    # Kept tokens already contain the effect of filters, biases and constraints.
+    # Check only the penalties if kept tokens were recorded: the kept sets already include the effect of filters, biases
+    # and constraints.
     named = PENALTIES if params.return_kept_tokens else [*PENALTIES, *FILTERS, "logit_bias", "structured"]
     if shaped := params.shaping(named):
         raise ConfigError(

@@ -140,7 +140,7 @@ def pack_tree(
     """
     device = input_ids.device
     ids, mask = input_ids.cpu().numpy(), real.cpu().numpy()
-    # Tokens move to the left and rows into lexicographic order, so that rows with a common prefix are adjacent.
+    # Move tokens to the left and sort the rows lexicographically, so that rows with a common prefix are adjacent.
     columns = np.argsort(~mask, axis=1, kind="stable")
     tokens, lengths = np.take_along_axis(ids, columns, 1), mask.sum(1)
     routes = None if routed_experts is None else _routes(routed_experts, lengths.max(initial=0))
@@ -226,6 +226,6 @@ def _depth_first(tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: 
     new = fresh & (depth < lengths[:, None])
     parents = np.full(starts[-1], -1)
     parents[nodes[:, 1:][new[:, 1:]]] = nodes[:, :-1][new[:, 1:]]
-    # Row after row, the added tokens are in depth-first order, because the rows are sorted.
+    # Concatenate the added tokens row by row: the rows are sorted, so this is depth-first order.
     chosen = None if routes is None else routes[new[:, : routes.shape[1]]]
     return _Forest(nodes, tokens[new], np.broadcast_to(depth, new.shape)[new], starts[below][new], parents, chosen)

@@ -68,7 +68,7 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
         known, end = len(turn.prompt_tokens), turn.total_length
         versions[done:end] = turn.policy_versions[done:]
         sampled[known:end] = True
-        # A request without log-probs leaves NaN, as in a batch of single turns.
+        # Use NaN for a request without log-probs, as in a batch of single turns.
         logprobs[known:end] = turn.generated_log_probs or np.nan
         done = end
     tokens = [*last.prompt_tokens, *last.generated_tokens]
@@ -90,7 +90,7 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
         generated_top_n_logprobs=[],
         generated_text=None,
         policy_spans=_spans(versions),
-        # The last turn has these, as for `routing_indices`, because both belong to the KV behind the row's last token.
+        # Take the values of the last turn, as for `routing_indices`: both belong to the KV behind the row's last token.
         kv_spans=last.kv_spans.copy(),
         generated_kept_tokens=_kept_tokens(turns, tokens[start:]),
         generated_values=_values(turns),

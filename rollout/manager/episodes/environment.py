@@ -115,8 +115,7 @@ def _check_methods(made: Any, name: str) -> None:
 
 
 def _is_play(environment: Any) -> TypeGuard[Play]:
-    # An object with `async def __call__` is also a coroutine function. A class is not, because its call makes an
-    # environment.
+    # Accept an object with `async def __call__` too, but not a class: calling a class makes an environment.
     call = None if isinstance(environment, type) else getattr(type(environment), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(environment) or inspect.iscoroutinefunction(call)
 

@@ -65,7 +65,7 @@ class EpisodePlayer:
         """Group id → playing time, in seconds, at which episodes must have finished, for groups with a deadline."""
         self._looked_at: float | None = None
         self._loop: LoopThread | None = None
-        # This guards the end of an episode, which its coroutine and its deadline may both attempt.
+        # Guard the end of an episode, which its coroutine and its deadline may both attempt.
         self._ending = threading.Lock()
         self._broken: BrokenEnvironmentError | None = None
         self._logged: set[type[BaseException]] = set()
@@ -76,7 +76,7 @@ class EpisodePlayer:
     def __iter__(self) -> Iterator[int]:
         return iter(self._groups)
 
-    # --- the stepping thread --------------------------------------------------------------------------------------
+    # --- methods for the stepping thread --------------------------------------------------------------------------
 
     def begin(self, task: Any, play: Play, n: int, params: SamplingParams, timeout_s: float | None) -> int:
         """Start n episodes of a task; returns the group id."""
@@ -95,7 +95,8 @@ class EpisodePlayer:
         self.unfinished.add(number)
         if self._loop is None:
             self._loop = LoopThread("rollout-episodes")
-            # An environment that still computes while the interpreter shuts down would abort the process.
+            # Close the loop at exit: an environment that still computes while the interpreter shuts down would abort
+            # the process.
             finalize(self, _close_at_exit, self._loop)
         for episode in self._groups[number]:
             self._futures[episode] = self._loop.start(self._play(episode, play))
@@ -156,7 +157,7 @@ class EpisodePlayer:
             self._loop.close(EXIT_S)
             self._loop = None
 
-    # --- the loop thread ------------------------------------------------------------------------------------------
+    # --- methods for the loop thread ------------------------------------------------------------------------------
 
     @property
     def inside(self) -> bool:
@@ -191,7 +192,7 @@ class EpisodePlayer:
         except (Exception, SystemExit) as exc:  # noqa: BLE001 - a failure of the user's environment affects only this
             # episode
             if isinstance(exc, BrokenEnvironmentError):
-                # An episode that was dropped must not fail a later call.
+                # Ignore the error of an episode that was dropped: it must not fail a later call.
                 self._broken = exc if episode.group_id in self._groups else self._broken
             elif type(exc) not in self._logged and not episode.ended:
                 self._logged.add(type(exc))

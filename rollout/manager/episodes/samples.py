@@ -49,7 +49,7 @@ class OpenSamples:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        # This is a leaf lock: its holder must not acquire another lock.
+        # Guard the fields below. This is a leaf lock: its holder must not acquire another lock.
         self._changed = threading.Condition()
         self._arrived: list[OpenSample] = []
         self._cancelled: list[OpenSample] = []
@@ -59,7 +59,7 @@ class OpenSamples:
     def __len__(self) -> int:
         return len(self._arrived) + len(self._queued)
 
-    # --- any thread -----------------------------------------------------------------------------------------------
+    # --- methods for any thread -----------------------------------------------------------------------------------
 
     async def completion(
         self,
@@ -103,7 +103,7 @@ class OpenSamples:
             self._changed.notify_all()
         self._wake()
 
-    # --- the thread that steps ------------------------------------------------------------------------------------
+    # --- methods for the stepping thread --------------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> None:
         """Wait until `wake` is called or `timeout_s` has passed. Return at once if `wake` was called since the last wait."""

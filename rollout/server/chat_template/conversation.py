@@ -112,7 +112,7 @@ class Conversation:
                 "answered; set add_generation_prompt=false"
             )
         template = self._template(tools)
-        # A model may have learnt a tool that its template never lists. Then the template still formats the tool's calls.
+        # Accept a template that lists no tools if it can format calls: the model may have learnt the tools in training.
         if tools and "tools" not in template and format_of(template) is None:
             raise InvalidRequestError(
                 "tools: the chat template never prints them, and writes no calls; describe them in a message, or set "

@@ -113,7 +113,7 @@ def _what_changed(plain: list[Message], index: int, rollout: Mapping[str, Any], 
     try:
         prompt = text_digest(ask(plain[:index]))
     except InvalidRequestError:
-        # The template rendered the reply's original prompt, so a conversation that it rejects is different.
+        # Treat a conversation that the template rejects as changed: the template rendered the reply's original prompt.
         return _OTHER_PROMPT
     if prompt != rollout["prompt_digest"]:
         return _OTHER_PROMPT
@@ -157,7 +157,8 @@ def text_behind_reply(messages: list[Message], index: int, write: Write, special
     marked = [*messages[:index], {**reply, "tool_calls": [*calls, last]}, *messages[index + 1 :]]
     between = behind = _behind(mark, write(marked))
     if behind is not None and index + 1 < len(messages):
-        # The token must come before the content of the next message, which may contain special tokens as well.
+        # Mark the start of the next message: the token must come before it, because the message's content may contain
+        # special tokens too.
         next_mark = _mark()
         marked[index + 1] = {**messages[index + 1], "content": next_mark}
         between, found, _ = (_behind(mark, write(marked)) or "").partition(next_mark)

@@ -56,7 +56,8 @@ def reply_constraint(
     if tools:
         rules += _rules_of_calls(tools)
     if schema is None:
-        # Here reasoning is ordinary text, so a call inside it must also fit.
+        # Apply the rules to the whole reply: this format does not separate reasoning from text, so a call inside
+        # reasoning must match too.
         rules += ["opening[lazy]: TEXT " + json.dumps(HERMES.marker), _TEXT]
         return _grammar(["start: (opening body)* TEXT", *rules])
     begin = _reasoning(reasoning, rules)
@@ -94,7 +95,7 @@ def _rules_of_calls(tools: Tools) -> list[str]:
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        # References start from the root of the arguments' schema, but here `arguments` is not the root.
+        # Move definitions to the root of the call: references start from there, but `arguments` is nested in the call.
         call |= {word: arguments[word] for word in ("$defs", "definitions") if word in arguments}
         rules.append(f"call_{place}: {json_rule(call)}")
     names = " | ".join(f"call_{place}" for place in range(len(tools)))
