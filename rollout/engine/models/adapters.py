@@ -1,9 +1,9 @@
-"""LoRA adapters that requests name: reading them from folders, assigning them to sequences, and their part of a forward.
+"""LoRA adapters that requests select by name: reads them from folders, assigns them to sequences and applies them.
 
     y = W x + s · B (A x),   s = alpha / r, or alpha / √r with rsLoRA        (Hu et al. 2021, arXiv:2106.09685)
 
-Only while a forward with adapters runs, the `forward` of the layers concerned is replaced. Always true: sequences without an
-adapter are computed by their own forward, exactly as if there were no adapters. All others of a step share one forward.
+A step runs up to two forward passes: one for its sequences without an adapter, exactly as if no adapter were loaded, and
+one for all sequences with adapters. The `forward` of the adapted layers is replaced only during the second.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ MAX_RANK = 512
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` that leave the base weights as they are."""
+"""The values of `init_lora_weights` that leave the base weights unchanged."""
 _OTHER_KINDS = (
     "use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "modules_to_save", "target_parameters",
     "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "use_bdlora", "kasa_config",
     "monteclora_config",
 )  # fmt: skip
-"""Options of PEFT's `LoraConfig` that change the computation."""
+"""The options of PEFT's `LoraConfig` that change the computation and are not supported."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,27 +57,27 @@ class LoraLayer:
     scaling: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Update [..., out] for x [..., in], in the dtype that PEFT computes in."""
+        """Return the update [..., out] for inputs x [..., in], computed in the dtype of the factors, as in PEFT."""
         down, up = self.down.to(x.device), self.up.to(x.device)
         return linear(linear(x.to(down.dtype), down), up) * self.scaling
 
 
 @dataclass(frozen=True, eq=False)
 class LoraAdapter:
-    """A LoRA adapter: updates by the names of the modules they belong to."""
+    """A LoRA adapter: its folder, and its updates indexed by the name of the linear layer that they change."""
 
     folder: str
     layers: dict[str, LoraLayer]
 
 
 def read_adapter(model: nn.Module, folder: str | PathLike[str]) -> LoraAdapter:
-    """Read an adapter that PEFT's `save_pretrained` has written, and check it against a model.
+    """Read an adapter that PEFT's `save_pretrained` has written, and check that it fits a model.
 
-    Tensors keep their dtype, in which PEFT computes too, and are copied to the device of their layer.
+    Tensors keep their dtype, in which PEFT also computes, and are copied to the device of the layer that they change.
 
     Raises:
-        ConfigError: a file is missing or malformed; the adapter is not plain LoRA; or a layer is missing, not linear or of
-            another shape.
+        ConfigError: a file is missing or malformed; the adapter is not plain LoRA; or the model has no linear layer of this
+            name and shape.
     """
     try:
         config = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
@@ -158,15 +158,15 @@ MAX_ADAPTERS = 64
 
 IntArray = NDArray[np.int64]
 Names = Sequence[str | None]
-"""The adapter of each sequence of a step; None: the sequence has none."""
+"""The adapter name of each sequence of a step; None: the sequence has no adapter."""
 Forward = Callable[[IntArray, PagedRows, IntArray], Tensor]
-"""A function of (ids, rows, keep), as in `ModelRunner.forward`, that returns logits [len(keep), V]."""
+"""A function of (ids, rows, keep), as in `ModelRunner.forward`, that returns logits [len(keep), vocabulary size]."""
 _Part = tuple[LoraLayer, Tensor | None]
-"""An update, and the positions that it applies to; None: all."""
+"""A low-rank update, and the indices of the positions that it applies to (None: all positions)."""
 
 
 class LoraAdapters:
-    """Loaded adapters of one model, and the adapter of each row of the sequence table."""
+    """The adapters loaded for one model, and the adapter of each row of the sequence table."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -179,21 +179,21 @@ class LoraAdapters:
         return {name: adapter.folder for name, adapter in self._loaded.items()}
 
     def load(self, name: str, folder: str | PathLike[str]) -> None:
-        """Load an adapter, in place of one of the same name.
+        """Load an adapter, replacing any adapter of the same name.
 
         Raises:
-            ConfigError: it does not fit the model, or there are too many; nothing was changed.
+            ConfigError: the adapter does not fit the model, or `MAX_ADAPTERS` are loaded; nothing was changed.
         """
         if name not in self._loaded and len(self._loaded) >= MAX_ADAPTERS:
             raise ConfigError(f"adapter {name!r}: {MAX_ADAPTERS} adapters are loaded, the maximum; unload one")
         self._loaded[name] = read_adapter(self._model, folder)
 
     def unload(self, name: str) -> None:
-        """Remove an adapter that no sequence uses any more. Harmless when repeated."""
+        """Remove an adapter that no sequence uses any more. Do nothing if no adapter of this name is loaded."""
         self._loaded.pop(name, None)
 
     def num_layers(self, name: str) -> int:
-        """Return the number of layers that a loaded adapter changes."""
+        """Return the number of linear layers that a loaded adapter changes."""
         return len(self._loaded[name].layers)
 
     def check(self, name: str | None) -> None:
@@ -212,7 +212,7 @@ class LoraAdapters:
             self._of_row.pop(row, None)
 
     def of(self, rows: NDArray[np.int32]) -> Names | None:
-        """Return the adapter [R] of each row; None: no row has one."""
+        """Return the adapter name of each of the given rows, or None if none of the rows has an adapter."""
         if not self._of_row:
             return None
         named = [self._of_row.get(row) for row in rows.tolist()]
@@ -221,11 +221,17 @@ class LoraAdapters:
     def run(
         self, ids: IntArray, rows: PagedRows, keep: IntArray, named: Names, plain: Forward, adapted: Forward
     ) -> Tensor:
-        """Compute logits [len(keep), V] of sequences with and without adapters, at packed positions `keep`.
+        """Compute the logits of sequences with and without adapters.
 
         Args:
-            plain: forward of sequences without an adapter.
-            adapted: the module's own forward for the other sequences, from ids [1, P] to logits [1, len(keep), V].
+            ids: packed token ids [P] of the sequences.
+            keep: indices of the packed positions to compute logits for, ascending.
+            named: adapter name of each sequence.
+            plain: forward pass for the sequences without an adapter.
+            adapted: the model's own forward pass for the other sequences, from ids [1, P] to logits [1, len(keep), V].
+
+        Returns:
+            The logits [len(keep), V], where V is the vocabulary size.
         """
         parts: list[Tensor] = []
         places: list[IntArray] = []
@@ -248,10 +254,10 @@ class LoraAdapters:
 
     @contextmanager
     def _acting(self, named: NDArray[np.str_]) -> Iterator[None]:
-        """Let forwards inside the block compute each packed position with its adapter.
+        """Apply each packed position's adapter in forward passes inside the block.
 
         Args:
-            named: [P] adapter of each position.
+            named: name of each position's adapter, [P].
         """
         parts: dict[str, list[_Part]] = {}
         device = next(self._model.parameters()).device
@@ -273,7 +279,7 @@ class LoraAdapters:
 
 
 def _updated(forward: Callable[[Tensor], Tensor], path: str, updates: list[_Part], positions: int, x: Tensor) -> Tensor:
-    """Compute a linear layer's output with the low-rank updates of the positions that have one."""
+    """Return a linear layer's output, with the low-rank updates added at the positions that they apply to."""
     base = forward(x)
     inputs, outputs = x.flatten(0, -2), base.flatten(0, -2)
     for layer, index in updates:

@@ -1,8 +1,9 @@
-"""Inputs of one attention step, and how the trainer's model runs with the paged attention.
+"""Runs the trainer's model with the engine's paged attention.
 
 Transformers' attention interface passes every layer's queries, keys and values to `rollout_attention`. The step's batch is
-passed as a keyword argument, and in a context variable for models that drop it. The configuration names our attention only
-inside an engine's forward and only on its thread, so any other forward finds the model's own attention and masks.
+passed as a keyword argument and, for models that drop keyword arguments, also in a context variable. The model's
+configuration names our attention only during an engine's forward pass, and only on the thread that runs it. Any other
+forward pass uses the model's own attention and masks.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from rollout.threads.interrupts import interruptible, uninterrupted
 IMPLEMENTATION = "rollout_paged"
 BATCH_ARGUMENT = "rollout_batch"
 TREE_PREFIX = "rollout_tree_"
-"""Prefix of the name of a model's attention implementation while tree attention is attached to the model."""
+"""The prefix that is added to the name of a model's attention implementation while tree attention is attached."""
 SINKS = "s_aux"
-"""The argument by which layers pass their attention sinks, [H]."""
+"""The keyword argument in which layers pass their attention sinks, one per query head."""
 
 _carried: ContextVar[AttentionBatch | None] = ContextVar("rollout_batch", default=None)
-"""Batch of the current thread's forward."""
+"""The batch of the forward pass that the current thread runs; None: no engine's forward pass."""
 _in_forward: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
-"""The lock of each model's forwards: two engines of one model may step in two threads."""
+"""A lock per model, held during a forward pass, because two engines of one model may step in two threads."""
 
 
 def is_rollout_forward() -> bool:
-    """Return whether the current thread runs a forward of an engine, not one of the trainer's."""
+    """Return whether the current thread is inside an engine's forward pass."""
     return _carried.get() is not None
 
 
 def refuse_inside_forward() -> None:
-    """Raise `EngineStateError` if this thread is inside a forward of an engine, where no request can run."""
+    """Raise `EngineStateError` if this thread is inside an engine's forward pass, where no request can run."""
     if is_rollout_forward():
         raise EngineStateError(
             "generate or score inside a forward of the model (a forward hook?), in the middle of a step: keep in the hook "
@@ -53,16 +54,25 @@ def refuse_inside_forward() -> None:
 
 
 Arguments = dict[str, Any]
-"""Keyword arguments of an attention layer."""
+"""The keyword arguments that a layer passes to its attention function."""
 
 
 class AttentionBatch(Protocol):
-    """Per-step input that is passed to every attention layer."""
+    """The input of one step that is passed to every attention layer."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, arguments: Arguments
     ) -> Tensor:
-        """Compute attention of query [B, H, P, D] to key and value [B, Hkv, P, D]; return [B, P, H, Dv]."""
+        """Compute the attention of a layer for P positions in each of B rows.
+
+        Args:
+            query: [B, H, P, D] with H query heads of size D.
+            key: [B, Hkv, P, D] with Hkv key-value heads.
+            value: [B, Hkv, P, Dv].
+
+        Returns:
+            [B, P, H, Dv].
+        """
 
 
 def rollout_attention(
@@ -75,7 +85,7 @@ def rollout_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend over paged rows; registered with transformers' `AttentionInterface` under `IMPLEMENTATION`."""
+    """Compute a layer's attention with the current batch. It is registered with transformers under `IMPLEMENTATION`."""
     batch: AttentionBatch | None = kwargs.pop(BATCH_ARGUMENT, None)
     if batch is None:
         # Fall back to the context variable: the decoder layers of some models drop keyword arguments.
@@ -98,7 +108,7 @@ AttentionInterface.register(IMPLEMENTATION, rollout_attention)
 
 
 def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return the function that an attention layer calls for an implementation, looked up as the layer's file does."""
+    """Return the function that an attention layer calls for an implementation, with the look-up that its module uses."""
     files = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__ if kind.__module__ in sys.modules]
     interface = next((file["ALL_ATTENTION_FUNCTIONS"] for file in files if "ALL_ATTENTION_FUNCTIONS" in file), None)
     eager = next((file["eager_attention_forward"] for file in files if "eager_attention_forward" in file), None)
@@ -109,14 +119,14 @@ def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[
 
 
 def forward_with(batch: AttentionBatch, model: nn.Module, **inputs: Any) -> Any:
-    """Run one forward of `model` that passes `batch` to every attention layer; inside `Installation.forward`."""
+    """Run one forward pass of `model` in which every attention layer gets `batch`. Call it inside `Installation.forward`."""
     with carried(batch), interruptible():
         return model(use_cache=False, **inputs, **{BATCH_ARGUMENT: batch})
 
 
 @contextmanager
 def carried(batch: AttentionBatch) -> Iterator[None]:
-    """Pass the batch to this thread's forwards inside the block, even if their layers drop keyword arguments."""
+    """Pass the batch to this thread's forward passes inside the block, even if layers drop keyword arguments."""
     token = _carried.set(batch)
     try:
         yield
@@ -126,20 +136,20 @@ def carried(batch: AttentionBatch) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class PagedBatch:
-    """`AttentionBatch` of one step over the paged cache."""
+    """The `AttentionBatch` of one step over the paged KV cache."""
 
     cache: KVCache
     layer_of: dict[nn.Module, int]
     """The index of each attention module's layer in the cache."""
     slots: Tensor
-    """[B * P] int64, token slot (block * block_size + offset) of each of the forward's positions."""
+    """The token slot (block * block_size + offset) of each position of the forward pass, int64 [B * P]."""
     attention: PagedAttention
-    """The attention kernel with the rows of this step."""
+    """The attention kernel, bound to the rows of this step."""
     windows: Mapping[nn.Module, int | None]
-    """Sliding windows of layers that do not pass one themselves."""
+    """The windows that replace the argument `sliding_window` of some layers (`ModelLayout.mask_windows`)."""
     write: CacheWrite = write_slots
     unwindowed: PagedAttention | None = None
-    """Like `attention`, for layers without a window; None: they use the same kernel."""
+    """The attention kernel for layers without a window; None: they also use `attention`."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, arguments: Arguments
@@ -162,14 +172,14 @@ class PagedBatch:
 
 
 class Installation:
-    """The engine's use of the trainer's model: `with installation` spans many forwards, and may be nested.
+    """Prepares the trainer's model for the engine's forward passes: `with installation` spans many, and may be nested.
 
-    Between two forwards the model is as the trainer left it, both for the trainer's code inside the block (a reward
-    function) and for other threads.
+    Between two forward passes the model is as the trainer left it, both for the trainer's code inside the block (such as a
+    reward function) and for other threads.
 
     Args:
-        autocast: dtype that forwards are autocast to; None: the caller's autocast applies.
-        implementation: name that the attention is registered under.
+        autocast: autocast dtype of the forward passes; None: the caller's autocast applies.
+        implementation: name under which our attention is registered.
     """
 
     def __init__(
@@ -183,11 +193,11 @@ class Installation:
         self._modules: list[nn.Module] = []
         self._configs: list[Any] = []
         self.module_epoch = 0
-        """Incremented whenever the trainer may have modified the module."""
+        """A counter that is incremented whenever the trainer may have modified the module."""
 
     @property
     def active(self) -> bool:
-        """Whether the `with` block is open."""
+        """Whether a `with` block of this installation is open."""
         return self._depth > 0
 
     def __enter__(self) -> None:
@@ -221,10 +231,10 @@ class Installation:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Enter `inference`, in which the modules run with our attention, uncompiled, in eval mode.
+        """Enter `inference`, and inside the block run the modules with our attention, uncompiled and in eval mode.
 
         At the end, even after an exception, the attention implementation of every configuration object and the `training`
-        flag of every module are as before. Other threads see the `training` flags, and no other change.
+        flag of every module are restored. Meanwhile, other threads can observe the `training` flags but no other change.
         """
         with self.inference(), self._alone, ExitStack() as stack:
             try:
@@ -248,9 +258,9 @@ class Installation:
 
 
 class _Switched(str):
-    """The name of a model's own attention implementation. On a thread inside an engine's forward it equals our name.
+    """The name of a model's own attention implementation, which equals our name on a thread inside an engine's forward pass.
 
-    A copy is the original name.
+    Copying or pickling it gives the original name.
     """
 
     ours: str
@@ -282,7 +292,7 @@ class _Switched(str):
 
 _IMPLEMENTATION_FIELD = "_attn_implementation_internal"
 _TOWERS = ("vision_config", "audio_config")
-"""Fields of a configuration that describe modules outside the decoder."""
+"""The fields of a configuration that describe modules outside the decoder."""
 
 
 @contextmanager
@@ -303,7 +313,7 @@ def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """Return every configuration object with an attention implementation, except vision and audio towers'."""
+    """Return every configuration object with an attention implementation, except those of vision and audio towers."""
     found: dict[int, Any] = {}
     own = getattr(model, "config", None)
     towers = tuple({type(getattr(own, name)) for name in _TOWERS if getattr(own, name, None) is not None})

@@ -1,7 +1,7 @@
 """Reads a layer's attention window from transformers' mask functions, or rejects the mask.
 
-Some models apply a window only in the mask. While a model is probed, `probe_mask` makes its masks: each keeps the mask
-function it was made from, from which `window_of` reads the window, however large.
+Some models apply a window only in the mask. While a model is probed, `probe_mask` creates the masks and attaches to each
+the mask function that defines it. `window_of` evaluates this function to find the window, however large it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ PROBE = "rollout_probe"
 _DENSE = 64
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(batch, head, query position, key position) → whether the query attends to the key; arguments broadcast."""
+"""A function of (batch, head, query position, key position) that returns whether the query attends to the key.
+
+The arguments broadcast.
+"""
 
 
 class OtherMask(Exception):  # noqa: N818 - describes a mask; the caller decides what follows
@@ -28,7 +31,7 @@ class OtherMask(Exception):  # noqa: N818 - describes a mask; the caller decides
 
 
 def probe_mask(*args: Any, **arguments: Any) -> Tensor:
-    """Return a causal mask that carries transformers' mask function; registered as mask implementation `PROBE`."""
+    """Return a causal mask with transformers' mask function attached. It is registered as mask implementation `PROBE`."""
     length = int(arguments["q_length"])
     mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=arguments.get("device")).tril()
     mask.rollout_mask_function = arguments["mask_function"]  # type: ignore[attr-defined]
@@ -40,18 +43,22 @@ AttentionMaskInterface.register(PROBE, probe_mask)
 
 
 def function_of(mask: Tensor) -> MaskFunction | None:
-    """Return the mask function of `mask`, or of the tensor it is a view of; None if `probe_mask` did not make it."""
+    """Return the mask function attached to a mask, or to the tensor that the mask is a view of.
+
+    None: `probe_mask` did not create the mask.
+    """
     function: MaskFunction | None = getattr(mask, "rollout_mask_function", None)
     return function if function is not None or mask._base is None else function_of(mask._base)
 
 
 def window_of(function: MaskFunction, length: int, device: torch.device) -> int | None:
-    """Return how many last positions, its own included, each of the first `length` positions attends to; None: all.
+    """Return the window of a mask function over sequences of `length` tokens.
 
-    Compares whole rows of some positions, and the edges of all of them.
+    The window is the number of last positions, including its own, that each position attends to. None: all positions up to
+    its own. The check compares all keys for some queries, and the keys at both edges of the window for every query.
 
     Args:
-        device: device of tensors that the function may hold.
+        device: device of the tensors that the mask function may use.
 
     Raises:
         OtherMask: the mask is not a window; the message shows the first position that differs from a window.

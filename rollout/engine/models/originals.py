@@ -1,8 +1,8 @@
-"""Checks that the parts of a model are what transformers, torch and PEFT define, and nothing more.
+"""Checks that the code of a model's parts is the code that transformers, torch and PEFT define.
 
-Liger, Unsloth and others replace the `forward` of a class, or a function of the module that defines it, before or after a
-model is built. A function is original if its code was compiled from the file that defines its class or module, under the
-name it is found by.
+Liger, Unsloth and other libraries replace the `forward` of a class, or a function in the module that defines the class,
+before or after a model is built. A function counts as original if its code was compiled from the file that defines the
+class or module, and was defined there under the same name.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from rollout.engine.models.attention import TREE_PREFIX, attention_of
 from rollout.engine.models.model_support import has_global_hooks
 
 PACKAGES = ("transformers", "torch", "peft")
-"""Packages whose functions and decorators count as original."""
+"""The packages whose functions and decorators count as original."""
 PEFT_LORA = "peft.tuners.lora."
 
 
 class Unfusable(Exception):  # noqa: N818 - not an error: the module's own forward runs
-    """Raised for a model that must run its own forward; the message gives the reason."""
+    """Raised if a model cannot run as fused kernels and must run its own `forward`; the message gives the reason."""
 
 
 class Checks:
-    """Checks of the parts of one model. Methods raise `Unfusable` for a part that is not original; the message names it."""
+    """Checks the parts of one model. The methods raise `Unfusable` for a part that is not original; the message names it."""
 
     def __init__(self) -> None:
         self._checked: set[tuple[object, str]] = set()
 
     def methods(self, kind: type, *names: str) -> None:
-        """Check methods of a class, with the functions of their files that they call."""
+        """Check methods of a class, and the functions that they call from the file that defines them."""
         for name in names:
             if (kind, name) in self._checked:
                 continue
@@ -52,7 +52,7 @@ class Checks:
             self._called(code, module)
 
     def function(self, module: ModuleType, name: str) -> None:
-        """Check a function of a module, with the functions of its file that it calls."""
+        """Check a function of a module, and the functions that it calls from the same file."""
         if (module, name) in self._checked:
             return
         self._checked.add((module, name))
@@ -71,13 +71,13 @@ class Checks:
             self._called(code, module)
 
     def plain(self, module: nn.Module, *children: str) -> None:
-        """Check that a module has these children, and nothing that `unhooked` rejects."""
+        """Check that a module has exactly these children, and run the checks of `unhooked`."""
         self.unhooked(module)
         name = type(module).__name__
         require(set(module._modules) == set(children), f"{name} has other parts than {', '.join(children) or 'none'}")
 
     def unhooked(self, module: nn.Module) -> None:
-        """Check that a module has no hooks, no parametrisation and no replaced forward."""
+        """Check that a module has no forward hooks that change results, no parametrisation and no replaced `forward`."""
         name = type(module).__name__
         require(
             "forward" not in module.__dict__ and "__call__" not in module.__dict__,
@@ -101,7 +101,7 @@ def require(ok: bool, why: str) -> None:
 
 
 def address(module: nn.Module, name: str, dtype: torch.dtype) -> int:
-    """Return the address of a parameter, which must be contiguous and of that dtype."""
+    """Return the memory address of a module's parameter `name`, which must be contiguous and have this dtype."""
     parameter = module._parameters.get(name)
     if type(parameter) is not nn.Parameter or parameter.dtype != dtype or not parameter.is_contiguous():
         raise Unfusable(f"a parameter is not a contiguous {dtype} nn.Parameter")
@@ -115,7 +115,7 @@ def is_of(module: Any, name: str, package: str = "transformers.models.") -> bool
 
 
 def only_marks(hook: Any) -> bool:
-    """Return whether a hook is `gradient_checkpointing_enable`'s, which sets `requires_grad` of the embedding's output."""
+    """Return whether `gradient_checkpointing_enable` added this hook, which only sets `requires_grad` on its output."""
     home, name = str(getattr(hook, "__module__", "")), getattr(hook, "__name__", "")
     return home.startswith(("transformers.", "peft.")) and name in (
         "make_inputs_require_grads",
@@ -124,7 +124,7 @@ def only_marks(hook: Any) -> bool:
 
 
 def bypassed(device: torch.device) -> str | None:
-    """Return a message about a global setting that a fused forward on `device` would bypass; None: no such setting."""
+    """Return a message if a global setting is active that a fused forward pass on `device` would ignore, else None."""
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     if has_global_hooks():
@@ -136,10 +136,11 @@ def bypassed(device: torch.device) -> str | None:
 
 
 def foreign_part(model: nn.Module, attention_layers: Iterable[nn.Module]) -> str | None:
-    """Return the name of a part that affects attention and is not transformers' own; None: no such part.
+    """Return the name of a part that affects attention but is not original code, or None if all such parts are original.
 
-    Such parts are attention functions, the forwards of attention layers and of modules around them, and the forwards of
-    modules without parameters, as a rotary embedding is. Projections, norms and experts process each position alone.
+    Checked are the attention functions, the `forward` of attention layers and of the modules around them, and the `forward`
+    of modules without parameters, such as rotary embeddings. Projections, norms and experts are not checked, because they
+    process each position alone.
     """
     layers = set(attention_layers)
     for layer in layers:
@@ -162,7 +163,7 @@ def foreign_part(model: nn.Module, attention_layers: Iterable[nn.Module]) -> str
 
 @cache
 def names_in(code: CodeType) -> tuple[str, ...]:
-    """Return the global names that a function, or a function nested in it, may read."""
+    """Return the global names that a function's code, or the code of a function nested in it, may read."""
 
     def every(code: CodeType) -> Iterator[str]:
         yield from code.co_names
@@ -180,7 +181,7 @@ def _kind(module: Any) -> type:
 
 
 def _only_gathers(hook: Any) -> bool:
-    """Return whether a hook is FSDP2's, which does nothing while the weights are whole."""
+    """Return whether a hook is an FSDP2 hook that does nothing while the weights are gathered."""
     owner = getattr(hook, "__self__", None)
     owner = getattr(owner, "fsdp_state", owner)  # A hook that wraps FSDP2's keeps the state here.
     ours = type(owner).__module__.startswith("torch.distributed.fsdp.") and type(owner).__name__ == "FSDPState"
@@ -193,7 +194,7 @@ def _only_gathers(hook: Any) -> bool:
 
 
 def _packaged(function: Any) -> bool:
-    """Return whether a function and its decorators come from a package; accelerate wraps a model's forward."""
+    """Return whether a function and its decorators come from `PACKAGES`, or from accelerate, which wraps `forward`."""
     codes = [getattr(function, "__code__", None)]
     while (function := getattr(function, "__wrapped__", None)) is not None:
         codes.append(getattr(function, "__code__", None))
@@ -201,7 +202,10 @@ def _packaged(function: Any) -> bool:
 
 
 def _own_code(function: Any, module: ModuleType) -> CodeType | None:
-    """Return the code of a function under its decorators; None if it, or a decorator, comes from an unexpected file."""
+    """Return the code of a function beneath its decorators.
+
+    None: the function was not defined in the module's own file, or a decorator comes from no package in `PACKAGES`.
+    """
     while hasattr(function, "__wrapped__"):
         if not _of_a_package(getattr(function, "__code__", None)):
             return None

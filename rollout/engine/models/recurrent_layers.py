@@ -13,23 +13,26 @@ from transformers import DynamicCache, cache_utils
 from rollout.engine.memory.state_pool import StateShape
 
 WITHOUT_STATE = ("mlp", "moe")
-"""Types of layers without a state for which the cache of transformers 5.21 and 5.22 has a place; later: `DummyLayer`."""
+"""The types of stateless layers that have entries in the cache of transformers 5.21 and 5.22; later ones use `DummyLayer`."""
 
 
 @dataclass(frozen=True)
 class RecurrentLayers:
-    """Layers of one model, by index, as in transformers' table of layer types. `bool()`: some keep a state."""
+    """Indices of a model's layers, by what they keep per sequence. `bool()` is True if some layer keeps a state."""
 
     stateful: frozenset[int]
-    """Layers that keep a recurrent or convolutional state."""
+    """The layers that keep a recurrent or convolutional state."""
     stateless: frozenset[int]
-    """Layers that keep neither a state nor K and V (an MLP)."""
+    """The layers that keep neither a state nor K and V (for example an MLP)."""
     cache_argument: str
-    """The argument of the model's forward that takes the cache."""
+    """The name of the argument of the model's `forward` that takes the cache."""
 
     @classmethod
     def of(cls, model: nn.Module, config: Any) -> RecurrentLayers:
-        """Return the layers of a text model's configuration; empty if this transformers has no cache protocol for them."""
+        """Return the layers that a text model's configuration describes.
+
+        `stateful` is empty if this version of transformers has no cache protocol for such layers.
+        """
         layers: Sequence[object] = ()
         if hasattr(DynamicCache, "get_conv_state"):
             try:
@@ -51,11 +54,11 @@ class RecurrentLayers:
         return bool(self.stateful)
 
     def missing(self, model: nn.Module, attention: Iterable[nn.Module], states: Sequence[StateShape]) -> Iterator[str]:
-        """Describe the layers whose attention or state a forward has not shown.
+        """Yield a message for each layer whose attention or state the probing forward pass did not reveal.
 
         Args:
-            attention: the attention layers that were seen.
-            states: the states that were seen.
+            attention: the attention layers that the forward pass called.
+            states: the states that the forward pass created.
         """
         config = model.config.get_text_config()  # type: ignore[union-attr, operator]
         kept = {each.key.layer for each in states}

@@ -1,8 +1,9 @@
-"""Recurrent and convolutional states of a model through transformers' cache protocol.
+"""Gives a model's recurrent and convolutional layers their states, through transformers' cache protocol.
 
-A layer that keeps a state per sequence gets it from the forward's cache (`get_conv_state`, `get_recurrent_state`) and
-returns the next one, or changes it in place. `StateRows` returns rows of the engine's state pool. A sequence without
-tokens has a state of zeros, so every forward continues one. K and V of attention layers pass through to the paged attention.
+A layer that keeps a state per sequence reads it from the cache that the forward pass got (`get_conv_state`,
+`get_recurrent_state`). It passes the next state to the cache or changes the state in place. `StateRows` returns rows of
+the engine's state pool. A new sequence starts from a state of zeros, so layers always find a previous state. The cache
+stores no keys and values: it returns them unchanged to the layer, whose paged attention writes them to the KV cache.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rollout.engine.memory.state_pool import StateKey, StatePool, StateShape
 
 
 class _NoKV(Cache):  # type: ignore[misc]
-    """A cache without K and V, and without states before a forward, so masks cover the forward only."""
+    """A cache that is always empty, so the model's masks cover only the positions of the current forward pass."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -43,16 +44,16 @@ class _NoKV(Cache):  # type: ignore[misc]
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the state [B, channels, kernel size], which may be changed in place; None: there is no state yet."""
+        """Return the states [B, channels, kernel size] of B sequences, which may be changed in place; None: no states yet."""
         return None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the state [B, heads, ...], which may be changed in place; None: there is no state yet."""
+        """Return the states [B, heads, ...] of B sequences, which may be changed in place; None: no states yet."""
         return None
 
 
 class ProbedStates(_NoKV):
-    """Records the shapes of the states that one forward of a new sequence creates."""
+    """Records the shapes of the states that a model creates in its first forward pass over a new sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class ProbedStates(_NoKV):
 
     @property
     def shapes(self) -> tuple[StateShape, ...]:
-        """Shape of each state, in the order of the layers."""
+        """The shape of each state, in layer order."""
         return tuple(self._found.values())
 
     def update_conv_state(
@@ -80,10 +81,11 @@ class ProbedStates(_NoKV):
 
 
 class StateRows(_NoKV):
-    """States of the B sequences of one forward; call `flush` after it.
+    """The states of the B sequences of one forward pass; call `flush` after the pass.
 
     Args:
-        slots: [B] slot of each sequence in the pool, all different.
+        pool: the state pool.
+        slots: slot of each sequence in the pool, [B], all different.
     """
 
     def __init__(self, pool: StatePool, slots: NDArray[np.int32]) -> None:
@@ -106,7 +108,11 @@ class StateRows(_NoKV):
         return self._row(StateKey(layer_idx, "recurrent", state_idx))
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Append the inputs `conv_states` [B, channels, L]; returns them after the earlier inputs, [B, channels, K + L]."""
+        """Append L inputs per sequence, `conv_states` [B, channels, L], and keep the last K, the kernel size, as the state.
+
+        Returns:
+            The K previous inputs followed by the new ones, [B, channels, K + L].
+        """
         state = self._row(StateKey(layer_idx, "conv", state_idx))
         full = torch.cat([state.to(conv_states.dtype), conv_states], dim=-1)
         state.copy_(full[..., -state.shape[-1] :])

@@ -1,8 +1,9 @@
-"""The routers of a mixture of experts: found in the model, recorded by forward hooks, replayed by their own code.
+"""Finds the routers of a mixture of experts in a model, records the experts that they choose, and replays the choices.
 
-Transformers declares the class of a model's routers in `_can_record_outputs["router_logits"]`. A router returns (logits,
-weights, indices [P, k]) and chooses by one `topk` over the scores of all experts. Recording reads the indices. In a replay
-`topk` returns given indices and the live scores, so everything after it is the router's own.
+Transformers declares the class of a model's routers in `_can_record_outputs["router_logits"]`. For P positions, a router
+returns (logits, weights, indices [P, k]) of the k experts with the highest scores, which it finds by one call of `topk`.
+A forward hook records the indices. In a replay, `topk` returns the given indices with the router's current scores, and the
+router's own code does the rest.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from rollout.engine.memory.kv_cache import RouteShape
 from rollout.errors import UnsupportedModelError
 
 Record = Callable[[int, Tensor], None]
-"""(index of the router, experts [P, k]) of one forward."""
+"""A function that receives the index of a router and the experts [P, k] that it chose in one forward pass."""
 
 _TOPK = frozenset({torch.topk, Tensor.topk})
 
 
 class Routers:
-    """Routers of one model in the order of its layers; their number, k and number of experts are `shape`."""
+    """The routers of one model, in layer order. `shape` is (number of routers, k, number of experts)."""
 
     def __init__(self, modules: list[nn.Module], shape: RouteShape) -> None:
         self.modules = modules
@@ -34,7 +35,7 @@ class Routers:
 
     @contextmanager
     def recorded(self, record: Record) -> Iterator[None]:
-        """Pass the choices of each router inside the block to `record`."""
+        """Call `record` with the experts that each router chooses inside the block."""
         with ExitStack() as stack:
             for index, module in enumerate(self.modules):
                 stack.callback(module.register_forward_hook(partial(self._chosen, index, record)).remove)
@@ -45,7 +46,7 @@ class Routers:
 
 
 def chosen_experts(router: nn.Module, output: Any, top_k: int) -> Tensor:
-    """Return chosen experts [P, k] in the output of a router.
+    """Return the chosen experts [P, k] from a router's output.
 
     Raises:
         UnsupportedModelError: the output is not (logits, weights, indices).
@@ -96,10 +97,10 @@ def _router_classes(modules: Iterable[nn.Module]) -> Iterator[type]:
 
 
 class Topk(TorchFunctionMode):
-    """Replaces the indices that routers choose by `topk`, and returns them with the live scores.
+    """Makes `topk` inside the block return other indices, together with the router's own scores at these indices.
 
     Args:
-        choose: returns the indices to use, given the scores and the live indices; None: the live indices.
+        choose: returns the indices to use, given the scores and the indices that `topk` found, or None to keep these.
     """
 
     def __init__(self, choose: Callable[[Tensor, Tensor], Tensor | None]) -> None:
@@ -116,13 +117,14 @@ class Topk(TorchFunctionMode):
 
 
 class ChosenExperts(Topk):
-    """Replaces the choice of a router by given experts; may be entered once.
+    """Replaces a router's choice by given experts. An instance can be entered only once.
 
     Args:
-        experts: int64 [P, k]; a row of negatives leaves the choice of that position to the router.
+        experts: the experts to use, int64 [P, k]. If a position's entries are negative, the router chooses for it.
+        num_experts: total number of experts.
 
     Attributes:
-        answered: number of choices replaced so far.
+        answered: number of `topk` calls whose result was replaced so far.
     """
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
